@@ -1,0 +1,1 @@
+"""Which plan should we run?"""

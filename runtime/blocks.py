@@ -1,0 +1,213 @@
+"""How is one block computed from weights that are somewhere else?
+
+The modules are transformers' own, on the meta device: they hold no weights. Each call binds views of a weight slot to them.
+What the model's own forward passes to its layers (masks, rotary embeddings) is recorded by running that forward with stand-ins
+in the layers' places, so every architecture keeps its own mathematics.
+"""
+
+# B sequences, T tokens, N = B * T, D width, V vocabulary
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from .errors import WorkloadError
+from .memory import DTYPE
+from .plan import Block, Semantics, Workload
+
+Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
+LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
+IGNORED = -100  # the target of a token without supervision, as in transformers
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place in the model's own forward and notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: LayerInputs | None = None
+        self.hidden_BTD: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        self.hidden_BTD, self.inputs = hidden_states, inputs
+        return hidden_states
+
+
+class Templates:
+    """Stateless templates of every block of one model. Only one thread at a time may use them."""
+
+    def __init__(self, config: dict[str, Any], workload: Workload, semantics: Semantics) -> None:
+        """Build the modules; WorkloadError when they do not have the parameters the workload counted."""
+        self.workload, self.semantics = workload, semantics
+        self.model = meta_model(config, semantics)
+        body: Any = self.model.model
+        self.layers: list[nn.Module] = list(body.layers)
+        self._refuse_surprises()
+        self.norm: nn.Module = body.norm
+        stand_ins = [_StandIn() for _ in self.layers]
+        for stand_in, layer in zip(stand_ins, self.layers, strict=True):
+            for name in ("attention_type", "layer_type"):  # some models read these from the layer
+                if name in vars(layer):
+                    setattr(stand_in, name, vars(layer)[name])
+        body.layers = nn.ModuleList(stand_ins)
+        body.norm = nn.Identity()
+        for part in list(body.modules()):
+            buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta}
+            for name, buffer in buffers.items():  # computed, not stored (inverse frequencies, scales): make them real
+                part.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+            if buffers:
+                self.model._init_weights(part)
+        self.body: nn.Module = body
+        self.stand_ins = stand_ins
+        self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+
+    def _refuse_surprises(self) -> None:
+        found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
+        if found != planned or list(found) != list(planned):
+            odd = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+            raise WorkloadError(
+                f"the installed transformers builds other parameters than the plan counted (first: {(odd or ['their order'])[0]}); "
+                "make the plan again"
+            )
+
+    def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[LayerInputs]]:
+        """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
+        short = {name.removeprefix("model."): w for name, w in weights.items()}
+        functional_call(self.body, short, (), {"input_ids": tokens_BT, "use_cache": False}, strict=False)
+        hidden_BTD = self.stand_ins[0].hidden_BTD
+        inputs = [s.inputs for s in self.stand_ins]
+        for stand_in in self.stand_ins:
+            stand_in.inputs = stand_in.hidden_BTD = None
+        assert hidden_BTD is not None
+        return hidden_BTD, [i for i in inputs if i is not None]
+
+    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        """The output (B, T, D) of decoder layer number `block` (1 is the first)."""
+        prefix = f"model.layers.{block - 1}."
+        short = {name.removeprefix(prefix): w for name, w in weights.items()}
+        out = functional_call(self.layers[block - 1], short, (hidden_BTD,), inputs, strict=True)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    def loss(
+        self,
+        weights: Weights,
+        hidden_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        n_supervised: int,
+        head_gradient_VD: torch.Tensor,
+    ) -> tuple[float, torch.Tensor, Weights]:
+        """Forward and backward of the head, tile by tile: at most one tile of logits exists.
+
+        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order. Returns the summed (not averaged) loss, the
+        gradient of the hidden state, and the gradients of the head's other parameters.
+        """
+        head_name = "lm_head.weight"
+        norm_weights = {n.removeprefix("model.norm."): w.detach().requires_grad_() for n, w in weights.items() if n != head_name}
+        hidden_BTD = hidden_BTD.detach().requires_grad_()
+        with torch.enable_grad():
+            normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
+        normed_ND = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1])
+        targets_N = targets_BT.reshape(-1)
+        gradient_ND = torch.empty_like(normed_ND)
+        loss_sum = 0.0
+        for tile in torch.arange(normed_ND.shape[0]).split(self.semantics.loss_tile_tokens):
+            rows = slice(int(tile[0]), int(tile[-1]) + 1)
+            loss, gradient_ND[rows], dw_VD = self._tile(weights[head_name], normed_ND[rows], targets_N[rows], n_supervised)
+            head_gradient_VD += dw_VD
+            loss_sum += loss
+        names = list(norm_weights)
+        gradients = torch.autograd.grad(normed_BTD, [hidden_BTD, *norm_weights.values()], gradient_ND.view_as(normed_BTD))
+        return loss_sum, gradients[0], {f"model.norm.{n}": g for n, g in zip(names, gradients[1:], strict=True)}
+
+    def _tile(
+        self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
+    ) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Summed loss of one tile and the gradients of its mean over the step's supervised tokens."""
+        head_VD, normed_ND = head_VD.detach().requires_grad_(), normed_ND.detach().requires_grad_()
+        with torch.enable_grad():
+            logits_NV = nn.functional.linear(normed_ND, head_VD)
+            if self.logit_soft_cap is not None:
+                logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
+            loss = nn.functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+            dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
+        return float(loss), dx_ND, dw_VD
+
+    def initial_weights(self, seed: int) -> Iterator[tuple[int, Weights]]:
+        """Random weights as transformers would initialise them, fp32, block by block; the same for the same seed."""
+        body: Any = self.body
+        parts: list[tuple[Block, list[tuple[str, nn.Module]]]] = [
+            (self.workload.blocks[0], [("model.embed_tokens.", body.embed_tokens)]),
+            *[
+                (block, [(f"model.layers.{i}.", layer)])
+                for i, (block, layer) in enumerate(zip(self.workload.blocks[1:-1], self.layers, strict=True))
+            ],
+            (self.workload.blocks[-1], [("model.norm.", self.norm), ("lm_head.", self.model.get_output_embeddings())]),
+        ]
+        for index, (block, modules) in enumerate(parts):
+            torch.default_generator.manual_seed(op_seed(seed, 0, 0, index))
+            weights: Weights = {}
+            for prefix, module in modules:
+                real = _materialised(module)
+                for part in real.modules():
+                    self.model._init_weights(part)
+                weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
+            yield index, {p.name: weights[p.name] for p in block.parameters if p.tied_to is None}
+
+
+def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
+    """transformers' own model on the meta device; WorkloadError when transformers refuses the configuration."""
+    fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
+    try:
+        hf_config = AutoConfig.for_model(config["model_type"], **fields)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+                hf_config,
+                dtype=DTYPE[semantics.compute_dtype],
+                attn_implementation=semantics.attention,
+                experts_implementation=semantics.experts,
+                trust_remote_code=False,
+            )
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise WorkloadError(f"transformers cannot build this model: {str(error).splitlines()[0][:160]}") from None
+
+
+def _materialised(module: nn.Module) -> nn.Module:
+    """A copy of a meta module with real, uninitialised fp32 parameters."""
+    return copy.deepcopy(module).float().to_empty(device="cpu")
+
+
+def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:
+    """Seed of an op's generator: the same for its recompute, different for every other op."""
+    digest = hashlib.blake2b(f"{run_seed} {step} {micro_batch} {block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def kept(is_weight: Callable[[torch.Tensor], int | None], rebind: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
+    """Saved-tensor hooks under which autograd keeps no view of a weight slot.
+
+    `is_weight` gives the byte offset of a tensor in the weight slot, or None; `rebind(offset, like)` makes the same view of
+    the slot that holds the block when backward runs, which may be another one.
+    """
+
+    def pack(tensor: torch.Tensor) -> object:
+        offset = is_weight(tensor)
+        # A meta tensor remembers dtype, shape and strides without holding data.
+        return (
+            tensor.detach()
+            if offset is None
+            else (offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        )
+
+    def unpack(packed: object) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        assert isinstance(packed, tuple)
+        return rebind(*packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,104 @@
+"""How does a gradient change the weights?
+
+All work is on flat fp32 or bf16 views of one parameter, in chunks whose bits do not depend on where the chunk lies: the kernels
+see the same elements in the same places as if they were given the parameter whole.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+CHUNK_ELEMENTS = 65_536  # of the norm's definition; also the optimizer's unit: 1 MiB of fp32 state, which stays in a core's cache
+NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """Hyperparameters of one step. `lr` is already scheduled."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def of(self, name: str, shape: tuple[int, ...]) -> "AdamW":
+        """The settings for one parameter: without decay where none applies."""
+        return self if decays(name, shape) else replace(self, weight_decay=0.0)
+
+
+def sum_of_squares(gradient: torch.Tensor) -> float:
+    """Sum of squares of a flat gradient: fp32 sums over fixed chunks, the chunk sums added in fp64."""
+    total = 0.0
+    for chunk in gradient.split(CHUNK_ELEMENTS):
+        wide = chunk.float()
+        total += float((wide * wide).sum())
+    return total
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """`min(1, clip_norm / (norm + 1e-6))` in fp32; 1 where nothing is clipped."""
+    if clip_norm is None:
+        return 1.0
+    ratio = torch.tensor(clip_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + NORM_EPS)
+    return min(1.0, float(ratio))
+
+
+def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> None:
+    """Round fp32 to bf16, ties away from zero, into `out`; NaN stays NaN (its payload could otherwise carry into the sign).
+
+    Half-up keeps a split into a bf16 weight and a 16-bit remainder exact, which rounding to even does not.
+    """
+    bits = wide.view(torch.int32)
+    rounded = (bits + 0x8000) >> 16
+    rounded = torch.where(wide == wide, rounded, 0x7FC0)
+    out.view(torch.int16).copy_(rounded)
+
+
+def adamw_(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor | None,
+    factor: float,
+    n_updates: int,
+    settings: AdamW,
+) -> None:
+    """One AdamW step on one flat parameter, in place, chunk by chunk.
+
+    `gradient` (any dtype) is widened and multiplied by `factor` in scratch memory. `master` is fp32, or bf16 and then
+    rounded half up. `weight`, if given, receives the bf16 compute weight. `n_updates` counts from 1 and sets the bias correction.
+    """
+    step = torch.tensor(float(n_updates))
+    for start in range(0, master.numel(), CHUNK_ELEMENTS):
+        part = slice(start, min(start + CHUNK_ELEMENTS, master.numel()))
+        wide_gradient = gradient[part].to(torch.float32, copy=True)
+        if factor != 1.0:
+            wide_gradient *= factor
+        wide_master = master[part] if master.dtype is torch.float32 else master[part].float()
+        torch._fused_adamw_(
+            [wide_master],
+            [wide_gradient],
+            [exp_avg[part]],
+            [exp_avg_sq[part]],
+            [],
+            [step],
+            lr=settings.lr,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        if master.dtype is not torch.float32:
+            round_half_up(wide_master, master[part])
+        if weight is not None:
+            round_half_up(wide_master, weight[part])
+
+
+def decays(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether weight decay applies: not to biases, norms and 1-D parameters, by name (biases of experts are 2-D)."""
+    last_two = name.split(".")[-2:]
+    return len(shape) > 1 and not any("norm" in part or "bias" in part for part in last_two) and last_two[-1] != "sinks"

@@ -1,0 +1,79 @@
+"""When did each op run?"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+
+from .plan import Lane, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op of one step, from start to end in seconds since the timeline began."""
+
+    op: int
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of some consecutive steps of a plan, predicted or measured."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def step_ends_s(self) -> list[float]:
+        """When each step's last op was done, in step order."""
+        ends: dict[int, float] = {}
+        for span in self.spans:
+            ends[span.step] = max(ends.get(span.step, 0.0), span.end_s)
+        return [ends[step] for step in sorted(ends)]
+
+    @property
+    def step_times_s(self) -> list[float]:
+        """Time from one step's end to the next one's: one fewer than there are steps."""
+        ends = self.step_ends_s
+        return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+
+    @property
+    def total_s(self) -> float:
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def busy_s(self, plan: Plan) -> dict[Lane, float]:
+        """Median over the steps of the time each lane spent in ops, in one step."""
+        per_step: dict[Lane, Counter[int]] = {lane: Counter() for lane in Lane}
+        for span in self.spans:
+            per_step[plan.ops[span.op].lane][span.step] += span.end_s - span.start_s  # type: ignore[assignment]
+        return {lane: median(steps.values()) if steps else 0.0 for lane, steps in per_step.items()}
+
+    def from_step(self, first: int) -> "Timeline":
+        """The spans of step `first` and later: leaves out the warm-up."""
+        return Timeline(tuple(span for span in self.spans if span.step >= first))
+
+
+def chrome_trace(plan: Plan, tracks: dict[str, Timeline]) -> str:
+    """JSON that Perfetto and chrome://tracing open: one process per timeline (`predicted`, `measured`), one thread per lane."""
+    lanes = list(Lane)
+    events: list[dict[str, object]] = []
+    for pid, (name, timeline) in enumerate(tracks.items(), start=1):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        for tid, lane in enumerate(lanes, start=1):
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": str(lane)}})
+        for span in timeline.spans:
+            op = plan.ops[span.op]
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": lanes.index(op.lane) + 1,
+                    "name": op.name,
+                    "cat": str(op.kind),
+                    "ts": span.start_s * 1e6,  # the format counts in microseconds
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {"step": span.step, "op": str(op)},
+                }
+            )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,115 @@
+"""What would training have been had everything fit?
+
+A plain loop over a resident transformers model, on one thread: the meaning of a plan's semantics, written as directly as possible.
+It shares no code with the runtime.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from runtime.plan import Semantics
+
+DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def half_up(x: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, ties away from zero: add half a unit to the bits, drop the low half."""
+    return ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@dataclass
+class Reference:
+    """Masters and moments by parameter name, and the loss and norm of every step taken."""
+
+    masters: dict[str, torch.Tensor]
+    exp_avg: dict[str, torch.Tensor]
+    exp_avg_sq: dict[str, torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+
+
+def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Module:
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    hf_config = AutoConfig.for_model(config["model_type"], **fields)
+    return AutoModelForCausalLM.from_config(
+        hf_config, dtype=dtype, attn_implementation=semantics.attention, experts_implementation=semantics.experts
+    ).train()
+
+
+def train(
+    config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: dict, seed: int = 0
+) -> Reference:
+    """Take one step per batch from the given masters (fp32, by name); `settings` are the keywords of torch.optim.AdamW."""
+    compute, gradient_dtype = DTYPE[semantics.compute_dtype], DTYPE[semantics.gradient_dtype]
+    model = build(config, semantics, compute)
+    parameters = dict(model.named_parameters())
+    masters = {name: torch.nn.Parameter(masters[name].clone()) for name in parameters}
+    decay = settings.pop("weight_decay", 0.0)
+    no_decay = [n for n in masters if masters[n].dim() == 1 or "norm" in n or n.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [masters[n] for n in masters if n not in no_decay], "weight_decay": decay},
+            {"params": [masters[n] for n in no_decay], "weight_decay": 0.0},
+        ],
+        fused=True,
+        **settings,
+    )
+    result = Reference({}, {}, {}, [], [])
+    for batch in batches:
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(half_up(masters[name].data) if compute is torch.bfloat16 else masters[name])
+        sums, loss = micro_batch_sums(model, semantics, batch)
+        gradients = {name: sums[name].to(gradient_dtype).float() for name in parameters}
+        norm = math.sqrt(sum(sum(float(c.square().sum()) for c in g.flatten().split(65536)) for g in gradients.values()))
+        factor = 1.0
+        if semantics.clip_norm is not None:
+            factor = min(1.0, float(torch.tensor(semantics.clip_norm) / (torch.tensor(norm) + 1e-6)))
+        for name in parameters:
+            masters[name].grad = gradients[name] * factor
+        optimizer.step()
+        result.losses.append(loss)
+        result.norms.append(norm)
+    for name, master in masters.items():
+        result.masters[name] = master.data
+        result.exp_avg[name] = optimizer.state[master]["exp_avg"]
+        result.exp_avg_sq[name] = optimizer.state[master]["exp_avg_sq"]
+    return result
+
+
+def micro_batch_sums(model: torch.nn.Module, semantics: Semantics, batch) -> tuple[dict[str, torch.Tensor], float]:
+    """fp32 sums of the micro-batches' gradients, by name, and the mean loss; a tied weight gets its two sums added at the end."""
+    parameters = dict(model.named_parameters())
+    body, head = model.model, model.lm_head.weight
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    n_supervised = int((batch.targets_BT != -100).sum())
+    sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
+    head_sum = torch.zeros(head.shape)
+    loss_sum = 0.0
+    for rows in torch.arange(semantics.batch_size).split(semantics.micro_batch):
+        hidden = body(input_ids=batch.tokens_BT[rows], use_cache=False).last_hidden_state
+        flat, targets = hidden.detach().flatten(0, 1), batch.targets_BT[rows].flatten()
+        d_hidden, d_head = [], torch.zeros(head.shape)
+        for x, y in zip(flat.split(semantics.loss_tile_tokens), targets.split(semantics.loss_tile_tokens), strict=True):
+            x, w = x.detach().requires_grad_(), head.detach().requires_grad_()
+            logits = F.linear(x, w)
+            if cap is not None:
+                logits = torch.tanh(logits / cap) * cap
+            loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")
+            dx, dw = torch.autograd.grad(loss / n_supervised, [x, w])
+            d_hidden.append(dx)
+            d_head += dw
+            loss_sum += float(loss)
+        hidden.backward(torch.cat(d_hidden).view_as(hidden))
+        head_sum += d_head
+        for name, p in parameters.items():
+            if p.grad is not None:
+                sums[name] += p.grad
+                p.grad = None
+    head_name = next(name for name, p in parameters.items() if p is head)
+    sums[head_name] = head_sum + sums[head_name]
+    return sums, loss_sum / n_supervised
