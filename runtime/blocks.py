@@ -16,13 +16,13 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from .data import UNSUPERVISED
 from .errors import WorkloadError
 from .memory import DTYPE
 from .plan import Block, Semantics, Workload
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
-IGNORED = -100  # the target of a token without supervision, as in transformers
 
 
 class _StandIn(nn.Module):
@@ -134,9 +134,9 @@ class Templates:
             logits_NV = nn.functional.linear(normed_ND, head_VD)
             if self.logit_soft_cap is not None:
                 logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
-            loss = nn.functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+            loss = nn.functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=UNSUPERVISED, reduction="sum")
             dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
-        return float(loss), dx_ND, dw_VD
+        return loss.item(), dx_ND, dw_VD
 
     def initial_weights(self, seed: int) -> Iterator[tuple[int, Weights]]:
         """Random weights as transformers would initialise them, fp32, block by block; the same for the same seed."""

@@ -14,8 +14,9 @@ from typing import Protocol, assert_never
 
 import torch
 
-from .blocks import IGNORED, LayerInputs, Templates, Weights, kept, op_seed
+from .blocks import LayerInputs, Templates, Weights, kept, op_seed
 from .cores import split_cores
+from .data import Batch
 from .errors import PenstockError
 from .memory import DTYPE, Arenas
 from .optimizer import AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
@@ -40,14 +41,6 @@ class Machine(Protocol):
 
     def follow(self, lane: Lane, token: object) -> None:
         """Called on the thread of a lane that waits, with the token of what it waits for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's data: `tokens` and `targets` are int64 (batch, seq_len); targets are shifted already, -100 is unsupervised."""
-
-    tokens_BT: torch.Tensor
-    targets_BT: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -212,9 +205,9 @@ class CpuMachine:
         if self._batch is None or self._batch[0] != step:
             batch = self.batches(step)
             self._batch = (step, batch)
-            self._result(step).n_supervised = int((batch.targets_BT != IGNORED).sum())
+            self._result(step).n_supervised = batch.n_supervised
         rows = slice(m * self.plan.semantics.micro_batch, (m + 1) * self.plan.semantics.micro_batch)
-        return self._batch[1].tokens_BT[rows], self._batch[1].targets_BT[rows]
+        return self._batch[1].input_ids[rows], self._batch[1].targets[rows]
 
     # -- weights ----------------------------------------------------------------------------------------------------
 

@@ -86,13 +86,13 @@ def micro_batch_sums(model: torch.nn.Module, semantics: Semantics, batch) -> tup
     parameters = dict(model.named_parameters())
     body, head = model.model, model.lm_head.weight
     cap = getattr(model.config, "final_logit_softcapping", None)
-    n_supervised = int((batch.targets_BT != -100).sum())
+    n_supervised = int((batch.targets != -100).sum())
     sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
     head_sum = torch.zeros(head.shape)
     loss_sum = 0.0
     for rows in torch.arange(semantics.batch_size).split(semantics.micro_batch):
-        hidden = body(input_ids=batch.tokens_BT[rows], use_cache=False).last_hidden_state
-        flat, targets = hidden.detach().flatten(0, 1), batch.targets_BT[rows].flatten()
+        hidden = body(input_ids=batch.input_ids[rows], use_cache=False).last_hidden_state
+        flat, targets = hidden.detach().flatten(0, 1), batch.targets[rows].flatten()
         d_hidden, d_head = [], torch.zeros(head.shape)
         for x, y in zip(flat.split(semantics.loss_tile_tokens), targets.split(semantics.loss_tile_tokens), strict=True):
             x, w = x.detach().requires_grad_(), head.detach().requires_grad_()
@@ -103,7 +103,7 @@ def micro_batch_sums(model: torch.nn.Module, semantics: Semantics, batch) -> tup
             dx, dw = torch.autograd.grad(loss / n_supervised, [x, w])
             d_hidden.append(dx)
             d_head += dw
-            loss_sum += float(loss)
+            loss_sum += loss.item()
         hidden.backward(torch.cat(d_hidden).view_as(hidden))
         head_sum += d_head
         for name, p in parameters.items():

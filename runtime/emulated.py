@@ -1,0 +1,128 @@
+"""How can a small computer perform the plan of a large machine?
+
+The real mathematics is that of a small stand-in model with the same blocks, on the CPU. Meanwhile each op draws the demand that the
+planned model would have, on a live copy of the large machine's capacity region, slowed by a common factor; it is over when its demand
+is served and its real work is done. Whatever lanes, waits and contention make of the plan then really happens.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .machine import CpuMachine
+from .plan import Lane, Op
+from .region import Demand, Region, rates
+
+MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
+
+
+def time_scale_for(demands: Sequence[Demand]) -> float:
+    """The smallest slow-down, at least 1, at which the median op lasts MEDIAN_OP_S."""
+    lasting = sorted(d.overhead_s + d.alone_s for d in demands)
+    return max(1.0, MEDIAN_OP_S / lasting[len(lasting) // 2])
+
+
+@dataclass(slots=True)
+class _Share:
+    """An op that is being served: its overhead first, then its work at the speed it gets."""
+
+    demand: Demand
+    work_from_s: float  # when its overhead ends
+    left_s: float  # seconds of work at full speed
+    speed: float = 0.0
+    served_s: float | None = None
+
+
+class LiveRegion:
+    """Demands served in real time. Speeds are solved again at each true start and end, at the instant it is due, however late a
+    thread wakes."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._shares: list[_Share] = []
+        self._at_s = time.perf_counter()
+        self._changed = threading.Condition()
+
+    def begin(self, demand: Demand) -> _Share:
+        """Start serving a demand now."""
+        with self._changed:
+            now_s = time.perf_counter()
+            self._advance(now_s)
+            share = _Share(demand, now_s + demand.overhead_s, demand.alone_s)
+            self._shares.append(share)
+            self._solve()
+            self._changed.notify_all()
+            return share
+
+    def wait(self, share: _Share) -> None:
+        """Return when the demand has been served."""
+        with self._changed:
+            while True:
+                self._advance(time.perf_counter())
+                if share.served_s is not None:
+                    return
+                self._changed.wait(max(0.0, self._next_event_s(share) - time.perf_counter()))
+
+    def _next_event_s(self, share: _Share) -> float:
+        """When this share's overhead or, at the present speeds, its work ends."""
+        if self._at_s < share.work_from_s:
+            return share.work_from_s
+        return self._at_s + share.left_s / share.speed if share.speed > 0 else self._at_s + MEDIAN_OP_S
+
+    def _solve(self) -> None:
+        working = [s for s in self._shares if s.work_from_s <= self._at_s]
+        for share, speed in zip(working, rates([s.demand for s in working], self._region), strict=True):
+            share.speed = speed
+
+    def _advance(self, to_s: float) -> None:
+        """Serve until `to_s`, event by event."""
+        while self._shares:
+            event_s = min(self._next_event_s(s) for s in self._shares)
+            until_s = min(event_s, to_s)
+            for share in self._shares:
+                if share.work_from_s <= self._at_s:
+                    share.left_s -= (until_s - self._at_s) * share.speed
+            self._at_s = until_s
+            if event_s > to_s:
+                return
+            for share in [s for s in self._shares if s.work_from_s <= self._at_s and s.left_s <= 1e-12]:
+                share.served_s = self._at_s
+                self._shares.remove(share)
+            self._solve()
+            self._changed.notify_all()
+        self._at_s = to_s
+
+
+class EmulatedMachine:
+    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model."""
+
+    def __init__(self, stand_in: CpuMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
+        """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
+        self.stand_in = stand_in
+        self.time_scale = time_scale
+        self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]
+        self._live = LiveRegion(region)
+        self.n_performed = 0
+        self.n_real_work_binds = 0  # ops whose stand-in's work lasted longer than the emulated op
+
+    @contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        with self.stand_in.lane(lane):
+            yield
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        share = self._live.begin(self._demands[index])
+        self.stand_in.perform(index, op, step)
+        done_s = time.perf_counter()
+        self._live.wait(share)
+        assert share.served_s is not None
+        self.n_performed += 1
+        self.n_real_work_binds += done_s > share.served_s
+
+    def mark(self, op: Op) -> object:
+        return self.stand_in.mark(op)
+
+    def follow(self, lane: Lane, token: object) -> None:
+        self.stand_in.follow(lane, token)

@@ -1,0 +1,256 @@
+"""Does a schedule ever change a bit of the result?"""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.blocks import Templates
+from runtime.errors import PenstockError
+from runtime.executor import execute
+from runtime.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
+from runtime.plan import Kind, Policy, Update
+
+from . import reference
+from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from .training import ADAMW, Hostile, batches_of, differences, initial_masters, plain, plan_of, same_bits, semantics_of, state_of, streamed
+
+LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@st.composite
+def policies(draw, n_layers: int, n_micro_batches: int, clipped: bool) -> Policy:
+    """Any policy that is legal for the model and its semantics."""
+    gradient_slots = draw(st.integers(1, 3))
+    return Policy(
+        prefetch_depth=draw(st.integers(1, 4)),
+        gradient_slots=gradient_slots,
+        offload_late_blocks=draw(st.integers(0, gradient_slots - 1)),
+        group_micro_batches=draw(st.integers(1, n_micro_batches)),
+        keep_blocks=tuple(sorted(draw(st.sets(st.integers(1, n_layers))))),
+        update=draw(st.sampled_from([Update.BARRIER, Update.DEFERRED] + ([] if clipped else [Update.EAGER]))),
+    )
+
+
+@pytest.mark.parametrize("compute_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@LAW
+@given(data=st.data())
+def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(model_type, compute_dtype, data):
+    """With slots poisoned on release and lanes delayed at random."""
+    tied = data.draw(st.booleans(), label="tied")
+    clipped = data.draw(st.booleans(), label="clipped")
+    gradient_dtype = data.draw(st.sampled_from(["bf16", "fp32"]), label="gradient_dtype")
+    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3)]), label="batch")
+    semantics = semantics_of(
+        model_type,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        clip_norm=0.5 if clipped else None,
+        experts=data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
+    )
+    config = tiny_config(model_type, tie_word_embeddings=tied)
+    policy = data.draw(policies(config["num_hidden_layers"], semantics.n_micro_batches, clipped), label="policy")
+    machine = streamed(config, semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
+    assert differences(machine, plain(model_type, semantics, (("tie_word_embeddings", tied),))) == []
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type):
+    config = tiny_config(model_type, attention_dropout=0.2)
+    semantics = semantics_of(model_type, attention="eager")
+    kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=4))
+    recomputed = streamed(config, semantics, Policy(prefetch_depth=2, group_micro_batches=1))
+    without = streamed(tiny_config(model_type), semantics, Policy())
+    assert all(same_bits(a, b) for x, y in zip(state_of(kept), state_of(recomputed), strict=True) for a, b in zip(x.values(), y.values(), strict=True))
+    assert kept.results[0].loss != without.results[0].loss, "dropout did nothing: the test would prove nothing"
+
+
+def test_the_bf16_master_is_the_same_under_every_policy():
+    semantics = semantics_of("qwen3", master_dtype="bf16")
+    config = tiny_config("qwen3")
+    a = streamed(config, semantics, Policy(group_micro_batches=4))
+    b = streamed(config, semantics, Policy(group_micro_batches=1, prefetch_depth=3, update=Update.DEFERRED))
+    for x, y in zip(state_of(a), state_of(b), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+
+
+def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
+    """The laws above can fail: take away the wait of every layer's forward for its weights, and slow the loads."""
+    semantics = semantics_of("llama")
+    config = tiny_config("llama", num_hidden_layers=4)
+    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    ops = tuple(
+        dataclasses.replace(op, waits=()) if op.kind is Kind.FORWARD and op.block > 1 else op for op in plan.ops
+    )
+
+    class SlowLoads(Hostile):
+        def perform(self, index, op, step):
+            if op.kind is Kind.LOAD:
+                time.sleep(0.02)
+            super().perform(index, op, step)
+
+    batches = batches_of(config["vocab_size"], 4, 16)
+    outcomes = []
+    for racy in (plan, dataclasses.replace(plan, ops=ops)):
+        machine = SlowLoads(racy, lambda step: batches[step], lambda step: ADAMW)
+        machine.initialise(7)
+        try:
+            execute(racy, machine, 2)
+            outcomes.append(state_of(machine)[0]["model.norm.weight"])
+        except PenstockError as error:  # NaN reached a gradient
+            outcomes.append(str(error))
+    assert isinstance(outcomes[0], torch.Tensor)
+    assert isinstance(outcomes[1], str) or not same_bits(outcomes[0], outcomes[1])
+
+
+@pytest.mark.parametrize("update", [Update.BARRIER, Update.DEFERRED])
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(update):
+    semantics = semantics_of("llama", on_nonfinite="skip")
+    config = tiny_config("llama")
+    machine = streamed(config, semantics, Policy(update=update), machine_type=PoisonedSecondStep)
+    undisturbed = streamed(config, semantics, Policy(update=update), machine_type=WithoutSecondStep)
+    assert [machine.results[i].skipped for i in range(3)] == [False, True, False]
+    for x, y in zip(state_of(machine), state_of(undisturbed), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+
+
+class PoisonedSecondStep(Hostile):
+    """The gradient of one layer is infinite in step 1."""
+
+    def perform(self, index, op, step):
+        super().perform(index, op, step)
+        if step == 1 and op.kind is Kind.OFFLOAD and op.block == 1:
+            self.arenas.view(op.writes[0], "bf16")[0] = float("inf")
+
+
+class WithoutSecondStep(Hostile):
+    """No update happens in step 1."""
+
+    def perform(self, index, op, step):
+        if not (step == 1 and op.kind is Kind.UPDATE):
+            super().perform(index, op, step)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_tensor():
+    with pytest.raises(PenstockError, match=r"step 2: the gradient of model.layers.0.*not finite"):
+        streamed(tiny_config("llama"), semantics_of("llama"), Policy(), machine_type=PoisonedSecondStep)
+
+
+# -- against the world outside --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_loss_is_that_of_transformers(model_type):
+    """On the same batch in fp32, within 1e-5 relative."""
+    config = tiny_config(model_type)
+    semantics = semantics_of(model_type, compute_dtype="fp32", micro_batch=4)
+    machine = streamed(config, semantics, Policy())
+    model = reference.build(config, semantics, torch.float32)
+    fresh = initial_masters(config, semantics)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(fresh[name])
+        batch = batches_of(config["vocab_size"], 4, 16)[0]
+        labels = torch.cat([torch.full((4, 1), -100), batch.targets[:, :-1]], dim=1)  # transformers shifts them itself
+        expected = float(model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss)
+    assert machine.results[0].loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_norm_and_the_clip_factor_are_those_of_clip_grad_norm_():
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(n, generator=generator) for n in (7, 65_536, 200_001)]
+    norm = sum(sum_of_squares(t) for t in tensors) ** 0.5
+    parameters = [torch.nn.Parameter(torch.zeros_like(t)) for t in tensors]
+    for p, t in zip(parameters, tensors, strict=True):
+        p.grad = t.clone()
+    expected = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(tensors[1] * clip_factor(norm, 1.0), parameters[1].grad, rtol=1e-5)
+    wide = torch.cat(tensors).double()
+    assert norm == pytest.approx(float(wide.square().sum().sqrt()), rel=1e-6)
+
+
+def test_adamw_is_that_of_torch():
+    """Three steps, against the loop that torch runs per tensor, at the tolerance of fp32."""
+    generator = torch.Generator().manual_seed(4)
+    n = CHUNK_ELEMENTS + 777
+    start, gradients = torch.randn(n, generator=generator), [torch.randn(n, generator=generator) for _ in range(3)]
+    master, m, v = start.clone(), torch.zeros(n), torch.zeros(n)
+    plain = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    for step, gradient in enumerate(gradients, start=1):
+        adamw_(master, m, v, gradient, None, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
+        plain.grad = gradient.clone()
+        optimizer.step()
+    assert torch.allclose(master, plain.data, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 1000, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 65])
+def test_adamw_in_chunks_is_adamw_on_the_whole_tensor(n):
+    generator = torch.Generator().manual_seed(n)
+    start, gradient = torch.randn(n, generator=generator), torch.randn(n, generator=generator)
+    master, m, v = start.clone(), torch.zeros(n), torch.zeros(n)
+    whole = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([whole], lr=1e-2, weight_decay=0.1, fused=True)
+    for step in (1, 2, 3):
+        adamw_(master, m, v, gradient, None, 1.0, step, AdamW(1e-2, weight_decay=0.1))
+        whole.grad = gradient.clone()
+        optimizer.step()
+    assert same_bits(master, whole.data)
+    assert same_bits(m, optimizer.state[whole]["exp_avg"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_rounding_half_up_takes_the_nearest_and_breaks_ties_away_from_zero(bits):
+    wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    out = torch.empty(1, dtype=torch.bfloat16)
+    round_half_up(wide, out)
+    if torch.isnan(wide).item():
+        assert torch.isnan(out).item()
+        return
+    nearest_even = wide.to(torch.bfloat16)
+    is_tie = bits & 0xFFFF == 0x8000
+    if not is_tie:
+        assert same_bits(out, nearest_even)
+    else:
+        assert abs(float(out)) >= abs(float(wide))
+
+
+def test_a_tile_of_the_loss_is_part_of_the_meaning_and_only_rounds():
+    """Other tile sizes give the same loss and gradient up to the rounding that the design states."""
+    config = tiny_config("llama")
+    results = []
+    for tile in (3, 64):
+        semantics = semantics_of("llama", compute_dtype="fp32", loss_tile_tokens=tile)
+        plan = plan_of(config, semantics, Policy())
+        templates = Templates(config, plan.workload, semantics)
+        generator = torch.Generator().manual_seed(0)
+        weights = {p.name: torch.randn(p.shape, generator=generator) for p in plan.workload.blocks[-1].parameters}
+        hidden = torch.randn(1, 16, 32, generator=generator)
+        targets = torch.randint(0, 96, (1, 16), generator=generator)
+        total = torch.zeros(96, 32)
+        loss, d_hidden, _ = templates.loss(weights, hidden, targets, 16, total)
+        results.append((loss, d_hidden, total))
+        expected = F.cross_entropy(F.linear(torch.nn.functional.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6), weights["lm_head.weight"])[0], targets[0])
+        assert loss / 16 == pytest.approx(float(expected), rel=1e-5)
+    (loss_a, d_a, w_a), (loss_b, d_b, w_b) = results
+    assert loss_a == pytest.approx(loss_b, rel=1e-6)
+    assert float((d_a - d_b).norm() / d_b.norm()) < 2e-6
+    assert float((w_a - w_b).norm() / w_b.norm()) < 2e-6
+

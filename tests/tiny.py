@@ -1,0 +1,88 @@
+"""What is the smallest honest model of each supported type?
+
+Configurations as `config.json` holds them: few layers, narrow, but with every structural feature of the type (grouped
+key-value heads, biases, alternating windows, experts), so that what holds for them holds for the large ones.
+"""
+
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_SILU: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_dropout": 0.0}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], **_SILU},
+    "mistral": {"architectures": ["MistralForCausalLM"], **_SILU, "head_dim": 8, "sliding_window": 8},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_SILU},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **_SILU, "head_dim": 16},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "layer_types": _ALTERNATING,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        **_SILU,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **_SILU,
+        "head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": _ALTERNATING,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+MODEL_TYPES: tuple[str, ...] = tuple(_OWN)
+EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss")  # transformers refuses scaled-dot-product attention for these
+EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
+def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
+    """A `config.json` of the type, with `overrides` put over it; alternating layer types follow `num_hidden_layers`."""
+    config = {"model_type": model_type, **_COMMON, **_OWN[model_type], **overrides}
+    if "layer_types" in config and "layer_types" not in overrides:
+        config["layer_types"] = [_ALTERNATING[i % 2] for i in range(config["num_hidden_layers"])]
+    if "rope_parameters" in config:
+        config.pop("rope_theta", None)
+    return config

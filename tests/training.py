@@ -1,0 +1,144 @@
+"""How do the tests train a tiny model, streamed and plainly?"""
+
+import random
+import time
+from functools import lru_cache
+
+import torch
+
+from planner.lower import lower
+from planner.workload import build_workload
+from runtime.data import Batch
+from runtime.executor import execute
+from runtime.machine import CpuMachine
+from runtime.optimizer import AdamW
+from runtime.plan import Model, Op, Plan, Policy, Semantics, Slot
+
+from . import reference
+from .tiny import EAGER_ONLY, tiny_config
+
+N_STEPS = 3
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+Tensors = dict[str, torch.Tensor]
+
+
+def semantics_of(model_type: str, **fields) -> Semantics:
+    """Small semantics that are legal for the type: 16 tokens a sequence, tiles that do not divide them."""
+    attention = "eager" if model_type in EAGER_ONLY else "sdpa"
+    defaults = {"seq_len": 16, "batch_size": 4, "micro_batch": 1, "clip_norm": 0.5, "loss_tile_tokens": 5, "attention": attention}
+    return Semantics(**(defaults | {"experts": "eager"} | fields))
+
+
+def plan_of(config: dict, semantics: Semantics, policy: Policy) -> Plan:
+    counted = Model(config | {"attention_dropout": 0.0})  # the planner does not count dropout masks yet; the runtime replays them
+    return lower(Model(config), build_workload(counted, semantics), semantics, policy, {})
+
+
+@lru_cache(maxsize=64)
+def batches_of(vocab_size: int, batch_size: int, seq_len: int, n_steps: int = N_STEPS) -> tuple[Batch, ...]:
+    """Random tokens; a fifth of the targets, and with them an unequal share of each micro-batch, are unsupervised."""
+    generator = torch.Generator().manual_seed(batch_size * 1000 + seq_len)
+    result = []
+    for _ in range(n_steps):
+        tokens = torch.randint(0, vocab_size, (batch_size, seq_len), generator=generator)
+        targets = torch.full_like(tokens, -100)
+        targets[:, :-1] = tokens[:, 1:]
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        targets[0, : seq_len // 2] = -100
+        result.append(Batch(tokens, targets))
+    return tuple(result)
+
+
+class Hostile(CpuMachine):
+    """A CpuMachine on which every race shows: lanes are delayed at random, and a slot is filled with NaN when it is released.
+
+    A slot is released by the last op that uses it before an op that only writes it.
+    """
+
+    def __init__(self, plan: Plan, *args, delay_seed: int | None = None, **kwargs) -> None:
+        super().__init__(plan, *args, **kwargs)
+        self.released = released_slots(plan)
+        self.rng = random.Random(delay_seed) if delay_seed is not None else None
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        if self.rng is not None and self.rng.random() < 0.15:
+            time.sleep(self.rng.random() * 0.004)
+        super().perform(index, op, step)
+        for slot in self.released[index]:
+            self.arenas.poison(slot)
+
+
+def released_slots(plan: Plan) -> dict[int, list[Slot]]:
+    """For each op, the slots whose content nobody reads after it."""
+    state = ("masters", "moments", "host_weights", "norm")
+    uses: dict[Slot, list[int]] = {}
+    for index, op in enumerate(plan.ops):
+        for slot in dict.fromkeys((*op.reads, *op.writes)):
+            if slot.arena not in state:
+                uses.setdefault(slot, []).append(index)
+    released: dict[int, list[Slot]] = {index: [] for index in range(len(plan.ops))}
+    for slot, indices in uses.items():
+        for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
+            if slot not in plan.ops[following].reads:
+                released[index].append(slot)
+    return released
+
+
+def initial_masters(config: dict, semantics: Semantics, seed: int = 7) -> Tensors:
+    """What `initialise(seed)` puts into the host store, by name."""
+    machine = CpuMachine(plan_of(config, semantics, Policy()), lambda step: batches_of(1, 1, 1)[0], lambda step: ADAMW)
+    machine.initialise(seed)
+    return state_of(machine)[0]
+
+
+def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
+    """Masters, first and second moments by name, as copies."""
+    masters, exp_avg, exp_avg_sq = {}, {}, {}
+    for number, block in enumerate(machine.plan.workload.blocks):
+        for p in block.parameters:
+            if p.tied_to is None:
+                m, v = machine.moments(number, p)
+                masters[p.name] = machine.master(number, p).clone().view(p.shape)
+                exp_avg[p.name], exp_avg_sq[p.name] = m.clone().view(p.shape), v.clone().view(p.shape)
+    return masters, exp_avg, exp_avg_sq
+
+
+def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int | None = None, machine_type=Hostile):
+    """Train N_STEPS by performing the plan of `policy`; returns the machine and its results."""
+    plan = plan_of(config, semantics, policy)
+    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    extra = {"delay_seed": delay_seed} if machine_type is Hostile else {}
+    machine = machine_type(plan, lambda step: batches[step], lambda step: ADAMW, **extra)
+    machine.initialise(7)
+    execute(plan, machine, N_STEPS)
+    return machine
+
+
+@lru_cache(maxsize=64)
+def plain(model_type: str, semantics: Semantics, overrides: tuple = ()) -> reference.Reference:
+    """The same steps by the plain resident loop."""
+    config = tiny_config(model_type, **dict(overrides))
+    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    return reference.train(config, semantics, initial_masters(config, semantics), list(batches), dict(SETTINGS))
+
+
+def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]:
+    """Names of the tensors that are not bit for bit equal, and of what else differs."""
+    found = []
+    pairs = zip(("master", "exp_avg", "exp_avg_sq"), state_of(machine), (expected.masters, expected.exp_avg, expected.exp_avg_sq), strict=True)
+    for kind, got, wanted in pairs:
+        assert got.keys() == wanted.keys()
+        found += [f"{kind} {name}" for name in got if not same_bits(got[name], wanted[name])]
+    for step in range(N_STEPS):
+        if machine.results[step].loss != expected.losses[step]:
+            found.append(f"loss of step {step}")
+        if machine.results[step].grad_norm != expected.norms[step]:
+            found.append(f"norm of step {step}")
+    return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the last bit: also the sign of zero, and NaN equals itself."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
