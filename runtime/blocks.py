@@ -120,6 +120,7 @@ class Templates:
             rows = slice(int(tile[0]), int(tile[-1]) + 1)
             loss, gradient_ND[rows], dw_VD = self._tile(weights[head_name], normed_ND[rows], targets_N[rows], n_supervised)
             head_gradient_VD += dw_VD
+            del dw_VD  # or two tiles' would be alive at a time
             loss_sum += loss
         names = list(norm_weights)
         gradients = torch.autograd.grad(normed_BTD, [hidden_BTD, *norm_weights.values()], gradient_ND.view_as(normed_BTD))
@@ -163,6 +164,7 @@ class Templates:
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
     """transformers' own model on the meta device; WorkloadError when transformers refuses the configuration."""
     fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
+    has_experts = any(key in config for key in ("num_experts", "num_local_experts"))  # a dense model refuses the option
     try:
         hf_config = AutoConfig.for_model(config["model_type"], **fields)
         with torch.device("meta"):
@@ -170,7 +172,7 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
                 hf_config,
                 dtype=DTYPE[semantics.compute_dtype],
                 attn_implementation=semantics.attention,
-                experts_implementation=semantics.experts,
+                **({"experts_implementation": semantics.experts} if has_experts else {}),
                 trust_remote_code=False,
             )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
@@ -180,6 +182,18 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
 def _materialised(module: nn.Module) -> nn.Module:
     """A copy of a meta module with real, uninitialised fp32 parameters."""
     return copy.deepcopy(module).float().to_empty(device="cpu")
+
+
+def shared(new: Any, old: Any) -> Any:
+    """`new`, with `old`'s tensors in the place of equal ones: the masks of all micro-batches are then one."""
+    match new, old:
+        case torch.Tensor(), torch.Tensor() if new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old):
+            return old
+        case dict(), dict():
+            return {key: shared(value, old.get(key)) for key, value in new.items()}
+        case ((list() | tuple()), (list() | tuple())) if len(new) == len(old):
+            return type(new)(shared(a, b) for a, b in zip(new, old, strict=True))
+    return new
 
 
 def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:

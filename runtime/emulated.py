@@ -1,18 +1,19 @@
 """How can a small computer perform the plan of a large machine?
 
-The real mathematics is that of a small stand-in model with the same blocks, on the CPU. Meanwhile each op draws the demand that the
-planned model would have, on a live copy of the large machine's capacity region, slowed by a common factor; it is over when its demand
-is served and its real work is done. Whatever lanes, waits and contention make of the plan then really happens.
+The real mathematics is that of a small stand-in model with the same blocks, on the CPU. Meanwhile each op draws the demand that
+the planned model would have, on a live copy of the large machine's capacity region, slowed by a common factor; it is over when its
+demand is served and its real work is done. Whatever lanes, waits and contention make of the plan then really happens.
 """
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .machine import CpuMachine
-from .plan import Lane, Op
+from .plan import Lane, Op, Semantics
 from .region import Demand, Region, rates
 
 MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
@@ -22,6 +23,36 @@ def time_scale_for(demands: Sequence[Demand]) -> float:
     """The smallest slow-down, at least 1, at which the median op lasts MEDIAN_OP_S."""
     lasting = sorted(d.overhead_s + d.alone_s for d in demands)
     return max(1.0, MEDIAN_OP_S / lasting[len(lasting) // 2])
+
+
+_STAND_IN_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "vocab_size": 320,
+}
+_LEFT_OUT = ("rope_scaling", "rope_parameters", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings")
+STAND_IN_SEQ_LEN = 16
+
+
+def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A model with the same blocks, tiny: as many layers of the same kinds, each a few thousand parameters."""
+    small = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    small |= {key: value for key, value in _STAND_IN_SIZES.items() if config.get(key) is not None}
+    return small | {"head_dim": _STAND_IN_SIZES["head_dim"]}
+
+
+def stand_in_semantics(semantics: Semantics) -> Semantics:
+    """As many micro-batches, each of one short sequence."""
+    return replace(semantics, seq_len=STAND_IN_SEQ_LEN, batch_size=semantics.n_micro_batches, micro_batch=1)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ steps; the plan's waits are all there is.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from .plan import Lane, Op, Plan
 from .timeline import Span, Timeline
 
 STALL_S = 600.0  # an op that takes longer than this without any lane moving is taken for a hang
+KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
 _LOOK_S = 0.5  # how often a waiting lane looks whether another has failed, should a signal be lost
 
 
@@ -63,8 +65,9 @@ def execute(
     first_step: int = 0,
     on_step: Callable[[int, float], None] | None = None,
     stall_s: float = STALL_S,
+    keep_steps: int = KEEP_STEPS,
 ) -> Timeline:
-    """Perform `n_steps` steps of the plan and return when each op ran, in seconds since the start.
+    """Perform `n_steps` steps and return when each op of the last `keep_steps` ran, in seconds since the start.
 
     `on_step(step, seconds)` is called in the caller's thread when a step's last op is done. The first failure of any lane stops
     them all and is raised here: errors of the user as they are, others as OpError naming the op. StallError when all wait.
@@ -75,7 +78,7 @@ def execute(
         tokens={lane: {} for lane in entries},
         moved={lane: threading.Condition() for lane in entries},
     )
-    spans: dict[Lane, list[Span]] = {lane: [] for lane in entries}
+    spans: dict[Lane, deque[Span]] = {lane: deque(maxlen=keep_steps * len(mine)) for lane, mine in entries.items()}
     start_s = time.perf_counter()
     threads: list[threading.Thread] = []
     for lane in sorted(entries, key=lambda lane: lane is Lane.GPU):  # compute last: its thread settings are to stay
@@ -120,7 +123,7 @@ class _Worker:
     entries: dict[Lane, list[_Entry]]
     machine: Machine
     board: _Board
-    spans: list[Span]
+    spans: deque[Span]
     steps: range
     start_s: float
     ready: threading.Event

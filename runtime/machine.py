@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .blocks import LayerInputs, Templates, Weights, kept, op_seed
+from .blocks import LayerInputs, Templates, Weights, kept, op_seed, shared
 from .cores import split_cores
 from .data import Batch
 from .errors import PenstockError
@@ -60,9 +61,9 @@ class StepResult:
 
 @dataclass(slots=True)
 class _Graph:
-    """A kept forward: its output, its differentiable inputs."""
+    """A kept forward: where its backward begins, and its differentiable inputs. The output itself is not kept alive."""
 
-    output_BTD: torch.Tensor
+    edge: GradientEdge
     inputs: list[torch.Tensor]
     names: list[str] = field(default_factory=list)
 
@@ -252,8 +253,9 @@ class CpuMachine:
         if op.block == 0:
             weights = {name: w.requires_grad_() for name, w in weights.items()}
             with torch.enable_grad(), self._keeping(weight_slot):
-                output_BTD, self._inputs[m] = self.templates.embed(weights, self._micro_batch(step, m)[0])
-            self._graphs[0, m] = _Graph(output_BTD, list(weights.values()), list(weights))
+                output_BTD, inputs = self.templates.embed(weights, self._micro_batch(step, m)[0])
+            self._inputs[m] = [shared(new, old) for new, old in zip(inputs, self._inputs.get(0, inputs), strict=True)]
+            self._graphs[0, m] = _Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
         elif op.block in self.plan.policy.keep_blocks:
             output_BTD = self._run_layer(op, m, weights, weight_slot, op.reads[1])
         else:
@@ -266,7 +268,7 @@ class CpuMachine:
         weights = {name: w.requires_grad_() for name, w in weights.items()}
         with torch.enable_grad(), self._keeping(weight_slot):
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._inputs[m][op.block - 1])
-        self._graphs[op.block, m] = _Graph(output_BTD, [hidden_BTD, *weights.values()], list(weights))
+        self._graphs[op.block, m] = _Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
         return output_BTD
 
     def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
@@ -291,7 +293,7 @@ class CpuMachine:
             self._run_layer(op, m, self._weights(op.block, weight_slot), weight_slot, input_slot)
         graph = self._graphs.pop((op.block, m))
         self._bound = op.slot("weights")
-        gradients = torch.autograd.grad(graph.output_BTD, graph.inputs, self._boundary(out_slot), allow_unused=True)
+        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(out_slot), allow_unused=True)
         self._bound = None
         if op.block:
             assert gradients[0] is not None
@@ -349,8 +351,10 @@ class CpuMachine:
             for name, view in self._gradient_views(op.block, out, dtype).items():
                 if name not in found:
                     view.zero_() if first else None
+                elif first and view.dtype == found[name].dtype:
+                    view.copy_(found[name]).add_(0.0)  # the sum starts from zero: -0.0 becomes +0.0
                 elif first:
-                    view.copy_(found[name].float() + 0.0)  # the sum starts from zero: -0.0 becomes +0.0
+                    view.copy_(found[name] + 0.0)  # before it is rounded
                 else:
                     view += found[name]
             return

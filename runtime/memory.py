@@ -4,6 +4,7 @@ Arenas are allocated once, each as one slab of exactly the bytes the plan says. 
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -81,3 +82,22 @@ class Arenas:
         slab = self._slabs[slot.arena]
         view = torch.empty(0, dtype=torch.uint8, device=slab.device)
         return view.set_(slab, offset_bytes, (n_bytes,), (1,))
+
+
+def available_host_bytes() -> int | None:
+    """What the operating system says a process can still take, container limits included; None where it does not say."""
+    found: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            found.append(int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from .plan import Lane, Plan
@@ -36,7 +37,7 @@ class Timeline:
     def step_times_s(self) -> list[float]:
         """Time from one step's end to the next one's: one fewer than there are steps."""
         ends = self.step_ends_s
-        return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        return [b - a for a, b in pairwise(ends)]
 
     @property
     def total_s(self) -> float:

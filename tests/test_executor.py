@@ -1,0 +1,160 @@
+"""Are lanes in order, waits kept, failures named, and stalls seen?"""
+
+import dataclasses
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import DataError
+from runtime.executor import OpError, StallError, execute
+from runtime.machine import NullMachine
+from runtime.plan import Kind, Lane, Plan, Policy, Update, Wait
+
+from .strategies import plans
+from .tiny import tiny_config
+from .training import plan_of, semantics_of
+
+
+def tiny_plan(**policy) -> Plan:
+    return plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), Policy(**policy))
+
+
+class Jittery(NullMachine):
+    """Remembers when each op began and ended; ops of some lanes are slow."""
+
+    def __init__(self, slow: Lane | None = None) -> None:
+        super().__init__()
+        self.slow = slow
+        self.began: dict[tuple[int, int], int] = {}
+        self.ended: dict[tuple[int, int], int] = {}
+        self.clock = 0
+        self.lock = threading.Lock()
+
+    def tick(self) -> int:
+        with self.lock:
+            self.clock += 1
+            return self.clock
+
+    def perform(self, index, op, step):
+        self.began[step, index] = self.tick()
+        super().perform(index, op, step)
+        if op.lane is self.slow:
+            time.sleep(0.0005)
+        self.ended[step, index] = self.tick()
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(), st.sampled_from([None, *Lane]))
+def test_every_op_of_every_step_runs_once_after_what_it_waits_for(plan, slow):
+    machine = Jittery(slow)
+    timeline = execute(plan, machine, 3)
+    assert sorted(machine.performed) == [(step, i) for step in range(3) for i in range(len(plan.ops))]
+    for (step, index), began in machine.began.items():
+        for wait in plan.ops[index].waits:
+            if step >= wait.distance:
+                assert machine.ended[step - wait.distance, wait.op] < began
+    for lane in Lane:
+        in_lane = [(step, i) for step, i in machine.performed if plan.ops[i].lane is lane]
+        assert in_lane == sorted(in_lane), "a lane performs its ops in plan order"
+    assert [(s.step, s.op) for s in timeline.spans] == sorted(machine.performed)
+
+
+def test_a_lane_may_run_ahead_into_the_next_step_under_a_deferred_policy():
+    """Otherwise nothing would be deferred: some op of step 1 begins before the last op of step 0 has ended."""
+    machine = Jittery(Lane.CPU)
+    plan = tiny_plan(update=Update.DEFERRED)
+    execute(plan, machine, 3)
+    last_end = max(end for (step, _), end in machine.ended.items() if step == 0)
+    assert any(began < last_end for (step, _), began in machine.began.items() if step == 1)
+
+
+def test_steps_are_reported_in_order_and_only_the_last_spans_are_kept():
+    seen = []
+    timeline = execute(tiny_plan(), NullMachine(), 10, first_step=5, on_step=lambda step, at_s: seen.append(step), keep_steps=4)
+    assert seen == list(range(5, 15))
+    assert {span.step for span in timeline.spans} == {11, 12, 13, 14}
+
+
+class Failing(NullMachine):
+    def __init__(self, at: tuple[int, int], error: Exception) -> None:
+        super().__init__()
+        self.at, self.error = at, error
+
+    def perform(self, index, op, step):
+        if (step, index) == self.at:
+            raise self.error
+        super().perform(index, op, step)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1), st.data())
+def test_an_error_at_any_op_stops_every_lane_and_names_the_op(step, data):
+    plan = tiny_plan()
+    index = data.draw(st.integers(0, len(plan.ops) - 1))
+    before = threading.active_count()
+    with pytest.raises(OpError, match=f"step {step + 1}, lane {plan.ops[index].lane}: {plan.ops[index].name} failed: KeyError") as caught:
+        execute(plan, Failing((step, index), KeyError("boom")), 3)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert threading.active_count() == before, "a lane was left running"
+
+
+def test_an_error_of_the_user_comes_through_as_it_is():
+    with pytest.raises(DataError, match="no text"):
+        execute(tiny_plan(), Failing((0, 3), DataError("no text in it")), 2)
+
+
+def test_an_error_in_a_lanes_set_up_stops_the_run():
+    class NoLane(NullMachine):
+        @contextmanager
+        def lane(self, lane):
+            if lane is Lane.D2H:
+                raise OSError("no stream")
+            yield
+
+    with pytest.raises(OpError, match="lane d2h: its set-up failed: OSError: no stream"):
+        execute(tiny_plan(), NoLane(), 1)
+
+
+def test_an_error_in_the_callers_report_stops_the_lanes():
+    def report(step, at_s):
+        raise RuntimeError("the disk is full")
+
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        execute(tiny_plan(), NullMachine(), 3, on_step=report)
+    assert threading.active_count() == before
+
+
+def test_lanes_that_wait_for_each_other_are_seen_and_named():
+    plan = tiny_plan()
+    load = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
+    forward = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.FORWARD)
+    ops = list(plan.ops)
+    ops[load] = dataclasses.replace(ops[load], waits=(Wait(forward),))
+    with pytest.raises(StallError, match="h2d: load h2d b0 waits for forward gpu b0 m0"):
+        execute(dataclasses.replace(plan, ops=tuple(ops)), NullMachine(), 2)
+
+
+def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it():
+    """The seam for CUDA events: whoever waits for an op follows the token that its lane left."""
+
+    class WithEvents(NullMachine):
+        def __init__(self):
+            super().__init__()
+            self.followed = []
+
+        def mark(self, op):
+            return f"event of {op.name}"
+
+        def follow(self, lane, token):
+            self.followed.append((lane, token))
+
+    machine = WithEvents()
+    plan = tiny_plan()
+    execute(plan, machine, 1)
+    expected = {(op.lane, f"event of {plan.ops[w.op].name}") for op in plan.ops for w in op.waits if w.distance == 0}
+    assert set(machine.followed) == expected
