@@ -1,0 +1,315 @@
+"""What does one pass through a block compute, read and keep?
+
+A `Tape` plays a block's forward pass with sizes instead of numbers: one step per library call of the transformers module,
+with what the step reads, what autograd saves of it, and which gradients its backward makes. Everything the planner knows
+about a block's work and memory is read off this one recording. Calls that only change a view are not steps.
+"""
+
+# T tokens of a micro-batch, H hidden width, R rows sent to experts (T x experts per token), I width inside the MLP
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.plan import Matmul
+
+FP32, INT64 = 4, 8  # bytes of an element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A tensor known by its size. `ours`: the block makes it; else its input or shared by all layers (masks, rotary tables)."""
+
+    n_elements: int
+    item_bytes: int
+    ours: bool = True
+    differentiable: bool = True
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_elements * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    reads: tuple[Tensor, ...]
+    saves: tuple[Tensor, ...]
+    out: Tensor
+    weight_elements: int
+    scratch_bytes: int
+
+
+@dataclass(slots=True)
+class Tape:
+    """A recording of one forward pass; `item_bytes` is the size of an element in the compute dtype."""
+
+    item_bytes: int
+    matmuls: list[Matmul] = field(default_factory=list)
+    n_kernels: int = 0
+    pointwise_bytes: int = 0  # read + written by all that is neither a matrix product nor fused attention
+    steps: list[_Step] = field(default_factory=list)
+
+    def step(
+        self,
+        reads: Sequence[Tensor],
+        n_elements: int,
+        *,
+        item_bytes: int | None = None,
+        saves: Sequence[Tensor] = (),
+        saves_out: bool = False,
+        weight_elements: int = 0,
+        moved_bytes: int | None = None,
+        n_calls: int = 1,
+        differentiable: bool = True,
+        scratch_bytes: int | None = None,
+    ) -> Tensor:
+        """Record one call. `moved_bytes`: its memory traffic, where that is not simply all it reads and writes;
+        `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor involved."""
+        out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
+        if moved_bytes is None:
+            moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + weight_elements * self.item_bytes
+        if scratch_bytes is None:
+            scratch_bytes = max(t.n_bytes for t in (*reads, out))
+        self.pointwise_bytes += moved_bytes
+        self.n_kernels += n_calls
+        kept = tuple(t for t in (*saves, *([out] if saves_out else ())) if t.ours)
+        self.steps.append(_Step(tuple(reads), kept, out, weight_elements, scratch_bytes))
+        return out
+
+    def cast(self, x: Tensor, item_bytes: int) -> Tensor:
+        """`x` in another precision: no call where it already has it."""
+        return x if x.item_bytes == item_bytes else self.step([x], x.n_elements, item_bytes=item_bytes)
+
+    def linear(self, x: Tensor, m: int, k: int, n: int, bias: bool = False) -> Tensor:
+        """(m, k) @ (k, n), with the bias added in the same call."""
+        self.matmuls.append(Matmul(m, k, n))
+        return self.step([x], m * n, saves=[x], weight_elements=k * n + (n if bias else 0), moved_bytes=0, scratch_bytes=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What autograd keeps from the forward until the backward, without weights, input and shared tensors."""
+        return sum(t.n_bytes for t in {t for s in self.steps for t in s.saves})
+
+    def backward_peak_bytes(self) -> int:
+        """A bound on what lies in the allocator while the pass is recomputed and its backward runs: kept tensors until
+        their last use, gradients of activations and of weights, temporaries; neither the input nor its arena's gradient."""
+        saved: set[Tensor] = set()
+        peak_bytes = live_bytes = 0
+        for s in self.steps:
+            live_bytes += sum(t.n_bytes for t in {*s.saves} - saved)
+            saved |= {*s.saves}
+            passing = {t for t in (*s.reads, s.out) if t.ours} - saved
+            peak_bytes = max(peak_bytes, live_bytes + sum(t.n_bytes for t in passing) + s.scratch_bytes)
+        uses = Counter(t for s in self.steps for t in {*s.saves})
+        output = self.steps[-1].out
+        live_bytes += output.n_bytes  # the recomputed output; its gradient lies in the boundary's slot
+        gradients = {output}
+        for s in reversed(self.steps):
+            towards = [t for t in s.reads if t.differentiable]
+            weight_bytes = s.weight_elements * self.item_bytes
+            made_bytes = sum(t.n_bytes for t in towards) + weight_bytes
+            peak_bytes = max(peak_bytes, live_bytes + made_bytes + s.scratch_bytes)
+            live_bytes += weight_bytes + sum(t.n_bytes for t in {*towards} - gradients)
+            gradients |= {*towards}
+            if s.out in gradients and s.out is not output:
+                live_bytes -= s.out.n_bytes
+            for t in {*s.saves}:
+                uses[t] -= 1
+                live_bytes -= 0 if uses[t] else t.n_bytes
+        return max(peak_bytes, live_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Attention of one micro-batch: `masked` where the window really cuts, so that a mask is built."""
+
+    n_sequences: int
+    seq_len: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    masked: bool
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_sequences * self.seq_len
+
+    @property
+    def q_elements(self) -> int:
+        return self.n_tokens * self.n_heads * self.head_dim
+
+    @property
+    def square(self) -> int:
+        """Elements of one score matrix for all sequences, per head."""
+        return self.n_sequences * self.seq_len**2
+
+
+def rms_norm(tape: Tape, x: Tensor, width: int, style: str) -> Tensor:
+    """Root-mean-square norm over rows of `width`. `plain` rounds before the weight, `late` after it, `centred` uses 1 + weight."""
+    n, rows = x.n_elements, x.n_elements // width
+    x32 = tape.cast(x, FP32)
+    squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])
+    mean = tape.step([squares], rows, item_bytes=FP32)
+    shifted = tape.step([mean], rows, item_bytes=FP32)
+    scale = tape.step([shifted], rows, item_bytes=FP32, saves_out=True)
+    y = tape.step([x32, scale], n, item_bytes=FP32, saves=[x32, scale])
+    if style == "plain":
+        y = tape.cast(y, tape.item_bytes)
+        return tape.step([y], n, saves=[y], weight_elements=width)
+    if style == "late":
+        y = tape.step([y], n, item_bytes=FP32, saves=[y], weight_elements=width)
+    else:
+        weight = Tensor(width, tape.item_bytes, ours=False)
+        weight = tape.step([tape.cast(weight, FP32)], width, item_bytes=FP32)
+        y = tape.step([y, weight], n, item_bytes=FP32, saves=[y, weight], weight_elements=width)
+    return tape.cast(y, tape.item_bytes)
+
+
+def rotate(tape: Tape, x: Tensor, table: Tensor, style: str) -> Tensor:
+    """Rotary embedding of queries or keys; cosines and sines (each a `table`) are shared by all layers."""
+    n, half = x.n_elements, x.n_elements // 2
+    half_bytes = half * x.item_bytes
+    if style == "halves":
+        parts = [tape.step([x], half, moved_bytes=2 * half_bytes + table.n_bytes) for _ in range(4)]
+        sums = [tape.step(parts[:2], half), tape.step(parts[2:], half)]
+        return tape.step(sums, n)
+    straight = tape.step([x, table], n)
+    negated = tape.step([x], half, moved_bytes=2 * half_bytes)
+    turned = tape.step([negated, x], n, moved_bytes=4 * half_bytes)
+    return tape.step([straight, tape.step([turned, table], n)], n)
+
+
+def fused_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """Scaled dot-product attention. A mask makes transformers repeat keys and values and widen the mask to a bias."""
+    extra: list[Tensor] = []
+    if shape.masked:
+        if shape.n_heads > shape.n_kv_heads:
+            k, v = tape.step([k], shape.q_elements), tape.step([v], shape.q_elements)
+        mask = Tensor(shape.square, 1, ours=False, differentiable=False)
+        extra = [tape.step([mask], shape.square, n_calls=3, differentiable=False)]
+    sums = Tensor(shape.n_tokens * shape.n_heads, FP32)
+    # the CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up
+    scratch_bytes = shape.q_elements * (FP32 + 2 * tape.item_bytes)
+    saves = [q, k, v, *extra, sums]
+    return tape.step([q, k, v], shape.q_elements, saves=saves, saves_out=True, moved_bytes=0, scratch_bytes=scratch_bytes)
+
+
+def eager_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, softcap: bool, sinks: bool) -> Tensor:
+    """Attention spelled out: every head's full score matrix lies in memory, several times over."""
+    n, wide = shape.square * shape.n_heads, shape.n_heads * (shape.square + shape.n_tokens)
+    grouped, several = shape.n_heads > shape.n_kv_heads, shape.n_sequences > 1
+    if grouped or several:
+        k, v = tape.step([k], shape.q_elements), tape.step([v], shape.q_elements)
+    if several and not sinks:  # with sinks, the rotary embedding leaves q contiguous
+        q = tape.step([q], shape.q_elements)
+    scores = tape.step([q, k], n, saves=[q, k], moved_bytes=0)
+    scores = tape.step([scores], n)
+    if softcap:
+        capped = tape.step([tape.step([scores], n)], n, saves_out=True)
+        scores = tape.step([capped], n)
+    mask = Tensor(shape.square, tape.item_bytes, ours=False, differentiable=False)
+    scores = tape.step([scores, mask], n)
+    if sinks:
+        scores = tape.step([scores], wide, weight_elements=shape.n_heads)
+        rows = shape.n_tokens * shape.n_heads
+        top = tape.step([scores], rows, moved_bytes=scores.n_bytes + rows * (tape.item_bytes + INT64))
+        scores = tape.step([scores, top], wide, saves=[Tensor(rows, INT64)])
+        weights = tape.step([scores], wide, saves_out=True)
+    else:
+        scores = tape.cast(scores, FP32)
+        weights = tape.cast(tape.step([scores], n, item_bytes=FP32, saves_out=True), tape.item_bytes)
+    mixed = tape.step([weights, v], shape.q_elements, saves=[weights, v], moved_bytes=0)
+    return tape.step([mixed], shape.q_elements)
+
+
+def gated_mlp(tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, bias: bool) -> Tensor:
+    """down(act(gate(x)) * up(x))."""
+    gate = tape.linear(x, n_tokens, width, inner, bias)
+    act = tape.step([gate], gate.n_elements, saves=[gate])
+    up = tape.linear(x, n_tokens, width, inner, bias)
+    product = tape.step([act, up], act.n_elements, saves=[act, up])
+    return tape.linear(product, n_tokens, inner, width, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Experts of one layer. `router`: `fp32` and `cast` take the softmax over all experts, `chosen` over the chosen ones."""
+
+    n_tokens: int
+    width: int
+    inner: int
+    n_experts: int
+    top_k: int
+    router: str
+    bias: bool
+    normalised: bool
+    grouped: bool
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_tokens * self.top_k
+
+    def products(self, k: int, n: int) -> list[Matmul]:
+        """Rows spread over experts as evenly as whole rows allow; an expert without rows computes nothing."""
+        rows, left = divmod(self.n_rows, self.n_experts)
+        spread = [(rows, self.n_experts - left), (rows + 1, left)]
+        return [Matmul(m, k, n, count) for m, count in spread if m and count]
+
+
+def route(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
+    """The router: the weight of each row, from logits over all experts."""
+    logits = tape.linear(x, s.n_tokens, s.width, s.n_experts, bias=s.bias)
+    index = Tensor(s.n_rows, INT64)
+    if s.router == "chosen":
+        top = tape.step([logits], s.n_rows, moved_bytes=logits.n_bytes + s.n_rows * (tape.item_bytes + INT64), saves=[index])
+        return tape.step([top], s.n_rows, saves_out=True)
+    probabilities = tape.step([tape.cast(logits, FP32)], logits.n_elements, item_bytes=FP32, saves_out=True)
+    moved_bytes = probabilities.n_bytes + s.n_rows * (FP32 + INT64)
+    top = tape.step([probabilities], s.n_rows, item_bytes=FP32, moved_bytes=moved_bytes, saves=[index])
+    if s.normalised:
+        total = tape.step([top], s.n_tokens, item_bytes=FP32)
+        top = tape.step([top, total], s.n_rows, item_bytes=FP32, saves=[top, total], n_calls=2)
+    return tape.cast(top, tape.item_bytes) if s.router == "cast" else top
+
+
+def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
+    """The experts' MLPs on the rows routed to them, and their weighted sum."""
+    scores = route(tape, x, s)
+    n, inner, each = s.n_rows * s.width, s.n_rows * s.inner, 1 if s.grouped else s.n_experts
+    index = Tensor(s.n_rows, INT64 if s.grouped else 2 * INT64)
+    # bookkeeping on row numbers: sorting or one-hot masks; beside the rows themselves its traffic is small
+    tape.n_kernels += 8 if s.grouped else 7 + 6 * s.n_experts
+    rows = tape.step([x], n, saves=[index], moved_bytes=2 * n * x.item_bytes + index.n_bytes, n_calls=each)
+    order = Tensor(s.n_rows, INT64 if s.grouped else 0)
+    row_weights = tape.step([scores], s.n_rows, item_bytes=scores.item_bytes, saves=[order], n_calls=each)
+
+    def product(x: Tensor, k: int, n: int) -> Tensor:
+        tape.matmuls.extend(s.products(k, n))
+        elements, out = s.n_experts * k * n, s.n_rows * n
+        # picking one expert's weight in a loop makes a gradient of the whole tensor's size for each expert, then adds it
+        scratch_bytes = 0 if s.grouped else 2 * elements * tape.item_bytes
+        y = tape.step([x], out, saves=[x], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes, n_calls=each)
+        if s.bias:  # the bias of each row's expert, then the sum
+            bias = Tensor(out if s.grouped else 0, tape.item_bytes, ours=False, differentiable=False)
+            y = tape.step([y, bias], out, weight_elements=s.n_experts * n, n_calls=2 if s.grouped else each)
+        return y
+
+    gate_up = product(rows, s.width, 2 * s.inner)
+    half_bytes = inner * tape.item_bytes
+    if s.bias:  # clamped gate and up, gate * sigmoid(a * gate), up + 1
+        gate, up = (tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=each) for _ in "gu")
+        sigmoid = tape.step([tape.step([gate], inner, n_calls=each)], inner, saves_out=True, n_calls=each)
+        act = tape.step([gate, sigmoid], inner, saves=[gate, sigmoid], n_calls=each)
+        up = tape.step([up], inner, n_calls=each)
+        mixed = tape.step([up, act], inner, saves=[up, act], n_calls=each)
+    else:
+        act = tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=each)
+        mixed = tape.step([act, gate_up], inner, saves=[act, gate_up], moved_bytes=3 * half_bytes, n_calls=each)
+    y = product(mixed, s.inner, s.width)
+    weighted_bytes = max(y.item_bytes, row_weights.item_bytes)
+    y = tape.step([y, row_weights], n, item_bytes=weighted_bytes, saves=[y, row_weights], n_calls=each)
+    if s.grouped:  # back into token order, then summed over each token's experts
+        y = tape.step([y], n, item_bytes=weighted_bytes, saves=[Tensor(s.n_rows, INT64)])
+        return tape.cast(tape.step([y], s.n_tokens * s.width, item_bytes=weighted_bytes), tape.item_bytes)
+    y = tape.cast(y, tape.item_bytes)
+    return tape.step([y], s.n_tokens * s.width, saves=[y], moved_bytes=3 * y.n_bytes, n_calls=each)
