@@ -15,13 +15,13 @@ from .units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from planner.simulate import Prediction
-    from runtime.region import Demand, Region
 
+    from .cpu import CpuMachine
     from .data import Tokens
     from .emulated import EmulatedMachine
-    from .machine import CpuMachine
     from .optimizer import AdamW
     from .plan import Plan, PlanFile
+    from .region import Demand, Region
     from .trainer import Metrics, Training
 
 MAX_STEPS = 10**9
@@ -182,7 +182,7 @@ def _demands(plan: "Plan") -> "tuple[list[Demand], Region]":
 
 
 def _cpu_machine(plan: "Plan", tokens: "Tokens", settings: "AdamW", seed: int) -> "CpuMachine":
-    from .machine import CpuMachine
+    from .cpu import CpuMachine
 
     return CpuMachine(plan, tokens.batch, lambda step: settings, seed, pin_threads=True)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .machine import CpuMachine
+from .cpu import CpuMachine
 from .plan import Lane, Op, Semantics
 from .region import Demand, Region, rates
 

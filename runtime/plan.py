@@ -533,9 +533,11 @@ class PlanFile:
                 raise PlanError(f"{path}: larger than any plan; give a file written by `penstock plan -o`")
             text = path.read_text(encoding="utf-8")
             fields = json.loads(text)
+        except PlanError:
+            raise
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}); make one with `penstock plan MODEL -o FILE`") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{path}: not JSON ({str(error)[:80]}); make it again with `penstock plan`") from None
         if not isinstance(fields, dict) or not {"claim", "fingerprint"} <= fields.keys():
             raise PlanError(f"{path}: not a plan file: `claim` or `fingerprint` is missing; make it again with `penstock plan`")

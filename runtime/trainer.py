@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from .checkpoint import State, load_weights, save
+from .cpu import CpuMachine
 from .data import Tokens
 from .errors import CheckpointError
 from .executor import execute
-from .machine import CpuMachine, Machine
+from .machine import Machine
 from .plan import Parameter, Plan
 from .timeline import Timeline
 

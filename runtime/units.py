@@ -18,9 +18,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise PenstockError(f"{text!r} is not a size; write for example 80GB, 1.5TB or 24GiB")
-    n_bytes = round(float(match[1]) * _UNITS[match[2].upper()])
+    value = float(match[1]) * _UNITS[match[2].upper()]
+    n_bytes = round(value) if value < 2**63 else 0
     if n_bytes <= 0:
-        raise PenstockError(f"{text!r} is not a size above zero; write for example 80GB, 1.5TB or 24GiB")
+        raise PenstockError(f"{text[:40]!r} is not a size above zero that exists; write for example 80GB, 1.5TB or 24GiB")
     return n_bytes
 
 

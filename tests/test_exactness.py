@@ -17,7 +17,19 @@ from runtime.plan import Kind, Policy, Update
 
 from . import reference
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
-from .training import ADAMW, Hostile, batches_of, differences, initial_masters, plain, plan_of, same_bits, semantics_of, state_of, streamed
+from .training import (
+    ADAMW,
+    Hostile,
+    batches_of,
+    differences,
+    initial_masters,
+    plain,
+    plan_of,
+    same_bits,
+    semantics_of,
+    state_of,
+    streamed,
+)
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -76,7 +88,8 @@ def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type):
     kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=4))
     recomputed = streamed(config, semantics, Policy(prefetch_depth=2, group_micro_batches=1))
     without = streamed(tiny_config(model_type), semantics, Policy())
-    assert all(same_bits(a, b) for x, y in zip(state_of(kept), state_of(recomputed), strict=True) for a, b in zip(x.values(), y.values(), strict=True))
+    for x, y in zip(state_of(kept), state_of(recomputed), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
     assert kept.results[0].loss != without.results[0].loss, "dropout did nothing: the test would prove nothing"
 
 
@@ -94,9 +107,7 @@ def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
     semantics = semantics_of("llama")
     config = tiny_config("llama", num_hidden_layers=4)
     plan = plan_of(config, semantics, Policy(group_micro_batches=4))
-    ops = tuple(
-        dataclasses.replace(op, waits=()) if op.kind is Kind.FORWARD and op.block > 1 else op for op in plan.ops
-    )
+    ops = tuple(dataclasses.replace(op, waits=()) if op.kind is Kind.FORWARD and op.block > 1 else op for op in plan.ops)
 
     class SlowLoads(Hostile):
         def perform(self, index, op, step):
@@ -247,10 +258,10 @@ def test_a_tile_of_the_loss_is_part_of_the_meaning_and_only_rounds():
         total = torch.zeros(96, 32)
         loss, d_hidden, _ = templates.loss(weights, hidden, targets, 16, total)
         results.append((loss, d_hidden, total))
-        expected = F.cross_entropy(F.linear(torch.nn.functional.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6), weights["lm_head.weight"])[0], targets[0])
+        normed = F.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6)
+        expected = F.cross_entropy(F.linear(normed, weights["lm_head.weight"])[0], targets[0])
         assert loss / 16 == pytest.approx(float(expected), rel=1e-5)
     (loss_a, d_a, w_a), (loss_b, d_b, w_b) = results
     assert loss_a == pytest.approx(loss_b, rel=1e-6)
     assert float((d_a - d_b).norm() / d_b.norm()) < 2e-6
     assert float((w_a - w_b).norm() / w_b.norm()) < 2e-6
-

@@ -75,11 +75,16 @@ def weights_sha(folder):
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_two_policies_leave_the_same_bytes(home, model_type):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
-    policies = [{"prefetch_depth": 1, "group_micro_batches": 1}, {"prefetch_depth": 2, "group_micro_batches": 2, "keep_blocks": [1], "update": "deferred"}]
+    policies = [
+        {"prefetch_depth": 1, "group_micro_batches": 1},
+        {"prefetch_depth": 2, "group_micro_batches": 2, "keep_blocks": [1], "update": "deferred"},
+    ]
     sums = []
     for i, policy in enumerate(policies):
         (home / "policy.json").write_text(json.dumps(policy))
-        plan = plan_in(home, "--policy", home / "policy.json", "--attention", "eager" if model_type in EAGER_ONLY else "sdpa", name=f"{i}.json")
+        plan = plan_in(
+            home, "--policy", home / "policy.json", "--attention", "eager" if model_type in EAGER_ONLY else "sdpa", name=f"{i}.json"
+        )
         done = train(home, plan, out=f"out{i}", steps=3)
         assert done.exit_code == 0, done.output
         sums.append(weights_sha(home / f"out{i}" / "checkpoint-3"))
@@ -107,7 +112,8 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit_under_another_policy(
     assert done.exit_code == 0, done.output
     assert weights_sha(home / "whole" / "checkpoint-5") == weights_sha(home / "broken" / "checkpoint-5")
     optimizer = [
-        hashlib.sha256((home / out / "checkpoint-5" / "optimizer-00001.safetensors").read_bytes()).hexdigest() for out in ("whole", "broken")
+        hashlib.sha256((home / out / "checkpoint-5" / "optimizer-00001.safetensors").read_bytes()).hexdigest()
+        for out in ("whole", "broken")
     ]
     assert optimizer[0] == optimizer[1]
     steps = [json.loads(line)["step"] for line in (home / "broken" / "metrics.jsonl").read_text().splitlines()]
@@ -179,7 +185,9 @@ def test_a_plan_that_was_edited_into_a_race_is_refused(home):
 
 
 def test_a_plan_that_needs_more_memory_than_there_is_exits_with_3(home):
-    done = penstock("plan", "qwen2.5-72b", "--machine", "gh200", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json")
+    done = penstock(
+        "plan", "qwen2.5-72b", "--machine", "gh200", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
+    )
     assert done.exit_code == 0, done.output
     one_line(train(home, home / "big.json", out="o"), 3, "more than are free")
     assert not (home / "o").exists()

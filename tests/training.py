@@ -8,9 +8,9 @@ import torch
 
 from planner.lower import lower
 from planner.workload import build_workload
+from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.executor import execute
-from runtime.machine import CpuMachine
 from runtime.optimizer import AdamW
 from runtime.plan import Model, Op, Plan, Policy, Semantics, Slot
 
@@ -126,7 +126,12 @@ def plain(model_type: str, semantics: Semantics, overrides: tuple = ()) -> refer
 def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]:
     """Names of the tensors that are not bit for bit equal, and of what else differs."""
     found = []
-    pairs = zip(("master", "exp_avg", "exp_avg_sq"), state_of(machine), (expected.masters, expected.exp_avg, expected.exp_avg_sq), strict=True)
+    pairs = zip(
+        ("master", "exp_avg", "exp_avg_sq"),
+        state_of(machine),
+        (expected.masters, expected.exp_avg, expected.exp_avg_sq),
+        strict=True,
+    )
     for kind, got, wanted in pairs:
         assert got.keys() == wanted.keys()
         found += [f"{kind} {name}" for name in got if not same_bits(got[name], wanted[name])]

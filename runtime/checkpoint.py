@@ -1,0 +1,409 @@
+"""How is a training state written and read?
+
+A checkpoint is a folder `checkpoint-N` that transformers loads as a model, with the optimizer's tensors beside it:
+
+    config.json, model*.safetensors (+ index)   weights under the names that Hugging Face publishes for the model type
+    tokenizer files                             copied from the model's folder
+    optimizer-*.safetensors                     whatever the trainer keeps per parameter
+    trainer_state.json                          step, what the trainer adds, and size and SHA-256 of every other file
+
+It is written to `checkpoint-N.partial` and renamed when all of it is on disk: a folder of the final name is whole.
+Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import CheckpointError
+
+MAX_SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face shards
+MAX_JSON_BYTES = 256 * 2**20
+CHUNK_BYTES = 64 * 2**20
+FORMAT_VERSION = 1
+STATE_FILE = "trainer_state.json"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}
+
+
+# How experts are stored. In the modules an expert weight is one tensor for all experts; in published files of these
+# types each expert has its own: {type: (folder of the experts, gate, up, down)}.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A module's weight under the names, and in the pieces, in which its type is published. The pieces are views."""
+    layer, dot, last = name.rpartition(".mlp.")
+    if not dot or model_type not in _EXPERTS:
+        yield name, tensor
+        return
+    folder, gate, up, down = _EXPERTS[model_type]
+    match last:
+        case "experts.gate_up_proj":
+            for e, gate_up in enumerate(tensor):
+                first, second = gate_up.chunk(2)
+                yield f"{layer}.{folder}.experts.{e}.{gate}.weight", first
+                yield f"{layer}.{folder}.experts.{e}.{up}.weight", second
+        case "experts.down_proj":
+            for e, piece in enumerate(tensor):
+                yield f"{layer}.{folder}.experts.{e}.{down}.weight", piece
+        case _:
+            yield f"{layer}.{folder}.{last}", tensor
+
+
+def save(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    optimizer: Iterable[tuple[str, Mapping[str, Tensor]]],
+    config: dict[str, Any],
+    state: dict[str, Any],
+    tokenizer_from: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write `folder/checkpoint-<step>`, whole or not at all, and return its path; one of the same step is replaced.
+
+    `weights` are the module's, by name, all of one dtype (a tied output matrix may be left out); `optimizer` yields files
+    one by one, as (suffix, tensors by name); `state` is what else resuming needs, as JSON. Beside the tensors handed
+    over, no memory is used. CheckpointError, with nothing left behind, where the disk refuses.
+    """
+    final = folder / f"checkpoint-{step}"
+    partial, replaced = final.with_name(final.name + ".partial"), final.with_name(final.name + ".replaced")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while writing
+        partial.mkdir(parents=True)
+        files = dict(_write_weights(partial, weights, config, max_shard_bytes))
+        for suffix, tensors in optimizer:
+            assert re.fullmatch(r"[A-Za-z0-9_.-]+", suffix), suffix
+            name = f"optimizer-{suffix}.safetensors"
+            files[name] = _write_tensors(partial / name, tensors)
+        for name in TOKENIZER_FILES:
+            if tokenizer_from is not None and (tokenizer_from / name).is_file():
+                files[name] = _write(partial / name, [(tokenizer_from / name).read_bytes()])
+        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        files["config.json"] = _write(partial / "config.json", [_json_bytes(_published_config(config, dtype))])
+        fields = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": files}
+        _write(partial / STATE_FILE, [_json_bytes(fields)])
+        _sync(partial)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        partial.rename(final)
+        _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+        raise CheckpointError(f"{final}: cannot be written ({error.strerror}); make room or choose another --out") from None
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def writable_folder(folder: Path) -> Path:
+    """The folder, made if missing and tried; CheckpointError now rather than at the first checkpoint."""
+    probe = folder / ".penstock-writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
+    return folder
+
+
+def latest(folder: Path) -> Path | None:
+    """The whole checkpoint of the highest step in a folder; None where there is none."""
+    try:
+        steps = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(r"checkpoint-([0-9]+)", path.name))]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror}); choose another --out") from None
+    return max((entry for entry in steps if (entry[1] / STATE_FILE).is_file()), default=(0, None))[1]
+
+
+class Shards(Mapping[str, Tensor]):
+    """The tensors of some safetensors files by name, each read when it is asked for."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = {path: _open(path) for path in files}
+        self._at = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 not a dict
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._at[name]
+        try:
+            tensor: Tensor = self._files[path].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path}: {name}: cannot be read ({_first_line(error)}); copy it again") from None
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A checkpoint that was found whole. `fields` is the `state` that was saved; `optimizer` reads tensors when asked."""
+
+    path: Path
+    step: int
+    fields: dict[str, Any]
+    optimizer: Shards
+
+
+def load_state(checkpoint: Path) -> State:
+    """The training state in a checkpoint folder, every file checked against its size and SHA-256; else CheckpointError."""
+    path = checkpoint / STATE_FILE
+    fields = _read_json(path)
+    step, state, files = fields.get("step"), fields.get("state"), fields.get("files")
+    if fields.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"{path}: `step` is no count; resume from another checkpoint")
+    if not isinstance(state, dict) or not isinstance(files, dict):
+        raise CheckpointError(f"{path}: `state` or `files` is no object; resume from another checkpoint")
+    for name, expected in files.items():
+        _check_file(path, name, expected)
+    names = sorted(name for name in files if name.startswith("optimizer-"))
+    return State(checkpoint, step, state, Shards(checkpoint / name for name in names))
+
+
+def load_weights(
+    folder: Path, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in.
+
+    Names are those of the module's `named_parameters()`; experts stored one by one are put together. CheckpointError
+    names the tensor that is missing, or not of the shape that `shapes` gives it.
+    """
+    stored = Shards(_weight_files(folder))
+    for name in names:
+        tensor = _assemble(folder, stored, name)
+        if shapes is not None and tuple(tensor.shape) != tuple(shapes[name]):
+            found, expected = tuple(tensor.shape), tuple(shapes[name])
+            raise CheckpointError(f"{folder}: {name} is {found}, the configuration says {expected}; give this model's weights")
+        yield name, tensor
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds weights in any format, readable or not; without them training starts from random ones."""
+    return any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).exists() or any(folder.glob("*.bin"))
+
+
+def _assemble(folder: Path, stored: Shards, name: str) -> Tensor:
+    """A module's weight from what is stored: itself, renamed, or stacked from its experts."""
+    if name in stored:
+        return stored[name]
+    layer, dot, last = name.rpartition(".mlp.")
+    for published, gate, up, down in _EXPERTS.values() if dot else ():
+        if last == "gate.weight" and f"{layer}.{published}.{last}" in stored:
+            return stored[f"{layer}.{published}.{last}"]
+        parts = {"experts.gate_up_proj": (gate, up), "experts.down_proj": (down,)}.get(last, ())
+        rows: list[list[str]] = []
+        while parts and f"{layer}.{published}.experts.{len(rows)}.{parts[0]}.weight" in stored:
+            rows.append([f"{layer}.{published}.experts.{len(rows)}.{part}.weight" for part in parts])
+        if rows:
+            return _stack(folder, stored, rows)
+    if f"{name}_blocks" in stored or f"{name}_scales" in stored or f"{name.removesuffix('.weight')}.qweight" in stored:
+        raise CheckpointError(f"{folder}: {name} is stored quantised; convert the model to bf16 first")
+    raise CheckpointError(f"{folder}: no tensor {name} in its safetensors files; give the weights of this model")
+
+
+def _stack(folder: Path, stored: Shards, rows: list[list[str]]) -> Tensor:
+    """(experts, rows of all parts, columns) from one matrix per expert and part; read once, without a second copy."""
+    whole: Tensor | None = None
+    for e, row in enumerate(rows):
+        at = 0
+        for name in row:
+            if name not in stored:
+                raise CheckpointError(f"{folder}: no tensor {name} in its safetensors files; copy the model again")
+            piece = stored[name]
+            if whole is None:
+                n_rows, n_columns = piece.shape if piece.dim() == 2 else (0, 0)
+                whole = torch.empty((len(rows), n_rows * len(row), n_columns), dtype=piece.dtype)
+            if piece.shape != (whole.shape[1] // len(row), whole.shape[2]) or piece.dtype != whole.dtype:
+                raise CheckpointError(f"{folder}: {name} has another shape or type than expert 0's; copy the model again")
+            whole[e, at : at + piece.shape[0]] = piece
+            at += piece.shape[0]
+    assert whole is not None
+    return whole
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, by its index where it has one."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: no `weight_map`; copy the model again")
+        for name in weight_map.values():
+            _plain(index, name)
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if any(folder.glob("*.bin")):
+        raise CheckpointError(f"{folder}: its weights are pickled (*.bin) and could run code; convert them to safetensors")
+    raise CheckpointError(f"{folder}: no model.safetensors; give a folder with a model's weights")
+
+
+def _plain(index: Path, name: object) -> str:
+    """A name that is a file of the same folder: no path in a file may lead elsewhere."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
+        raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy it again from where it came")
+    return name
+
+
+def _check_file(state_file: Path, name: object, expected: object) -> None:
+    path = state_file.with_name(_plain(state_file, name))
+    match expected:
+        case {"n_bytes": int(n_bytes), "sha256": str(sha256)}:
+            pass
+        case _:
+            raise CheckpointError(f"{state_file}: {name} has no size and SHA-256; resume from another checkpoint")
+    try:
+        if path.is_symlink() or path.stat().st_size != n_bytes:
+            raise CheckpointError(f"{path}: not {n_bytes} bytes long as when it was saved; resume from another checkpoint")
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); resume from another checkpoint") from None
+    if found != sha256:
+        raise CheckpointError(f"{path}: its content is not what was saved (SHA-256); resume from another checkpoint")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({_first_line(error)}); copy it again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
+def _published_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The model's configuration with the dtype of its weights, which are no longer quantised whatever they were."""
+    return {k: v for k, v in config.items() if k not in ("torch_dtype", "quantization_config")} | {"dtype": dtype}
+
+
+def _write_weights(
+    folder: Path, weights: Mapping[str, Tensor], config: dict[str, Any], max_shard_bytes: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The model's files with their sizes and sums, in shards of at most `max_shard_bytes` where no tensor is larger."""
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    n_bytes = total_bytes = 0
+    for module_name, weight in weights.items():
+        if module_name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue  # transformers ties it to the embedding again
+        for piece in publish(str(config.get("model_type")), module_name, weight):
+            if shards[-1] and n_bytes + piece[1].nbytes > max_shard_bytes:
+                shards.append([])
+                n_bytes = 0
+            shards[-1].append(piece)
+            n_bytes += piece[1].nbytes
+            total_bytes += piece[1].nbytes
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        yield name, _write_tensors(folder / name, dict(shard))
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        yield INDEX_FILE, _write(folder / INDEX_FILE, [_json_bytes(index)])
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a safetensors file. By hand, not by the library: it would hold all bytes in memory a second time."""
+    assert sys.byteorder == "little", "the format is little-endian"
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        end = at + tensor.nbytes
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _write(path, [len(text).to_bytes(8, "little"), text], (tensors[name] for name in order))
+
+
+def _write(path: Path, head: Iterable[bytes], tensors: Iterable[Tensor] = ()) -> dict[str, Any]:
+    """Write some bytes and then tensors to a new file, down to the disk; its size and SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        for piece in head:
+            file.write(piece)
+            digest.update(piece)
+        for tensor in tensors:
+            content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+            for at in range(0, len(content), CHUNK_BYTES):
+                file.write(content[at : at + CHUNK_BYTES])
+                digest.update(content[at : at + CHUNK_BYTES])
+        file.flush()
+        os.fsync(file.fileno())
+        return {"n_bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder as durable as the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _json_bytes(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than any such file; copy it again")
+        fields = json.loads(path.read_bytes())
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a folder that holds it") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({str(error)[:80]}); copy it again") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: not a JSON object; copy it again")
+    return fields

@@ -1,0 +1,221 @@
+"""What are legal workloads, semantics, policies and plans?
+
+The grammar of the domain for Hypothesis: each strategy yields only legal things, so that tests need no `assume`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from planner.lower import lower
+from runtime.plan import (
+    ITEM_BYTES,
+    Attention,
+    Block,
+    BlockKind,
+    Matmul,
+    Model,
+    Parameter,
+    Plan,
+    Policy,
+    Semantics,
+    Update,
+    Workload,
+)
+
+MODEL = Model({"model_type": "synthetic"}, name="synthetic")
+
+
+def _q(value: float) -> dict[str, Any]:
+    return {"value": value, "spread_fraction": 0.1, "source": "made_up"}
+
+
+def _rates(*values: float) -> list[dict[str, Any]]:
+    return [{"n_bytes": n, "rate": _q(v)} for n, v in zip((10**3, 10**8), values, strict=True)]
+
+
+PROFILE: dict[str, Any] = {
+    "format_version": 1,
+    "name": "made-up",
+    "summary": "a machine for tests, with memory for anything",
+    "sources": {"made_up": {"kind": "assumed", "detail": "round numbers", "date": None, "device": None, "driver": None}},
+    "device": {
+        "name": "made up",
+        "kind": "cuda",
+        "memory_bytes": _q(1e12),
+        "context_bytes": _q(1e3),
+        "memory_bytes_per_s": _q(1e12),
+        "kernel_overhead_s": _q(1e-6),
+        "op_overhead_s": _q(1e-5),
+        "compute_threads": None,
+        "matmul": {dtype: [{"m": 64, "k": 64, "n": 64, "flop_per_s": _q(1e12)}] for dtype in ITEM_BYTES},
+        "attention": {
+            dtype: [{"seq_len": 64, "head_dim": 64, "forward_flop_per_s": _q(1e12), "backward_flop_per_s": _q(1e12)}]
+            for dtype in ITEM_BYTES
+        },
+    },
+    "link": {
+        **{
+            direction: {
+                "latency_s": _q(1e-5),
+                "bytes_per_s": _rates(1e8, 1e10),
+                "pageable_bytes_per_s": _q(1e8),
+            }
+            for direction in ("h2d", "d2h")
+        },
+        "duplex_bytes_per_s": _q(1.5e10),
+        "host_cores_per_copy": {"value": 0.0, "spread_fraction": 0.0, "source": "made_up"},
+        "dram_bytes_per_byte": 1.0,
+    },
+    "host": {
+        "memory_bytes": _q(1e12),
+        "runtime_bytes": _q(1e3),
+        "n_cores": 4,
+        "dram_bytes_per_s": _q(1e11),
+        "optimizer": [{"threads": 4, "params_per_s": _q(1e9), "params_per_s_under_copies": _q(5e8)}],
+        "reduce_bytes_per_s": _q(1e10),
+        "page_fault_bytes_per_s": _q(1e9),
+    },
+    "price": {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None},
+}
+
+
+def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
+    """Up to four micro-batches, every dtype that goes together, with and without clipping."""
+    dtypes = st.sampled_from([(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")])
+
+    def build(sizes: tuple[int, int, int], dtypes: tuple[Any, Any, Any], clip: float | None, skip: bool) -> Semantics:
+        seq_len, micro_batch, n = sizes
+        return Semantics(
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            batch_size=micro_batch * n,
+            compute_dtype=dtypes[0],
+            gradient_dtype=dtypes[1],
+            master_dtype=dtypes[2],
+            clip_norm=clip,
+            on_nonfinite="skip" if skip else "stop",
+        )
+
+    sizes = st.tuples(st.integers(1, 64), st.integers(1, 2), st.integers(1, max_micro_batches))
+    return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans())
+
+
+@st.composite
+def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
+    """An embedding, one to five layers of uneven sizes, and a head, tied or not."""
+    tokens, item = of.tokens_per_micro_batch, ITEM_BYTES[of.compute_dtype]
+    width, vocabulary = draw(st.integers(1, 32)), draw(st.integers(2, 64))
+    boundary_bytes = tokens * width * item
+    embedding = Block(
+        "embedding",
+        BlockKind.EMBEDDING,
+        (Parameter("embed.weight", (vocabulary, width)),),
+        pointwise_bytes=2 * boundary_bytes,
+        n_kernels=1,
+        boundary_bytes=boundary_bytes,
+        transient_bytes=4 * vocabulary * width,
+    )
+    layers = []
+    for i in range(draw(st.integers(1, max_layers))):
+        inner = draw(st.integers(1, 64))
+        parameters = [Parameter(f"layers.{i}.up.weight", (inner, width)), Parameter(f"layers.{i}.norm.weight", (width,))]
+        layers.append(
+            Block(
+                f"layer {i}",
+                BlockKind.LAYER,
+                tuple(parameters[: draw(st.integers(1, 2))]),
+                matmuls=(Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
+                attention=draw(st.sampled_from([None, Attention(of.micro_batch, 2, 8, of.seq_len)])),
+                pointwise_bytes=draw(st.integers(0, 10**6)),
+                n_kernels=draw(st.integers(1, 20)),
+                boundary_bytes=boundary_bytes,
+                kept_bytes=draw(st.integers(0, 10**6)),
+                transient_bytes=draw(st.integers(0, 10**6)),
+            )
+        )
+    head = Block(
+        "head",
+        BlockKind.HEAD,
+        (
+            Parameter("norm.weight", (width,)),
+            Parameter("lm_head.weight", (vocabulary, width), draw(st.sampled_from([None, "embed.weight"]))),
+        ),
+        matmuls=(Matmul(tokens, width, vocabulary),),
+        n_kernels=4,
+        transient_bytes=draw(st.integers(0, 10**6)),
+    )
+    return Workload((embedding, *layers, head))
+
+
+def small_workload(n_layers: int, tied: bool) -> Workload:
+    """A fixed workload: layers of different sizes, every weight a few elements."""
+    layers = tuple(
+        Block(
+            f"layer {i}",
+            BlockKind.LAYER,
+            (Parameter(f"layers.{i}.weight", (8, 100 + 50 * i)), Parameter(f"layers.{i}.norm.weight", (8,))),
+            matmuls=(Matmul(4, 8, 100 + 50 * i),),
+            n_kernels=2,
+            boundary_bytes=64,
+            kept_bytes=100 * (i + 1),
+            transient_bytes=1000,
+        )
+        for i in range(n_layers)
+    )
+    tied_to = "embed.weight" if tied else None
+    head = (Parameter("norm.weight", (8,)), Parameter("lm_head.weight", (40, 8), tied_to))
+    return Workload(
+        (
+            Block("embedding", BlockKind.EMBEDDING, (Parameter("embed.weight", (40, 8)),), boundary_bytes=64),
+            *layers,
+            Block("head", BlockKind.HEAD, head, matmuls=(Matmul(4, 8, 40),), n_kernels=4, transient_bytes=500),
+        )
+    )
+
+
+@st.composite
+def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
+    """Every legal combination of knobs, slots up to one more than there are layers."""
+    n = workload.n_layers
+    eager_is_legal = of.clip_norm is None and of.on_nonfinite == "stop"
+    updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
+    gradient_slots = draw(st.integers(1, n + 1))
+    group = draw(st.integers(1, of.n_micro_batches))
+    one_group = group == of.n_micro_batches
+    return Policy(
+        prefetch_depth=draw(st.integers(1, n + 1)),
+        gradient_slots=gradient_slots,
+        # Unreduced gradients leave at once.
+        offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
+        group_micro_batches=group,
+        keep_blocks=tuple(b for b in range(1, n + 1) if draw(st.booleans())),
+        update=draw(st.sampled_from(updates)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a plan is made of."""
+
+    semantics: Semantics
+    workload: Workload
+    policy: Policy
+
+    @property
+    def plan(self) -> Plan:
+        return lower(MODEL, self.workload, self.semantics, self.policy, PROFILE)
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> Case:
+    """A legal combination of semantics, workload and policy."""
+    of = draw(semantics(max_micro_batches))
+    workload = draw(workloads(of, max_layers))
+    return Case(of, workload, draw(policies(of, workload)))
+
+
+def plans(max_layers: int = 5, max_micro_batches: int = 4) -> st.SearchStrategy[Plan]:
+    """A plan of a small synthetic model on PROFILE."""
+    return cases(max_layers, max_micro_batches).map(lambda case: case.plan)

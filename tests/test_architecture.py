@@ -1,0 +1,307 @@
+"""Does the house keep its own rules?
+
+Every rule is a function from a file's syntax tree to what is wrong with it, so each can be shown to find something.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from tests.tour import PAGE, ROOT, question, sources, tour
+
+PACKAGES = ("planner", "hwprofiles", "runtime")
+
+# Which files of other rooms a file may import; the key is a room, or a file where one differs from its room.
+MAY_IMPORT = {
+    "planner": {
+        "hwprofiles.schema",
+        *(f"runtime.{name}" for name in ("plan", "timeline", "units", "errors", "region", "cores")),
+    },
+    "hwprofiles": {"runtime.units", "runtime.errors"},
+    "hwprofiles.measure": {"runtime.*"},
+    "runtime": set[str](),
+}
+
+# Where each third-party library lives: replacing one is then the work of these files.
+_CLI = {"planner/cli.py", "runtime/cli.py", "hwprofiles/cli.py"}
+HOME = {
+    "click": _CLI,
+    "rich": {*_CLI, "planner/explain.py"},
+    "pydantic": {"runtime/plan.py", "hwprofiles/schema.py", "planner/cli.py"},
+    "scipy": {"planner/search.py", "hwprofiles/fit.py"},
+    "networkx": {"planner/bounds.py", "planner/check.py"},
+    "torch": {
+        *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "executor", "lanes", "machine")),
+        *(f"runtime/{name}.py" for name in ("emulated", "trainer", "data", "checkpoint")),
+        "hwprofiles/measure.py",
+    },
+    "transformers": {"runtime/blocks.py"},
+    "safetensors": {"runtime/checkpoint.py"},
+    "tokenizers": {"runtime/data.py"},
+    "numpy": {"runtime/data.py", "hwprofiles/measure.py"},
+}
+
+# What planning touches: the machine it runs on need not have torch.
+TORCH_FREE_ROOMS = ("planner",)
+TORCH_FREE_FILES = (
+    *(f"runtime/{name}.py" for name in ("plan", "timeline", "units", "errors", "region", "cores", "cli")),
+    "hwprofiles/schema.py",
+    "hwprofiles/cli.py",
+)
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_files() -> list[Path]:
+    return [path for path in sources() if path.relative_to(ROOT).parts[0] in PACKAGES]
+
+
+FILES = pytest.mark.parametrize("path", package_files(), ids=_name)
+ALL_FILES = pytest.mark.parametrize("path", sources(), ids=_name)
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """(module, relative level, at the top of the file) of every import; `from a import b` names both a and a.b."""
+    top = set(ast.walk(ast.Module([node for node in tree.body if not isinstance(node, ast.ClassDef)], [])))
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                top -= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0, node in top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0 and node.module in PACKAGES:  # from runtime import plan
+                yield from ((f"{node.module}.{alias.name}", 0, node in top) for alias in node.names)
+            else:
+                yield node.module or "", node.level, node in top
+
+
+def wrong_directions(module: str, tree: ast.Module) -> list[str]:
+    """The imports of a file that run against the house."""
+    room, is_shell = module.partition(".")[0], module.endswith(".cli")
+    allowed = MAY_IMPORT.get(module, MAY_IMPORT[room])
+    wrong = []
+    for target, level, at_top in imports(tree):
+        target_room = target.partition(".")[0]
+        if level > 1:
+            wrong.append(f"{'.' * level}{target}: rooms have one floor")
+        elif level == 0 and target_room == room:
+            wrong.append(f"{target}: inside a room use a dot")
+        elif level == 0 and target_room in PACKAGES:
+            fits = {target, f"{target_room}.*"} & allowed
+            if is_shell and (not at_top or target.endswith(".cli")):
+                continue  # the shell may import any room inside a command, and other shells anywhere
+            if not fits:
+                wrong.append(f"{target}: {module} may import {sorted(allowed) or 'no other room'}")
+        elif level == 1 and target == "cli" and not is_shell:
+            wrong.append(".cli: only the shell knows the shell")
+    return wrong
+
+
+def homeless(name: str, tree: ast.Module) -> list[str]:
+    """The third-party libraries that a file imports and is no home of."""
+    known = {*sys.stdlib_module_names, *PACKAGES}
+    found = {target.partition(".")[0] for target, level, _ in imports(tree) if level == 0}
+    return sorted(library for library in found - known if name not in HOME.get(library, set()))
+
+
+def smells(name: str, text: str) -> list[str]:
+    """What review would stop in a file, one line each."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Name(id="hasattr")):
+                found.append(f"{node.lineno}: hasattr is no type test")
+            case ast.ExceptHandler(type=None):
+                found.append(f"{node.lineno}: a bare except hides the error it did not mean")
+            case ast.Global():
+                found.append(f"{node.lineno}: global")
+            case ast.Attribute(value=ast.Name(id="sys"), attr="path"):
+                found.append(f"{node.lineno}: sys.path")
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv") if not name.endswith("cli.py"):
+                if name.partition("/")[0] in PACKAGES:
+                    found.append(f"{node.lineno}: the environment is read in cli.py only")
+            case ast.ClassDef() if node.name.endswith(("Manager", "Helper", "Util", "Base")):
+                found.append(f"{node.lineno}: {node.name} says nothing")
+    if re.search(r"_(util|helper)s?\.py$", name):
+        found.append("the file's name says nothing")
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type == tokenize.COMMENT and re.search(r"type: ignore(?!\[)", token.string):
+            found.append(f"{token.start[0]}: type: ignore without a code")
+        if token.type == tokenize.COMMENT and "temporarily" in token.string:
+            found.append(f"{token.start[0]}: temporarily")
+    return found
+
+
+def tree_files() -> list[Path]:
+    """Every text file that belongs to the project."""
+    kinds = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".html", ""}
+    files = []
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts[:-1])
+        ours = not hidden and not {"build", "dist", "out", "__pycache__"} & set(parts) and ".egg-info" not in str(path)
+        if ours and path.suffix in kinds and path.is_file():
+            files.append(path)
+    return files
+
+
+_MACHINE_PATH = re.compile(r"(?<![\w.~<])/(?:work|root|home/\w+|Users/\w+|tmp/\w+)/")
+
+
+@ALL_FILES
+def test_the_first_line_of_a_file_asks_the_question_it_answers(path: Path) -> None:
+    assert question(path).endswith("?"), f"{_name(path)} begins with {question(path)!r}"
+
+
+def test_no_two_files_answer_the_same_question() -> None:
+    questions = [question(path) for path in package_files() if path.name != "__init__.py"]
+    assert len(set(questions)) == len(questions)
+
+
+@FILES
+def test_imports_run_one_way(path: Path) -> None:
+    assert wrong_directions(_module(path), ast.parse(path.read_text())) == []
+
+
+@FILES
+def test_every_third_party_library_has_a_home(path: Path) -> None:
+    assert homeless(_name(path), ast.parse(path.read_text())) == []
+
+
+@ALL_FILES
+def test_nothing_smells(path: Path) -> None:
+    assert smells(_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("runtime.executor", "from planner.lower import lower"),
+        ("runtime.executor", "def f():\n    import hwprofiles.schema"),
+        ("planner.lower", "from runtime.executor import execute"),
+        ("planner.lower", "from runtime import executor"),
+        ("planner.lower", "import planner.cost"),
+        ("planner.lower", "from ..runtime import plan"),
+        ("planner.lower", "from hwprofiles.measure import copies"),
+        ("hwprofiles.schema", "from runtime.plan import Plan"),
+        ("planner.cli", "from runtime.executor import execute"),
+        ("planner.search", "from .cli import main"),
+    ],
+)
+def test_an_import_against_the_house_is_seen(module: str, code: str) -> None:
+    assert wrong_directions(module, ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("planner.cli", "def plan():\n    from runtime.executor import execute"),
+        ("planner.cli", "if TYPE_CHECKING:\n    from runtime.executor import execute"),
+        ("planner.cli", "from runtime.cli import run"),
+        (
+            "planner.lower",
+            "from runtime.plan import Plan\nfrom .cost import costs\nfrom hwprofiles.schema import Profile",
+        ),
+        ("hwprofiles.measure", "from runtime.lanes import pin"),
+    ],
+)
+def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None:
+    assert wrong_directions(module, ast.parse(code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "hasattr(x, 'y')",
+        "try:\n    pass\nexcept:\n    pass",
+        "def f():\n    global x",
+        "import sys\nsys.path.append('x')",
+        "import os\nos.environ['X']",
+        "x = 1  # type: ignore",
+        "class SlotManager: ...",
+    ],
+)
+def test_a_smell_is_seen(code: str) -> None:
+    assert smells("runtime/lanes.py", code)
+
+
+def test_a_library_without_a_home_is_seen() -> None:
+    tree = ast.parse("import torch.nn\nimport requests\nimport json")
+    assert homeless("planner/lower.py", tree) == ["requests", "torch"]
+
+
+def test_every_declared_dependency_has_a_home_and_every_home_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["run"]]
+    assert {line.partition(">=")[0] for line in declared} == set(HOME)
+
+
+def test_every_declared_dependency_is_pinned_for_the_tests_within_its_bound() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+    pinned = dict(line.split("==") for line in lines)
+    for group in (project["dependencies"], *project["optional-dependencies"].values()):
+        for name, _, bound in (declared.partition(">=") for declared in group):
+            assert _release(pinned[name]) >= _release(bound), name
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def test_the_tour_says_what_the_files_ask() -> None:
+    assert PAGE.read_text(encoding="utf-8") == tour(), "write it again with `make tour`"
+
+
+def test_planning_does_not_wake_torch() -> None:
+    files = [p for p in package_files() if p.parent.name in TORCH_FREE_ROOMS or _name(p) in TORCH_FREE_FILES]
+    assert len(files) > 5
+    code = (
+        f"import importlib, sys\nfor name in {[_module(path) for path in files]}: importlib.import_module(name)\n"
+        "woken = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not woken, woken"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_package_names_resolve_to_this_repository() -> None:
+    """Both names exist on the package index."""
+    code = "import planner, hwprofiles, runtime\nfor room in (planner, hwprofiles, runtime): print(room.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert [Path(line).parent for line in out.splitlines()] == [ROOT / package for package in PACKAGES]
+
+
+def test_the_distribution_holds_every_room_and_its_data() -> None:
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert sorted(file["tool"]["setuptools"]["packages"]) == sorted(PACKAGES)
+    assert "Private :: Do Not Upload" in file["project"]["classifiers"]
+    assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
+
+
+@pytest.mark.parametrize("page", [path for path in tree_files() if path.suffix == ".md"], ids=_name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{_name(path)}: {match[0]}" for path in tree_files() for match in _MACHINE_PATH.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+    assert _MACHINE_PATH.search("see " + "/wor" + "k/main/x")

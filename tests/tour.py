@@ -1,0 +1,52 @@
+"""Which question does each file of the house answer?
+
+`python -m tests.tour` writes the answer to docs/tour.md; a test holds the page against the files.
+"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "tour.md"
+ROOMS = ("planner", "hwprofiles", "runtime", "demo", "tests")
+_ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package
+_FIRST_READING = ("runtime/plan.py", "planner/simulate.py", "runtime/executor.py")
+
+
+def question(path: Path) -> str:
+    """The first line of a file's docstring; empty where there is none."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]
+
+
+def sources() -> list[Path]:
+    """Every Python file of the house, room by room, in a fixed order."""
+    return [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")) if "out" not in path.parts]
+
+
+def tour() -> str:
+    """The page: every room with its question, every file with its own."""
+    first = ", ".join(_link(name) for name in _FIRST_READING)
+    lines = [
+        "# A tour of the house",
+        "",
+        "Every file answers one question and asks it first. This page is made of those questions by `make tour`.",
+        "",
+        f"First reading: the [README](../README.md), then {first}, then their tests.",
+    ]
+    for room in ROOMS:
+        files = [path for path in sources() if path.relative_to(ROOT).parts[0] == room]
+        if not files:
+            continue
+        package = ROOT / room / "__init__.py"
+        lines += ["", f"## {room}: {question(package) if package.exists() else _ROOM_QUESTIONS[room]}", ""]
+        lines += [f"- {_link(path.relative_to(ROOT).as_posix())} {question(path)}" for path in files if path != package]
+    return "\n".join(lines) + "\n"
+
+
+def _link(name: str) -> str:
+    return f"[{name}](../{name})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(tour(), encoding="utf-8")
