@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.errors import WorkloadError
-from runtime.plan import Model
+from runtime.workload import Model
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
 MAX_DIMENSION = 2**31 - 1

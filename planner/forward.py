@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.plan import Matmul
+from runtime.workload import Matmul
 
 FP32, INT64 = 4, 8  # bytes of an element
 

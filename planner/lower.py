@@ -11,24 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runtime.errors import PlanError
-from runtime.plan import (
-    ITEM_BYTES,
-    LANE_OF,
-    Arena,
-    BlockKind,
-    Kind,
-    Lane,
-    Model,
-    Op,
-    Place,
-    Plan,
-    Policy,
-    Semantics,
-    Slot,
-    Update,
-    Wait,
-    Workload,
-)
+from runtime.plan import LANE_OF, Arena, Kind, Lane, Op, Place, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.workload import ITEM_BYTES, BlockKind, Model, Workload
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
@@ -37,14 +21,14 @@ BOUNDARY_ALIGN_BYTES = 256
 
 def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
     """The plan that performs `policy`: pure and deterministic. PlanError for a policy that is not legal here."""
-    _refuse_illegal(workload, semantics, policy)
+    refuse_illegal(workload, semantics, policy)
     frame = Plan(semantics, policy, model, workload, profile, (), ())
-    frame = replace(frame, arenas=tuple(_arenas(frame)))
+    frame = replace(frame, arenas=tuple(arenas_of(frame)))
     program = _program(frame)
     return replace(frame, ops=_with_waits(program))
 
 
-def _refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
+def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
         raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
     if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
@@ -61,7 +45,7 @@ def _refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) ->
         raise PlanError("the kept blocks are not in ascending order, each once")
 
 
-def _arenas(plan: Plan) -> Iterator[Arena]:
+def arenas_of(plan: Plan) -> Iterator[Arena]:
     """Every arena of the plan, with exact slot sizes."""
     blocks, policy, semantics = plan.workload.blocks, plan.policy, plan.semantics
     layers, vocab = blocks[1:-1], (blocks[0], blocks[-1])

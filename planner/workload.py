@@ -7,7 +7,8 @@ square that is really computed.
 
 from collections.abc import Iterator
 
-from runtime.plan import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Semantics, Workload
+from runtime.plan import Semantics
+from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 from . import forward as fw
 from .config import Config, config_of, read_model, shipped_models, supported_attention

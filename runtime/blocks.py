@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from .data import UNSUPERVISED
 from .errors import WorkloadError
 from .memory import DTYPE
-from .plan import Block, Semantics, Workload
+from .plan import Semantics
+from .workload import Block, Workload
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch

@@ -163,7 +163,7 @@ def _stand_in(plan: "Plan") -> "Plan":
     from planner.workload import build_workload
 
     from .emulated import stand_in_config, stand_in_semantics
-    from .plan import Model
+    from .workload import Model
 
     semantics = stand_in_semantics(plan.semantics)
     model = Model(stand_in_config(plan.model.config), name="stand-in")
@@ -191,7 +191,7 @@ def _model_folder(plan: "Plan", given: Path | None) -> Path | None:
     """Where weights and tokenizer come from; None: random weights, and bytes for tokens."""
     from planner.workload import read_model
 
-    from .plan import Model
+    from .workload import Model
 
     folder = given if given is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:

@@ -19,7 +19,8 @@ from .data import Batch
 from .errors import PenstockError
 from .memory import DTYPE, Arenas
 from .optimizer import AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
-from .plan import Kind, Lane, Op, Parameter, Plan, Slot, Update
+from .plan import Kind, Lane, Op, Plan, Slot, Update
+from .workload import Parameter
 
 
 class NonFiniteError(PenstockError):

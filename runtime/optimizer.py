@@ -4,6 +4,7 @@ All work is on flat fp32 or bf16 views of one parameter, in chunks whose bits do
 see the same elements in the same places as if they were given the parameter whole.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,10 +50,10 @@ def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> None:
 
     Half-up keeps a split into a bf16 weight and a 16-bit remainder exact, which rounding to even does not.
     """
-    bits = wide.view(torch.int32)
-    rounded = (bits + 0x8000) >> 16
-    rounded = torch.where(wide == wide, rounded, 0x7FC0)
-    out.view(torch.int16).copy_(rounded)
+    bits = torch.add(wide.view(torch.int32), 0x8000).bitwise_right_shift_(16)
+    if not math.isfinite(wide.sum().item()):  # rare, and a finite sum proves that there is no NaN
+        bits = torch.where(wide == wide, bits, 0x7FC0)
+    out.view(torch.int16).copy_(bits)
 
 
 def adamw_(

@@ -31,7 +31,6 @@ micro-batch writes its own gradient to `gradients` and the host accumulates. A v
 the sum, when the weight is tied or the groups are smaller than the step.
 """
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -39,19 +38,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from .errors import PlanError
+from .workload import FILE, BlockKind, Count, Dtype, Model, Natural, Workload
 
 FORMAT_VERSION = 1
-ALIGN_ELEMENTS = 128  # every tensor starts on a multiple: 256 bytes in bf16, 512 in fp32, whatever the arena's dtype
 MAX_PLAN_FILE_BYTES = 512 * 2**20
-FILE = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-Count = Annotated[int, Field(gt=0, lt=2**53)]
-Natural = Annotated[int, Field(ge=0, lt=2**53)]
-Dtype = Literal["bf16", "fp32"]
-ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 
 
 class Lane(StrEnum):
@@ -267,151 +260,6 @@ class Policy:
     update: Update = Update.BARRIER
     storage: Literal["mirrored"] = "mirrored"
     __pydantic_config__ = FILE
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A weight of a block, by its name in the model. `tied_to` names the weight of block 0 whose host segment it uses."""
-
-    name: Annotated[str, Field(max_length=200)]
-    shape: tuple[Natural, ...]
-    tied_to: str | None = None
-    __pydantic_config__ = FILE
-
-    @property
-    def n_elements(self) -> int:
-        n = 1
-        for dim in self.shape:
-            n *= dim
-        return n
-
-
-@dataclass(frozen=True, slots=True)
-class Matmul:
-    """`count` products (m, k) @ (k, n) in one forward pass of one micro-batch."""
-
-    m: Count
-    k: Count
-    n: Count
-    count: Count = 1
-    __pydantic_config__ = FILE
-
-    @property
-    def flop(self) -> int:
-        """One multiply and one add per inner step."""
-        return 2 * self.m * self.k * self.n * self.count
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Causal attention of one forward pass of one micro-batch; `window`: each token sees at most that many."""
-
-    n_sequences: Count
-    n_heads: Count
-    head_dim: Count
-    seq_len: Count
-    window: Count | None = None
-    __pydantic_config__ = FILE
-
-    @property
-    def flop(self) -> int:
-        """Two products over the visible (query, key) pairs: the causal half, cut to the window."""
-        span = min(self.window or self.seq_len, self.seq_len)
-        n_pairs = span * (span + 1) // 2 + (self.seq_len - span) * span
-        return 4 * self.n_sequences * self.n_heads * self.head_dim * n_pairs
-
-
-class BlockKind(StrEnum):
-    EMBEDDING = "embedding"
-    LAYER = "layer"
-    HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A streamable unit. FLOP and bytes are for one micro-batch, forward only unless the name says otherwise."""
-
-    name: Annotated[str, Field(max_length=200)]
-    kind: BlockKind
-    parameters: tuple[Parameter, ...]
-    matmuls: tuple[Matmul, ...] = ()
-    attention: Attention | None = None
-    pointwise_bytes: Natural = 0  # memory traffic of all that is neither matmul nor attention
-    n_kernels: Natural = 0  # library calls of one forward
-    boundary_bytes: Natural = 0  # the block's output
-    kept_bytes: Natural = 0  # what autograd keeps of one forward until its backward, without weights and input
-    transient_bytes: Natural = 0  # peak in the allocator during backward (or loss) with recompute, gradients of weights included
-    __pydantic_config__ = FILE
-
-    @property
-    def n_params(self) -> int:
-        """Parameters this block owns: a tied weight counts once, where it is owned."""
-        return sum(p.n_elements for p in self.parameters if p.tied_to is None)
-
-    @property
-    def forward_flop(self) -> int:
-        return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
-
-    @property
-    def tied(self) -> bool:
-        """Whether the block uses a weight owned by block 0."""
-        return any(p.tied_to is not None for p in self.parameters)
-
-    def offsets(self, owned_only: bool = False) -> tuple[dict[str, int], int]:
-        """Element offset of each parameter in a slot, by name, and the slot's element count; the same for every dtype."""
-        offsets: dict[str, int] = {}
-        at = 0
-        for p in self.parameters:
-            if owned_only and p.tied_to is not None:
-                continue
-            offsets[p.name] = at
-            at += -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
-        return offsets, at
-
-    @property
-    def slot_elements(self) -> int:
-        """Elements of a slot that holds all weights the block uses, tied ones included."""
-        return self.offsets()[1]
-
-    @property
-    def host_elements(self) -> int:
-        """Elements of a host slot that holds the weights the block owns."""
-        return self.offsets(owned_only=True)[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A model cut into blocks, with the sizes of one micro-batch: block 0 the embedding, then layers, last the head."""
-
-    blocks: tuple[Block, ...]
-    __pydantic_config__ = FILE
-
-    @property
-    def n_params(self) -> int:
-        return sum(b.n_params for b in self.blocks)
-
-    @property
-    def n_layers(self) -> int:
-        return len(self.blocks) - 2
-
-    @property
-    def tied(self) -> bool:
-        return any(b.tied for b in self.blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Where the weights come from: a Hugging Face configuration, and the folder it was read from, if it holds weights."""
-
-    config: dict[str, Any]
-    path: str | None = None
-    name: str | None = None
-    __pydantic_config__ = FILE
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the canonical configuration: tells two models of equal shapes apart."""
-        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
 
 
 _HEADER = ("semantics", "policy", "model", "workload", "profile")

@@ -18,8 +18,9 @@ from .data import Tokens
 from .errors import CheckpointError
 from .executor import execute
 from .machine import Machine
-from .plan import Parameter, Plan
+from .plan import Plan
 from .timeline import Timeline
+from .workload import Parameter
 
 WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline; they are not compared with the prediction
 

@@ -9,20 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.lower import lower
-from runtime.plan import (
-    ITEM_BYTES,
-    Attention,
-    Block,
-    BlockKind,
-    Matmul,
-    Model,
-    Parameter,
-    Plan,
-    Policy,
-    Semantics,
-    Update,
-    Workload,
-)
+from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")
 

@@ -23,7 +23,7 @@ PACKAGES = ("planner", "hwprofiles", "runtime")
 MAY_IMPORT = {
     "planner": {
         "hwprofiles.schema",
-        *(f"runtime.{name}" for name in ("plan", "timeline", "units", "errors", "region", "cores")),
+        *(f"runtime.{name}" for name in ("plan", "workload", "timeline", "units", "errors", "region", "cores")),
     },
     "hwprofiles": {"runtime.units", "runtime.errors"},
     "hwprofiles.measure": {"runtime.*"},
@@ -35,11 +35,11 @@ _CLI = {"planner/cli.py", "runtime/cli.py", "hwprofiles/cli.py"}
 HOME = {
     "click": _CLI,
     "rich": {*_CLI, "planner/explain.py"},
-    "pydantic": {"runtime/plan.py", "hwprofiles/schema.py", "planner/cli.py"},
+    "pydantic": {"runtime/plan.py", "runtime/workload.py", "hwprofiles/schema.py", "planner/cli.py"},
     "scipy": {"planner/search.py", "hwprofiles/fit.py"},
     "networkx": {"planner/bounds.py", "planner/check.py"},
     "torch": {
-        *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "executor", "lanes", "machine")),
+        *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "cpu")),
         *(f"runtime/{name}.py" for name in ("emulated", "trainer", "data", "checkpoint")),
         "hwprofiles/measure.py",
     },
@@ -52,7 +52,7 @@ HOME = {
 # What planning touches: the machine it runs on need not have torch.
 TORCH_FREE_ROOMS = ("planner",)
 TORCH_FREE_FILES = (
-    *(f"runtime/{name}.py" for name in ("plan", "timeline", "units", "errors", "region", "cores", "cli")),
+    *(f"runtime/{name}.py" for name in ("plan", "workload", "timeline", "units", "errors", "region", "cores", "cli")),
     "hwprofiles/schema.py",
     "hwprofiles/cli.py",
 )

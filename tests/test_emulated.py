@@ -15,8 +15,9 @@ from runtime.blocks import Templates
 from runtime.cpu import CpuMachine
 from runtime.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
 from runtime.executor import execute
-from runtime.plan import Model, Policy, Semantics
+from runtime.plan import Policy, Semantics
 from runtime.region import Demand, Region, Resource
+from runtime.workload import Model
 
 from .training import ADAMW, batches_of
 

@@ -11,31 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import PenstockError, PlanError
-from runtime.plan import (
-    ALIGN_ELEMENTS,
-    LANE_OF,
-    Arena,
-    Attention,
-    Block,
-    BlockKind,
-    Kind,
-    Lane,
-    Matmul,
-    Model,
-    Op,
-    Parameter,
-    Place,
-    Plan,
-    PlanFile,
-    Policy,
-    Semantics,
-    Slot,
-    Update,
-    Wait,
-    Workload,
-)
+from runtime.plan import LANE_OF, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
 from runtime.timeline import Span, Timeline, chrome_trace
 from runtime.units import GB, TB, GiB, MiB, parse_bytes, show_bytes, show_rate, show_seconds
+from runtime.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 LINES = (
     "load h2d b1 < host_weights[1] > weights[0] ^ 7@1",

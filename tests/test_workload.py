@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
-from runtime.plan import Block, BlockKind, Model, Semantics, Workload
+from runtime.plan import Semantics
+from runtime.workload import Block, BlockKind, Model, Workload
 
 from .tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 

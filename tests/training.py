@@ -12,7 +12,8 @@ from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
-from runtime.plan import Model, Op, Plan, Policy, Semantics, Slot
+from runtime.plan import Op, Plan, Policy, Semantics, Slot
+from runtime.workload import Model
 
 from . import reference
 from .tiny import EAGER_ONLY, tiny_config

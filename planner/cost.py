@@ -1,0 +1,217 @@
+"""What does each op ask of a machine?
+
+From sizes and a profile to seconds of work alone and the rates at which shared things are drawn meanwhile. Traffic of host
+memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
+"""
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from hwprofiles.schema import Direction, Profile
+from runtime.plan import Kind, Op, Plan, Semantics
+from runtime.region import Demand, Region, Resource, Uses
+from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Workload
+
+FP32_BYTES = 4
+MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
+BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
+BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
+BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
+
+
+def costs(plan: Plan, profile: Profile) -> list[Demand]:
+    """What each op of the plan asks for, in plan order."""
+    return CostModel(profile).demands(plan)
+
+
+def region_of(profile: Profile) -> Region:
+    """What the machine has to share. A link direction carries what its best copy size reached."""
+    link, host = profile.link, profile.host
+    return Region(
+        (
+            (Resource.H2D, max(p.rate.value for p in link.h2d.bytes_per_s)),
+            (Resource.D2H, max(p.rate.value for p in link.d2h.bytes_per_s)),
+            (Resource.DUPLEX, link.duplex_bytes_per_s.value),
+            (Resource.DRAM, host.dram_bytes_per_s.value),
+            (Resource.CORES, float(host.n_cores)),
+        )
+    )
+
+
+def update_bytes_per_param(plan: Plan, block: int) -> int:
+    """Host memory traffic of AdamW per parameter. With an fp32 master, bf16 compute and bf16 gradients it is 28 bytes:
+    read master 4, moments 8, gradient 2; write master 4, moments 8, compute weight 2."""
+    master = ITEM_BYTES[plan.semantics.master_dtype]
+    gradient = ITEM_BYTES[plan.host_gradient_dtype(block)]
+    weight = ITEM_BYTES[plan.semantics.compute_dtype] if plan.weights_arena == "host_weights" else 0
+    return 2 * (master + MOMENT_BYTES) + gradient + weight
+
+
+_Key = tuple[Kind, int, bool, bool, bool, bool]  # kind, block, first and last micro-batch, kept, reduced
+
+
+@dataclass(slots=True)
+class CostModel:
+    """A profile, asked for the cost of ops. `outside` collects what lies outside its measured points."""
+
+    profile: Profile
+    capacity: dict[Resource, float] = field(init=False)
+    outside: set[str] = field(default_factory=set)
+    _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
+    _attention_s: dict[tuple[Dtype, Attention, bool], float] = field(default_factory=dict)
+    _known: dict[_Key, Demand] = field(default_factory=dict)
+    _known_for: tuple[Workload, Semantics] | None = None
+
+    def __post_init__(self) -> None:
+        self.capacity = dict(region_of(self.profile).capacity)
+
+    def demands(self, plan: Plan) -> list[Demand]:
+        """What each op of the plan asks for, in plan order."""
+        return [self.demand(plan, op) for op in plan.ops]
+
+    def demand(self, plan: Plan, op: Op) -> Demand:
+        """What one op asks for. Remembered: plans of one workload differ only in what the key holds."""
+        known_for = self._known_for
+        if known_for is None or known_for[0] is not plan.workload or known_for[1] is not plan.semantics:
+            self._known_for = (plan.workload, plan.semantics)
+            self._known = {}
+        m = op.micro_batch
+        last = plan.semantics.n_micro_batches - 1
+        key = (op.kind, op.block, m == 0, m == last, op.block in plan.policy.keep_blocks, plan.reduced)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._demand_of(plan, op)
+        return found
+
+    def _demand_of(self, plan: Plan, op: Op) -> Demand:
+        block = plan.workload.blocks[op.block]
+        dtype = plan.semantics.compute_dtype
+        item = ITEM_BYTES[dtype]
+        match op.kind:
+            case Kind.LOAD:
+                return self._copy("h2d", block.slot_elements * item)
+            case Kind.OFFLOAD:
+                return self._copy("d2h", block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)])
+            case Kind.FORWARD:
+                return self._compute(self.forward_s(block, dtype), block.pointwise_bytes)
+            case Kind.LOSS:
+                n_bytes = self.loss_bytes(plan) + self._gradient_bytes(plan, op)
+                return self._compute(self.loss_s(plan) + self._gradient_bytes(plan, op) / self._memory_rate, n_bytes)
+            case Kind.BACKWARD:
+                recompute = op.block != 0 and op.block not in plan.policy.keep_blocks
+                n_bytes = (BACKWARD_POINTWISE + recompute) * block.pointwise_bytes + self._gradient_bytes(plan, op)
+                seconds = self.backward_s(block, dtype) + self._gradient_bytes(plan, op) / self._memory_rate
+                return self._compute(seconds + (self.forward_s(block, dtype) if recompute else 0.0), n_bytes)
+            case Kind.ACCUMULATE:
+                # Read what was staged and the sum, write the sum.
+                staged = ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._reduce(block.slot_elements * (staged + 2 * FP32_BYTES))
+            case Kind.NORM:
+                # A tied weight has two gradients: the embedding's own, and the head's.
+                n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
+                return self._reduce(n_gradients * block.host_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
+            case Kind.UPDATE:
+                return self._update(block.n_params, update_bytes_per_param(plan, op.block))
+            case _:
+                assert_never(op.kind)
+
+    def forward_s(self, block: Block, dtype: Dtype) -> float:
+        """Seconds of one forward of a block on one micro-batch."""
+        return (
+            sum(self._matmul(dtype, m) for m in block.matmuls)
+            + self._attention(dtype, block.attention, backward=False)
+            + block.pointwise_bytes / self._memory_rate
+            + block.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def backward_s(self, block: Block, dtype: Dtype) -> float:
+        """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
+        return (
+            BACKWARD_MATMULS * sum(self._matmul(dtype, m) for m in block.matmuls)
+            + self._attention(dtype, block.attention, backward=True)
+            + BACKWARD_POINTWISE * block.pointwise_bytes / self._memory_rate
+            + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def loss_s(self, plan: Plan) -> float:
+        """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
+        head = plan.workload.blocks[-1]
+        return (
+            (1 + BACKWARD_MATMULS) * sum(self._matmul(plan.semantics.compute_dtype, m) for m in head.matmuls)
+            + self.loss_bytes(plan) / self._memory_rate
+            + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def loss_bytes(self, plan: Plan) -> int:
+        """Device memory traffic of the head besides its products: norm and softmax, both ways, and the weight's gradient."""
+        head = plan.workload.blocks[-1]
+        item = ITEM_BYTES[plan.semantics.compute_dtype]
+        # Each tile of tokens is one product; its weight gradient is read and added to an fp32 sum.
+        sums = sum(m.count * m.k * m.n for m in head.matmuls) * (item + 2 * FP32_BYTES)
+        return (1 + BACKWARD_POINTWISE) * head.pointwise_bytes + sums
+
+    def _gradient_bytes(self, plan: Plan, op: Op) -> int:
+        """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
+        elements = plan.workload.blocks[op.block].slot_elements
+        item = ITEM_BYTES[plan.semantics.compute_dtype]
+        out = ITEM_BYTES[plan.gradient_dtype(op.block)]
+        first, last = op.micro_batch == 0, op.micro_batch == plan.semantics.n_micro_batches - 1
+        dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
+        if not plan.reduced or (first and last):
+            return elements * (dense + item + out)
+        read_sum, write_out = (0 if first else FP32_BYTES), (out if last else 0)
+        return elements * (dense + item + read_sum + FP32_BYTES + write_out)
+
+    @property
+    def _memory_rate(self) -> float:
+        return self.profile.device.memory_bytes_per_s.value
+
+    def _matmul(self, dtype: Dtype, matmul: Matmul) -> float:
+        key = (dtype, matmul)
+        if key not in self._matmul_s:
+            rate = self.profile.matmul_flop_per_s(dtype, matmul.m, matmul.k, matmul.n)
+            if not rate.inside_measured:
+                self.outside.add(f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})")
+            self._matmul_s[key] = matmul.flop / rate.value
+        return self._matmul_s[key]
+
+    def _attention(self, dtype: Dtype, attention: Attention | None, backward: bool) -> float:
+        if attention is None:
+            return 0.0
+        key = (dtype, attention, backward)
+        if key not in self._attention_s:
+            rate = self.profile.attention_flop_per_s(dtype, attention.seq_len, attention.head_dim, backward)
+            if not rate.inside_measured:
+                self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
+            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / rate.value
+        return self._attention_s[key]
+
+    def _compute(self, seconds: float, n_bytes: int) -> Demand:
+        uses = {Resource.DRAM: n_bytes / seconds} if self.profile.device.kind == "cpu" and seconds > 0 else {}
+        return self._demand(0.0, seconds, uses)
+
+    def _copy(self, direction: Direction, n_bytes: int) -> Demand:
+        link = self.profile.link
+        curve = link.h2d if direction == "h2d" else link.d2h
+        rate = self.profile.copy_bytes_per_s(direction, n_bytes)
+        uses = {
+            Resource.H2D if direction == "h2d" else Resource.D2H: rate,
+            Resource.DUPLEX: rate,
+            Resource.DRAM: rate * link.dram_bytes_per_byte,
+            Resource.CORES: link.host_cores_per_copy.value,
+        }
+        return self._demand(curve.latency_s.value, n_bytes / rate, uses)
+
+    def _reduce(self, n_bytes: int) -> Demand:
+        rate = self.profile.host.reduce_bytes_per_s.value
+        return self._demand(0.0, n_bytes / rate, {Resource.DRAM: rate, Resource.CORES: float(self.profile.host.n_cores)})
+
+    def _update(self, n_params: int, bytes_per_param: int) -> Demand:
+        n_cores = self.profile.host.n_cores
+        rate = self.profile.optimizer_params_per_s(n_cores)
+        return self._demand(0.0, n_params / rate, {Resource.DRAM: rate * bytes_per_param, Resource.CORES: float(n_cores)})
+
+    def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
+        """What was measured alone fits the machine: no op asks for more than there is."""
+        drawn: Uses = tuple((r, min(per_s, self.capacity[r])) for r, per_s in uses.items() if per_s > 0)
+        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s, drawn)

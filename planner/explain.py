@@ -1,0 +1,170 @@
+"""What does the plan say, in words?"""
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hwprofiles.schema import Profile
+from runtime.plan import Lane, Plan, Policy
+from runtime.units import show_bytes, show_rate, show_seconds
+
+from .memory import Footprint
+from .search import Answer, Certificate
+
+LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploading weights", Lane.D2H: "downloading gradients", Lane.CPU: "host optimizer"}
+SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
+PIPE_COLUMNS = 120
+CONVENTION = "forward and twice that, causal half of attention, no recompute"
+
+
+def explain(answer: Answer, profile: Profile, console: Console) -> None:
+    """Print the plan: what it is, how fast, what it takes, what binds, how sure."""
+    group = Group(*_parts(answer, profile))
+    if console.is_terminal:
+        console.print(group)
+        return
+    console.width = PIPE_COLUMNS
+    with console.capture() as captured:
+        console.print(group)
+    for line in captured.get().splitlines():
+        console.file.write(line.rstrip() + "\n")  # a pipe wants neither colours nor the padding of tables
+
+
+def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
+    plan, claim, certificate = answer.plan, answer.prediction_json(), answer.certificate
+    semantics, policy = plan.semantics, plan.policy
+    yield _rows(
+        (
+            "model",
+            f"{plan.model.name or plan.model.path}: {show_count(plan.workload.n_params)} parameters, "
+            f"{plan.workload.n_layers} layers",
+        ),
+        ("machine", f"{profile.name}: {profile.summary}"),
+        (
+            "step",
+            f"{semantics.batch_size} sequences of {semantics.seq_len} tokens, "
+            f"in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}; "
+            f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
+            f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
+        ),
+        ("policy", in_words(policy, plan)),
+    )
+    yield Text()
+    yield _rows(
+        (
+            "predicted",
+            f"{show_seconds(claim['step_s'])} a step (P10 to P90: {show_seconds(claim['p10_step_s'])} to "
+            f"{show_seconds(claim['p90_step_s'])}), {claim['tokens_per_s']:,.0f} tokens/s",
+        ),
+        ("", f"{show_rate(claim['model_flop_per_s'], 'FLOP')} of model work: {CONVENTION}"),
+        ("binding", certificate.binding),
+        ("proof", certificate_sentence(certificate, claim["step_s"])),
+        *((("note", "no steady rhythm found: the step is the mean of the last steps"),) if not answer.prediction.periodic else ()),
+    )
+    yield Text()
+    lanes = _table("lane", "busy", "share of the step")
+    for lane in Lane:
+        busy_s = claim["busy_s"][str(lane)]
+        lanes.add_row(f"{lane}: {LANE_TITLE[lane]}", show_seconds(busy_s), f"{busy_s / claim['step_s']:.0%}")
+    yield lanes
+    yield Text()
+    yield _memory(answer.needs)
+    yield Text()
+    others = _table("schedule", "step", "this plan is")
+    for name, said in answer.baselines.items():
+        if "step_s" in said:
+            others.add_row(name, show_seconds(said["step_s"]), f"{said['step_s'] / claim['step_s']:.2f} times as fast")
+        else:
+            others.add_row(name, "does not fit", said["does_not_fit"])
+    yield others
+    yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
+    yield Text()
+    yield from map(Text, sureness(answer, profile))
+
+
+def in_words(policy: Policy, plan: Plan) -> str:
+    """One line: what the schedule does."""
+    n_micro_batches = plan.semantics.n_micro_batches
+    if n_micro_batches == 1:
+        order = "one micro-batch"
+    elif policy.group_micro_batches >= n_micro_batches:
+        order = "layer by layer over all micro-batches"
+    elif policy.group_micro_batches > 1:
+        order = f"layer by layer over groups of {policy.group_micro_batches} micro-batches"
+    else:
+        order = "one micro-batch after another"
+    n_kept = len(policy.keep_blocks)
+    kept = (
+        f"{counted(n_kept, 'layer')} of {plan.workload.n_layers} kept, the others recomputed" if n_kept else "all layers recomputed"
+    )
+    late = f", leaving {policy.offload_late_blocks} late" if policy.offload_late_blocks else ""
+    return (
+        f"{order}; {counted(policy.prefetch_depth, 'layer')} prefetched; {counted(policy.gradient_slots, 'gradient slot')}{late}; "
+        f"{kept}; {policy.update} update"
+    )
+
+
+def counted(n: int, noun: str, plural: str = "s") -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{n} {noun}{'' if n == 1 else plural}"
+
+
+def show_count(n: int) -> str:
+    """`116.8 G`, `494 M`: four significant digits."""
+    return f"{n / 1e9:.4g} G" if n >= 1e9 else f"{n / 1e6:.4g} M"
+
+
+def certificate_sentence(certificate: Certificate, step_s: float) -> str:
+    """How near to the best the plan is known to be."""
+    noun = "policy" if certificate.n_policies == 1 else "policies"
+    return (
+        f"of {certificate.n_policies} {noun} none is below {show_seconds(certificate.policy_bound_s)} "
+        f"(gap {certificate.gap_fraction:.1%} of a step of {show_seconds(step_s)}); "
+        f"no schedule on this machine is below {show_seconds(certificate.machine_bound_s)}"
+    )
+
+
+def sureness(answer: Answer, profile: Profile) -> Iterator[str]:
+    """What the prediction rests on."""
+    counts = profile.count_sources()
+    soft = counts["assumed"] + counts["datasheet"]
+    named = f"{counts['assumed']} are assumed and {counts['datasheet']} from datasheets"
+    yield f"Of {sum(counts.values())} numbers in the profile, {named}."
+    if soft:
+        yield "Measure the machine itself with `penstock probe` and plan again."
+    if answer.outside:
+        yield f"Outside what was measured, taken at the nearest point: {'; '.join(answer.outside)}."
+
+
+def _memory(needs: Footprint) -> Table:
+    table = _table("memory", "needs", "has")
+    for title, parts, peak, has in (
+        ("device", needs.device, needs.device_peak_bytes, needs.device_memory_bytes),
+        ("host", needs.host, needs.host_peak_bytes, needs.host_memory_bytes),
+    ):
+        table.add_row(title, show_bytes(peak), show_bytes(has))
+        shown = {name: n for name, n in parts.items() if n >= SMALL_FRACTION * peak}
+        for name, n_bytes in sorted(shown.items(), key=lambda item: (-item[1], item[0])):
+            table.add_row(f"  {name.replace('_', ' ')}", show_bytes(n_bytes), "")
+        rest = peak - sum(shown.values())
+        if rest:
+            table.add_row("  other", show_bytes(rest), "")
+    return table
+
+
+def _rows(*rows: tuple[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for title, text in rows:
+        table.add_row(title, Text(text))
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="right" if i == 1 else "left")
+    return table

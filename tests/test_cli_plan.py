@@ -1,0 +1,241 @@
+"""Do `plan`, `check` and `report` keep the contract that scripts rely on?"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from planner.check import check
+from planner.cli import cli
+from planner.space import BASELINES
+from runtime.plan import Lane, PlanFile
+from runtime.timeline import Span, Timeline
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4"]
+GPT_OSS = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", "64", "--seq-len", "1024", "--json"]
+
+
+def invoke(*args):
+    return CliRunner().invoke(cli, [str(a) for a in args])
+
+
+def refused(result, *, code=2):
+    """One line on stderr, nothing on stdout, the right exit code; never a traceback."""
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_json_is_pure_and_has_the_fields_of_the_contract(tmp_path):
+    result = invoke(*SMALL, "--json", "-o", tmp_path / "p.json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert set(said) == {"semantics", "policy", "prediction", "certificate", "baselines"}
+    assert set(said["prediction"]) == {
+        "step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s", "device_peak_bytes", "host_peak_bytes", "busy_s",
+    }  # fmt: skip
+    assert set(said["prediction"]["busy_s"]) == {str(lane) for lane in Lane}
+    assert set(said["certificate"]) >= {"policy_bound_s", "machine_bound_s", "gap_fraction", "binding"}
+    assert set(said["baselines"]) == set(BASELINES)
+    for baseline in said["baselines"].values():
+        assert set(baseline) in ({"step_s"}, {"does_not_fit"})
+    assert said["prediction"]["tokens_per_s"] == pytest.approx(4 * 512 / said["prediction"]["step_s"])
+
+
+def test_the_plan_file_holds_the_plan_and_its_claim_and_passes_the_checker(tmp_path):
+    path = tmp_path / "p.json"
+    said = json.loads(invoke(*SMALL, "--json", "-o", path).stdout)
+    file = PlanFile.read(path)
+    check(file.plan, file.claim)
+    assert file.claim == {"prediction": said["prediction"], "certificate": said["certificate"]}
+    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+    result = invoke("check", path)
+    assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
+
+
+def test_the_same_question_gives_the_same_file(tmp_path):
+    for name in ("a.json", "b.json"):
+        invoke(*SMALL, "-o", tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_words_name_what_a_reader_needs():
+    result = invoke(*SMALL)
+    assert result.exit_code == 0
+    for word in ("qwen2.5-0.5b", "tokens/s", "binding", "P10 to P90", "no schedule on", "megatrain", "masters", "assumed"):
+        assert word in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_a_120_billion_parameter_model_fits_with_a_bf16_master_or_more_memory(tmp_path):
+    path = tmp_path / "p.json"
+    fits = invoke(*GPT_OSS, "--host-memory", "1.5TB", "--master", "bf16", "-o", path)
+    assert fits.exit_code == 0
+    assert json.loads(fits.stdout)["prediction"]["host_peak_bytes"] <= 1.5e12
+    assert invoke("check", path).exit_code == 0
+    assert invoke(*GPT_OSS, "--host-memory", "2TB").exit_code == 0
+
+
+def test_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path):
+    path = tmp_path / "p.json"
+    result = invoke(*GPT_OSS, "--host-memory", "1.5TB", "-o", path)
+    assert result.exit_code == 3
+    said = json.loads(result.stdout)
+    assert said["fits"] is False
+    # 116.8 G parameters: master 4, moments 8, weight 2, gradient 2 bytes each, and 6 GB for the process.
+    assert said["short_bytes"]["host"] == pytest.approx(116.83e9 * 16 + 6e9 - 1.5e12, rel=0.01)
+    assert "--master bf16" in said["smallest_change"]
+    assert "--host-memory 1880GB" in said["smallest_change"]
+    assert said["smallest_change"] in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "needle"),
+    [
+        (["plan", "qwen2.5-7bb", "--machine", "gh200"], "qwen2.5-7b"),
+        (["plan", "qwen2.5-7b", "--machine", "gh20"], "gh200"),
+        (["plan", "no/such/folder", "--machine", "gh200"], "no/such/folder"),
+        (["plan", "qwen2.5-7b"], "--machine"),
+        ([*SMALL, "--seq-len", "0"], "--seq-len"),
+        ([*SMALL, "--batch-size", "-1"], "--batch-size"),
+        ([*SMALL, "--micro-batch", "0"], "--micro-batch"),
+        ([*SMALL, "--micro-batch", "3"], "does not divide"),
+        ([*SMALL, "--tokens-per-step", "2048"], "one of them"),
+        ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
+        ([*SMALL, "--host-memory", "0GB"], "above zero"),
+        ([*SMALL, "--host-memory", "-5GB"], "not a size"),
+        ([*SMALL, "--device-memory", "12 parsecs"], "not a size"),
+        ([*SMALL, "--clip-norm", "0"], "clip-norm"),
+        ([*SMALL, "--clip-norm", "nan"], "clip-norm"),
+        ([*SMALL, "--clip-norm", "inf"], "clip-norm"),
+        ([*SMALL, "--policy", "megatrian"], "megatrain"),
+        ([*SMALL, "--compute", "fp32", "--master", "bf16"], "fp32"),
+        ([*SMALL, "--loss-tile-tokens", "0"], "--loss-tile-tokens"),
+        ([*SMALL, "--batch-size", "999999999", "--micro-batch", "1"], "micro-batch"),
+        ([*SMALL, "-o", "/no/such/folder/p.json"], "cannot be written"),
+        (["frobnicate"], "frobnicate"),
+        (["check", "/no/such/plan.json"], "cannot be read"),
+        (["report", "/no/such/plan.json", "-o", "t.json"], "cannot be read"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(args, needle):
+    assert needle in refused(invoke(*args))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '{"a"', '{"claim": null, "fingerprint": ""}', "\x00\xff"])
+def test_a_file_that_is_no_plan_is_exit_code_2_for_check(tmp_path, text):
+    path = tmp_path / "p.json"
+    path.write_text(text, encoding="latin-1")
+    refused(invoke("check", path))
+    refused(invoke("report", path, "-o", tmp_path / "t.json"))
+
+
+def test_a_plan_that_is_wrong_is_exit_code_1_for_check(tmp_path):
+    path = tmp_path / "p.json"
+    invoke(*SMALL, "-o", path)
+    fields = json.loads(path.read_text())
+    first_forward = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
+    fields["ops"][first_forward] = fields["ops"][first_forward].split(" ^ ")[0]
+    path.write_text(json.dumps(fields))
+    refused(invoke("check", path), code=1)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_schedule_of_another_system_can_be_asked_for(tmp_path, name):
+    path = tmp_path / "p.json"
+    said = json.loads(invoke(*SMALL, "--policy", name, "--micro-batch", "1", "--json", "-o", path).stdout)
+    assert said["prediction"]["step_s"] == said["baselines"][name]["step_s"]
+    assert invoke("check", path).exit_code == 0
+
+
+def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
+    policy, plan = tmp_path / "policy.json", tmp_path / "p.json"
+    policy.write_text('{"prefetch_depth": 2, "gradient_slots": 2, "update": "deferred", "keep_blocks": [24]}')
+    first = json.loads(invoke(*SMALL, "--policy", policy, "--json", "-o", plan).stdout)
+    assert (first["policy"]["prefetch_depth"], first["policy"]["keep_blocks"]) == (2, [24])
+    assert json.loads(invoke(*SMALL, "--policy", plan, "--json").stdout) == first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prefetch": 2}',
+        '{"prefetch_depth": 0}',
+        "[]",
+        "{",
+        '{"update": "eager"}',
+        '{"gradient_slots": 1, "offload_late_blocks": 1}',
+        '{"keep_blocks": [99]}',
+        '{"keep_blocks": [3, 2]}',
+        '{"group_micro_batches": 64}',
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(tmp_path, text):
+    policy = tmp_path / "policy.json"
+    policy.write_text(text)
+    refused(invoke(*SMALL, "--policy", policy))
+
+
+def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path):
+    plan, trace, run = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "run"
+    invoke(*SMALL, "-o", plan)
+    run.mkdir()
+    timeline = {"spans": [{"op": 0, "step": 0, "start_s": 0.0, "end_s": 1.5}]}
+    (run / "timeline.json").write_text(json.dumps(timeline))
+    assert invoke("report", plan, run, "-o", trace).exit_code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert set(names) == {"predicted", "measured"}
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert [e["dur"] for e in drawn if e["pid"] == names["measured"]] == [1.5e6]
+    assert len([e for e in drawn if e["pid"] == names["predicted"]]) % len(PlanFile.read(plan).plan.ops) == 0
+    assert Timeline((Span(0, 0, 0.0, 1.5),)).total_s == 1.5
+
+
+def test_report_refuses_what_it_cannot_draw(tmp_path):
+    plan, run = tmp_path / "p.json", tmp_path / "run"
+    invoke(*SMALL, "-o", plan)
+    run.mkdir()
+    assert ".json" in refused(invoke("report", plan, "-o", tmp_path / "t.html"))
+    refused(invoke("report", plan, run, "-o", tmp_path / "t.json"))
+    (run / "timeline.json").write_text('{"spans": [{"op": 99999999, "step": 0, "start_s": 0.0, "end_s": 1.0}]}')
+    assert "another plan" in refused(invoke("report", plan, run, "-o", tmp_path / "t.json"))
+    assert not (tmp_path / "t.json").exists()
+
+
+def woken_by(args):
+    """What the command prints, and which modules it leaves imported."""
+    code = (
+        "import json, sys; from click.testing import CliRunner; from planner.cli import cli\n"
+        f"r = CliRunner().invoke(cli, {args!r}); assert r.exit_code == 0, r.output\n"
+        "print(json.dumps([r.output, sorted(sys.modules)]))"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    text, modules = woken_by(["--help"])
+    for name in ("plan", "check", "run", "probe", "report"):
+        assert f"\n  {name} " in text
+    assert not {"torch", "transformers", "scipy", "networkx", "pydantic", "rich"} & set(modules)
+
+
+@pytest.mark.parametrize("args", [SMALL, [*SMALL, "--json"]])
+def test_planning_wakes_no_torch(args):
+    assert not {"torch", "transformers"} & set(woken_by(args)[1])
+
+
+def test_the_command_itself_exits_with_the_code(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "planner.cli", "check", "none.json"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,285 @@
+"""Is the plan that the search returns as good as its certificate says?"""
+
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.bounds import _ops, machine_bound, policy_bound
+from planner.check import check
+from planner.cli import cli
+from planner.cost import CostModel, region_of
+from planner.lower import lower
+from planner.memory import footprint, frame
+from planner.micro_batch import divisors, with_micro_batch
+from planner.search import search
+from planner.simulate import simulate
+from planner.space import BASELINES, baseline, policies
+from planner.workload import build_workload, read_model
+from runtime.plan import Kind, Policy, Semantics, Update
+from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Workload
+
+ROUNDING = 1 - 1e-9
+NOBODY = Model({}, name="nobody")
+
+
+def slower(machine, *places, factor=200.0):
+    """The machine with some of its rates so low that they bind."""
+    fields = read_profile(machine).to_json()
+    for place in places:
+        here = fields
+        for key in place.split("."):
+            here = here[key]
+        for quantity in [point["rate"] for point in here] if isinstance(here, list) else [here]:
+            quantity["value"] /= factor
+    return Profile.from_json(fields)
+
+
+MACHINES = {
+    name: profile.with_memory(10**15, 10**16)
+    for name, profile in {
+        **{name: read_profile(name) for name in ("h200-pcie5", "rtx4090-desktop", "cpu-2core", "gb10")},
+        "slow up": slower("h200-pcie5", "link.h2d.bytes_per_s"),
+        "slow down": slower("h200-pcie5", "link.d2h.bytes_per_s"),
+        "slow both ways": slower("h200-pcie5", "link.h2d.bytes_per_s", "link.d2h.bytes_per_s", "link.duplex_bytes_per_s"),
+        "slow memory": slower("h200-pcie5", "host.dram_bytes_per_s"),
+        "slow reduction": slower("h200-pcie5", "host.reduce_bytes_per_s"),
+    }.items()
+}
+
+widths = st.sampled_from([64, 256, 1024, 4096])
+
+
+@st.composite
+def workloads(draw, semantics):
+    """Blocks of any proportions: narrow and deep, wide and flat, tied or not."""
+    tokens, width, vocab = semantics.tokens_per_micro_batch, draw(widths), draw(st.sampled_from([256, 32768]))
+    table = Parameter("table", (vocab, width))
+    boundary = tokens * width * 2
+    layers = []
+    for i in range(draw(st.integers(1, 5))):
+        inner = draw(widths)
+        layers.append(
+            Block(
+                f"layer {i}",
+                BlockKind.LAYER,
+                (Parameter(f"{i}.in", (inner, width)), Parameter(f"{i}.out", (width, inner))),
+                (Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
+                pointwise_bytes=boundary * draw(st.integers(1, 20)),
+                n_kernels=draw(st.integers(1, 20)),
+                boundary_bytes=boundary,
+                kept_bytes=boundary * 3,
+                transient_bytes=boundary * 6,
+            )
+        )
+    tied = "table" if draw(st.booleans()) else None
+    head = Parameter("head", (vocab, width), tied)
+    return Workload(
+        (
+            Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary),
+            *layers,
+            Block("head", BlockKind.HEAD, (Parameter("norm", (width,)), head), (Matmul(tokens, width, vocab),), n_kernels=5),
+        )
+    )
+
+
+@st.composite
+def semantics(draw):
+    micro_batch, n = draw(st.sampled_from([1, 8])), draw(st.integers(1, 4))
+    return Semantics(
+        seq_len=draw(st.sampled_from([16, 512])),
+        batch_size=micro_batch * n,
+        micro_batch=micro_batch,
+        compute_dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        gradient_dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        clip_norm=draw(st.sampled_from([None, 1.0])),
+    )
+
+
+@st.composite
+def cases(draw):
+    """Semantics, a workload for them, a legal policy, a machine."""
+    s = draw(semantics())
+    workload = draw(workloads(s))
+    n_slots = draw(st.integers(1, 3))
+    updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
+    policy = Policy(
+        draw(st.integers(1, 4)),
+        n_slots,
+        draw(st.integers(0, n_slots - 1)),
+        draw(st.integers(1, s.n_micro_batches)),
+        tuple(b for b in range(1, workload.n_layers + 1) if draw(st.booleans())),
+        draw(st.sampled_from(updates)),
+    )
+    return s, workload, policy, MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
+
+
+@given(cases())
+@settings(deadline=None)
+def test_no_plan_is_faster_than_its_bounds(case):
+    """Neither the bound of its policy, nor that of the machine, which holds for every policy."""
+    s, workload, policy, profile = case
+    cost = CostModel(profile)
+    bound = policy_bound(frame(NOBODY, workload, s, policy), cost)
+    machine = machine_bound(frame(NOBODY, workload, s, Policy()), cost)
+    plan = lower(NOBODY, workload, s, policy, {})
+    prediction = simulate(plan, cost.demands(plan), region_of(profile))
+    if prediction.periodic:
+        assert prediction.step_s >= bound.seconds * ROUNDING, bound
+        assert prediction.step_s >= machine.seconds * ROUNDING, machine
+
+
+@given(cases())
+@settings(deadline=None)
+def test_bounds_count_no_more_ops_than_the_plan_has(case):
+    s, workload, policy, profile = case
+    plan = lower(NOBODY, workload, s, policy, {})
+    cost = CostModel(profile)
+    in_plan: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
+    for op, demand in zip(plan.ops, cost.demands(plan), strict=True):
+        in_plan[op.kind] += demand.uncontended_s
+    for kind, _, demand, count in _ops(frame(NOBODY, workload, s, policy), cost):
+        in_plan[kind] -= count * demand.uncontended_s
+    total = sum(d.uncontended_s for d in cost.demands(plan))
+    for kind, left_s in in_plan.items():
+        if kind is Kind.LOAD:
+            assert left_s >= -1e-9 * total  # turns may spare fewer loads than the bound grants
+        else:
+            assert left_s == pytest.approx(0, abs=1e-9 * total)
+
+
+@given(semantics(), st.data())
+@settings(deadline=None, max_examples=15)
+def test_the_search_finds_what_brute_force_finds(s, data):
+    """Within the 0.1 % at which the search is content."""
+    workload = data.draw(workloads(s))
+    profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
+    s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
+    answer = search(NOBODY, workload, s, profile)
+    cost, region = CostModel(profile), region_of(profile)
+    shortest_s = min(
+        simulate(plan := lower(NOBODY, workload, s, candidate.policy, {}), cost.demands(plan), region, 24).step_s
+        for candidate, needs in policies(NOBODY, workload, s, profile)
+        if needs.fits
+    )
+    assert answer.prediction.step_s <= shortest_s * 1.001 * (1 + 1e-9)
+    assert answer.certificate.policy_bound_s <= shortest_s * (1 + 1e-9)
+
+
+def test_the_machine_bound_names_what_is_slow():
+    s = Semantics(512, 2, 1)
+    model = read_model("qwen2.5-0.5b")
+    plan = frame(model, build_workload(model, s), s, Policy())
+    named = {name: machine_bound(plan, CostModel(profile)).binding for name, profile in MACHINES.items() if "slow" in name}
+    assert named == {
+        "slow up": "link to the device",
+        "slow down": "link to the host",
+        "slow both ways": "link in both directions",
+        "slow memory": "host DRAM",
+        "slow reduction": "host cores",
+    }
+
+
+def test_the_answer_is_never_worse_than_a_static_candidate():
+    for name in ("h200-pcie5", "rtx4090-server", "gh200"):
+        model, profile = read_model("qwen2.5-7b"), read_profile(name)
+        for clip in (1.0, None):
+            s, workload = with_micro_batch(model, Semantics(1024, 8, 1, clip_norm=clip), profile)
+            answer = search(model, workload, s, profile)
+            assert set(answer.baselines) == set(BASELINES)
+            for said in answer.baselines.values():
+                assert answer.prediction.step_s <= said.get("step_s", float("inf"))
+
+
+def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice():
+    model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
+    s, workload = with_micro_batch(model, Semantics(4096, 16, 1), profile)
+    first, second = (search(model, workload, s, profile) for _ in range(2))
+    check(first.plan, first.claim())
+    assert (first.plan, first.claim()) == (second.plan, second.claim())
+    assert first.p10_step_s <= first.prediction.step_s <= first.p90_step_s
+    c = first.certificate
+    assert c.machine_bound_s <= c.policy_bound_s <= first.prediction.step_s
+    assert c.gap_fraction == pytest.approx(first.prediction.step_s / c.policy_bound_s - 1)
+
+
+def test_a_fixed_policy_is_the_answer():
+    model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
+    s, workload = with_micro_batch(model, Semantics(4096, 16, 1), profile)
+    for name in BASELINES:
+        answer = search(model, workload, s, profile, baseline(name, s))
+        assert answer.plan.policy == baseline(name, s)
+        assert answer.certificate.n_policies == 1
+        assert answer.prediction.step_s == answer.baselines[name]["step_s"]
+
+
+def test_eager_updates_are_tried_only_where_they_are_legal():
+    model, profile = read_model("qwen2.5-0.5b"), read_profile("gh200")
+    for clip, nonfinite, legal in ((1.0, "stop", False), (None, "skip", False), (None, "stop", True)):
+        s = Semantics(512, 2, 1, clip_norm=clip, on_nonfinite=nonfinite)
+        space = [plan.policy for plan, _ in policies(model, build_workload(model, s), s, profile)]
+        assert (Update.EAGER in {p.update for p in space}) == legal
+        assert (baseline("slideformer", s).update is Update.EAGER) == legal
+        assert len(set(space)) == len(space)
+
+
+@given(cases(), st.floats(0.2, 1.0))
+@settings(deadline=None, max_examples=20)
+def test_policies_that_keep_activations_fit_and_one_layer_more_would_not(case, fraction):
+    s, workload, _, profile = case
+    everything = Policy(4, 3, 0, s.n_micro_batches, tuple(range(1, workload.n_layers + 1)))
+    most_bytes = footprint(frame(NOBODY, workload, s, everything), profile).device_peak_bytes
+    tight = profile.with_memory(max(1, int(most_bytes * fraction)), None)
+    kept: dict[Policy, int] = {}
+    for plan, needs in policies(NOBODY, workload, s, tight):
+        n_kept = len(plan.policy.keep_blocks)
+        assert needs.fits or n_kept == 0
+        if needs.fits:
+            base = replace(plan.policy, keep_blocks=())
+            kept[base] = max(n_kept, kept.get(base, 0))
+    for base, n_kept in kept.items():
+        if n_kept < workload.n_layers:
+            more = replace(base, keep_blocks=tuple(range(workload.n_layers - n_kept, workload.n_layers + 1)))
+            assert not footprint(frame(NOBODY, workload, s, more), tight).fits
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "device", "host", "batch"),
+    [
+        ("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 64),
+        ("qwen2.5-72b", "rtx4090-server", None, None, 8),
+        ("qwen2.5-7b", "rtx4090-desktop", 3 * 10**9, None, 8),
+    ],
+)
+def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
+    """The changes are options of `plan`: give them, and ask again."""
+    options = ["plan", model, "--machine", machine, "--seq-len", "1024", "--batch-size", str(batch), "--json"]
+    options += ["--device-memory", str(device)] if device else []
+    options += ["--host-memory", str(host)] if host else []
+    before = CliRunner().invoke(cli, options)
+    assert before.exit_code == 3, before.output
+    changes = before.stderr.split("smallest changes that fit: ")[1].strip().split(", or ")
+    assert changes
+    for change in changes:
+        after = CliRunner().invoke(cli, [*options, *change.split()])
+        assert after.exit_code == 0, (change, after.stderr)
+
+
+def test_the_micro_batch_is_the_largest_divisor_that_leaves_room():
+    model = read_model("qwen2.5-7b")
+    for name in ("rtx4090-server", "h200-pcie5"):
+        profile: Profile = read_profile(name)
+        room = 0.6 * profile.device.memory_bytes.value
+        s, workload = with_micro_batch(model, Semantics(4096, 48, 1), profile)
+        assert footprint(frame(model, workload, s, Policy()), profile).device_peak_bytes <= room
+        for larger in (d for d in divisors(48) if d > s.micro_batch):
+            tried = replace(s, micro_batch=larger)
+            assert footprint(frame(model, build_workload(model, tried), tried, Policy()), profile).device_peak_bytes > room
+
+
+@given(st.integers(1, 5000))
+def test_divisors_are_those_that_divide(n):
+    assert divisors(n) == [d for d in range(n, 0, -1) if n % d == 0]

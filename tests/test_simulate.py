@@ -1,0 +1,243 @@
+"""Does the simulator keep time as the laws of the plan language say?"""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.simulate import simulate
+from runtime.errors import PlanError
+from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Wait
+from runtime.region import Demand, Region, Resource, rates
+from runtime.workload import Model, Workload
+
+ROUNDING = 1e-9
+KINDS = [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE]  # one per lane
+REGION = Region(((Resource.H2D, 1.0), (Resource.DUPLEX, 1.5), (Resource.DRAM, 2.0), (Resource.CORES, 1.0)))
+
+durations = st.floats(0.001, 10.0)
+
+
+def plan_of(ops):
+    semantics = Semantics(seq_len=1, batch_size=1, micro_batch=1)
+    return Plan(semantics, Policy(), Model({}), Workload(()), {}, (), tuple(ops))
+
+
+@st.composite
+def plans(draw):
+    """Any ops on any lanes. Waits point to earlier ops of this step, or to any op of the last: no deadlock."""
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
+    ops = []
+    for i, kind in enumerate(kinds):
+        others = [j for j, k in enumerate(kinds) if k is not kind]
+        waits = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
+        ops.append(Op(kind, LANE_OF[kind], i, waits=tuple(Wait(j, 0 if j < i and draw(st.booleans()) else 1) for j in waits)))
+    return plan_of(ops)
+
+
+@st.composite
+def demanded(draw):
+    """A plan and what its ops ask for. Alone, none asks for more than there is."""
+    plan = draw(plans())
+    demands = []
+    for _ in plan.ops:
+        uses = [(r, draw(st.floats(0.1, 1.0)) * c) for r, c in REGION.capacity if draw(st.booleans())]
+        demands.append(Demand(draw(st.sampled_from([0.0, 0.5])), draw(durations), tuple(uses)))
+    return plan, demands
+
+
+def unrolled(plan, demands, n_steps):
+    """The obvious twin: a DAG of all ops of some steps, an edge for every lane order and every wait."""
+    graph = nx.DiGraph()
+    graph.add_node("start")
+    last = {}
+    for step in range(n_steps):
+        for i, op in enumerate(plan.ops):
+            seconds = demands[i].uncontended_s
+            graph.add_edge("start", (step, i), weight=seconds)
+            if op.lane in last:
+                graph.add_edge(last[op.lane], (step, i), weight=seconds)
+            for wait in op.waits:
+                if step >= wait.distance:
+                    graph.add_edge((step - wait.distance, wait.op), (step, i), weight=seconds)
+            last[op.lane] = (step, i)
+    return graph
+
+
+def lengths(graph):
+    """Longest path to every node."""
+    end = {}
+    for node in nx.topological_sort(graph):
+        end[node] = max((end[p] + graph.edges[p, node]["weight"] for p in graph.predecessors(node)), default=0.0)
+    return end
+
+
+@given(demanded())
+def test_without_contention_every_op_ends_at_its_longest_path(case):
+    plan, demands = case
+    prediction = simulate(plan, demands, None)
+    n_steps = len(prediction.timeline.step_ends_s)
+    end = lengths(unrolled(plan, demands, n_steps))
+    for span in prediction.timeline.spans:
+        assert span.end_s == pytest.approx(end[span.step, span.op], rel=ROUNDING)
+    assert len(prediction.timeline.spans) == n_steps * len(plan.ops)
+
+
+@given(demanded())
+def test_a_rhythm_once_found_goes_on(case):
+    """Steps beyond those simulated end where the rhythm says, by longest path."""
+    plan, demands = case
+    prediction = simulate(plan, demands, None)
+    if prediction.periodic:
+        n_done = len(prediction.timeline.step_ends_s)
+        n_more = prediction.n_cycle_steps * 3
+        end = lengths(unrolled(plan, demands, n_done + n_more))
+        last = max(t for node, t in end.items() if node != "start" and node[0] == n_done + n_more - 1)
+        assert last - prediction.timeline.step_ends_s[-1] == pytest.approx(prediction.step_s * n_more, rel=1e-7)
+
+
+@given(demanded())
+def test_contention_never_ends_an_op_sooner(case):
+    plan, demands = case
+    shared, alone = (simulate(plan, demands, r).timeline for r in (REGION, None))
+    sooner = {(s.op, s.step): s.end_s for s in alone.spans}
+    for span in shared.spans:
+        if (span.op, span.step) in sooner:
+            assert span.end_s >= sooner[span.op, span.step] * (1 - ROUNDING)
+
+
+@given(demanded())
+def test_no_resource_gives_more_than_it_has(case):
+    """Work is conserved: all that a run of steps drew fits into capacity times time."""
+    plan, demands = case
+    timeline = simulate(plan, demands, REGION).timeline
+    drawn = Counter()
+    for span in timeline.spans:
+        for resource, per_s in demands[span.op].uses:
+            drawn[resource] += per_s * demands[span.op].alone_s
+    for resource, capacity in REGION.capacity:
+        assert drawn[resource] <= capacity * timeline.total_s * (1 + ROUNDING)
+
+
+@given(demanded())
+def test_a_step_is_never_shorter_than_its_busiest_lane(case):
+    plan, demands = case
+    prediction = simulate(plan, demands, REGION)
+    busy = Counter()
+    for op, demand in zip(plan.ops, demands, strict=True):
+        busy[op.lane] += demand.uncontended_s
+    if prediction.periodic:
+        assert prediction.step_s >= max(busy.values()) * (1 - ROUNDING)
+    assert prediction.timeline.total_s >= max(busy.values()) * len(prediction.timeline.step_ends_s) * (1 - ROUNDING)
+
+
+@given(demanded(), st.data())
+def test_slowing_any_ops_never_finishes_sooner(case, data):
+    """Each op by its own factor; without contention, for with it a slower op can make room for others."""
+    plan, demands = case
+    factors = [data.draw(st.floats(1.0, 5.0)) for _ in demands]
+    slow = [replace(d, alone_s=d.alone_s * k, overhead_s=d.overhead_s * k) for d, k in zip(demands, factors, strict=True)]
+    before, after = (
+        {(s.op, s.step): s.end_s for s in simulate(plan, ds, None, max_steps=4).timeline.spans} for ds in (demands, slow)
+    )
+    for key in before.keys() & after.keys():
+        assert after[key] >= before[key] * (1 - ROUNDING)
+
+
+@given(demanded())
+def test_lanes_keep_plan_order_and_waits_hold(case):
+    plan, demands = case
+    spans = {(s.op, s.step): s for s in simulate(plan, demands, REGION).timeline.spans}
+    for lane in Lane:
+        row = [s for s in spans.values() if plan.ops[s.op].lane is lane]
+        in_plan_order = sorted(row, key=lambda s: (s.step, s.op))
+        for a, b in pairwise(in_plan_order):
+            assert a.end_s <= b.start_s
+    for (op, step), span in spans.items():
+        for wait in plan.ops[op].waits:
+            if step >= wait.distance:
+                assert spans[wait.op, step - wait.distance].end_s <= span.start_s
+
+
+@given(demanded())
+def test_the_same_plan_gives_the_same_timeline(case):
+    plan, demands = case
+    assert simulate(plan, demands, REGION) == simulate(plan, demands, REGION)
+
+
+def test_two_lanes_that_share_one_core_take_turns_at_half_speed():
+    """By hand: 2 s and 4 s of work on one core: both at half speed until 4 s, then the rest alone until 6 s."""
+    ops = [
+        Op(Kind.LOAD, Lane.H2D, 0, waits=(Wait(2, 1),)),
+        Op(Kind.UPDATE, Lane.CPU, 0, waits=(Wait(2, 1),)),
+        Op(Kind.FORWARD, Lane.GPU, 0, waits=(Wait(0), Wait(1))),
+    ]
+    plan = plan_of(ops)
+    one_core = ((Resource.CORES, 1.0),)
+    demands = [Demand(0.0, 2.0, one_core), Demand(0.0, 4.0, one_core), Demand(0.0, 1.0)]
+    spans = simulate(plan, demands, Region(one_core), max_steps=1).timeline.spans
+    assert {s.op: s.end_s for s in spans} == pytest.approx({0: 4.0, 1: 6.0, 2: 7.0})
+
+
+def test_an_overhead_draws_nothing():
+    plan = plan_of([Op(Kind.LOAD, Lane.H2D, 0), Op(Kind.UPDATE, Lane.CPU, 0)])
+    one_core = ((Resource.CORES, 1.0),)
+    demands = [Demand(4.0, 1.0, one_core), Demand(0.0, 4.0, one_core)]
+    spans = [s for s in simulate(plan, demands, Region(one_core), max_steps=2).timeline.spans if s.step == 0]
+    assert {s.op: s.end_s for s in spans} == pytest.approx({0: 6.0, 1: 4.0})  # the next update shares the core from 4 s on
+
+
+def test_steps_that_alternate_are_averaged_over_their_cycle():
+    """By hand: a ring of three ops of 2 s over two steps; the steps end at 4, 6, 10, 12, 16 s."""
+    ops = [
+        Op(Kind.FORWARD, Lane.GPU, 0, waits=(Wait(2, 1),)),
+        Op(Kind.UPDATE, Lane.CPU, 0, waits=(Wait(0, 1),)),
+        Op(Kind.OFFLOAD, Lane.D2H, 0, waits=(Wait(1),)),
+    ]
+    prediction = simulate(plan_of(ops), [Demand(0.0, 2.0)] * 3, None)
+    assert (prediction.periodic, prediction.n_cycle_steps) == (True, 2)
+    assert prediction.step_s == pytest.approx(3.0)
+    assert set(prediction.timeline.step_times_s) == {2.0, 4.0}
+
+
+def test_lanes_that_drift_apart_are_no_rhythm():
+    """The optimizer gains 0.01 s on the others in every step and never stands where it stood: averaged, and flagged."""
+    ops = [Op(Kind.FORWARD, Lane.GPU, 0), Op(Kind.UPDATE, Lane.CPU, 0)]
+    prediction = simulate(plan_of(ops), [Demand(0.0, 1.0), Demand(0.0, 0.99)], None)
+    assert not prediction.periodic
+    assert prediction.step_s == pytest.approx(1.0)
+
+
+def test_a_plan_that_waits_in_a_ring_is_refused_with_the_ring():
+    ops = [Op(Kind.FORWARD, Lane.GPU, 1, waits=(Wait(1),)), Op(Kind.LOAD, Lane.H2D, 1, waits=(Wait(0),))]
+    with pytest.raises(PlanError, match="forward gpu b1 waits for load h2d b1; load h2d b1 waits for forward gpu b1"):
+        simulate(plan_of(ops), [Demand(0.0, 1.0)] * 2, None)
+
+
+uses_lists = st.lists(
+    st.lists(st.tuples(st.sampled_from(list(Resource)), st.floats(0.01, 3.0)), max_size=3, unique_by=lambda u: u[0]), max_size=4
+)
+
+
+@given(uses_lists)
+@settings(max_examples=300)
+def test_speeds_are_max_min_fair(uses):
+    """Nobody is at full speed or below it without cause: a slowed op draws on a full resource where nobody is faster."""
+    demands = [Demand(0.0, 1.0, tuple(u)) for u in uses]
+    speeds = rates(demands, REGION)
+    capacity = dict(REGION.capacity)
+    drawn = Counter()
+    for demand, speed in zip(demands, speeds, strict=True):
+        assert 0 < speed <= 1
+        for resource, per_s in demand.uses:
+            drawn[resource] += per_s * speed
+    assert all(drawn[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
+    for demand, speed in zip(demands, speeds, strict=True):
+        if speed < 1 - ROUNDING:
+            full = [r for r, _ in demand.uses if r in capacity and drawn[r] >= capacity[r] * (1 - 1e-6)]
+            users = {r: [s for d, s in zip(demands, speeds, strict=True) if r in dict(d.uses)] for r in full}
+            assert any(speed >= max(users[r]) * (1 - 1e-6) for r in full)
