@@ -39,6 +39,8 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
         raise PlanError(
             f"gradients leave {policy.offload_late_blocks} blocks late, so {policy.gradient_slots} gradient slots are too few"
         )
+    if policy.offload_late_blocks and policy.group_micro_batches < semantics.n_micro_batches:
+        raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
     if any(b not in range(1, workload.n_layers + 1) for b in policy.keep_blocks):
         raise PlanError(f"only layers (blocks 1..{workload.n_layers}) can keep their activations")
     if list(policy.keep_blocks) != sorted(set(policy.keep_blocks)):

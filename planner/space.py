@@ -65,7 +65,7 @@ def _without_keep(semantics: Semantics) -> Iterator[Policy]:
             for depth in PREFETCH_DEPTHS:
                 for n_slots in GRADIENT_SLOTS:
                     for late in OFFLOAD_LATE_BLOCKS:
-                        if late < n_slots:
+                        if late < n_slots and (late == 0 or group == semantics.n_micro_batches):
                             yield Policy(depth, n_slots, late, group, (), update)
 
 

@@ -22,13 +22,15 @@ of decoder layers; block 0 is the embedding, blocks 1..L the layers, block L+1 t
 
 `host_gradients` has one slot per block, index b; when updates are eager and there is one group: slot 0 for the embedding, the last
 for the head, a ring between them for the layers. `staging` has a ring for layers, then one slot for the vocabulary blocks.
-`boundaries` has, for each block 0..L, one slot per micro-batch of a group: index b * group + m % group.
+`boundaries` has, for each block 0..L, one slot per micro-batch of a group: index b * group + m % group. Groups follow one another.
 
-"The gradient" of forward-order micro-batches: with every micro-batch in one group, the fp32 sum lives in `sums`
-(`vocab_sums`), read and written by each micro-batch but the first (which only writes it) and rounded into `gradients`
-(`vocab_gradients`) by the last. With a single micro-batch a layer writes `gradients` directly. With smaller groups each
-micro-batch writes its own gradient to `gradients` and the host accumulates. A vocabulary block's slot is fp32, and is itself
-the sum, when the weight is tied or the groups are smaller than the step.
+"The gradient": with every micro-batch in one group, the fp32 sum lives in `sums` (`vocab_sums`), read and written by each
+micro-batch but the first (which only writes it) and rounded into `gradients` (`vocab_gradients`) by the last. With a single
+micro-batch a layer, and the embedding, write `gradients` (`vocab_gradients`) directly. With smaller groups each micro-batch writes
+its own gradient to `gradients` and the host accumulates. A vocabulary block's slot is fp32, and is itself the sum, when the weight
+is tied or the groups are smaller than the step.
+
+Every slot starts on a multiple of 256 bytes in its arena.
 """
 
 import json
@@ -254,7 +256,9 @@ class Policy:
 
     prefetch_depth: Count = 1  # weight slots ahead of the block being computed
     gradient_slots: Count = 1  # device slots for gradients of layers
-    offload_late_blocks: Natural = 0  # a gradient leaves when the backward of this many blocks further is done
+    offload_late_blocks: Natural = (
+        0  # a layer's gradient leaves when the backward this many layers further on is done, if there is one
+    )
     group_micro_batches: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     keep_blocks: tuple[Natural, ...] = ()  # layers whose activations are kept; the others keep their input and recompute
     update: Update = Update.BARRIER

@@ -36,8 +36,6 @@ HOME = {
     "click": _CLI,
     "rich": {*_CLI, "planner/explain.py"},
     "pydantic": {"runtime/plan.py", "runtime/workload.py", "hwprofiles/schema.py", "planner/cli.py"},
-    "scipy": {"planner/search.py", "hwprofiles/fit.py"},
-    "networkx": {"planner/bounds.py", "planner/check.py"},
     "torch": {
         *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "cpu")),
         *(f"runtime/{name}.py" for name in ("emulated", "trainer", "data", "checkpoint")),

@@ -45,12 +45,12 @@ def _one_thread():
 @st.composite
 def policies(draw, n_layers: int, n_micro_batches: int, clipped: bool) -> Policy:
     """Any policy that is legal for the model and its semantics."""
-    gradient_slots = draw(st.integers(1, 3))
+    gradient_slots, group = draw(st.integers(1, 3)), draw(st.integers(1, n_micro_batches))
     return Policy(
         prefetch_depth=draw(st.integers(1, 4)),
         gradient_slots=gradient_slots,
-        offload_late_blocks=draw(st.integers(0, gradient_slots - 1)),
-        group_micro_batches=draw(st.integers(1, n_micro_batches)),
+        offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if group == n_micro_batches else 0,
+        group_micro_batches=group,
         keep_blocks=tuple(sorted(draw(st.sets(st.integers(1, n_layers))))),
         update=draw(st.sampled_from([Update.BARRIER, Update.DEFERRED] + ([] if clipped else [Update.EAGER]))),
     )

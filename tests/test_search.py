@@ -104,13 +104,13 @@ def cases(draw):
     """Semantics, a workload for them, a legal policy, a machine."""
     s = draw(semantics())
     workload = draw(workloads(s))
-    n_slots = draw(st.integers(1, 3))
+    n_slots, group = draw(st.integers(1, 3)), draw(st.integers(1, s.n_micro_batches))
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
     policy = Policy(
         draw(st.integers(1, 4)),
         n_slots,
-        draw(st.integers(0, n_slots - 1)),
-        draw(st.integers(1, s.n_micro_batches)),
+        draw(st.integers(0, n_slots - 1)) if group == s.n_micro_batches else 0,
+        group,
         tuple(b for b in range(1, workload.n_layers + 1) if draw(st.booleans())),
         draw(st.sampled_from(updates)),
     )

@@ -1,0 +1,144 @@
+"""How is a machine measured from the command line?"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from runtime.errors import ProfileError
+from runtime.units import show_bytes, show_rate, show_seconds
+
+from .schema import Profile, Quantity
+
+DEVICES = ("auto", "cuda", "cpu")
+DEFAULT_NAME = "this-machine"
+
+
+@click.command("probe")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", help="What is to compute. [auto: cuda where there is one]")
+@click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
+def probe(device: str, output: Path | None) -> None:
+    """Measure this machine: about 20 seconds on two cores.
+
+    Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
+    other programs first. The profile is what `penstock plan --machine FILE` reads.
+    """
+    if output is not None:
+        _check_writable(output)  # before, not after, the measuring
+    from . import measure
+
+    console = Console(stderr=True)
+    with _progress(console) as report:
+        if device == "cpu" or (device == "auto" and not measure.has_cuda()):
+            profile = measure.probe_cpu(measure.THOROUGH, report, output.stem if output else DEFAULT_NAME)
+        else:
+            profile = measure.probe_cuda()
+    console.print(headline(profile))
+    for line in remarks(profile):
+        console.print(line)
+    if output is None:
+        sys.stdout.write(text_of(profile))
+    else:
+        write_profile(profile, output)
+        console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
+
+
+def headline(profile: Profile) -> Table:
+    """The numbers that matter most, with their spread."""
+    device, link, host = profile.device, profile.link, profile.host
+    table = Table(title=f"{profile.name}: {profile.summary}", title_justify="left")
+    for column, justify in (("what", "left"), ("value", "right"), ("spread", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+
+    def row(what: str, q: Quantity, show: Callable[[float], str]) -> None:
+        table.add_row(what, show(q.value), f"{q.spread_fraction:.0%}")
+
+    def rate(unit: str) -> Callable[[float], str]:
+        return lambda value: show_rate(value, unit)
+
+    for dtype in ("bf16", "fp32"):
+        best = max(device.matmul[dtype], key=lambda p: p.flop_per_s.value)
+        row(f"{dtype} products, best: ({best.m}, {best.k}) @ ({best.k}, {best.n})", best.flop_per_s, rate("FLOP"))
+        longest = max(device.attention[dtype], key=lambda p: (p.seq_len, p.head_dim))
+        row(f"{dtype} attention over {longest.seq_len} tokens, forward", longest.forward_flop_per_s, rate("FLOP"))
+        row(f"{dtype} attention over {longest.seq_len} tokens, backward", longest.backward_flop_per_s, rate("FLOP"))
+    row("memory traffic of other kernels", device.memory_bytes_per_s, rate("B"))
+    row("one library call", device.kernel_overhead_s, show_seconds)
+    row("hand-over between two lanes", device.op_overhead_s, show_seconds)
+    for direction, curve in (("to the device", link.h2d), ("to the host", link.d2h)):
+        row(f"copies {direction}, {show_bytes(curve.bytes_per_s[-1].n_bytes)}", curve.bytes_per_s[-1].rate, rate("B"))
+    row("copies both ways, sum", link.duplex_bytes_per_s, rate("B"))
+    row("host memory traffic, all cores", host.dram_bytes_per_s, rate("B"))
+    for point in host.optimizer:
+        row(f"optimizer, {point.threads} thread{'s' * (point.threads > 1)}", point.params_per_s, rate("param"))
+        row("  while copying", point.params_per_s_under_copies, rate("param"))
+    row("gradient norm", host.reduce_bytes_per_s, rate("B"))
+    row("first touch of memory", host.page_fault_bytes_per_s, rate("B"))
+    row("memory for the device arena", device.memory_bytes, show_bytes)
+    row("memory for the host", host.memory_bytes, show_bytes)
+    return table
+
+
+def remarks(profile: Profile) -> list[str]:
+    """How many numbers rest on what, and what the lanes do to each other."""
+    counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
+    measured = [s.detail for s in profile.sources.values() if s.kind == "measured"]
+    return [f"numbers: {counts}", *measured]
+
+
+def text_of(profile: Profile) -> str:
+    """The profile as JSON that is easy to read: one quantity a line."""
+    return _text(profile.to_json(), 0) + "\n"
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write the file whole or not at all; ProfileError where it cannot be written."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text_of(profile), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise ProfileError(f"{path}: is a folder; give a file, for example -o {path / 'profile.json'}")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text("")
+        partial.unlink()
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+
+def _text(value: Any, indent: int) -> str:
+    """JSON with an indent of 1, in which an object of plain values takes one line."""
+    if not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    one_line = json.dumps(value)
+    items = value.values() if isinstance(value, dict) else value
+    if len(one_line) < 100 and not any(isinstance(item, dict | list) for item in items):
+        return one_line
+    inner = " " * (indent + 1)
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(key)}: {_text(item, indent + 1)}" for key, item in value.items()]
+    else:
+        lines = [inner + _text(item, indent + 1) for item in value]
+    first, last = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return first + "\n" + ",\n".join(lines) + "\n" + " " * indent + last
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

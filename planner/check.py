@@ -1,0 +1,376 @@
+"""Is a plan right?
+
+An independent verifier: it knows the contract in `runtime/plan.py` and nothing of how plans are made or timed. A plan
+passes when, for every possible duration of every op, each op finds in its slots exactly what it needs, and no lane
+waits for ever.
+
+Why two steps prove it for all: waits reach back at most one step, so what is ordered between steps s and s+d depends on
+d only; and every slot that is written is written in every step, so the last write before a read lies in the same step
+or the one before. Once each use of a slot is ordered after the write before it, and each write after the uses before
+it, all timings see the same values as any one legal order of the ops, and step 1 stands for all later steps.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from runtime.errors import PlanError
+from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
+from runtime.units import show_bytes, show_seconds
+from runtime.workload import ITEM_BYTES
+
+from .contract import AGAIN, FP32, Shape, check_arenas, check_ops, check_policy, check_workload, wrong
+
+N_STEPS = 2  # see above
+ROUNDING = 1 - 1e-9  # a claimed time may miss its bound by this much: sums of floats
+
+
+def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
+    """Raise PlanError with the first thing that is wrong with the plan, or with what is claimed of it; else return."""
+    check_workload(plan)
+    shape = Shape.of(plan)
+    check_policy(plan, shape)
+    check_arenas(plan, shape)
+    check_ops(plan, shape)
+    order = _legal_order(plan)
+    clocks = _Clocks.of(plan, order)
+    _check_races(plan, order, clocks)
+    _check_data(plan, shape, order)
+    _check_schedule(plan, shape, clocks)
+    _check_memory(plan)
+    if claim is not None:
+        _check_claim(plan, shape, claim)
+
+
+def summary(plan: Plan) -> str:
+    """One line about a plan that passed: what it computes and how much of the machine's memory it takes."""
+    policy, n_micro_batches = plan.policy, plan.semantics.n_micro_batches
+    memory = ", ".join(
+        f"{place} {show_bytes(peak_bytes)} of {show_bytes(_limit_bytes(plan, place))}" for place, peak_bytes in _peaks(plan).items()
+    )
+    return (
+        f"right: {len(plan.ops)} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
+        f"groups of {policy.group_micro_batches}, {policy.update} update; {memory}"
+    )
+
+
+def _legal_order(plan: Plan) -> list[int]:
+    """The ops of a step in an order that respects lanes and waits; PlanError when there is none.
+
+    Waits for the step before cannot close a cycle: nothing waits for a later step.
+    """
+    after: list[list[int]] = [[] for _ in plan.ops]
+    n_before = [0] * len(plan.ops)
+    last_of_lane: dict[Lane, int] = {}
+    for i, op in enumerate(plan.ops):
+        before = [w.op for w in op.waits if w.distance == 0]
+        if op.lane in last_of_lane:
+            before.append(last_of_lane[op.lane])
+        last_of_lane[op.lane] = i
+        n_before[i] = len(before)
+        for j in before:
+            after[j].append(i)
+    ready = deque(i for i, n in enumerate(n_before) if n == 0)
+    order: list[int] = []
+    while ready:
+        i = ready.popleft()
+        order.append(i)
+        for j in after[i]:
+            n_before[j] -= 1
+            if n_before[j] == 0:
+                ready.append(j)
+    if len(order) < len(plan.ops):
+        i = next(i for i, n in enumerate(n_before) if n)
+        raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle")
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a slot holds. The step of host state is the one that reads it: the update of step n-1 makes version n."""
+
+    what: str
+    block: int
+    micro_batch: int | None
+    step: int
+
+    def __str__(self) -> str:
+        if self.what == "norm":
+            return f"the norm over {self.block} blocks in step {self.step}"
+        m = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        return f"the {self.what} of block {self.block}{m}, step {self.step}"
+
+
+class _Memory:
+    """All slots, by what they hold, while the ops of consecutive steps are performed one by one."""
+
+    def __init__(self, plan: Plan, shape: Shape) -> None:
+        self.plan, self.shape = plan, shape
+        self.op, self.i, self.step = plan.ops[0], 0, 0  # the op being performed
+        self.held: dict[Slot, _Held] = {}
+        self.normed: dict[int, int] = {}  # block: the step of its latest norm
+        for arena in {"masters", "moments", shape.upload}:
+            for b in range(shape.n_blocks):
+                self.held[Slot(arena, b)] = _Held(arena, b, None, 0)
+
+    def perform(self, i: int, step: int) -> None:
+        """Do op number i of the plan in a step; PlanError when a slot does not hold what the op needs."""
+        self.i, self.op, self.step = i, self.plan.ops[i], step
+        op, shape = self.op, self.shape
+        b, m, last = op.block, op.micro_batch, shape.n_micro_batches - 1
+        match op.kind:
+            case Kind.LOAD:
+                for slot in op.reads:
+                    self.need(slot, shape.upload, slot.index)
+                self.put(op.writes[0], "weights")
+            case Kind.FORWARD:
+                self.need(op.reads[0], "weights", b)
+                if b:
+                    self.need(op.reads[1], "output", b - 1, m)
+                self.put(op.writes[0], "output", m)
+            case Kind.LOSS:
+                self.need(op.reads[0], "weights", b)
+                self.need(op.reads[1], "output", b - 1, m)
+                self.differentiate()
+            case Kind.BACKWARD:
+                if b:
+                    self.need(op.reads[0], "weights", b)
+                    self.need(op.reads[2], "output", b - 1, m)
+                self.need(op.reads[1 if b else 0], "output gradient", b, m)
+                self.differentiate()
+            case Kind.OFFLOAD:
+                self.need(op.reads[0], "gradient", b, m)
+                self.put(op.writes[0], "gradient", m)
+            case Kind.ACCUMULATE:
+                self.need(op.reads[0], "gradient", b, m)
+                if m:
+                    self.need(op.reads[1], "gradient sum", b, m - 1)
+                self.put(op.writes[0], "gradient" if m == last else "gradient sum", None if m == last else m)
+            case Kind.NORM:
+                self.need_gradients()
+                so_far = self.held.get(op.writes[0])
+                n_done = so_far.block if so_far and so_far.step == step else 0
+                self.held[op.writes[0]] = _Held("norm", n_done + 1, None, step)
+                self.normed[b] = step
+            case Kind.UPDATE:
+                self.need_gradients()
+                self.update()
+            case _:
+                assert_never(op.kind)
+
+    def need(self, slot: Slot, what: str, block: int, micro_batch: int | None = None) -> None:
+        wanted, found = _Held(what, block, micro_batch, self.step), self.held.get(slot)
+        if found != wanted:
+            raise wrong(self.i, self.op, f"in step {self.step} {slot} holds {found or 'nothing'}, not {wanted}")
+
+    def put(self, slot: Slot, what: str, micro_batch: int | None = None) -> None:
+        self.held[slot] = _Held(what, self.op.block, micro_batch, self.step)
+
+    def differentiate(self) -> None:
+        """The gradient of the weights joins its sum, and the gradient of the input takes the input's place."""
+        op, shape = self.op, self.shape
+        b, m = op.block, op.micro_batch or 0
+        for slot in op.reads:
+            if slot.arena in ("sums", "vocab_sums", "vocab_gradients"):
+                self.need(slot, "gradient sum", b, m - 1)
+        for slot in op.writes:
+            if slot.arena == "boundaries":
+                self.held[slot] = _Held("output gradient", b - 1, m, self.step)
+            elif not shape.reduced:
+                self.put(slot, "gradient", m)
+            elif slot.arena in ("sums", "vocab_sums") or m < shape.n_micro_batches - 1:
+                self.put(slot, "gradient sum", m)
+            else:
+                self.put(slot, "gradient")
+
+    def need_gradients(self) -> None:
+        """The complete gradient on the host: the block's own, then the head's where its weight is tied to the block."""
+        gradients = [slot for slot in self.op.reads if slot.arena == "host_gradients"]
+        for slot, block in zip(gradients, (self.op.block, self.shape.head), strict=False):
+            self.need(slot, "gradient", block)
+
+    def update(self) -> None:
+        """The optimizer turns the state of this step into that of the next."""
+        b, shape = self.op.block, self.shape
+        if not shape.eager:
+            self.need(Slot("norm", 0), "norm", shape.n_blocks)
+        elif self.normed.get(b) != self.step:
+            raise wrong(self.i, self.op, "updates a block before its norm")
+        self.need(Slot("masters", b), "masters", b)
+        self.need(Slot("moments", b), "moments", b)
+        for slot in self.op.writes:
+            self.held[slot] = _Held(slot.arena, b, None, self.step + 1)
+
+
+def _check_data(plan: Plan, shape: Shape, order: list[int]) -> None:
+    memory = _Memory(plan, shape)
+    for step in range(N_STEPS):
+        for i in order:
+            memory.perform(i, step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clocks:
+    """Who surely comes before whom. `starts[step][op][lane]`: how many ops of that lane, counted from the first step,
+    are done when the op starts, whatever the timing; `number[op]`: its place in its lane."""
+
+    lane: list[int]
+    number: list[int]
+    lane_sizes: list[int]
+    starts: list[list[list[int]]]
+
+    @staticmethod
+    def of(plan: Plan, order: list[int]) -> "_Clocks":
+        index = {lane: n for n, lane in enumerate(Lane)}
+        lane, number, sizes = [], [], [0] * len(index)
+        for op in plan.ops:
+            lane.append(index[op.lane])
+            number.append(sizes[lane[-1]])
+            sizes[lane[-1]] += 1
+        lane_ends = [[0] * len(sizes) for _ in sizes]  # of the latest op of each lane, at its end
+        starts: list[list[list[int]]] = []
+        ends: list[list[list[int]]] = []
+        for step in range(N_STEPS):
+            starts.append([[] for _ in plan.ops])
+            ends.append([[] for _ in plan.ops])
+            for i in order:
+                clock = lane_ends[lane[i]]
+                for wait in plan.ops[i].waits:
+                    if step >= wait.distance:
+                        clock = list(map(max, clock, ends[step - wait.distance][wait.op]))
+                end = clock.copy()
+                end[lane[i]] += 1
+                starts[step][i], ends[step][i], lane_ends[lane[i]] = clock, end, end
+        return _Clocks(lane, number, sizes, starts)
+
+    def ordered(self, first: int, first_step: int, second: int, second_step: int) -> bool:
+        """Whether an op in a step is surely done before another one starts."""
+        lane = self.lane[first]
+        return self.starts[second_step][second][lane] > first_step * self.lane_sizes[lane] + self.number[first]
+
+
+def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:
+    """Every two uses of a slot, one a write, are ordered: uses after the last write, writes after the uses since."""
+    last_write: dict[Slot, tuple[int, int]] = {}
+    uses_since: dict[Slot, list[tuple[int, int]]] = {}
+    for step in range(N_STEPS):
+        for i in order:
+            op = plan.ops[i]
+            written = set(op.writes)
+            for slot in written.union(op.reads):
+                earlier = [last_write[slot]] if slot in last_write else []
+                if slot in written:
+                    earlier += uses_since.get(slot, [])
+                for j, j_step in earlier:
+                    if not clocks.ordered(j, j_step, i, step):
+                        other = plan.ops[j].name + ("" if j_step == step else ", the step before")
+                        raise wrong(i, op, f"a race for {slot} with op {j} ({other}): neither waits for the other")
+                if slot in written:
+                    last_write[slot], uses_since[slot] = (i, step), []
+                else:
+                    uses_since.setdefault(slot, []).append((i, step))
+
+
+def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
+    """What the policy promises of the order of ops, beyond what keeps the data right."""
+    policy = plan.policy
+    at = {(op.kind, op.block, op.micro_batch): i for i, op in enumerate(plan.ops)}
+    if policy.update is Update.BARRIER:
+        last_update = max(i for i, op in enumerate(plan.ops) if op.kind is Kind.UPDATE)
+        first_load = min(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
+        if not clocks.ordered(last_update, 0, first_load, 1):
+            what = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
+            raise wrong(first_load, plan.ops[first_load], what)
+    if shape.reduced and policy.offload_late_blocks:
+        # The last micro-batch's backward completes the sum. Vocabulary blocks have a single slot and leave at once, and so
+        # may the bottom layers: no layer follows that they could wait for.
+        for b in range(policy.offload_late_blocks + 1, shape.head):
+            i = at[Kind.OFFLOAD, b, None]
+            j = at[Kind.BACKWARD, b - policy.offload_late_blocks, shape.n_micro_batches - 1]
+            if not clocks.ordered(j, 0, i, 0):
+                raise wrong(i, plan.ops[i], f"leaves before op {j} ({plan.ops[j].name})")
+    group = 0  # groups one after another: what autograd keeps is then that of one group, as `kept_bytes` counts it
+    for i, op in enumerate(plan.ops):
+        if op.lane is Lane.GPU and op.micro_batch is not None:
+            if op.micro_batch // shape.group < group:
+                raise wrong(i, op, "comes after a later group of micro-batches")
+            group = op.micro_batch // shape.group
+
+
+def _number(tree: Any, path: str, where: str) -> float:
+    """The number at `a.b.c` of a JSON tree, zero or above; PlanError when there is none."""
+    value = tree
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**100:
+        raise PlanError(f"{where}: {path} is missing, or not a number of zero or above; {AGAIN}")
+    return value
+
+
+def _peaks(plan: Plan) -> dict[Place, float]:
+    """Peak bytes on device and host, by the plan's own arithmetic."""
+    context_bytes = _number(plan.profile, "device.context_bytes.value", "profile")
+    runtime_bytes = _number(plan.profile, "host.runtime_bytes.value", "profile")
+    return {
+        Place.DEVICE: plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes + context_bytes,
+        Place.HOST: plan.host_arena_bytes + runtime_bytes,
+    }
+
+
+def _limit_bytes(plan: Plan, place: Place) -> float:
+    return _number(plan.profile, f"{place}.memory_bytes.value", "profile")
+
+
+def _check_memory(plan: Plan) -> None:
+    for place, peak_bytes in _peaks(plan).items():
+        limit_bytes = _limit_bytes(plan, place)
+        if peak_bytes > limit_bytes:
+            raise PlanError(
+                f"{place} memory: {show_bytes(peak_bytes)} are needed and the machine has {show_bytes(limit_bytes)}; "
+                f"plan for a machine with more {place} memory"
+            )
+
+
+def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
+    step_s = _number(claim, "prediction.step_s", "claim")
+    bound_s = _number(claim, "certificate.machine_bound_s", "claim")
+    if step_s < bound_s * ROUNDING:
+        raise PlanError(
+            f"claim: a step of {show_seconds(step_s)} is shorter than the claimed machine bound of {show_seconds(bound_s)}; {AGAIN}"
+        )
+    for place, peak_bytes in _peaks(plan).items():
+        claimed_bytes = _number(claim, f"prediction.{place}_peak_bytes", "claim")
+        if abs(claimed_bytes - peak_bytes) >= 1:
+            raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
+    # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
+    n_elements = [sum(p.n_elements for p in b.parameters) for b in plan.workload.blocks]  # without padding
+    for direction, kind in (("h2d", Kind.LOAD), ("d2h", Kind.OFFLOAD)):
+        n_bytes = sum(n_elements[op.block] * _item_bytes(plan, shape, op) for op in plan.ops if op.kind is kind)
+        least_s = n_bytes / _best_rate(plan, direction)
+        if step_s < least_s * ROUNDING:
+            raise PlanError(
+                f"claim: a step of {show_seconds(step_s)}, but its {kind} ops alone take {show_seconds(least_s)} for "
+                f"{show_bytes(n_bytes)}; {AGAIN}"
+            )
+
+
+def _item_bytes(plan: Plan, shape: Shape, op: Op) -> int:
+    """Bytes of one element of what a load or offload moves."""
+    vocab, semantics = shape.vocab(op.block), plan.semantics
+    if op.kind is Kind.OFFLOAD and vocab and shape.vocab_slot_is_sum:
+        return FP32
+    of_weights = op.kind is Kind.LOAD or not shape.reduced
+    return ITEM_BYTES[semantics.compute_dtype if of_weights else semantics.gradient_dtype]
+
+
+def _best_rate(plan: Plan, direction: str) -> float:
+    """The highest measured rate of one direction of the link, bytes/s."""
+    try:
+        points = plan.profile["link"][direction]["bytes_per_s"]
+    except (KeyError, TypeError):
+        points = None
+    where = f"profile: link.{direction}.bytes_per_s"
+    rates = [_number(point, "rate.value", where) for point in points] if isinstance(points, list) else []
+    if max(rates, default=0) <= 0:
+        raise PlanError(f"{where}: no measured point; {AGAIN}")
+    return max(rates)

@@ -1,0 +1,320 @@
+"""Does the probe measure, and say what it measured?
+
+Nothing here says how fast a machine must be: only that the result is whole, consistent and honest.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwprofiles import measure
+from hwprofiles.cli import headline, probe, remarks, text_of
+from hwprofiles.measure import Bench, Sample
+from hwprofiles.schema import Profile
+from runtime.cores import split_cores
+from runtime.errors import ProfileError
+
+ROOT = Path(__file__).resolve().parent.parent
+times = st.lists(st.floats(min_value=1e-6, max_value=10), min_size=1, max_size=9)
+
+
+@pytest.fixture(scope="module")
+def probed() -> tuple[Profile, list[tuple[str, float]]]:
+    steps: list[tuple[str, float]] = []
+    return measure.probe_cpu(measure.QUICK, lambda what, fraction: steps.append((what, fraction)), "mine"), steps
+
+
+def bench(cores: list[int] | None = None) -> Bench:
+    here = cores or sorted(os.sched_getaffinity(0))
+    return Bench(measure.QUICK, *split_cores(here), lambda what, fraction: None)
+
+
+def test_a_probe_is_a_profile_that_reads_back(probed: tuple[Profile, object]) -> None:
+    profile = probed[0]
+    assert Profile.from_json(json.loads(text_of(profile))) == profile
+    assert profile.name == "mine"
+    assert profile.device.kind == "cpu"
+    assert profile.device.compute_threads == len(split_cores(sorted(os.sched_getaffinity(0)))[0])
+    assert profile.host.n_cores == len(split_cores(sorted(os.sched_getaffinity(0)))[1])
+
+
+def test_a_probe_calls_measured_all_but_what_a_cpu_has_by_nature(probed: tuple[Profile, object]) -> None:
+    profile = probed[0]
+    not_measured = {place for place, q in profile.quantities() if profile.sources[q.source].kind != "measured"}
+    assert not_measured == {"device.context_bytes", "link.host_cores_per_copy", "host.runtime_bytes"}
+    for source in profile.sources.values():
+        assert source.date
+        assert source.device
+        assert source.driver
+        assert "torch" in source.driver
+
+
+def test_a_probe_covers_both_precisions_and_shapes_that_are_not_square(probed: tuple[Profile, object]) -> None:
+    device = probed[0].device
+    for dtype in ("bf16", "fp32"):
+        assert len({p.m for p in device.matmul[dtype]}) > 1
+        assert any(p.k != p.n for p in device.matmul[dtype])
+        assert {p.head_dim for p in device.attention[dtype]} == {64, 128}
+
+
+def test_device_and_host_share_the_memory_and_book_none_of_it_twice(probed: tuple[Profile, object]) -> None:
+    profile = probed[0]
+    total = profile.device.memory_bytes.value + profile.host.memory_bytes.value
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < total <= physical
+
+
+def test_progress_never_goes_back_and_ends_at_one(probed: tuple[object, list[tuple[str, float]]]) -> None:
+    fractions = [fraction for _, fraction in probed[1]]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_the_table_and_the_remarks_tell_what_the_numbers_rest_on(probed: tuple[Profile, object]) -> None:
+    profile = probed[0]
+    assert headline(profile).row_count > 15
+    counts = profile.count_sources()
+    assert remarks(profile)[0] == f"numbers: {counts['measured']} measured, {counts['assumed']} assumed"
+    assert "while the other lanes work" in " ".join(remarks(profile))
+
+
+# -- the instruments --------------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(min_value=0, max_value=300), min_size=1))
+def test_compute_and_host_lanes_have_cores_of_their_own_unless_there_is_only_one(cores: set[int]) -> None:
+    compute, host = split_cores(sorted(cores))
+    assert compute
+    assert host
+    assert {*compute, *host} == cores
+    assert len(cores) == 1 or not {*compute} & {*host}
+    assert len(cores) == 1 or len(compute) == len(cores) // 2
+
+
+def test_without_cores_there_is_nothing_to_split() -> None:
+    with pytest.raises(ValueError, match="no cores"):
+        split_cores([])
+
+
+def test_work_runs_on_the_cores_and_threads_of_its_lane_and_this_thread_keeps_its_own() -> None:
+    mine = os.sched_getaffinity(0)
+    b = bench()
+    seen: list[tuple[set[int], int, bool]] = []
+
+    def look() -> None:
+        seen.append((os.sched_getaffinity(0), torch.get_num_threads(), torch.is_grad_enabled()))
+
+    b.compute(look)
+    compute = seen[-1]
+    b.host(look)
+    host = seen[-1]
+    assert compute == ({*b.compute_cores}, len(b.compute_cores), False)
+    assert host == ({*b.host_cores}, 1, False)
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_the_time_of_repeats_is_the_median_and_one_outlier_moves_neither_it_nor_the_spread() -> None:
+    assert measure._sample([1.0, 1.1, 0.9]).seconds == 1.0
+    assert measure._sample([1.0, 1.0, 1.0, 1.0, 50.0]) == Sample(1.0, measure.LEAST_SPREAD)
+    assert measure._sample([1.0, 1.2, 0.8]).spread_fraction == pytest.approx(1.9 * 0.2)
+
+
+def test_a_work_is_repeated_as_often_as_the_effort_says_and_a_very_long_one_not_at_all() -> None:
+    ticks = iter(range(1000))
+    b = bench()
+    b.clock = lambda: next(ticks) * 0.02  # every look at the clock is 20 ms later: beyond the time for a point
+    n = [0]
+
+    def work() -> None:
+        n[0] += 1
+
+    sample = b.repeat(work)
+    assert n[0] == 1 + measure.QUICK.least_repeats
+    assert sample.seconds == pytest.approx(0.02)
+    b.clock = lambda: next(ticks) * 10.0
+    n[0] = 0
+    assert b.repeat(work).seconds == pytest.approx(10.0)
+    assert n[0] == 1
+
+
+def test_a_run_in_which_the_thread_had_no_core_does_not_count_where_calm_ones_are_left() -> None:
+    b = bench()
+    now_s, queued_s = [0.0], [0.0]
+    b.clock, b.queue_clock = lambda: now_s[0], lambda: queued_s[0]
+    runs = iter([(0.001, 0.0), (1.0, 0.0), (5.0, 2.0), (1.0, 0.0), (4.0, 2.0), (1.2, 0.0)])
+    b.effort = replace(measure.QUICK, most_repeats=5, point_s=100.0, longest_s=100.0)
+
+    def work() -> None:
+        seconds, in_queue_s = next(runs)
+        now_s[0] += seconds
+        queued_s[0] += in_queue_s
+
+    assert b.repeat(work).seconds == pytest.approx(1.0)
+    assert b.stolen_s / b.measured_s == pytest.approx(4 / 12.2)
+    runs = iter([(0.001, 0.0)] + [(2.0, 1.0)] * 5)
+    assert b.repeat(work).seconds == pytest.approx(1.0)  # no calm run: what the others took is left out
+
+
+def test_lanes_measured_together_really_run_at_the_same_time() -> None:
+    """Each lane sees the other's count move while it is running."""
+    counts = [0, 0]
+    moved = [False, False]
+
+    def lane(me: int) -> None:
+        other = counts[1 - me]
+        time.sleep(0.002)
+        counts[me] += 1
+        moved[me] |= counts[1 - me] != other
+
+    b = bench()
+    first, second = b.together([(b.host_cores, lambda: lane(0)), (b.compute_cores, lambda: lane(1))])
+    assert all(moved)
+    if b.host_cores != b.compute_cores:  # on one core, what nobody computes counts as taken by others
+        assert min(first.seconds, second.seconds) >= 0.002
+
+
+def test_what_fails_in_a_lane_fails_the_probe() -> None:
+    def fail() -> None:
+        raise ProfileError("broken")
+
+    b = bench()
+    with pytest.raises(ProfileError, match="broken"):
+        b.compute(fail)
+    with pytest.raises(ProfileError, match="broken"), measure._repeating(b.host_cores, [fail]):
+        pass
+
+
+def test_time_in_the_queue_for_a_core_is_seen_and_sleep_is_not() -> None:
+    """Two threads that compute on one core each wait for about half of the time."""
+    b = bench()
+    core = b.host_cores[:1]
+    seen: list[float] = []
+
+    def asleep() -> float:
+        before_s = measure.queued_s()
+        time.sleep(0.2)
+        return measure.queued_s() - before_s
+
+    if not Path("/proc/thread-self/schedstat").exists():
+        pytest.skip("this kernel does not count")
+    slept_s = measure._on(core, 1, asleep)
+    busy = [torch.rand(600, 600) for _ in range(2)]
+
+    def multiply(x: torch.Tensor) -> None:  # releases the interpreter's lock, so that both really want the core
+        before_s, start_s = measure.queued_s(), time.thread_time()
+        while time.thread_time() - start_s < 0.2:
+            _ = x @ x
+        seen.append(measure.queued_s() - before_s)
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(measure._on, core, 1, lambda x=x: multiply(x)) for x in busy]:
+            future.result()
+    assert max(seen) > 0.05
+    assert max(seen) > slept_s
+
+
+@given(times)
+def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
+    points = [(float(i), Sample(s, 0.1)) for i, s in enumerate(seconds)]
+    lifted = [*points]
+    measure._raise_times(lifted)
+    after = [sample.seconds for _, sample in lifted]
+    assert all(a < b for a, b in itertools.pairwise(after))
+    for (_, was), (_, now) in zip(points, lifted, strict=True):
+        assert now == was or (now.seconds > was.seconds and now.spread_fraction > was.spread_fraction)
+
+
+@given(st.lists(st.floats(min_value=1e-6, max_value=10), min_size=9, max_size=9))
+def test_lifted_products_pass_the_schemas_own_check(seconds: list[float]) -> None:
+    shapes = [(m, w, w) for m in (64, 256, 1024) for w in (128, 256, 512)]
+    samples = dict(zip(shapes, (Sample(s, 0.1) for s in seconds), strict=True))
+    measure._raise_products(samples)
+    for (m, k, _), sample in samples.items():
+        for (m0, k0, _), other in samples.items():
+            assert not (m0 <= m and k0 <= k and (m0, k0) != (m, k)) or other.seconds < sample.seconds
+
+
+def test_walking_copies_copy_every_byte_in_the_end() -> None:
+    source = torch.arange(256 * 1024, dtype=torch.int64).to(torch.uint8)
+    to = torch.zeros_like(source)
+    work = measure._walking_copy(to, source, 64 * 1024)
+    for _ in range(4):
+        work()
+    assert to[: 192 * 1024].equal(source[: 192 * 1024])
+
+
+def test_the_walking_update_is_the_runtimes_own_and_touches_all_its_state() -> None:
+    piece = 65_536
+    work = measure._walking_update(3 * piece, piece)
+    cells = {name: cell.cell_contents for name, cell in zip(work.__code__.co_freevars, work.__closure__ or (), strict=True)}
+    before, weights = cells["master"].clone(), cells["weight"]
+    for _ in range(3):
+        work()
+    changed = (before != cells["master"]).float().view(3, piece).mean(1)
+    assert (changed > 0.5).all()
+    assert (weights.float() - cells["master"]).abs().max() <= cells["master"].abs().max() * 2**-8
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_json_to_standard_output_and_the_table_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "THOROUGH", measure.QUICK)
+    result = CliRunner().invoke(probe, ["--device", "cpu"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert Profile.from_json(json.loads(result.stdout)).name == "this-machine"
+    assert "numbers:" in result.stderr
+
+
+def test_a_probe_written_to_a_file_is_named_after_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, probed: tuple[Profile, object]
+) -> None:
+    def quick(effort: object, progress: object, name: str) -> Profile:
+        return Profile.from_json(probed[0].to_json() | {"name": name})
+
+    monkeypatch.setattr(measure, "probe_cpu", quick)
+    result = CliRunner().invoke(probe, ["--device", "cpu", "-o", str(tmp_path / "desk.json")], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert json.loads((tmp_path / "desk.json").read_text())["name"] == "desk"
+    assert [p.name for p in tmp_path.iterdir()] == ["desk.json"]
+
+
+@pytest.mark.parametrize("output", ["nowhere/mine.json", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str
+) -> None:
+    monkeypatch.setattr(measure, "probe_cpu", lambda *_: pytest.fail("measured first"))
+    with pytest.raises(ProfileError, match="-o"):
+        CliRunner().invoke(probe, ["--device", "cpu", "-o", str(tmp_path / output)], catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_the_error_is_one_line_that_says_what_to_do() -> None:
+    with pytest.raises(ProfileError, match="--device cpu") as caught:
+        CliRunner().invoke(probe, ["--device", "cuda"], catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "available_bytes", lambda: 10**8)
+    with pytest.raises(ProfileError, match="100 MB of memory are free"):
+        measure.probe_cpu(measure.QUICK, lambda what, fraction: None)
+
+
+def test_asking_for_help_does_not_wake_torch() -> None:
+    code = "import sys, hwprofiles.cli, hwprofiles.schema; assert not {'torch', 'hwprofiles.measure'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
