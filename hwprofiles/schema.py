@@ -2,31 +2,32 @@
 
 A profile is JSON. Every number is a quantity: a value in the unit that its key names, a spread (half the width, as a
 fraction of the value, that covers about 80 % of what one would see), and the key of the source it rests on. Rates over
-size are curves of measured points; between points they are interpolated in log space, so that more work takes longer.
-Outside the points the nearest one holds, and the answer says that it was outside.
+size are measured points; `curves.py` says what holds between them.
 """
 
 import difflib
 import json
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.errors import ProfileError
 from runtime.units import MiB, show_bytes
 
+from .curves import Rate, Row, along, check_rising, interpolated, rows_of
+
 FOLDER = Path(__file__).parent / "profiles"
 MAX_PROFILE_FILE_BYTES = 8 * MiB
-SOURCE_KINDS = ("measured", "fitted", "published", "datasheet", "assumed", "user")
 
+SourceKind = Literal["measured", "fitted", "published", "datasheet", "assumed", "user"]
+SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 Dtype = Literal["bf16", "fp32"]
 Direction = Literal["h2d", "d2h"]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
@@ -68,7 +69,7 @@ class Share(Part):
 class Source(Part):
     """Where numbers come from. Only what `penstock probe` measured is `measured`."""
 
-    kind: Literal["measured", "fitted", "published", "datasheet", "assumed", "user"]
+    kind: SourceKind
     detail: Text
     date: Day | None
     device: Text | None
@@ -161,13 +162,6 @@ class Price(Part):
     date: Day | None
 
 
-class Rate(NamedTuple):
-    """A rate between measured points, or clamped to the nearest one outside of them."""
-
-    value: float
-    inside_measured: bool
-
-
 class Profile(Part):
     """A machine: what it can do, and how we know."""
 
@@ -189,9 +183,9 @@ class Profile(Part):
             for grid in ("matmul", "attention"):
                 if not getattr(self.device, grid).get(dtype):
                     raise ValueError(f"device.{grid}.{dtype}: no point; give at least one")
-            _check_rising(_matmul_rows(self, dtype), 2, f"device.matmul.{dtype}")
+            check_rising(_matmul_rows(self, dtype), 2, f"device.matmul.{dtype}")
             for backward in (False, True):
-                _check_rising(_attention_rows(self, dtype, backward), 2, f"device.attention.{dtype}")
+                check_rising(_attention_rows(self, dtype, backward), 2, f"device.attention.{dtype}")
         for direction, curve in (("h2d", self.link.h2d), ("d2h", self.link.d2h)):
             _check_curve(curve.bytes_per_s, f"link.{direction}.bytes_per_s")
         threads = [p.threads for p in self.host.optimizer]
@@ -214,7 +208,7 @@ class Profile(Part):
         return self.model_dump(mode="json")
 
     def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None) -> "Profile":
-        """The same machine with other memory sizes, as its user gave them; None leaves one as it is."""
+        """The same machine with memory sizes that its user gave; None leaves one as it is. ProfileError for zero or less."""
         fields = self.to_json()
         for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes)):
             if n_bytes is None:
@@ -237,29 +231,30 @@ class Profile(Part):
         return {kind: counts[kind] for kind in SOURCE_KINDS}
 
     def matmul_flop_per_s(self, dtype: Dtype, m: int, k: int, n: int) -> Rate:
-        """Rate of (m, k) @ (k, n), interpolated over (m, sqrt(k n)): products of equal m and k n cost the same."""
-        return _interpolated(_matmul_rows(self, dtype), m, math.sqrt(k * n))
+        """FLOP/s of (m, k) @ (k, n), interpolated over (m, sqrt(k n)): products of equal m and k n cost the same."""
+        return interpolated(_matmul_rows(self, dtype), m, math.sqrt(k * n))
 
     def attention_flop_per_s(self, dtype: Dtype, seq_len: int, head_dim: int, backward: bool) -> Rate:
-        """Rate of causal attention, of the backward pass if asked."""
-        return _interpolated(_attention_rows(self, dtype, backward), head_dim, seq_len)
+        """FLOP/s of causal attention, of the backward pass if asked; FLOP as in `AttentionPoint`."""
+        return interpolated(_attention_rows(self, dtype, backward), head_dim, seq_len)
 
     def copy_s(self, direction: Direction, n_bytes: float) -> float:
         """Seconds of one pinned copy with nothing else on the link."""
-        curve = self.link.h2d if direction == "h2d" else self.link.d2h
-        return curve.latency_s.value + n_bytes / self.copy_bytes_per_s(direction, n_bytes)
+        return self._copies(direction).latency_s.value + n_bytes / self.copy_bytes_per_s(direction, n_bytes)
 
     def copy_bytes_per_s(self, direction: Direction, n_bytes: float) -> float:
         """Rate of one pinned copy of this size, the latency not counted."""
-        curve = self.link.h2d if direction == "h2d" else self.link.d2h
-        return _along([(p.n_bytes, p.rate.value) for p in curve.bytes_per_s], max(n_bytes, 1.0))
+        return along([(p.n_bytes, p.rate.value) for p in self._copies(direction).bytes_per_s], max(n_bytes, 1.0))
+
+    def _copies(self, direction: Direction) -> CopyCurve:
+        return self.link.h2d if direction == "h2d" else self.link.d2h
 
     def optimizer_params_per_s(self, threads: float, under_copies: bool = False) -> float:
         """Parameters updated per second by so many threads; fewer than measured: in proportion; more: no faster."""
         curve = [
             (float(p.threads), (p.params_per_s_under_copies if under_copies else p.params_per_s).value) for p in self.host.optimizer
         ]
-        return _along(curve, threads) * min(1.0, threads / curve[0][0])
+        return along(curve, threads) * min(1.0, threads / curve[0][0])
 
 
 def shipped_profiles() -> list[str]:
@@ -291,66 +286,17 @@ def read_profile(name_or_path: str) -> Profile:
     return Profile.from_json(fields, name_or_path)
 
 
-Row = tuple[float, list[tuple[float, float]]]  # at this x, the (y, rate) points by rising y
-
-
 def _matmul_rows(profile: Profile, dtype: Dtype) -> list[Row]:
-    return _rows((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in profile.device.matmul[dtype])
+    return rows_of((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in profile.device.matmul[dtype])
 
 
 def _attention_rows(profile: Profile, dtype: Dtype, backward: bool) -> list[Row]:
     points = profile.device.attention[dtype]
-    return _rows((p.head_dim, p.seq_len, (p.backward_flop_per_s if backward else p.forward_flop_per_s).value) for p in points)
-
-
-def _rows(points: Iterator[tuple[float, float, float]]) -> list[Row]:
-    """Points grouped by x; several at the same (x, y), as tall and wide products of one width, become their geometric mean."""
-    rows: dict[float, dict[float, list[float]]] = {}
-    for x, y, rate in points:
-        rows.setdefault(x, {}).setdefault(y, []).append(math.log(rate))
-    return [(x, [(y, math.exp(sum(logs) / len(logs))) for y, logs in sorted(row.items())]) for x, row in sorted(rows.items())]
-
-
-def _interpolated(rows: list[Row], x: float, y: float) -> Rate:
-    """Log-linear along y in the rows around x, then between the two rows; the nearest point outside."""
-    value = _along([(row_x, _along(row, y)) for row_x, row in rows], x)
-    near = [row for row_x, row in rows if row_x in _around([r[0] for r in rows], x)]
-    inside = rows[0][0] <= x <= rows[-1][0] and all(row[0][0] <= y <= row[-1][0] for row in near)
-    return Rate(value, inside)
-
-
-def _around(xs: Sequence[float], x: float) -> tuple[float, float]:
-    """The two neighbours that x lies between; twice the same one where x is one of them or outside."""
-    if x in xs:
-        return x, x
-    i = bisect_right(xs, x)
-    return xs[max(i - 1, 0)], xs[min(i, len(xs) - 1)]
-
-
-def _along(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Log-linear interpolation of (x, value) points by rising x; the end value outside."""
-    i = bisect_right([p[0] for p in points], x)
-    if i == 0 or i == len(points):
-        return points[max(i - 1, 0)][1]
-    (x0, v0), (x1, v1) = points[i - 1], points[i]
-    share = math.log(x / x0) / math.log(x1 / x0)
-    return math.exp((1 - share) * math.log(v0) + share * math.log(v1))
-
-
-def _check_rising(rows: list[Row], y_power: int, where: str) -> None:
-    """More work takes longer, along every row and from row to row: log-linear interpolation keeps what its corners hold."""
-    for x, row in rows:
-        for (y0, rate0), (y1, rate1) in pairwise(row):
-            if y1**y_power / rate1 <= y0**y_power / rate0:
-                raise ValueError(f"{where}: more work takes less time between {y0:.6g} and {y1:.6g} at {x:.6g}; measure again")
-    ys = sorted({y for _, row in rows for y, _ in row})
-    for (x0, row0), (x1, row1) in pairwise(rows):
-        for y in ys:
-            if x1 / _along(row1, y) <= x0 / _along(row0, y):
-                raise ValueError(f"{where}: more work takes less time between {x0:.6g} and {x1:.6g} at {y:.6g}; measure again")
+    return rows_of((p.head_dim, p.seq_len, (p.backward_flop_per_s if backward else p.forward_flop_per_s).value) for p in points)
 
 
 def _check_curve(points: tuple[CopyPoint, ...], where: str) -> None:
+    """Points by rising size, and more bytes take longer; ValueError names the first two that do not."""
     if not points:
         raise ValueError(f"{where}: no point; give at least one")
     for p0, p1 in pairwise(points):
@@ -361,6 +307,7 @@ def _check_curve(points: tuple[CopyPoint, ...], where: str) -> None:
 
 
 def _quantities(place: str, part: object) -> Iterator[tuple[str, Quantity | Share]]:
+    """The quantities below a part of a profile, each with its place."""
     match part:
         case Quantity() | Share():
             yield place.lstrip("."), part

@@ -26,7 +26,10 @@ ROUNDING = 1 - 1e-9  # a claimed time may miss its bound by this much: sums of f
 
 
 def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
-    """Raise PlanError with the first thing that is wrong with the plan, or with what is claimed of it; else return."""
+    """Raise PlanError with the first thing that is wrong with the plan, or with what is claimed of it; else return.
+
+    `claim` is that of a plan file: `prediction` (seconds, bytes) and `certificate` (seconds).
+    """
     check_workload(plan)
     shape = Shape.of(plan)
     check_policy(plan, shape)
@@ -159,11 +162,13 @@ class _Memory:
                 assert_never(op.kind)
 
     def need(self, slot: Slot, what: str, block: int, micro_batch: int | None = None) -> None:
+        """PlanError unless the slot holds just that, of this step."""
         wanted, found = _Held(what, block, micro_batch, self.step), self.held.get(slot)
         if found != wanted:
             raise wrong(self.i, self.op, f"in step {self.step} {slot} holds {found or 'nothing'}, not {wanted}")
 
     def put(self, slot: Slot, what: str, micro_batch: int | None = None) -> None:
+        """The slot now holds what the op made for its block."""
         self.held[slot] = _Held(what, self.op.block, micro_batch, self.step)
 
     def differentiate(self) -> None:
@@ -203,6 +208,7 @@ class _Memory:
 
 
 def _check_data(plan: Plan, shape: Shape, order: list[int]) -> None:
+    """Every op finds in its slots what it needs, in the first step and in one that follows another."""
     memory = _Memory(plan, shape)
     for step in range(N_STEPS):
         for i in order:
@@ -211,8 +217,11 @@ def _check_data(plan: Plan, shape: Shape, order: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Clocks:
-    """Who surely comes before whom. `starts[step][op][lane]`: how many ops of that lane, counted from the first step,
-    are done when the op starts, whatever the timing; `number[op]`: its place in its lane."""
+    """Who surely comes before whom.
+
+    `starts[step][op][lane]`: how many ops of that lane, counted from the first step, are done when the op starts, whatever the
+    timing; `number[op]`: its place in its lane.
+    """
 
     lane: list[int]
     number: list[int]
@@ -318,10 +327,12 @@ def _peaks(plan: Plan) -> dict[Place, float]:
 
 
 def _limit_bytes(plan: Plan, place: Place) -> float:
+    """Memory of the machine that the plan was made for."""
     return _number(plan.profile, f"{place}.memory_bytes.value", "profile")
 
 
 def _check_memory(plan: Plan) -> None:
+    """The peaks are within what the plan's machine has."""
     for place, peak_bytes in _peaks(plan).items():
         limit_bytes = _limit_bytes(plan, place)
         if peak_bytes > limit_bytes:
@@ -332,6 +343,7 @@ def _check_memory(plan: Plan) -> None:
 
 
 def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
+    """No time below its own bound or below what the link takes, and the memory that the plan really needs."""
     step_s = _number(claim, "prediction.step_s", "claim")
     bound_s = _number(claim, "certificate.machine_bound_s", "claim")
     if step_s < bound_s * ROUNDING:

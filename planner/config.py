@@ -82,7 +82,9 @@ def read_model(model: str) -> Model:
     """The model a user names: a folder with `config.json`, such a file, or a shipped name (a path that exists wins).
 
     `path` is the folder if it holds weights or a tokenizer, else None: then weights start from seeded random values. Weights
-    in an old `*.bin` form count as well, so that the runtime can refuse them rather than train from random ones."""
+    in an old `*.bin` form count as well, so that the runtime can refuse them rather than train from random ones. WorkloadError
+    names the file and the key that is wrong.
+    """
     try:
         if model and (path := Path(model)).is_dir():
             if not (path / "config.json").is_file():
@@ -102,6 +104,7 @@ def read_model(model: str) -> Model:
 
 
 def _read_path(file: Path) -> Model:
+    """The model of a configuration file, and its folder where that holds more than the configuration."""
     n_bytes, folder = file.stat().st_size, file.parent.resolve()
     if n_bytes > MAX_CONFIG_FILE_BYTES:
         raise WorkloadError(f"{file}: {n_bytes} bytes is larger than any configuration; give the model's config.json")
@@ -112,17 +115,17 @@ def _read_path(file: Path) -> Model:
 
 
 def supported_attention(model: Model) -> tuple[str, ...]:
-    """Attention implementations transformers lets this model run with, the better one first."""
+    """Attention implementations transformers lets this model run with, the better one first. WorkloadError as in `config_of`."""
     return config_of(model).architecture.attention
 
 
 def config_of(model: Model) -> "Config":
-    """The model's configuration, read and checked; complaints carry the model's name."""
+    """The model's configuration, read and checked; WorkloadError carries the model's name."""
     return Config(model.config, model.name or model.path or "the model's configuration")
 
 
 class Config:
-    """Typed reading of a configuration: every complaint names the file and the key."""
+    """Typed reading of a configuration: every WorkloadError names the file and the key. Widths are in elements."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
@@ -164,6 +167,7 @@ class Config:
             self._read_experts(a)
 
     def fail(self, what: str) -> NoReturn:
+        """Raise a WorkloadError that names the file, in one line."""
         raise WorkloadError(" ".join(f"{self.where}: {what}".split()))
 
     def count(self, key: str, absent: int | None = None, null: int | None = None) -> int:
@@ -178,6 +182,7 @@ class Config:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false; `default` is what transformers takes where the key is absent."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             self.fail(f"`{key}` is {str(value)[:40]}; it must be true or false")
@@ -220,6 +225,7 @@ class Config:
         self.windows = [width if slide else None for slide in slides]
 
     def _read_experts(self, a: Architecture) -> None:
+        """Number, width and routing of the experts, under the keys of this type."""
         alias = "num_local_experts" if "num_local_experts" in self.values else "num_experts"
         self.n_experts, self.top_k = self.count(alias), self.count("num_experts_per_tok")
         if self.top_k > self.n_experts:

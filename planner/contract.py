@@ -38,6 +38,7 @@ class Shape:
 
     @staticmethod
     def of(plan: Plan) -> "Shape":
+        """What the workload, the semantics and the policy of a plan say of its ops."""
         n_blocks = len(plan.workload.blocks)
         n_micro_batches, group = plan.semantics.n_micro_batches, plan.policy.group_micro_batches
         copy = plan.semantics.compute_dtype == "bf16" and plan.semantics.master_dtype == "fp32"
@@ -54,6 +55,7 @@ class Shape:
 
     @property
     def vocab_slot_is_sum(self) -> bool:
+        """Whether the vocabulary blocks' gradient slot is fp32 and holds the running sum."""
         return self.tied or not self.reduced
 
     @property
@@ -62,6 +64,7 @@ class Shape:
         return self.eager and self.reduced
 
     def vocab(self, block: int) -> bool:
+        """Whether it is the embedding or the head."""
         return block in (0, self.head)
 
 
@@ -83,7 +86,7 @@ def check_workload(plan: Plan) -> None:
 
 
 def check_policy(plan: Plan, shape: Shape) -> None:
-    """The policy is legal under the semantics."""
+    """The policy is legal under the semantics; else PlanError with what to change."""
     policy, semantics = plan.policy, plan.semantics
     if shape.eager and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
         raise PlanError(
@@ -160,7 +163,7 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
 
 
 def check_arenas(plan: Plan, shape: Shape) -> None:
-    """Exactly the arenas that are called for, each large enough."""
+    """Exactly the arenas that are called for, each large enough; else PlanError."""
     arenas: dict[str, Arena] = {a.name: a for a in plan.arenas}
     needs = _needs(plan, shape, {name: len(a.slot_bytes) for name, a in arenas.items()})
     if odd := sorted(arenas.keys() ^ needs.keys()):
@@ -277,7 +280,7 @@ def check_ops(plan: Plan, shape: Shape) -> None:
         seen.add(key)
         reads, writes = _expected_slots(shape, op)
         for what, slots, expected in (("read", op.reads, reads), ("write", op.writes, writes)):
-            if len(slots) != len(expected) or not all(map(lambda s, e: _fits(s, e, sizes, shape), slots, expected)):
+            if len(slots) != len(expected) or not all(_fits(slot, one, sizes) for slot, one in zip(slots, expected, strict=True)):
                 raise wrong(
                     i,
                     op,
@@ -290,7 +293,8 @@ def check_ops(plan: Plan, shape: Shape) -> None:
             raise PlanError(f"the step has no {kind} of block {block}{m}; {AGAIN}")
 
 
-def _fits(slot: Slot, expected: tuple[str, int | None], sizes: dict[str, int], shape: Shape) -> bool:
+def _fits(slot: Slot, expected: tuple[str, int | None], sizes: dict[str, int]) -> bool:
+    """Whether a slot is the expected one, or one that its arena gives to layers where any of them will do."""
     arena, index = expected
     if slot.arena != arena:
         return False

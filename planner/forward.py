@@ -32,6 +32,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """One call: what it reads, keeps for its backward and makes."""
+
     reads: tuple[Tensor, ...]
     saves: tuple[Tensor, ...]
     out: Tensor
@@ -63,8 +65,12 @@ class Tape:
         differentiable: bool = True,
         scratch_bytes: int | None = None,
     ) -> Tensor:
-        """Record one call. `moved_bytes`: its memory traffic, where that is not simply all it reads and writes;
-        `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor involved."""
+        """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
+
+        `saves` and `saves_out`: what autograd keeps of it; `weight_elements`: of the weights it uses; `moved_bytes`: its memory
+        traffic, where that is not simply all it reads and writes; `n_calls`: of the library, where it takes more than one;
+        `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor involved.
+        """
         out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
         if moved_bytes is None:
             moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + weight_elements * self.item_bytes
@@ -91,8 +97,11 @@ class Tape:
         return sum(t.n_bytes for t in {t for s in self.steps for t in s.saves})
 
     def backward_peak_bytes(self) -> int:
-        """A bound on what lies in the allocator while the pass is recomputed and its backward runs: kept tensors until
-        their last use, gradients of activations and of weights, temporaries; neither the input nor its arena's gradient."""
+        """A bound on what lies in the allocator while the pass is recomputed and its backward runs.
+
+        Kept tensors until their last use, gradients of activations and of weights, temporaries; neither the input nor its
+        gradient, which lie in the boundaries' arena.
+        """
         saved: set[Tensor] = set()
         peak_bytes = live_bytes = 0
         for s in self.steps:
@@ -188,7 +197,7 @@ def fused_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
         mask = Tensor(shape.square, 1, ours=False, differentiable=False)
         extra = [tape.step([mask], shape.square, n_calls=3, differentiable=False)]
     sums = Tensor(shape.n_tokens * shape.n_heads, FP32)
-    # the CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up
+    # The CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up
     scratch_bytes = shape.q_elements * (FP32 + 2 * tape.item_bytes)
     saves = [q, k, v, *extra, sums]
     return tape.step([q, k, v], shape.q_elements, saves=saves, saves_out=True, moved_bytes=0, scratch_bytes=scratch_bytes)
@@ -277,7 +286,7 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     scores = route(tape, x, s)
     n, inner, each = s.n_rows * s.width, s.n_rows * s.inner, 1 if s.grouped else s.n_experts
     index = Tensor(s.n_rows, INT64 if s.grouped else 2 * INT64)
-    # bookkeeping on row numbers: sorting or one-hot masks; beside the rows themselves its traffic is small
+    # Bookkeeping on row numbers: sorting or one-hot masks; beside the rows themselves its traffic is small
     tape.n_kernels += 8 if s.grouped else 7 + 6 * s.n_experts
     rows = tape.step([x], n, saves=[index], moved_bytes=2 * n * x.item_bytes + index.n_bytes, n_calls=each)
     order = Tensor(s.n_rows, INT64 if s.grouped else 0)
@@ -286,7 +295,7 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     def product(x: Tensor, k: int, n: int) -> Tensor:
         tape.matmuls.extend(s.products(k, n))
         elements, out = s.n_experts * k * n, s.n_rows * n
-        # picking one expert's weight in a loop makes a gradient of the whole tensor's size for each expert, then adds it
+        # Picking one expert's weight in a loop makes a gradient of the whole tensor's size for each expert, then adds it
         scratch_bytes = 0 if s.grouped else 2 * elements * tape.item_bytes
         y = tape.step([x], out, saves=[x], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes, n_calls=each)
         if s.bias:  # the bias of each row's expert, then the sum

@@ -1,4 +1,4 @@
-"""Which blocks does a model consist of, and what does each cost?
+"""Which blocks does a model consist of?
 
 The embedding, the decoder layers and the head, with the weights' names and shapes as transformers has them, and the work
 and memory of one micro-batch. With eager attention `Attention.flop` is still the causal half: the model's work, not the
@@ -19,7 +19,10 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
-    """The model's blocks, with work and bytes of one micro-batch under these semantics."""
+    """The model's blocks, with FLOP and bytes of one micro-batch under these semantics.
+
+    WorkloadError for a configuration that is not supported, or semantics that transformers does not let the model run with.
+    """
     config = config_of(model)
     if semantics.attention not in config.architecture.attention:
         legal = " or ".join(config.architecture.attention)
@@ -72,7 +75,7 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
         y = fw.gated_mlp(tape, normed, tokens, width, config.inner, config.mlp_bias)
     y = fw.rms_norm(tape, y, width, a.norm) if a.sandwich else y
     tape.step([x, y], tokens * width, scratch_bytes=0)
-    # what all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one
+    # What all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one
     n_masks = len({config.window(i) for i in range(config.n_layers)}) if masked else 0
     mask_bytes = n_seq * seq_len**2 * (1 if semantics.attention == "sdpa" else tape.item_bytes)
     return Block(
@@ -110,7 +113,7 @@ def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:
     if sparse:
         router = list(linear(f"mlp.{a.router_name}", config.n_experts, width, a.sinks))
         e, inner = config.n_experts, config.expert_inner
-        # the type with sinks stores its experts' weights input first, and gives them biases
+        # The type with sinks stores its experts' weights input first, and gives them biases
         shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (e, 2 * inner, width), "down_proj": (e, width, inner)}
         if a.sinks:
             shapes = {"gate_up_proj": (e, width, 2 * inner), "gate_up_proj_bias": (e, 2 * inner),
@@ -139,7 +142,7 @@ def _embedding(config: Config, semantics: Semantics) -> Block:
         n_kernels=2 if scaled else 1,
         boundary_bytes=boundary_bytes,
         kept_bytes=tokens * fw.INT64,
-        # recomputed output, the gradient before the scale, and the table's gradient
+        # The recomputed output, the gradient before the scale, and the table's gradient
         transient_bytes=config.vocab * config.hidden * item_bytes + 2 * boundary_bytes + tokens * fw.INT64,
     )
 
@@ -154,9 +157,9 @@ def _head(config: Config, semantics: Semantics) -> Block:
     n_tiles, rest = divmod(tokens, tile)
     tiles = [Matmul(tile, width, vocab, n_tiles), *([Matmul(rest, width, vocab)] if rest else [])]
     narrow, capped = tape.item_bytes < fw.FP32, config.final_softcap
-    # live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
+    # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
     logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * fw.FP32
-    # moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
+    # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
     moved_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + fw.FP32 if narrow else 0) + 2 * fw.FP32
     n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
     weight = Parameter("lm_head.weight", (vocab, width), EMBEDDING if config.tied else None)

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.cli import ELSEWHERE, cli
+from planner.config import ARCHITECTURES
+from runtime.plan import Op
 from tests.tour import PAGE, ROOT, question, sources, tour
 
 PACKAGES = ("planner", "hwprofiles", "runtime")
@@ -23,10 +26,12 @@ PACKAGES = ("planner", "hwprofiles", "runtime")
 MAY_IMPORT = {
     "planner": {
         "hwprofiles.schema",
-        *(f"runtime.{name}" for name in ("plan", "workload", "timeline", "units", "errors", "region", "cores")),
+        *(f"runtime.{name}" for name in ("plan", "workload", "timeline", "units", "errors", "region")),
     },
     "hwprofiles": {"runtime.units", "runtime.errors"},
-    "hwprofiles.measure": {"runtime.*"},
+    # What is timed is the runtime's own work, on the cores that it would use.
+    "hwprofiles.works": {"runtime.memory", "runtime.optimizer", "runtime.units"},
+    "hwprofiles.measure": {"runtime.cores", "runtime.optimizer", "runtime.units", "runtime.errors"},
     "runtime": set[str](),
 }
 
@@ -38,13 +43,13 @@ HOME = {
     "pydantic": {"runtime/plan.py", "runtime/workload.py", "hwprofiles/schema.py", "planner/cli.py"},
     "torch": {
         *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "cpu")),
-        *(f"runtime/{name}.py" for name in ("emulated", "trainer", "data", "checkpoint")),
-        "hwprofiles/measure.py",
+        *(f"runtime/{name}.py" for name in ("trainer", "data", "checkpoint")),
+        *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments")),
     },
     "transformers": {"runtime/blocks.py"},
     "safetensors": {"runtime/checkpoint.py"},
     "tokenizers": {"runtime/data.py"},
-    "numpy": {"runtime/data.py", "hwprofiles/measure.py"},
+    "numpy": {"runtime/data.py"},
 }
 
 # What planning touches: the machine it runs on need not have torch.
@@ -52,6 +57,7 @@ TORCH_FREE_ROOMS = ("planner",)
 TORCH_FREE_FILES = (
     *(f"runtime/{name}.py" for name in ("plan", "workload", "timeline", "units", "errors", "region", "cores", "cli")),
     "hwprofiles/schema.py",
+    "hwprofiles/curves.py",
     "hwprofiles/cli.py",
 )
 
@@ -198,6 +204,8 @@ def test_nothing_smells(path: Path) -> None:
         ("planner.lower", "from ..runtime import plan"),
         ("planner.lower", "from hwprofiles.measure import copies"),
         ("hwprofiles.schema", "from runtime.plan import Plan"),
+        ("hwprofiles.measure", "from runtime.executor import execute"),
+        ("hwprofiles.curves", "from planner.cost import costs"),
         ("planner.cli", "from runtime.executor import execute"),
         ("planner.search", "from .cli import main"),
     ],
@@ -216,7 +224,7 @@ def test_an_import_against_the_house_is_seen(module: str, code: str) -> None:
             "planner.lower",
             "from runtime.plan import Plan\nfrom .cost import costs\nfrom hwprofiles.schema import Profile",
         ),
-        ("hwprofiles.measure", "from runtime.lanes import pin"),
+        ("hwprofiles.works", "from runtime.optimizer import adamw_"),
     ],
 )
 def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None:
@@ -233,15 +241,33 @@ def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None
         "import os\nos.environ['X']",
         "x = 1  # type: ignore",
         "class SlotManager: ...",
+        "x = 1  # temporarily",
     ],
 )
 def test_a_smell_is_seen(code: str) -> None:
     assert smells("runtime/lanes.py", code)
 
 
+def test_a_name_that_says_nothing_is_seen_and_a_shell_may_read_the_environment() -> None:
+    assert smells("runtime/slot_utils.py", "x = 1")
+    assert smells("runtime/cli.py", "import os\nos.environ['X']") == []
+
+
 def test_a_library_without_a_home_is_seen() -> None:
     tree = ast.parse("import torch.nn\nimport requests\nimport json")
     assert homeless("planner/lower.py", tree) == ["requests", "torch"]
+
+
+def test_every_home_is_lived_in_and_every_permission_is_used() -> None:
+    trees = {_module(path): ast.parse(path.read_text()) for path in package_files()}
+    imported = {module: {(target, level) for target, level, _ in imports(tree)} for module, tree in trees.items()}
+    for library, files in HOME.items():
+        for name in files:
+            module = name.removesuffix(".py").replace("/", ".")
+            assert any(target.partition(".")[0] == library for target, _ in imported[module]), f"{name} has no use for {library}"
+    for permit, targets in MAY_IMPORT.items():
+        used = {t for module, found in imported.items() if module == permit or module.startswith(f"{permit}.") for t, _ in found}
+        assert targets <= used, f"{permit} imports none of {sorted(targets - used)}"
 
 
 def test_every_declared_dependency_has_a_home_and_every_home_is_declared() -> None:
@@ -277,6 +303,24 @@ def test_planning_does_not_wake_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_base_install_plans() -> None:
+    """With nothing but what `pip install .` brings: every other declared library is refused."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {line.partition(">=")[0] for group in project["optional-dependencies"].values() for line in group}
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        assert name.partition('.')[0] not in {extras}, f'{{name}} is not in the base install'\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import planner.cli\n"
+        "planner.cli.cli(['plan', 'qwen2.5-7b', '--machine', 'rtx4090-server', '--batch-size', '2'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stdout
+
+
 def test_the_package_names_resolve_to_this_repository() -> None:
     """Both names exist on the package index."""
     code = "import planner, hwprofiles, runtime\nfor room in (planner, hwprofiles, runtime): print(room.__file__)"
@@ -295,6 +339,33 @@ def test_the_distribution_holds_every_room_and_its_data() -> None:
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+
+
+_FIGURE = re.compile(r"(?<![\w.])\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens/s|(?:[KMGT]i?)?B(?:/s)?\b|[GTP]?FLOP)")
+
+
+def test_every_number_in_the_readme_links_to_the_page_that_made_it() -> None:
+    places = re.split(r"\n\n|\n(?=\|)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [place for place in places if _FIGURE.search(place) and "](docs/" not in place] == []
+    assert all(
+        _FIGURE.search(text) for text in ("1.3x faster", "a step of 2.9 s", "within 5 %", "900 tokens/s", "80 GB", "2 TFLOP/s")
+    )
+    assert not _FIGURE.search("Python 3.11 or newer, two cores, ops ^ 12, b3 m0")
+
+
+def test_the_op_that_the_readme_shows_is_one() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^(?:load|forward|loss|backward|offload|accumulate|norm|update) .*$", readme, re.M)
+    assert shown
+    assert [str(Op.parse(line)) for line in shown] == shown
+
+
+def test_the_readme_names_every_command_and_every_supported_model_type() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = {line.split()[1] for line in readme.splitlines() if line.startswith("penstock ")}
+    assert commands == {*cli.commands, *ELSEWHERE}
+    row = next(line for line in readme.splitlines() if line.startswith("| models |"))
+    assert sorted(row.partition("models |")[2].partition(";")[0].replace(",", "").split()) == sorted(ARCHITECTURES)
 
 
 def test_no_file_knows_the_machine_it_was_written_on() -> None:

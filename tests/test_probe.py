@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import measure
+from hwprofiles import instruments, measure, works
 from hwprofiles.cli import headline, probe, remarks, text_of
-from hwprofiles.measure import Bench, Sample
+from hwprofiles.instruments import Bench, Sample
 from hwprofiles.schema import Profile
 from runtime.cores import split_cores
 from runtime.errors import ProfileError
+from runtime.optimizer import adamw_
 
 ROOT = Path(__file__).resolve().parent.parent
 times = st.lists(st.floats(min_value=1e-6, max_value=10), min_size=1, max_size=9)
@@ -38,7 +40,7 @@ def probed() -> tuple[Profile, list[tuple[str, float]]]:
 
 def bench(cores: list[int] | None = None) -> Bench:
     here = cores or sorted(os.sched_getaffinity(0))
-    return Bench(measure.QUICK, *split_cores(here), lambda what, fraction: None)
+    return Bench(measure.QUICK.patience, *split_cores(here))
 
 
 def test_a_probe_is_a_profile_that_reads_back(probed: tuple[Profile, object]) -> None:
@@ -126,9 +128,9 @@ def test_work_runs_on_the_cores_and_threads_of_its_lane_and_this_thread_keeps_it
 
 
 def test_the_time_of_repeats_is_the_median_and_one_outlier_moves_neither_it_nor_the_spread() -> None:
-    assert measure._sample([1.0, 1.1, 0.9]).seconds == 1.0
-    assert measure._sample([1.0, 1.0, 1.0, 1.0, 50.0]) == Sample(1.0, measure.LEAST_SPREAD)
-    assert measure._sample([1.0, 1.2, 0.8]).spread_fraction == pytest.approx(1.9 * 0.2)
+    assert Sample.of([1.0, 1.1, 0.9]).seconds == 1.0
+    assert Sample.of([1.0, 1.0, 1.0, 1.0, 50.0]) == Sample(1.0, instruments.LEAST_SPREAD)
+    assert Sample.of([1.0, 1.2, 0.8]).spread_fraction == pytest.approx(1.9 * 0.2)
 
 
 def test_a_work_is_repeated_as_often_as_the_effort_says_and_a_very_long_one_not_at_all() -> None:
@@ -141,7 +143,7 @@ def test_a_work_is_repeated_as_often_as_the_effort_says_and_a_very_long_one_not_
         n[0] += 1
 
     sample = b.repeat(work)
-    assert n[0] == 1 + measure.QUICK.least_repeats
+    assert n[0] == 1 + measure.QUICK.patience.least_repeats
     assert sample.seconds == pytest.approx(0.02)
     b.clock = lambda: next(ticks) * 10.0
     n[0] = 0
@@ -154,7 +156,7 @@ def test_a_run_in_which_the_thread_had_no_core_does_not_count_where_calm_ones_ar
     now_s, queued_s = [0.0], [0.0]
     b.clock, b.queue_clock = lambda: now_s[0], lambda: queued_s[0]
     runs = iter([(0.001, 0.0), (1.0, 0.0), (5.0, 2.0), (1.0, 0.0), (4.0, 2.0), (1.2, 0.0)])
-    b.effort = replace(measure.QUICK, most_repeats=5, point_s=100.0, longest_s=100.0)
+    b.patience = replace(measure.QUICK.patience, most_repeats=5, point_s=100.0, longest_s=100.0)
 
     def work() -> None:
         seconds, in_queue_s = next(runs)
@@ -192,7 +194,7 @@ def test_what_fails_in_a_lane_fails_the_probe() -> None:
     b = bench()
     with pytest.raises(ProfileError, match="broken"):
         b.compute(fail)
-    with pytest.raises(ProfileError, match="broken"), measure._repeating(b.host_cores, [fail]):
+    with pytest.raises(ProfileError, match="broken"), instruments.repeating(b.host_cores, [fail]):
         pass
 
 
@@ -203,23 +205,23 @@ def test_time_in_the_queue_for_a_core_is_seen_and_sleep_is_not() -> None:
     seen: list[float] = []
 
     def asleep() -> float:
-        before_s = measure.queued_s()
+        before_s = instruments.queued_s()
         time.sleep(0.2)
-        return measure.queued_s() - before_s
+        return instruments.queued_s() - before_s
 
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("this kernel does not count")
-    slept_s = measure._on(core, 1, asleep)
+    slept_s = instruments.on_cores(core, 1, asleep)
     busy = [torch.rand(600, 600) for _ in range(2)]
 
     def multiply(x: torch.Tensor) -> None:  # releases the interpreter's lock, so that both really want the core
-        before_s, start_s = measure.queued_s(), time.thread_time()
+        before_s, start_s = instruments.queued_s(), time.thread_time()
         while time.thread_time() - start_s < 0.2:
             _ = x @ x
-        seen.append(measure.queued_s() - before_s)
+        seen.append(instruments.queued_s() - before_s)
 
     with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(measure._on, core, 1, lambda x=x: multiply(x)) for x in busy]:
+        for future in [pool.submit(instruments.on_cores, core, 1, lambda x=x: multiply(x)) for x in busy]:
             future.result()
     assert max(seen) > 0.05
     assert max(seen) > slept_s
@@ -229,7 +231,7 @@ def test_time_in_the_queue_for_a_core_is_seen_and_sleep_is_not() -> None:
 def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
     points = [(float(i), Sample(s, 0.1)) for i, s in enumerate(seconds)]
     lifted = [*points]
-    measure._raise_times(lifted)
+    instruments.raise_times(lifted)
     after = [sample.seconds for _, sample in lifted]
     assert all(a < b for a, b in itertools.pairwise(after))
     for (_, was), (_, now) in zip(points, lifted, strict=True):
@@ -240,7 +242,7 @@ def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
 def test_lifted_products_pass_the_schemas_own_check(seconds: list[float]) -> None:
     shapes = [(m, w, w) for m in (64, 256, 1024) for w in (128, 256, 512)]
     samples = dict(zip(shapes, (Sample(s, 0.1) for s in seconds), strict=True))
-    measure._raise_products(samples)
+    instruments.raise_products(samples)
     for (m, k, _), sample in samples.items():
         for (m0, k0, _), other in samples.items():
             assert not (m0 <= m and k0 <= k and (m0, k0) != (m, k)) or other.seconds < sample.seconds
@@ -249,22 +251,43 @@ def test_lifted_products_pass_the_schemas_own_check(seconds: list[float]) -> Non
 def test_walking_copies_copy_every_byte_in_the_end() -> None:
     source = torch.arange(256 * 1024, dtype=torch.int64).to(torch.uint8)
     to = torch.zeros_like(source)
-    work = measure._walking_copy(to, source, 64 * 1024)
+    work = works.walking_copy(to, source, 64 * 1024)
     for _ in range(4):
         work()
     assert to[: 192 * 1024].equal(source[: 192 * 1024])
 
 
-def test_the_walking_update_is_the_runtimes_own_and_touches_all_its_state() -> None:
-    piece = 65_536
-    work = measure._walking_update(3 * piece, piece)
-    cells = {name: cell.cell_contents for name, cell in zip(work.__code__.co_freevars, work.__closure__ or (), strict=True)}
-    before, weights = cells["master"].clone(), cells["weight"]
-    for _ in range(3):
+def test_the_walking_update_is_the_runtimes_own_and_walks_through_all_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece, updated = 65_536, []
+
+    def update(master: torch.Tensor, *rest: Any) -> None:
+        before = master.clone()
+        adamw_(master, *rest)
+        weight = rest[3]
+        assert (master != before).float().mean() > 0.5
+        assert (weight.float() - master).abs().max() <= master.abs().max() * 2**-8
+        updated.append((master.data_ptr(), master.numel()))
+
+    monkeypatch.setattr(works, "adamw_", update)
+    work = works.walking_update(3 * piece, piece)
+    for _ in range(4):
         work()
-    changed = (before != cells["master"]).float().view(3, piece).mean(1)
-    assert (changed > 0.5).all()
-    assert (weights.float() - cells["master"]).abs().max() <= cells["master"].abs().max() * 2**-8
+    start = updated[0][0]
+    assert updated == [(start + i * piece * 4, piece) for i in (0, 1, 2, 0)]
+
+
+@given(st.integers(min_value=1, max_value=256))
+def test_every_thread_has_optimizer_state_of_its_own_however_many_there_are(n_threads: int) -> None:
+    for effort in (measure.QUICK, measure.THOROUGH):
+        assert effort.params_per_thread(n_threads) >= 4 * measure.UPDATE_PARAMS
+        assert effort.needed_bytes(2 * n_threads, n_threads) < effort.needed_bytes(2 * n_threads + 2, n_threads + 1)
+
+
+def test_a_machine_with_more_host_cores_than_a_small_probe_has_state_for_is_measured() -> None:
+    b = bench()
+    b.host_cores = b.host_cores[:1] * 4  # four lanes on one real core
+    host, _ = measure._host(b, measure.QUICK, lambda: None)
+    assert [point["threads"] for point in host["optimizer"]] == [1, 4]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -132,11 +132,14 @@ def test_a_rate_between_points_lies_between_the_slowest_and_the_fastest(
 def test_at_a_point_alone_at_its_width_the_rate_is_the_point(name: str) -> None:
     profile = read_profile(name)
     for dtype, points in profile.device.matmul.items():
+        n_alone = 0
         for p in points:
             if sum(q.m == p.m and q.k * q.n == p.k * p.n for q in points) == 1:
                 rate = profile.matmul_flop_per_s(dtype, p.m, p.k, p.n)
                 assert rate.inside_measured
                 assert rate.value == pytest.approx(p.flop_per_s.value)
+                n_alone += 1
+        assert n_alone > 1
     for dtype, grid in profile.device.attention.items():
         for a in grid:
             forward = profile.attention_flop_per_s(dtype, a.seq_len, a.head_dim, False)

@@ -1,0 +1,250 @@
+"""How long does a piece of work take here?
+
+Work is timed on the threads and cores that the runtime would give it: compute on its half of the cores, copies and optimizer on
+the others, each alone and while the others run. A time is the median of repeats; its spread is robust against single outliers.
+What other programs took of our cores is left out where the kernel counts it.
+"""
+
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from .works import Work
+
+T = TypeVar("T")
+
+LEAST_SPREAD = 0.01
+CALM_FRACTION = 0.95  # of a run in which our thread had its core: below it another program cut in
+MOST_STOLEN_FRACTION = 0.9  # of a run that is believed to have been others': the rest keeps a time above zero
+PATIENCE_FACTOR = 4  # on a busy machine a point may take so many times longer, while too few calm runs are found
+ONE_RUN_SPREAD = 0.1  # of a work so long that it was run once
+BARRIER_TIMEOUT_S = 60  # a lane that fails must not hold up the others
+
+
+class Sample(NamedTuple):
+    """Seconds, and half the width of what four of five repeats lie in, as a fraction."""
+
+    seconds: float
+    spread_fraction: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> "Sample":
+        """Median, and 1.9 median absolute deviations: in a normal distribution that holds four of five."""
+        middle = statistics.median(seconds)
+        deviation = statistics.median(abs(s - middle) for s in seconds)
+        return Sample(middle, max(LEAST_SPREAD, 1.9 * deviation / middle))
+
+    def above(self, less_s: float) -> "Sample":
+        """The sample; or, where it is not above the time of less work, a time just above that, with as much more spread."""
+        least_s = 1.001 * less_s
+        if self.seconds > least_s:
+            return self
+        return Sample(least_s, self.spread_fraction + least_s / self.seconds - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to look. A point is repeated until `point_s` is used up, but for at least and at most so many times."""
+
+    least_repeats: int
+    most_repeats: int
+    point_s: float
+    window_s: float  # length of one look at several threads together; there are `least_repeats` of them
+    longest_s: float  # a work that takes longer than this is run once
+
+
+@dataclass(slots=True)
+class Bench:
+    """The cores of each lane, the clock, and what is known so far of how lanes disturb each other."""
+
+    patience: Patience
+    compute_cores: list[int]
+    host_cores: list[int]
+    clock: Callable[[], float] = time.perf_counter
+    queue_clock: Callable[[], float] = field(default_factory=lambda: queued_s)  # runs while this thread wants a core and has none
+    measured_s: float = 0.0
+    stolen_s: float = 0.0  # of that, in which other programs had our core
+    slowdown: dict[str, float] = field(default_factory=dict)  # time with the other lanes busy over time alone, by kind of work
+
+    @property
+    def all_cores(self) -> list[int]:
+        """Cores of all lanes, each once."""
+        return sorted({*self.compute_cores, *self.host_cores})
+
+    def repeat(self, work: Work) -> Sample:
+        """Median time of the work on this thread, without the runs that other programs cut into if enough others are left.
+
+        If not, all runs count, each without the time for which it was cut. A first run that uses up the time is the result.
+        """
+        patience = self.patience
+        calm_s: list[float] = []
+        all_s: list[float] = []
+        first_s, _ = self._run(work)  # touches memory and fills caches of the library; counts only if it was long
+        if first_s > patience.longest_s:
+            return Sample(first_s, ONE_RUN_SPREAD)
+        began_s = self.clock()
+        while len(all_s) < patience.most_repeats:
+            # Longer where calm runs are still wanted, but not without end: on a busy machine there may be none.
+            point_s = patience.point_s * (1 if len(calm_s) >= patience.least_repeats else PATIENCE_FACTOR)
+            if len(all_s) >= patience.least_repeats and self.clock() - began_s > point_s:
+                break
+            seconds, stolen_s = self._run(work)
+            self.measured_s += seconds
+            self.stolen_s += stolen_s
+            all_s.append(seconds - stolen_s)
+            if stolen_s < (1 - CALM_FRACTION) * seconds:
+                calm_s.append(seconds)
+        return Sample.of(calm_s if len(calm_s) >= patience.least_repeats else all_s)
+
+    def _run(self, work: Work) -> tuple[float, float]:
+        """Seconds on the clock, and for how many of them the thread waited for a core that another program had."""
+        start_s, start_queued_s = self.clock(), self.queue_clock()
+        work()
+        seconds = self.clock() - start_s
+        return seconds, min(self.queue_clock() - start_queued_s, MOST_STOLEN_FRACTION * seconds)
+
+    def compute(self, work: Work) -> Sample:
+        """Time of the work on the gpu lane's thread and cores."""
+        return on_cores(self.compute_cores, len(self.compute_cores), lambda: self.repeat(work))
+
+    def host(self, work: Work) -> Sample:
+        """Time of the work on a host lane's thread."""
+        return on_cores(self.host_cores, 1, lambda: self.repeat(work))
+
+    def slow_by(self, kind: str, works: Sequence[Work], busy: Sequence[Work]) -> None:
+        """Remember what host lanes that do `busy` cost compute lanes that do `works`: the median of the ratios."""
+        ratios = []
+        for work in [*works] * self.patience.least_repeats:
+            alone = self.compute(work)
+            with repeating(self.host_cores, busy):
+                loaded = self.compute(work)
+            ratios.append(loaded.seconds / alone.seconds)
+        self.slowdown[kind] = max(1.0, statistics.median(ratios))
+
+    def together(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[Sample]:
+        """Seconds per run of each lane's work while all of them run, each on its cores; without what other programs took."""
+        windows = [self._window(lanes) for _ in range(self.patience.least_repeats)]
+        return [Sample.of(seconds) for seconds in zip(*windows, strict=True)]
+
+    def _window(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[float]:
+        """Seconds per run of each lane's work, in one window of time."""
+        start = threading.Barrier(len(lanes), timeout=BARRIER_TIMEOUT_S)
+
+        def lane(work: Work) -> tuple[float, float, float, int]:
+            work()
+            start.wait()
+            start_s, start_cpu_s, start_queued_s, n = self.clock(), time.thread_time(), self.queue_clock(), 0
+            while n == 0 or self.clock() - start_s < self.patience.window_s:
+                work()
+                n += 1
+            return self.clock() - start_s, time.thread_time() - start_cpu_s, self.queue_clock() - start_queued_s, n
+
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            futures = [pool.submit(on_cores, cores, 1, lambda w=work: lane(w)) for cores, work in lanes]
+            runs = [future.result() for future in futures]
+        result = []
+        for (cores, _), (seconds, _, in_queue_s, n) in zip(lanes, runs, strict=True):
+            sharing = [run for (other, _), run in zip(lanes, runs, strict=True) if {*other} & {*cores}]
+            if len(sharing) <= len(cores):
+                result.append((seconds - min(in_queue_s, MOST_STOLEN_FRACTION * seconds)) / n)
+            else:  # lanes wait for each other too: what all of them together did not have of their cores, others had
+                had_fraction = sum(cpu_s for _, cpu_s, _, _ in sharing) / (len(cores) * max(run[0] for run in sharing))
+                result.append(seconds * min(1.0, had_fraction) / n)
+        return result
+
+    def handover(self, n_rounds: int = 200) -> Sample:
+        """From one lane's signal to another's start, as the executor hands over: half of a round trip."""
+        turn, conditions = [0], [threading.Condition(), threading.Condition()]
+
+        def player(me: int) -> list[float]:
+            seconds = []
+            for i in range(n_rounds):
+                began_s = self.clock()
+                with conditions[me]:
+                    conditions[me].wait_for(lambda i=i: turn[0] == 2 * i + me)  # type: ignore[misc]
+                turn[0] += 1
+                with conditions[1 - me]:
+                    conditions[1 - me].notify_all()
+                seconds.append(self.clock() - began_s)
+            return seconds
+
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(on_cores, self.compute_cores, len(self.compute_cores), lambda: player(0))
+            second = pool.submit(on_cores, self.host_cores, 1, lambda: player(1))
+            rounds = [*first.result()[1:], *second.result()[1:]]  # the first of each waits for the other thread to be made
+        sample = Sample.of(rounds)
+        return Sample(sample.seconds / 2, sample.spread_fraction)
+
+
+def on_cores(cores: Sequence[int], n_threads: int, work: Callable[[], T]) -> T:
+    """Run the work on a fresh thread, bound to the cores, with so many threads inside a kernel."""
+
+    def settled() -> T:
+        os.sched_setaffinity(0, cores)  # 0: the calling thread
+        torch.set_num_threads(n_threads)
+        with torch.no_grad():
+            return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(settled).result()
+
+
+@contextmanager
+def repeating(cores: Sequence[int], works: Sequence[Work]) -> Iterator[None]:
+    """Threads on the cores that repeat their work until the context ends; an error in one of them is raised then."""
+    stop = threading.Event()
+    started = [threading.Event() for _ in works]
+
+    def loop(work: Work, running: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                work()
+                running.set()
+        finally:
+            running.set()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(on_cores, cores, 1, lambda w=w, r=r: loop(w, r)) for w, r in zip(works, started, strict=True)]
+        for running in started:
+            running.wait()
+        try:
+            yield
+        finally:
+            stop.set()
+        for future in futures:
+            future.result()
+
+
+def raise_times(points: list[tuple[float, Sample]], least_s: Sequence[float] | None = None) -> None:
+    """Lift each time, in place, above that of less work: the point before, and `least_s`. Only noise brings such a time about."""
+    for i, (size, sample) in enumerate(points):
+        before_s = points[i - 1][1].seconds if i else 0.0
+        points[i] = size, sample.above(max(before_s, least_s[i] if least_s else 0.0))
+
+
+def raise_products(times: dict[tuple[int, int, int], Sample]) -> None:
+    """The same for products by (m, k, n), in m and in width, the root of k n."""
+    done: list[tuple[int, float, float]] = []
+    for (m, k, n), sample in sorted(times.items(), key=lambda item: (item[0][0], item[0][1] * item[0][2])):
+        width = math.sqrt(k * n)
+        below = [s for m0, w0, s in done if m0 <= m and w0 <= width and (m0, w0) != (m, width)]
+        times[m, k, n] = sample.above(max(below, default=0.0))
+        done.append((m, width, times[m, k, n].seconds))
+
+
+def queued_s() -> float:
+    """Seconds for which this thread wanted a core and had none, since it began; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
