@@ -100,21 +100,21 @@ def text_of(profile: Profile) -> str:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write the file whole or not at all; ProfileError where it cannot be written."""
-    partial = path.with_name(path.name + ".partial")
+    from runtime.files import write_whole
+
     try:
-        partial.write_text(text_of(profile), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text_of(profile))
     except OSError as error:
         raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
 def _check_writable(path: Path) -> None:
+    from runtime.files import try_to_write
+
     if path.is_dir():
         raise ProfileError(f"{path}: is a folder; give a file, for example -o {path / 'profile.json'}")
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text("")
-        partial.unlink()
+        try_to_write(path)
     except OSError as error:
         raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 

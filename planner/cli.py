@@ -4,23 +4,30 @@ Nothing heavy is imported before a command needs it: `penstock --help` is instan
 """
 
 import importlib
+import io
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from runtime.errors import DoesNotFitError, PenstockError
-from runtime.units import parse_bytes
+from runtime.units import on_one_line, parse_bytes
 
 if TYPE_CHECKING:
     from runtime.plan import Policy, Semantics
     from runtime.timeline import Timeline
 
 MAX_COUNT = 10**9
-MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
+MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
+MAX_TIMELINE_FILE_BYTES = 2**30
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 # Commands of other rooms: where they live, and what `--help` says of them without waking that room.
 ELSEWHERE = {
@@ -50,18 +57,63 @@ class Penstock(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command and leave with its exit code. A mistake of ours keeps its traceback."""
         extra["standalone_mode"] = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # names that are no UTF-8, and terminals that know only ASCII
         try:
-            code = super().main(*args, **extra)
+            with _signals_end_the_command():
+                code = super().main(*args, **extra)
+                sys.stdout.flush()
         except PenstockError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_code)
+            _fail(str(error), error.exit_code)
         except click.ClickException as error:
-            click.echo("error: " + " ".join(error.format_message().split()), err=True)
-            sys.exit(2)
-        except click.Abort:
-            click.echo("error: interrupted", err=True)
-            sys.exit(130)
+            _fail(" ".join(error.format_message().split()), 2)
+        except BrokenPipeError:
+            _leave_stdout()
+            sys.exit(1)  # who reads has seen enough, as `penstock plan ... | head` has
+        except OSError as error:
+            _leave_stdout()
+            where = error.filename if isinstance(error.filename, str) else "the output"
+            _fail(f"{where}: cannot be read or written ({error.strerror}); make room, or choose another place", 2)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _Terminated:
+            _fail("terminated", 128 + signal.SIGTERM)
+        except KeyboardInterrupt:
+            _fail("interrupted", 128 + signal.SIGINT)
+
+
+class _Terminated(BaseException):
+    """Somebody asked the process to end: what is half-written is taken back on the way out."""
+
+
+@contextmanager
+def _signals_end_the_command() -> Iterator[None]:
+    """SIGTERM unwinds the stack as SIGINT does; otherwise it would leave half a checkpoint behind."""
+
+    def end(*_: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave_stdout() -> None:
+    """What could not be written is dropped; Python would try once more on leaving, and complain."""
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    """One line, whatever a file or a file's name put into the message."""
+    click.echo(f"error: {on_one_line(message)}", err=True)
+    sys.exit(exit_code)
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]
@@ -90,11 +142,40 @@ class ClipNorm(click.ParamType):  # type: ignore[type-arg]
         return norm
 
 
-COUNT = click.IntRange(1, MAX_COUNT)
+class Count(click.IntRange):
+    """A whole number above zero. `--help` leaves out the upper end, which nobody means."""
+
+    def _describe_range(self) -> str:
+        return "1 or more"
+
+
+COUNT = Count(1, MAX_COUNT)
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    try:
+        click.echo(f"penstock {metadata.version('penstock')}")
+    except metadata.PackageNotFoundError:
+        click.echo("penstock, version unknown: run from its source folder without `pip install .`")
+    ctx.exit()
+
+
+class _Plan(click.Command):
+    """`plan --help` ends with the names that can be given. Only folders are listed; no room wakes."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):
+            names = sorted(file.name for file in (resources.files(package) / folder).iterdir())
+            with formatter.section(title):
+                formatter.write_text(", ".join(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
 
 @click.group(cls=Penstock, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="penstock", prog_name="penstock")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and leave."
+)
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Train language models far larger than GPU memory on one GPU, and know beforehand how fast.
@@ -110,9 +191,9 @@ def main() -> None:
     cli()
 
 
-@cli.command(short_help="Find the fastest schedule for a model on a machine, and say how fast it is.")
+@cli.command(cls=_Plan, short_help="Find the fastest schedule for a model on a machine, and its speed.")
 @click.argument("model")
-@click.option("--machine", required=True, help="A shipped profile's name, or the file of one (penstock probe -o).")
+@click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
 @click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
@@ -124,7 +205,8 @@ def main() -> None:
     default="search",
     show_default=True,
     metavar="search|NAME|FILE",
-    help=f"The schedule: the fastest found, that of another system ({', '.join(BASELINE_NAMES)}), or one from a JSON or plan file.",
+    help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
+    "of a plan or JSON file.",
 )
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option(
@@ -147,7 +229,7 @@ def main() -> None:
     "--attention", type=click.Choice(["sdpa", "eager"]), help="Attention implementation.  [default: the better one of the model's]"
 )
 @click.option("--loss-tile-tokens", type=COUNT, default=1024, show_default=True, help="Tokens whose logits exist at a time.")
-@click.option("--runnable", is_flag=True, help="Only what `penstock run` performs today.")
+@click.option("--runnable", is_flag=True, help="Only policies that `penstock run` performs; today it performs all of them.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def plan(
@@ -173,17 +255,19 @@ def plan(
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
 
-    MODEL is a folder or config.json in Hugging Face form, or a shipped name such as qwen2.5-7b or gpt-oss-120b. Exit code 3:
-    it does not fit, and the message names the smallest changes that do.
+    MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
+    (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
     from hwprofiles.schema import read_profile
     from runtime.plan import PlanFile, Semantics
 
     from .micro_batch import with_micro_batch
+    from .remedy import MAX_PLAN_OPS, most_ops
     from .search import search
     from .workload import build_workload, read_model, supported_attention
 
     # Every policy there is today is performed by `run`, so `runnable` leaves nothing out yet.
+    _refuse_endless(machine)
     profile = read_profile(machine)
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
@@ -206,7 +290,7 @@ def plan(
         semantics, workload = with_micro_batch(described, semantics, profile)
     else:
         workload = build_workload(described, semantics)
-    n_ops = 5 * semantics.n_micro_batches * len(workload.blocks)
+    n_ops = most_ops(workload, semantics)
     if n_ops > MAX_PLAN_OPS:
         said = f"a step of {semantics.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise click.UsageError(f"{said}; use a larger --micro-batch")
@@ -235,13 +319,17 @@ def plan(
 
         explain(answer, profile, Console(file=sys.stdout))
     if output is not None:
-        click.echo(f"wrote {output}: prove it with `penstock check {output}`, perform it with `penstock run {output}`", err=True)
+        name = on_one_line(str(output))
+        click.echo(f"wrote {name}; next: penstock check {name}, then penstock run {name} --data FOLDER", err=True)
 
 
 @cli.command(short_help="Prove that a plan is right, or say what is wrong with it.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 def check(plan_file: Path) -> None:
-    """Prove that a plan is right: no race, no deadlock, every gradient once, within memory. Exit code 1 if it is not."""
+    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine.
+
+    Exit code 0 and one line if it is; 1 and what is wrong if it is not; 2 if the file is no plan.
+    """
     from runtime.errors import PlanError
     from runtime.plan import PlanFile
 
@@ -252,9 +340,8 @@ def check(plan_file: Path) -> None:
     try:
         prove(file.plan, file.claim)
     except PlanError as error:
-        click.echo(f"error: {plan_file}: {error}", err=True)
-        sys.exit(1)
-    click.echo(f"{plan_file}: {summary(file.plan)}")
+        _fail(f"{plan_file}: {error}", 1)
+    click.echo(f"{on_one_line(str(plan_file))}: {summary(file.plan)}")
 
 
 @cli.command(short_help="Draw when each op runs, as predicted and as measured.")
@@ -284,7 +371,15 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     if run_dir is not None:
         tracks["measured"] = _measured(run_dir / "timeline.json", len(described.ops))
     _write(output, chrome_trace(described, tracks))
-    click.echo(f"wrote {output}: open it at https://ui.perfetto.dev or chrome://tracing", err=True)
+    click.echo(f"wrote {on_one_line(str(output))}; open it at https://ui.perfetto.dev or chrome://tracing", err=True)
+
+
+def _refuse_endless(machine: str) -> None:
+    """A profile is a file: reading a pipe or a device might never end."""
+    if os.path.exists(machine) and not os.path.isfile(machine):
+        raise click.UsageError(
+            f"--machine {machine}: a folder, pipe or device; give a shipped name or a file of `penstock probe -o`"
+        )
 
 
 def _batch_size(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
@@ -305,6 +400,7 @@ def _policy(text: str, semantics: "Semantics") -> "Policy | None":
 
     from pydantic import TypeAdapter, ValidationError
 
+    from runtime.files import read_whole
     from runtime.plan import Policy
 
     from .space import baseline
@@ -314,12 +410,12 @@ def _policy(text: str, semantics: "Semantics") -> "Policy | None":
     if text in BASELINE_NAMES:
         return baseline(text, semantics)
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(path):  # a name too long for a file is no file
         near = get_close_matches(text, ["search", *BASELINE_NAMES], n=1)
         meant = f"did you mean {near[0]}?" if near else f"write search, {', '.join(BASELINE_NAMES)}, or a file"
         raise click.UsageError(f"--policy: no policy or file {text!r}; {meant}")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))
         if isinstance(fields, dict):
             fields = fields.get("policy", fields)
         return TypeAdapter(Policy).validate_json(json.dumps(fields))
@@ -337,13 +433,14 @@ def _measured(path: Path, n_ops: int) -> "Timeline":
     """The timeline that a run wrote."""
     from pydantic import TypeAdapter, ValidationError
 
+    from runtime.files import read_whole
     from runtime.timeline import Timeline
 
     try:
-        timeline = TypeAdapter(Timeline).validate_json(path.read_text(encoding="utf-8"))
+        timeline = TypeAdapter(Timeline).validate_json(read_whole(path, MAX_TIMELINE_FILE_BYTES))
     except OSError as error:
         raise click.UsageError(f"{path}: cannot be read ({error.strerror}); give the --out folder of a run") from None
-    except (ValidationError, UnicodeDecodeError):
+    except ValidationError:
         raise click.UsageError(f"{path}: not the timeline of a run; give the --out folder of a run") from None
     if any(span.op >= n_ops for span in timeline.spans):
         raise click.UsageError(f"{path}: the timeline of another plan; give the plan that the run performed")
@@ -352,10 +449,10 @@ def _measured(path: Path, n_ops: int) -> "Timeline":
 
 def _write(path: Path, text: str) -> None:
     """The whole file or none of it."""
-    partial = path.with_name(path.name + ".partial")
+    from runtime.files import write_whole
+
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise click.UsageError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 

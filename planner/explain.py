@@ -8,12 +8,13 @@ from rich.text import Text
 
 from hwprofiles.schema import Profile
 from runtime.plan import Lane, Plan, Policy
-from runtime.units import show_bytes, show_rate, show_seconds
+from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .memory import Footprint
 from .search import Answer, Certificate
 
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploading weights", Lane.D2H: "downloading gradients", Lane.CPU: "host optimizer"}
+MANY_FRACTION = 0.25  # of the numbers assumed or from a datasheet: then the reader should know
 SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
 PIPE_COLUMNS = 120
 CONVENTION = "forward and twice that, causal half of attention, no recompute"
@@ -96,9 +97,9 @@ def in_words(policy: Policy, plan: Plan) -> str:
     else:
         order = "one micro-batch after another"
     n_kept = len(policy.keep_blocks)
-    kept = (
-        f"{counted(n_kept, 'layer')} of {plan.workload.n_layers} kept, the others recomputed" if n_kept else "all layers recomputed"
-    )
+    n_layers = plan.workload.n_layers
+    some = f"activations of {n_kept} of {n_layers} layers kept, the others recomputed"
+    kept = "all activations recomputed" if not n_kept else "all activations kept" if n_kept == n_layers else some
     late = f", leaving {policy.offload_late_blocks} late" if policy.offload_late_blocks else ""
     return (
         f"{order}; {counted(policy.prefetch_depth, 'layer')} prefetched; {counted(policy.gradient_slots, 'gradient slot')}{late}; "
@@ -109,11 +110,6 @@ def in_words(policy: Policy, plan: Plan) -> str:
 def counted(n: int, noun: str, plural: str = "s") -> str:
     """`1 layer`, `2 layers`."""
     return f"{n} {noun}{'' if n == 1 else plural}"
-
-
-def show_count(n: int) -> str:
-    """`116.8 G`, `494 M`: four significant digits."""
-    return f"{n / 1e9:.4g} G" if n >= 1e9 else f"{n / 1e6:.4g} M"
 
 
 def certificate_sentence(certificate: Certificate, step_s: float) -> str:
@@ -132,8 +128,14 @@ def sureness(answer: Answer, profile: Profile) -> Iterator[str]:
     soft = counts["assumed"] + counts["datasheet"]
     named = f"{counts['assumed']} are assumed and {counts['datasheet']} from datasheets"
     yield f"Of {sum(counts.values())} numbers in the profile, {named}."
-    if soft:
-        yield "Measure the machine itself with `penstock probe` and plan again."
+    if soft > MANY_FRACTION * sum(counts.values()):
+        # `probe` measures CPU machines today; for others saying so would send the reader to an error.
+        remedy = (
+            "measure the machine with `penstock probe` and plan again"
+            if profile.device.kind == "cpu"
+            else "replace them if you can"
+        )
+        yield f"That is many: the prediction is as good as they are; {remedy}."
     if answer.outside:
         yield f"Outside what was measured, taken at the nearest point: {'; '.join(answer.outside)}."
 

@@ -9,7 +9,7 @@ from hwprofiles.schema import Profile
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.units import GB
-from runtime.workload import Model
+from runtime.workload import Model, Workload
 
 from .memory import Footprint, footprint, frame, short_of
 from .micro_batch import divisors, with_micro_batch
@@ -17,6 +17,12 @@ from .space import policies
 from .workload import build_workload
 
 MAX_CHANGES = 3
+MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
+
+
+def most_ops(workload: Workload, semantics: Semantics) -> int:
+    """Ops of the longest plan there can be: each micro-batch visits each block five times."""
+    return 5 * semantics.n_micro_batches * len(workload.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Request:
     def fits(self) -> bool:
         """Whether some policy that may be chosen fits."""
         workload = build_workload(self.model, self.semantics)
+        if most_ops(workload, self.semantics) > MAX_PLAN_OPS:
+            return False
         if self.fixed is not None:
             return footprint(frame(self.model, workload, self.semantics, self.fixed), self.profile).fits
         return any(needs.fits for _, needs in policies(self.model, workload, self.semantics, self.profile))

@@ -16,7 +16,7 @@ from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics
 from runtime.region import Demand, Region, Resource
 from runtime.workload import Model, Workload
 
-from .bounds import Bound, machine_bound, policy_bound
+from .bounds import FACET, LANE_NAME, Bound, machine_bound, policy_bound
 from .cost import CostModel, region_of
 from .lower import lower, refuse_illegal
 from .memory import Footprint, footprint, frame, short_of
@@ -24,6 +24,7 @@ from .remedy import Request, does_not_fit
 from .simulate import Prediction, simulate
 from .space import BASELINES, baseline, policies
 
+BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 16_000  # ops of all plans simulated by one search: about three seconds on one core
 MAX_STEPS = 24
@@ -116,12 +117,30 @@ def search(
     not_tried = [bound.seconds for policy, bound in bounds.items() if policy not in trial.tried]
     machine = machine_bound(plan, trial.cost)
     policy_bound_s = max(min([prediction.step_s, *not_tried]), machine.seconds)
-    binding = bounds[best].binding
+    binding = binding_of(plan, prediction, trial.cost) or bounds[best].binding
     certificate = Certificate(policy_bound_s, machine.seconds, prediction.step_s / policy_bound_s - 1, binding, len(bounds))
     p10_step_s, p90_step_s = _spread(plan, trial, prediction)
     return Answer(
         plan, prediction, p10_step_s, p90_step_s, footprint(plan, profile), certificate, known, tuple(sorted(trial.cost.outside))
     )
+
+
+def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:
+    """What the step is full of: the resource, or else the lane, in use for most of it. None: no one of them binds, but their order.
+
+    A shared resource comes before the lanes: one that is used up slows every lane that draws on it, and makes them look busy.
+    """
+    drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
+    for demand in cost.demands(plan):
+        for resource, per_s in demand.uses:
+            drawn[resource] += per_s * demand.alone_s
+    resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
+    lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
+    for shares in (resources, lanes):
+        name = max(shares, key=lambda name: shares[name])
+        if shares[name] >= BUSY_FRACTION:
+            return name
+    return None
 
 
 class _Trial:

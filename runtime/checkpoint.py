@@ -134,7 +134,8 @@ def writable_folder(folder: Path) -> Path:
     probe = folder / ".penstock-writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
+        probe.unlink(missing_ok=True)
+        probe.open("xb").close()
         probe.unlink()
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None

@@ -1,9 +1,12 @@
 """How does a user start a run?"""
 
+import math
 import resource
+import stat
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import CheckpointError, DoesNotFitError, PlanError
-from .units import show_bytes, show_seconds
+from .units import on_one_line, show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
     from planner.simulate import Prediction
@@ -25,36 +28,66 @@ if TYPE_CHECKING:
     from .trainer import Metrics, Training
 
 MAX_STEPS = 10**9
-POSITIVE = click.FloatRange(min=0, min_open=True, max=1e6)
+MAX_NUMBER = 1e6
+
+
+class Number(click.FloatRange):
+    """A number that is one: click lets `nan` through every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+    def _describe_range(self) -> str:
+        return "above 0" if self.min_open else "0 or more"
+
+
+class Count(click.IntRange):
+    """A whole number. `--help` leaves out the upper end, which nobody means."""
+
+    def _describe_range(self) -> str:
+        return f"{self.min} or more"
+
+
+POSITIVE = Number(min=0, min_open=True, max=MAX_NUMBER)
 
 
 @click.command("run")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--data", required=True, type=click.Path(path_type=Path), help='A folder of text files, or a JSONL of {"text": ...}.')
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    help='A folder of text files, one text file, or a JSONL of {"text": ...}.',
+)
 @click.option("--model", type=click.Path(path_type=Path), help="Folder with weights and tokenizer.  [default: the plan's model]")
-@click.option("--steps", type=click.IntRange(1, MAX_STEPS), help="Steps in all.  [default: once through the data]")
+@click.option(
+    "--steps", type=Count(1, MAX_STEPS), help="Steps in all, those of a resumed run included.  [default: once through the data]"
+)
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("penstock-run"), show_default=True, help="Where checkpoints and logs go."
 )
-@click.option("--save-every", type=click.IntRange(1, MAX_STEPS), help="Steps between checkpoints.  [default: only at the end]")
+@click.option("--save-every", type=Count(1, MAX_STEPS), help="Steps between checkpoints.  [default: only at the end]")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --out.")
 @click.option(
     "--seed",
-    type=click.IntRange(0, 2**63 - 1),
+    type=Count(0, 2**63 - 1),
     default=0,
     show_default=True,
     help="Of random weights, dropout and the order of the data.",
 )
 @click.option("--lr", type=POSITIVE, default=1e-5, show_default=True, help="Learning rate of AdamW.")
 @click.option(
-    "--weight-decay", type=click.FloatRange(min=0, max=1e6), default=0.0, show_default=True, help="Of weights that are matrices."
+    "--weight-decay", type=Number(min=0, max=MAX_NUMBER), default=0.0, show_default=True, help="Of weights that are matrices."
 )
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "cpu", "emulated"]),
     default="auto",
     show_default=True,
-    help="What performs the plan.",
+    help="What performs the plan: this CPU (auto), or the machine of the plan, emulated on a tiny stand-in model.",
 )
 @click.option(
     "--time-scale", type=POSITIVE, help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
@@ -81,8 +114,27 @@ def run(
     from .optimizer import AdamW
 
     file = _checked_plan(plan_file)
-    device = _device(device, time_scale)
+    device = _device(device, time_scale, resume, save_every)
+    _refuse_odd_files(out)
     settings = AdamW(lr=lr, weight_decay=weight_decay)
+    with _no_empty_folder(out):
+        _train(plan_file, file, data, model, steps, out, save_every, resume, seed, settings, device, time_scale)
+
+
+def _train(
+    plan_file: Path,
+    file: "PlanFile",
+    data: Path,
+    model: Path | None,
+    steps: int | None,
+    out: Path,
+    save_every: int | None,
+    resume: bool,
+    seed: int,
+    settings: "AdamW",
+    device: str,
+    time_scale: float | None,
+) -> None:
     if device == "emulated":
         training, scale = _emulated(file.plan, data, out, seed, settings, time_scale)
     else:
@@ -91,10 +143,15 @@ def run(
     n_steps = steps or -(-training.tokens.n_sequences // training.tokens.batch_size)
     if first_step >= n_steps:
         raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {n_steps} with --steps")
-    click.echo(f"{_words(training)}; steps {first_step + 1} to {n_steps}", err=True)
-    with _Progress(first_step, n_steps) as progress:
+    if device == "emulated":
+        click.echo(
+            f"{file.plan.profile['name']}, emulated {scale:.3g} times slower; the losses are a tiny stand-in model's", err=True
+        )
+    click.echo(f"{_words(file.plan, training.tokens)}; steps {first_step + 1} to {n_steps}", err=True)
+    speed_up = scale * file.plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
+    with _Progress(first_step, n_steps, speed_up) as progress:
         timeline, times_s = training.run(first_step, n_steps, progress.step)
-    _show_outcome(file, training, device, scale, timeline, times_s)
+    _show_outcome(plan_file, file, training, device, scale, timeline, times_s)
 
 
 def _checked_plan(path: Path) -> "PlanFile":
@@ -111,7 +168,9 @@ def _checked_plan(path: Path) -> "PlanFile":
     return file
 
 
-def _device(device: str, time_scale: float | None) -> str:
+def _device(device: str, time_scale: float | None, resume: bool, save_every: int | None) -> str:
+    if device == "emulated" and (resume or save_every is not None):
+        raise click.UsageError("an emulated run saves nothing: leave out --resume and --save-every, or --device emulated")
     if time_scale is not None and device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")
     if device == "cuda":
@@ -204,6 +263,31 @@ def _model_folder(plan: "Plan", given: Path | None) -> Path | None:
     return folder
 
 
+@contextmanager
+def _no_empty_folder(out: Path) -> Iterator[None]:
+    """A run that fails before it wrote anything leaves no folder that was not there before."""
+    was_there = out.is_dir()
+    try:
+        yield
+    except BaseException:
+        if not was_there:
+            with suppress(OSError):
+                out.rmdir()  # only if empty
+        raise
+
+
+def _refuse_odd_files(out: Path) -> None:
+    """A pipe where a log is to be written would hold up the run for ever."""
+    for name in ("metrics.jsonl", "metrics.jsonl.partial", "timeline.json", "timeline.json.partial"):
+        path = out / name
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            continue  # not there; a folder that cannot be searched is found out when it is tried
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{path}: a folder, link, pipe or device where the run writes a file; choose another --out")
+
+
 def _tokens(plan: "Plan", data: Path, folder: Path | None, seed: int) -> "Tokens":
     from .data import read_tokens
 
@@ -237,8 +321,6 @@ def _first_step(training: "Training", out: Path, resume: bool) -> int:
         if found is not None:
             raise CheckpointError(f"{out}: holds {found.name} of an earlier run; go on with --resume, or choose another --out")
         return 0
-    if not training.saves:
-        raise click.UsageError("--resume: an emulated run saves nothing to go on from")
     if found is None:
         click.echo(f"{out}: no checkpoint yet, starting from the beginning", err=True)
         return 0
@@ -247,24 +329,23 @@ def _first_step(training: "Training", out: Path, resume: bool) -> int:
     return state.step
 
 
-def _words(training: "Training") -> str:
-    plan, tokens = training.plan, training.tokens
+def _words(plan: "Plan", tokens: "Tokens") -> str:
     skipped = f", {tokens.n_skipped_files} files left out (not text)" if tokens.n_skipped_files else ""
     return (
-        f"{plan.workload.n_params / 1e6:.1f} M parameters, {tokens.n_documents} documents{skipped}, "
-        f"{tokens.n_sequences} sequences of {plan.semantics.seq_len}, {plan.semantics.batch_size} a step"
+        f"{show_count(plan.workload.n_params)} parameters, {tokens.n_documents} documents{skipped}, "
+        f"{tokens.n_sequences} sequences of {tokens.seq_len}, {tokens.batch_size} a step"
     )
 
 
 class _Progress:
-    """A bar on a terminal, a line per step elsewhere; both on stderr."""
+    """A bar on a terminal, a line per step elsewhere; both on stderr. `speed_up`: tokens/s shown over those of the run."""
 
-    def __init__(self, first_step: int, n_steps: int) -> None:
+    def __init__(self, first_step: int, n_steps: int, speed_up: float) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        self.n_steps, self.plain = n_steps, not console.is_terminal
+        self.n_steps, self.speed_up, self.plain = n_steps, speed_up, not console.is_terminal
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         self.bar = Progress(*columns, console=console, disable=self.plain)
         self.task = self.bar.add_task("", total=n_steps, completed=first_step)
@@ -277,7 +358,7 @@ class _Progress:
         self.bar.stop()
 
     def step(self, metrics: "Metrics") -> None:
-        words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:.0f} tokens/s"
+        words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s * self.speed_up:,.0f} tokens/s"
         words += "  skipped: not finite" if metrics.skipped else ""
         if self.plain:
             click.echo(f"step {metrics.step}/{self.n_steps}  {words}", err=True)
@@ -296,7 +377,9 @@ class _Row:
         return self.name, self.show(self.predicted), self.show(self.measured), error
 
 
-def _show_outcome(file: "PlanFile", training: "Training", device: str, scale: float, timeline: Any, times_s: list[float]) -> None:
+def _show_outcome(
+    plan_file: Path, file: "PlanFile", training: "Training", device: str, scale: float, timeline: Any, times_s: list[float]
+) -> None:
     """The final table on stdout: predicted, measured, error; and where things lie."""
     from planner.simulate import simulate
 
@@ -313,7 +396,7 @@ def _show_outcome(file: "PlanFile", training: "Training", device: str, scale: fl
         ordered = sorted(times_s)
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         click.echo(f"step: median of {len(times_s)} after warm-up, P10 to P90 {show_seconds(low)} to {show_seconds(high)}")
-    _notes(plan, training, device, scale)
+    _notes(plan_file, plan, training, device, scale)
 
 
 def _rows(
@@ -353,17 +436,19 @@ def _table(rows: list[_Row]) -> None:
     Console().print(table)
 
 
-def _notes(plan: "Plan", training: "Training", device: str, scale: float) -> None:
+def _notes(plan_file: Path, plan: "Plan", training: "Training", device: str, scale: float) -> None:
     from .checkpoint import latest
 
     if device == "emulated":
         machine: EmulatedMachine | Any = training.machine
         bound = machine.n_real_work_binds / max(machine.n_performed, 1)
         click.echo(
-            f"emulated {plan.profile['name']}, {scale:.3g} times slower; the stand-in's own work bound {bound:.1%} of the ops"
+            f"emulated {plan.profile['name']}, {scale:.3g} times slower: times and tokens/s above are that machine's; "
+            f"{bound:.1%} of the ops took this computer longer than that"
         )
     elif plan.profile["device"]["kind"] != "cpu":
         click.echo(f"the plan was made for {plan.profile['name']}: its prediction is not comparable with this CPU")
     if training.saves:
-        click.echo(f"checkpoint: {latest(training.folder)}")
-    click.echo(f"log: {training.folder / 'metrics.jsonl'}   trace: penstock report PLAN {training.folder} -o trace.json")
+        click.echo(f"checkpoint: {on_one_line(str(latest(training.folder)))}")
+    folder = on_one_line(str(training.folder))
+    click.echo(f"log: {folder}/metrics.jsonl   trace: penstock report {on_one_line(str(plan_file))} {folder} -o trace.json")

@@ -13,6 +13,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -74,7 +75,10 @@ class Pieces:
     end_id: int
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        ids = np.array(self.tokenizer.encode(text).ids, dtype=np.int64)
+        try:
+            ids = np.array(self.tokenizer.encode(text).ids, dtype=np.int64)
+        except BaseException as error:
+            raise _refused(error, "its tokenizer.json cannot encode the text") from None
         return ids[:-1] if ids.size and ids[-1] == self.end_id else ids  # the packer adds the end itself
 
 
@@ -196,7 +200,7 @@ def _files(data: Path) -> tuple[list[Path], int]:
     for folder, folders, names in os.walk(data, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
-            target = path.resolve()
+            target = Path(os.path.realpath(path))  # a circle of links is no file and no error
             if not target.is_relative_to(root):
                 n_outside += 1
             elif target.is_file():  # no sockets, pipes or broken links
@@ -255,12 +259,33 @@ def read_encoder(model_folder: Path | None) -> Encoder:
                 raise DataError(f"{model_folder}: {name} but no tokenizer.json; write one with `save_pretrained`")
         return Bytes()
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(f"{file}: not a tokenizer ({str(error)[:80]}); copy it again from the model") from None
+        with _no_native_words():
+            tokenizer = Tokenizer.from_file(str(file))
+    except BaseException as error:
+        raise _refused(error, f"{file}: not a tokenizer") from None
     tokenizer.no_truncation()  # a saved tokenizer may cut and pad what it reads
     tokenizer.no_padding()
     return Pieces(tokenizer, _end_id(model_folder, tokenizer))
+
+
+@contextmanager
+def _no_native_words() -> Iterator[None]:
+    """The library panics on some broken files, and prints a stack of its own before Python hears of it."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _refused(error: BaseException, what: str) -> BaseException:
+    """The library raises plain `Exception`, and its panics are not even that; all others pass."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return DataError(f"{what} ({str(error)[:80]}); copy it again from the model")
+    return error
 
 
 def _end_id(model_folder: Path, tokenizer: Tokenizer) -> int:

@@ -43,6 +43,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from .errors import PlanError
+from .files import read_whole, write_whole
 from .workload import FILE, BlockKind, Count, Dtype, Model, Natural, Workload
 
 FORMAT_VERSION = 1
@@ -370,10 +371,8 @@ class PlanFile:
         text = json.dumps(
             json.loads(_PLAN.dump_json(self.plan)) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim}
         )
-        partial = path.with_name(path.name + ".partial")
         try:
-            partial.write_text(text + "\n")
-            partial.replace(path)
+            write_whole(path, text + "\n")
         except OSError as error:
             raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
@@ -381,18 +380,14 @@ class PlanFile:
     def read(path: Path) -> "PlanFile":
         """The plan in a file, fully validated; PlanError names what is wrong in one line."""
         try:
-            if path.stat().st_size > MAX_PLAN_FILE_BYTES:
-                raise PlanError(f"{path}: larger than any plan; give a file written by `penstock plan -o`")
-            text = path.read_text(encoding="utf-8")
-            fields = json.loads(text)
-        except PlanError:
-            raise
+            fields = json.loads(read_whole(path, MAX_PLAN_FILE_BYTES).decode("utf-8"), object_pairs_hook=_distinct)
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}); make one with `penstock plan MODEL -o FILE`") from None
         except (ValueError, RecursionError) as error:
             raise PlanError(f"{path}: not JSON ({str(error)[:80]}); make it again with `penstock plan`") from None
-        if not isinstance(fields, dict) or not {"claim", "fingerprint"} <= fields.keys():
-            raise PlanError(f"{path}: not a plan file: `claim` or `fingerprint` is missing; make it again with `penstock plan`")
+        missing = [key for key in ("format_version", "claim", "fingerprint") if not isinstance(fields, dict) or key not in fields]
+        if missing:
+            raise PlanError(f"{path}: not a plan file: `{missing[0]}` is missing; make it again with `penstock plan`")
         claim, fingerprint = fields.pop("claim"), fields.pop("fingerprint")
         if claim is not None and not isinstance(claim, dict):
             raise PlanError(f"{path}: `claim` is not an object; make it again with `penstock plan`")
@@ -400,6 +395,15 @@ class PlanFile:
         if plan.model.fingerprint != fingerprint:
             raise PlanError(f"{path}: the model's fingerprint does not match its configuration; make it again with `penstock plan`")
         return PlanFile(plan, claim)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a key that stands there twice only one value would count, and nobody could tell which was meant."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"`{next(key for key in keys if keys.count(key) > 1)[:40]}` stands twice in one object")
+    return fields
 
 
 _PLAN = TypeAdapter(Plan)

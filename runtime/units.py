@@ -25,9 +25,23 @@ def parse_bytes(text: str) -> int:
     return n_bytes
 
 
+def on_one_line(text: str, longest: int = 480) -> str:
+    """Text for a terminal's line, whatever a file's name holds: control characters are written out, the middle of much is cut."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain if len(plain) <= longest else f"{plain[: longest // 2]} ... {plain[-(longest // 2) :]}"
+
+
 def show_bytes(n_bytes: float) -> str:
     """`1.64 TB`: decimal prefixes, three significant digits."""
     return _show(n_bytes, ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")), "B")
+
+
+def show_count(n: int) -> str:
+    """`116.8 G`, `494 M`, `54.59 k`: of parameters, four significant digits."""
+    for scale, name in ((GB, "G"), (MB, "M"), (KB, "k")):
+        if n >= scale:
+            return f"{n / scale:.4g} {name}"
+    return str(n)
 
 
 def show_seconds(seconds: float) -> str:

@@ -1,0 +1,50 @@
+"""How is a file read, or written, whole?"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_whole(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a plain file. OSError for anything else: a pipe or a device may never end, and opening one may wait."""
+    if stat.S_ISDIR(path.stat().st_mode):
+        raise OSError(errno.EISDIR, "a folder, not a file")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "a pipe or device, not a file")
+        content = b"" if found.st_size > max_bytes else file.read(max_bytes + 1)
+        if max(found.st_size, len(content)) > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes")
+        return content
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the whole file or none of it. OSError where that is impossible, or where something other than a file lies there."""
+    target, partial = _places(path)
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def try_to_write(path: Path) -> None:
+    """OSError now rather than after long work, if `write_whole` would fail."""
+    _, partial = _places(path)
+    partial.open("x").close()
+    partial.unlink()
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """Where the file itself lies, and a free place beside it. A link stays a link; a pipe or a device stays what it is."""
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
+        raise OSError(errno.EINVAL, "a folder" if target.is_dir() else "a pipe, device or circle of links, not a file")
+    partial = target.with_name(target.name + ".partial")
+    if os.path.lexists(partial):
+        partial.unlink()  # of a command that was killed, or laid there to lead elsewhere
+    return target, partial
