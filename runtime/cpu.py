@@ -18,7 +18,7 @@ from .cores import split_cores
 from .data import Batch
 from .errors import PenstockError
 from .memory import DTYPE, Arenas
-from .optimizer import AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
+from .optimizer import CHUNK_ELEMENTS, AdamW, SummedGradient, adamw_, clip_factor, round_half_up, sum_of_squares
 from .plan import Kind, Lane, Op, Plan, Slot, Update
 from .workload import Parameter
 
@@ -74,6 +74,7 @@ class CpuMachine:
         self._offsets = [b.offsets()[0] for b in self._blocks]
         self._host_offsets = [b.offsets(owned_only=True)[0] for b in self._blocks]
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in self._blocks for p in b.parameters if p.tied_to is None)}
+        self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
         self._batch: tuple[int, Batch] | None = None
         self._inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch
         self._graphs: dict[tuple[int, int], _Graph] = {}  # kept forwards, by block and micro-batch
@@ -85,11 +86,16 @@ class CpuMachine:
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Put a block's own weights (any float dtype) into the host store: master and compute copy."""
         for p in self._owned(block):
-            master = self.master(block, p)
-            master.copy_(weights[p.name].reshape(-1))
+            master, given = self.master(block, p), weights[p.name].reshape(-1)
             copy = self._host("host_weights", block, p) if self.plan.weights_arena == "host_weights" else None
-            if copy is not None:
-                round_half_up(master, copy)
+            for start in range(0, p.n_elements, CHUNK_ELEMENTS):
+                part = slice(start, start + CHUNK_ELEMENTS)
+                if master.dtype is torch.float32:
+                    master[part] = given[part]
+                else:
+                    round_half_up(given[part].float(), master[part])
+                if copy is not None:
+                    round_half_up(master[part], copy[part])
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
@@ -123,6 +129,7 @@ class CpuMachine:
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
+        self._forget(lane)
         compute_cores, host_cores = self._cores
         cores = compute_cores if lane is Lane.GPU else host_cores
         if self.pin_threads:
@@ -130,6 +137,14 @@ class CpuMachine:
         torch.set_num_threads(len(cores) if lane is Lane.GPU and self.pin_threads else 1)
         with torch.no_grad():
             yield
+
+    def _forget(self, lane: Lane) -> None:
+        """Drop what a run that failed in the middle of a step has left in the lane's hands."""
+        if lane is Lane.GPU:
+            self._batch, self._bound = None, None
+            self._graphs.clear()
+        elif lane is Lane.CPU:
+            self._factor = None
 
     def mark(self, op: Op) -> object:
         return None  # when `perform` returns, the work is done
@@ -154,7 +169,7 @@ class CpuMachine:
             case Kind.ACCUMULATE:
                 self._accumulate(op)
             case Kind.NORM:
-                self._norm(op, step)
+                self._norm(op, step, last=index == self._last_norm)
             case Kind.UPDATE:
                 self._update(op, step)
             case _:
@@ -162,14 +177,11 @@ class CpuMachine:
 
     # -- data -------------------------------------------------------------------------------------------------------
 
-    def _result(self, step: int) -> StepResult:
-        return self.results.setdefault(step, StepResult())
-
     def _micro_batch(self, step: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._batch is None or self._batch[0] != step:
             batch = self.batches(step)
             self._batch = (step, batch)
-            self._result(step).n_supervised = batch.n_supervised
+            self.results[step] = StepResult(n_supervised=batch.n_supervised)
         rows = slice(m * self.plan.semantics.micro_batch, (m + 1) * self.plan.semantics.micro_batch)
         return self._batch[1].input_ids[rows], self._batch[1].targets[rows]
 
@@ -270,7 +282,7 @@ class CpuMachine:
         self._seed(step, op)
         weight_slot, boundary_slot = op.reads[:2]
         weights = self._weights(op.block, weight_slot)
-        result = self._result(step)
+        result = self.results[step]
         targets_BT = self._micro_batch(step, op.micro_batch)[1]
         total = op.slot("vocab_sums") or op.slot("vocab_gradients")
         assert total is not None
@@ -340,22 +352,20 @@ class CpuMachine:
             running.zero_()
         running += self.arenas.view(staging, self.plan.gradient_dtype(op.block), (n,))
 
-    def _host_gradient(self, op: Op, p: Parameter) -> torch.Tensor:
-        """The step's gradient of an owned parameter, flat, in `gradient_dtype`: summed over its uses and rounded once."""
+    def _host_gradient(self, op: Op, p: Parameter) -> SummedGradient:
+        """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
         dtype = DTYPE[self.plan.semantics.gradient_dtype]
         slots = [s for s in op.reads if s.arena == "host_gradients"]
         at = self._offsets[op.block][p.name]
         own = self.arenas.view(slots[0], self.plan.host_gradient_dtype(op.block), (p.n_elements,), at)
-        if len(slots) == 1:
-            return own.to(dtype)
         head = len(self._blocks) - 1
         tied = next((q for q in self._blocks[head].parameters if q.tied_to == p.name), None)
         if tied is None:
-            return own.to(dtype)
+            return SummedGradient((own,), dtype)
         other = self.arenas.view(slots[1], self.plan.host_gradient_dtype(head), (p.n_elements,), self._offsets[head][tied.name])
-        return (other + own).to(dtype)
+        return SummedGradient((other, own), dtype)
 
-    def _norm(self, op: Op, step: int) -> None:
+    def _norm(self, op: Op, step: int, last: bool) -> None:
         sums = self.arenas.view(Slot("norm", 0), "fp64")
         for p in self._owned(op.block):
             square = sum_of_squares(self._host_gradient(op, p))
@@ -364,13 +374,16 @@ class CpuMachine:
                     f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
                 )
             sums[self._tensor_number[p.name]] = square
-        if op.block == 0:  # the embedding's gradient is always the last to arrive
-            self._result(step).grad_norm = math.sqrt(float(sum(sums[: len(self._tensor_number)].tolist())))
+        if last:
+            total = 0.0
+            for square in sums[: len(self._tensor_number)].tolist():  # not `sum`, which compensates from Python 3.12 on
+                total += square
+            self.results[step].grad_norm = math.sqrt(total)
 
     def _step_factor(self, step: int) -> float | None:
         """The step's clip factor, or None if the step is skipped; counts the update when first asked."""
         if self._factor is None or self._factor[0] != step:
-            result = self._result(step)
+            result = self.results[step]
             factor: float | None = 1.0
             if self.plan.policy.update is not Update.EAGER:  # which runs before the norm is known, and is legal only without it
                 result.skipped = not math.isfinite(result.grad_norm)

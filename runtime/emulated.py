@@ -118,7 +118,8 @@ class LiveRegion:
             self._at_s = until_s
             if event_s > to_s:
                 return
-            for share in [s for s in self._shares if s.work_from_s <= self._at_s and s.left_s <= 1e-12]:
+            # What is left may be too little to move a clock that has run for days: such a share ends now.
+            for share in [s for s in self._shares if s.work_from_s <= self._at_s and self._next_event_s(s) <= self._at_s]:
                 share.served_s = self._at_s
                 self._shares.remove(share)
             self._solve()

@@ -38,7 +38,7 @@ class _Board:
 
     done: dict[Lane, int] = field(default_factory=dict)
     tokens: dict[Lane, dict[int, object]] = field(default_factory=dict)  # by position in the lane, where a lane waits for it
-    waiting: dict[Lane, str] = field(default_factory=dict)  # lane to the op it wants to do and the one it waits for
+    waiting: dict[Lane, "_Want"] = field(default_factory=dict)
     moved: dict[Lane, threading.Condition] = field(default_factory=dict)
     failure: BaseException | None = None
 
@@ -47,6 +47,15 @@ class _Board:
         for condition in self.moved.values():
             with condition:
                 condition.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """What a lane waits for: a position in another lane, counted over all steps; and that in words."""
+
+    lane: Lane
+    position: int
+    words: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +90,13 @@ def execute(
     spans: dict[Lane, deque[Span]] = {lane: deque(maxlen=keep_steps * len(mine)) for lane, mine in entries.items()}
     start_s = time.perf_counter()
     threads: list[threading.Thread] = []
-    for lane in sorted(entries, key=lambda lane: lane is Lane.GPU):  # compute last: its thread settings are to stay
-        ready = threading.Event()
-        worker = _Worker(lane, entries, machine, board, spans[lane], range(first_step, first_step + n_steps), start_s, ready)
-        threads.append(threading.Thread(target=worker.run, name=f"lane-{lane}", daemon=True))
-        threads[-1].start()
-        ready.wait()
     try:
+        for lane in sorted(entries, key=lambda lane: lane is Lane.GPU):  # compute last: its thread settings are to stay
+            ready = threading.Event()
+            worker = _Worker(lane, entries, machine, board, spans[lane], range(first_step, first_step + n_steps), start_s, ready)
+            threads.append(threading.Thread(target=worker.run, name=f"lane-{lane}", daemon=True))
+            threads[-1].start()
+            ready.wait()
         _watch(entries, board, threads, first_step, n_steps, start_s, on_step, stall_s)
     except BaseException as error:
         board.fail(error)
@@ -136,7 +145,10 @@ class _Worker:
             with self.machine.lane(self.lane):
                 self.ready.set()
                 for turn, step in enumerate(self.steps):
+                    self._forget_tokens()
                     for entry in mine:
+                        if self.board.failure is not None:
+                            raise _Stopped
                         for lane, at, distance in entry.waits:
                             if turn >= distance:
                                 self._wait_for(entry, lane, (turn - distance) * len(self.entries[lane]) + at)
@@ -162,12 +174,20 @@ class _Worker:
         finally:
             self.ready.set()
 
+    def _forget_tokens(self) -> None:
+        """Drop those that no lane can ask for any more: a lane in step n asks for steps n and n - 1."""
+        tokens = self.board.tokens[self.lane]
+        if tokens:
+            n_steps_done = min(self.board.done[lane] // len(mine) for lane, mine in self.entries.items())
+            for position in [p for p in tokens if p < (n_steps_done - 1) * len(self.entries[self.lane])]:
+                del tokens[position]
+
     def _wait_for(self, entry: _Entry, lane: Lane, position: int) -> None:
         """Until the op at `position` of the lane, counted over all steps, is done."""
         condition = self.board.moved[lane]
         if self.board.done[lane] <= position:
             other = self.entries[lane][position % len(self.entries[lane])]
-            self.board.waiting[self.lane] = f"{entry.op.name} waits for {other.op.name}"
+            self.board.waiting[self.lane] = _Want(lane, position, f"{entry.op.name} waits for {other.op.name}")
             with condition:
                 while self.board.done[lane] <= position and self.board.failure is None:
                     condition.wait(_LOOK_S)
@@ -189,23 +209,31 @@ def _watch(
     on_step: Callable[[int, float], None] | None,
     stall_s: float,
 ) -> None:
-    """Report finished steps, and see a stall: every lane waits and none moves, or nothing moves for `stall_s`."""
-    reported, last_done, last_move_s, idle_looks = 0, -1, time.perf_counter(), 0
-    while reported < n_steps and board.failure is None:
-        slowest = min(entries, key=lambda lane: board.done[lane] / len(entries[lane]))
-        condition = board.moved[slowest]
-        with condition:
-            condition.wait(_LOOK_S if any(t.is_alive() for t in threads) else 0.001)
-        while reported < n_steps and all(board.done[lane] >= (reported + 1) * len(entries[lane]) for lane in entries):
+    """Report finished steps, and see a stall: every lane waits for what is not done, or nothing moves for `stall_s`."""
+    reported, last_done, n_idle_looks, n_stuck_looks = 0, -1, 0, 0
+    while True:
+        seen = dict(board.done)
+        while reported < n_steps and all(seen[lane] >= (reported + 1) * len(entries[lane]) for lane in entries):
             if on_step is not None:
                 on_step(first_step + reported, time.perf_counter() - start_s)
             reported += 1
+        if reported == n_steps or board.failure is not None:
+            return
+        slowest = min(entries, key=lambda lane: seen[lane] / len(entries[lane]))
+        condition = board.moved[slowest]
+        with condition:
+            if board.done[slowest] == seen[slowest] and board.failure is None:  # else its signal has been already
+                condition.wait(_LOOK_S if any(t.is_alive() for t in threads) else 0.001)
         total = sum(board.done.values())
         if total != last_done:
-            last_done, last_move_s, idle_looks = total, time.perf_counter(), 0
+            last_done, n_idle_looks, n_stuck_looks = total, 0, 0
             continue
+        n_idle_looks += 1  # counted in looks: a process that was suspended for an hour has not stalled for one
         unfinished = [lane for lane in entries if board.done[lane] < n_steps * len(entries[lane])]
-        idle_looks = idle_looks + 1 if unfinished and all(lane in board.waiting for lane in unfinished) else 0
-        if idle_looks >= 4 or time.perf_counter() - last_move_s > stall_s:
-            who = "; ".join(f"{lane}: {board.waiting.get(lane, 'is performing an op')}" for lane in unfinished)
+        wants = [board.waiting.get(lane) for lane in unfinished]
+        stuck = unfinished and all(want is not None and board.done[want.lane] <= want.position for want in wants)
+        n_stuck_looks = n_stuck_looks + 1 if stuck else 0
+        if n_stuck_looks >= 2 or n_idle_looks * _LOOK_S > stall_s:
+            words = [want.words if want is not None else "is performing an op" for want in wants]
+            who = "; ".join(f"{lane}: {word}" for lane, word in zip(unfinished, words, strict=True))
             raise StallError(f"no lane moves any more: {who}")

@@ -4,6 +4,7 @@ All work is on flat fp32 or bf16 views of one parameter, in chunks whose bits do
 see the same elements in the same places as if they were given the parameter whole.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -28,11 +29,28 @@ class AdamW:
         return self if decays(name, shape) else replace(self, weight_decay=0.0)
 
 
-def sum_of_squares(gradient: torch.Tensor) -> float:
+@dataclass(frozen=True, slots=True)
+class SummedGradient:
+    """A parameter's gradient as it lies on the host: flat parts to be added, and the dtype to which their sum is rounded.
+
+    It is made chunk by chunk where it is used: whole, the gradient of a large vocabulary would be gigabytes that no plan counts.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        return self.parts[0].numel()
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        return functools.reduce(torch.add, [whole[part] for whole in self.parts]).to(self.dtype)
+
+
+def sum_of_squares(gradient: torch.Tensor | SummedGradient) -> float:
     """Sum of squares of a flat gradient: fp32 sums over fixed chunks, the chunk sums added in fp64."""
     total = 0.0
-    for chunk in gradient.split(CHUNK_ELEMENTS):
-        wide = chunk.float()
+    for start in range(0, gradient.numel(), CHUNK_ELEMENTS):
+        wide = gradient[start : start + CHUNK_ELEMENTS].float()
         total += float((wide * wide).sum())
     return total
 
@@ -60,7 +78,7 @@ def adamw_(
     master: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | SummedGradient,
     weight: torch.Tensor | None,
     factor: float,
     n_updates: int,

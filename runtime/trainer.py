@@ -5,6 +5,7 @@ taken, so the state on the host is that of one step.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,6 +40,11 @@ class Metrics:
     tokens_per_s: float
     skipped: bool
 
+    def to_json(self) -> str:
+        """One line; a number that is not finite is null, as JSON knows no other way to say it."""
+        fields = asdict(self)
+        return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
@@ -65,7 +71,7 @@ class Training:
 
                 def finished(step: int, at_s: float, clock: _Clock = clock) -> None:
                     metrics = self._metrics(step, clock.lap_s(at_s))
-                    log.write(json.dumps(asdict(metrics)) + "\n")
+                    log.write(metrics.to_json() + "\n")
                     log.flush()
                     on_step(metrics)
 

@@ -40,15 +40,17 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
     ).train()
 
 
-def train(
-    config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: dict, seed: int = 0
-) -> Reference:
-    """Take one step per batch from the given masters (fp32, by name); `settings` are the keywords of torch.optim.AdamW."""
+def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: list[dict]) -> Reference:
+    """Take one step per batch from the given masters, by name; `settings` are each step's keywords of torch.optim.AdamW.
+
+    A bf16 master is held here as the fp32 number that it is.
+    """
     compute, gradient_dtype = DTYPE[semantics.compute_dtype], DTYPE[semantics.gradient_dtype]
     model = build(config, semantics, compute)
     parameters = dict(model.named_parameters())
-    masters = {name: torch.nn.Parameter(masters[name].clone()) for name in parameters}
-    decay = settings.pop("weight_decay", 0.0)
+    masters = {name: torch.nn.Parameter(masters[name].float().clone()) for name in parameters}
+    first = dict(settings[0])
+    decay = first.pop("weight_decay", 0.0)
     no_decay = [n for n in masters if masters[n].dim() == 1 or "norm" in n or n.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [
@@ -56,26 +58,39 @@ def train(
             {"params": [masters[n] for n in no_decay], "weight_decay": 0.0},
         ],
         fused=True,
-        **settings,
+        **first,
     )
     result = Reference({}, {}, {}, [], [])
-    for batch in batches:
+    for batch, of_step in zip(batches, settings, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = of_step["lr"]
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(half_up(masters[name].data) if compute is torch.bfloat16 else masters[name])
         sums, loss = micro_batch_sums(model, semantics, batch)
         gradients = {name: sums[name].to(gradient_dtype).float() for name in parameters}
-        norm = math.sqrt(sum(sum(float(c.square().sum()) for c in g.flatten().split(65536)) for g in gradients.values()))
+        norm = 0.0
+        for g in gradients.values():
+            of_tensor = 0.0
+            for chunk in g.flatten().split(65536):
+                of_tensor += float(chunk.square().sum())
+            norm += of_tensor
+        norm = math.sqrt(norm)
         factor = 1.0
         if semantics.clip_norm is not None:
             factor = min(1.0, float(torch.tensor(semantics.clip_norm) / (torch.tensor(norm) + 1e-6)))
         for name in parameters:
             masters[name].grad = gradients[name] * factor
-        optimizer.step()
         result.losses.append(loss)
         result.norms.append(norm)
+        if semantics.on_nonfinite == "skip" and not math.isfinite(norm):
+            continue
+        optimizer.step()
+        if semantics.master_dtype == "bf16":
+            for master in masters.values():
+                master.data = half_up(master.data).float()
     for name, master in masters.items():
-        result.masters[name] = master.data
+        result.masters[name] = master.data.to(DTYPE[semantics.master_dtype])
         result.exp_avg[name] = optimizer.state[master]["exp_avg"]
         result.exp_avg_sq[name] = optimizer.state[master]["exp_avg_sq"]
     return result

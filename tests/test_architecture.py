@@ -303,22 +303,31 @@ def test_planning_does_not_wake_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_base_install_plans() -> None:
-    """With nothing but what `pip install .` brings: every other declared library is refused."""
+@pytest.mark.parametrize(
+    ("words", "exit_code", "said"),
+    [
+        (["plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "2"], 0, "predicted"),
+        (["run", "plan.json", "--data", "."], 2, "error: this needs torch, which the base install leaves out"),
+        (["probe"], 2, "error: this needs torch, which the base install leaves out"),
+    ],
+)
+def test_the_base_install_plans_and_says_what_running_and_probing_need(words: list[str], exit_code: int, said: str) -> None:
+    """With nothing but what `pip install .` brings: every other declared library is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {line.partition(">=")[0] for group in project["optional-dependencies"].values() for line in group}
     code = (
         "import sys\n"
-        "class Refuse:\n"
+        "class Missing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        assert name.partition('.')[0] not in {extras}, f'{{name}} is not in the base install'\n"
-        "sys.meta_path.insert(0, Refuse())\n"
+        f"        if name.partition('.')[0] in {extras}: raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
         "import planner.cli\n"
-        "planner.cli.cli(['plan', 'qwen2.5-7b', '--machine', 'rtx4090-server', '--batch-size', '2'])"
+        f"planner.cli.cli({words})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stdout
+    assert done.returncode == exit_code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_package_names_resolve_to_this_repository() -> None:

@@ -1,5 +1,6 @@
 """Does an emulated machine keep the time of the machine in the profile?"""
 
+import random
 import threading
 import time
 
@@ -11,6 +12,7 @@ from planner.cost import costs, region_of
 from planner.lower import lower
 from planner.simulate import simulate
 from planner.workload import build_workload, read_model, shipped_models, supported_attention
+from runtime import emulated
 from runtime.blocks import Templates
 from runtime.cpu import CpuMachine
 from runtime.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
@@ -59,6 +61,30 @@ def test_two_that_need_all_of_a_resource_halve_each_other_until_one_is_done():
         assert second_end_s - second_s > 0.02 + 1e-6 or second_end_s == last_end_s
     else:
         assert (first_end_s - first_s) + (second_end_s - second_s) == pytest.approx(0.08, abs=1e-6)
+
+
+@pytest.mark.parametrize("days_up", [1, 100])
+def test_demands_are_served_on_a_computer_that_has_been_up_for_days(days_up, monkeypatch):
+    """Its clock counts in steps so large that what rounding leaves of a demand no longer moves it."""
+
+    class LongUp:
+        def perf_counter(self):
+            return time.perf_counter() + days_up * 86_400.0
+
+    monkeypatch.setattr(emulated, "time", LongUp())
+    live = LiveRegion(Region(((Resource.DRAM, 1.0), (Resource.H2D, 1.0))))
+
+    def serve_many(seed):
+        rng = random.Random(seed)
+        for _ in range(100):
+            live.wait(live.begin(Demand(rng.random() * 1e-4, rng.random() * 1e-3, ((Resource.DRAM, rng.random()),))))
+
+    threads = [threading.Thread(target=serve_many, args=(seed,), daemon=True) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_step_of_the_emulated_machine_takes_what_the_simulator_says():

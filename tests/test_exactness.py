@@ -1,6 +1,7 @@
 """Does a schedule ever change a bit of the result?"""
 
 import dataclasses
+import math
 import time
 
 import pytest
@@ -8,10 +9,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hwprofiles.schema import read_profile
+from planner.check import check
+from runtime import optimizer
 from runtime.blocks import Templates
+from runtime.cpu import CpuMachine
+from runtime.data import Batch
 from runtime.errors import PenstockError
-from runtime.executor import execute
+from runtime.executor import OpError, execute
 from runtime.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
 from runtime.plan import Kind, Policy, Update
 
@@ -19,6 +26,7 @@ from . import reference
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from .training import (
     ADAMW,
+    N_STEPS,
     Hostile,
     batches_of,
     differences,
@@ -26,7 +34,9 @@ from .training import (
     plain,
     plan_of,
     same_bits,
+    scheduled,
     semantics_of,
+    settings_of_torch,
     state_of,
     streamed,
 )
@@ -65,41 +75,64 @@ def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(mo
     tied = data.draw(st.booleans(), label="tied")
     clipped = data.draw(st.booleans(), label="clipped")
     gradient_dtype = data.draw(st.sampled_from(["bf16", "fp32"]), label="gradient_dtype")
+    master_dtype = data.draw(st.sampled_from(["fp32", "bf16"]), label="master_dtype") if compute_dtype == "bf16" else "fp32"
+    n_layers = data.draw(st.integers(1, 3), label="n_layers")
     batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3)]), label="batch")
     semantics = semantics_of(
         model_type,
         compute_dtype=compute_dtype,
         gradient_dtype=gradient_dtype,
+        master_dtype=master_dtype,
         batch_size=batch_size,
         micro_batch=micro_batch,
         clip_norm=0.5 if clipped else None,
         experts=data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
     )
-    config = tiny_config(model_type, tie_word_embeddings=tied)
-    policy = data.draw(policies(config["num_hidden_layers"], semantics.n_micro_batches, clipped), label="policy")
-    machine = streamed(config, semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
-    assert differences(machine, plain(model_type, semantics, (("tie_word_embeddings", tied),))) == []
+    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": n_layers}
+    policy = data.draw(policies(n_layers, semantics.n_micro_batches, clipped), label="policy")
+    machine = streamed(
+        tiny_config(model_type, **overrides), semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays")
+    )
+    assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
 
 
+DTYPES = [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]  # (compute, master), all that a plan may have
+GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
+
+
+@pytest.mark.parametrize("gradient_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("compute_dtype", "master_dtype"), DTYPES)
+def test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop(compute_dtype, master_dtype, tied, gradient_dtype):
+    """What the law above may not draw: here each way that a gradient can take is taken once in every dtype."""
+    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": 1, "vocab_size": 2200}  # more than a chunk of elements
+    for number, (micro_batch, group) in enumerate(GROUPS):
+        semantics = semantics_of(
+            "llama",
+            compute_dtype=compute_dtype,
+            master_dtype=master_dtype,
+            gradient_dtype=gradient_dtype,
+            micro_batch=micro_batch,
+            clip_norm=None if number % 2 else 0.5,
+        )
+        updates = [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]
+        for update in updates:
+            policy = Policy(group_micro_batches=group, prefetch_depth=3, update=update, keep_blocks=(1,) if number > 1 else ())
+            machine = streamed(tiny_config("llama", **overrides), semantics, policy)
+            assert differences(machine, plain("llama", semantics, tuple(overrides.items()))) == [], policy
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type):
+def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type, attention):
     config = tiny_config(model_type, attention_dropout=0.2)
-    semantics = semantics_of(model_type, attention="eager")
+    semantics = semantics_of(model_type, attention=attention)
     kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=4))
     recomputed = streamed(config, semantics, Policy(prefetch_depth=2, group_micro_batches=1))
     without = streamed(tiny_config(model_type), semantics, Policy())
     for x, y in zip(state_of(kept), state_of(recomputed), strict=True):
         assert all(same_bits(x[name], y[name]) for name in x)
     assert kept.results[0].loss != without.results[0].loss, "dropout did nothing: the test would prove nothing"
-
-
-def test_the_bf16_master_is_the_same_under_every_policy():
-    semantics = semantics_of("qwen3", master_dtype="bf16")
-    config = tiny_config("qwen3")
-    a = streamed(config, semantics, Policy(group_micro_batches=4))
-    b = streamed(config, semantics, Policy(group_micro_batches=1, prefetch_depth=3, update=Update.DEFERRED))
-    for x, y in zip(state_of(a), state_of(b), strict=True):
-        assert all(same_bits(x[name], y[name]) for name in x)
 
 
 def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
@@ -129,23 +162,148 @@ def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
     assert isinstance(outcomes[1], str) or not same_bits(outcomes[0], outcomes[1])
 
 
+def test_an_infinite_loss_is_skipped_by_both():
+    """One logit overflows in the second step: the plain loop finds the same norm and skips the same step."""
+    semantics = semantics_of("llama", on_nonfinite="skip", compute_dtype="fp32", batch_size=2)
+    config = tiny_config("llama", vocab_size=97)
+    plan = plan_of(config, semantics, Policy(update=Update.DEFERRED, group_micro_batches=2))
+    batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in batches_of(96, 2, 16)]
+    batches[1].input_ids[1, 3] = 96  # a token that no other step has
+    machine = Hostile(plan, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    embedding = machine.master(0, plan.workload.blocks[0].parameters[0]).view(97, 32)
+    embedding[96] = float("inf")
+    start = state_of(machine)[0]
+    execute(plan, machine, N_STEPS)
+    expected = reference.train(config, semantics, start, batches, settings_of_torch(N_STEPS))
+    assert [machine.results[step].skipped for step in range(N_STEPS)] == [False, True, False]
+    assert not math.isfinite(expected.norms[1])
+    for got, wanted in zip(state_of(machine), (expected.masters, expected.exp_avg, expected.exp_avg_sq), strict=True):
+        assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def test_a_norm_just_at_the_threshold_is_clipped_as_torch_clips_it():
+    """And one far below it not at all: then the bits are those of a plan that does not clip."""
+    config, plan_free = tiny_config("llama"), semantics_of("llama", clip_norm=None)
+    free = streamed(config, plan_free, Policy())
+    at = streamed(config, semantics_of("llama", clip_norm=free.results[0].grad_norm), Policy())
+    assert differences(at, plain("llama", at.plan.semantics)) == []
+    above = streamed(config, semantics_of("llama", clip_norm=1e6), Policy(update=Update.DEFERRED))
+    for x, y in zip(state_of(free), state_of(above), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+    norm = torch.tensor(1.0)
+    gradient = torch.nn.Parameter(torch.zeros(1))
+    gradient.grad = norm.reshape(1).clone()
+    torch.nn.utils.clip_grad_norm_([gradient], 1.0)
+    assert clip_factor(1.0, 1.0) == float(gradient.grad) < 1.0
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.data())
+def test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothing_had_been(data):
+    """Any op before the first update: an update in place cannot be taken back."""
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    plan = plan_of(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=data.draw(st.sampled_from([1, 4]))))
+    last = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.UPDATE)
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = FailsOnce(plan, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    machine.fails_at = data.draw(st.integers(0, last))
+    with pytest.raises(OpError, match="the disk is gone"):
+        execute(plan, machine, N_STEPS)
+    execute(plan, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+    again = state_of(machine)[0]
+    for step in range(N_STEPS):
+        machine.results.pop(step)
+    execute(plan, machine, 1)  # a step that has been done before, for its results were taken away
+    assert machine.n_updates == N_STEPS + 1
+    assert not same_bits(again["model.norm.weight"], state_of(machine)[0]["model.norm.weight"])
+
+
+class FailsOnce(Hostile):
+    fails_at: int | None = None
+
+    def perform(self, index, op, step):
+        if index == self.fails_at:
+            self.fails_at = None
+            raise OSError("the disk is gone")
+        super().perform(index, op, step)
+
+
+def test_the_norm_is_of_this_step_whichever_block_comes_last():
+    """The checker allows the host any order of the blocks: swap the last two norms, whose gradients have both to arrive."""
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    (a, b) = [i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM][-2:]
+    assert plan.ops[b].block == 0
+    order = list(range(len(plan.ops)))
+    order.insert(b, order.pop(a))  # the last layer's norm after the embedding's
+    number = {old: new for new, old in enumerate(order)}
+    waits = {i: tuple(dataclasses.replace(w, op=number[w.op]) for w in plan.ops[i].waits) for i in order}
+    swapped = dataclasses.replace(plan, ops=tuple(dataclasses.replace(plan.ops[i], waits=waits[i]) for i in order))
+    check(dataclasses.replace(swapped, profile=read_profile("cpu-2core").to_json()))
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = Hostile(swapped, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    execute(swapped, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_hosts_work_on_a_gradient_makes_nothing_larger_than_a_chunk(tied, monkeypatch):
+    """Whole copies of a vocabulary's gradient would be gigabytes that no plan counts."""
+    monkeypatch.setattr(optimizer, "CHUNK_ELEMENTS", 256)
+    semantics = semantics_of("llama")
+    plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics, Policy())  # summed on the host in fp32
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled)
+    machine.initialise(7)
+    execute(plan, machine, 1)
+    largest = 0
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            slabs = {slab.data_ptr() for slab in machine.arenas._slabs.values()}
+            for tensor in out if isinstance(out, (list, tuple)) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in slabs:
+                    largest = max(largest, tensor.numel())
+            return out
+
+    with torch.no_grad(), Watching():
+        for index, op in enumerate(plan.ops):
+            if op.kind in (Kind.NORM, Kind.UPDATE):
+                machine.perform(index, op, 0)
+    assert 0 < largest <= 256
+
+
+@pytest.mark.parametrize("block", [0, 1, 3])
 @pytest.mark.parametrize("update", [Update.BARRIER, Update.DEFERRED])
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(update):
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(update, block):
+    """Be it in the first block whose gradient arrives, or in the last."""
     semantics = semantics_of("llama", on_nonfinite="skip")
     config = tiny_config("llama")
-    machine = streamed(config, semantics, Policy(update=update), machine_type=PoisonedSecondStep)
-    undisturbed = streamed(config, semantics, Policy(update=update), machine_type=WithoutSecondStep)
+
+    class Poisoned(PoisonedSecondStep):
+        poisoned_block = block
+
+    machine = streamed(config, semantics, Policy(update=update, group_micro_batches=4), machine_type=Poisoned)
+    undisturbed = streamed(config, semantics, Policy(update=update, group_micro_batches=4), machine_type=WithoutSecondStep)
+    assert machine.n_updates == 2
     assert [machine.results[i].skipped for i in range(3)] == [False, True, False]
     for x, y in zip(state_of(machine), state_of(undisturbed), strict=True):
         assert all(same_bits(x[name], y[name]) for name in x)
 
 
 class PoisonedSecondStep(Hostile):
-    """The gradient of one layer is infinite in step 1."""
+    """The gradient of one block is infinite in step 1."""
+
+    poisoned_block = 1
 
     def perform(self, index, op, step):
         super().perform(index, op, step)
-        if step == 1 and op.kind is Kind.OFFLOAD and op.block == 1:
+        if step == 1 and op.kind is Kind.OFFLOAD and op.block == self.poisoned_block:
             self.arenas.view(op.writes[0], "bf16")[0] = float("inf")
 
 

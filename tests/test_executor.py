@@ -1,6 +1,7 @@
 """Are lanes in order, waits kept, failures named, and stalls seen?"""
 
 import dataclasses
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime import executor
 from runtime.errors import DataError
 from runtime.executor import OpError, StallError, execute
 from runtime.machine import NullMachine
@@ -131,6 +133,157 @@ def test_an_error_in_the_callers_report_stops_the_lanes():
     assert threading.active_count() == before
 
 
+def test_after_a_failure_no_lane_begins_another_op():
+    """Not even one that waits for nobody: the lane that computes may have hours of work before its next wait."""
+    plan = tiny_plan()
+    plan = dataclasses.replace(plan, ops=tuple(dataclasses.replace(op, waits=()) for op in plan.ops))
+    failed = threading.Event()
+
+    class Slow(NullMachine):
+        @contextmanager
+        def lane(self, lane):
+            try:
+                yield
+            finally:
+                if lane is Lane.D2H:
+                    failed.set()
+
+        def perform(self, index, op, step):
+            if op.lane is Lane.D2H:
+                raise KeyError("boom")
+            failed.wait(20)
+            time.sleep(0.05)  # the failure is told after the lane's context has ended
+            super().perform(index, op, step)
+
+    machine = Slow()
+    with pytest.raises(OpError, match="offload"):
+        execute(plan, machine, 3)
+    assert len(machine.performed) <= 3, "each of the other lanes ends the op that it has begun, and no more"
+
+
+@pytest.mark.parametrize("where", ["set-up", "report"])
+def test_an_interrupt_from_the_keyboard_stops_every_lane(where):
+    main = threading.main_thread().ident
+    before = threading.active_count()
+
+    class Interrupted(NullMachine):
+        @contextmanager
+        def lane(self, lane):
+            if where == "set-up" and lane is Lane.D2H:
+                signal.pthread_kill(main, signal.SIGINT)
+                time.sleep(0.05)
+            yield
+
+    def report(step, at_s):
+        if where == "report":
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(tiny_plan(), Interrupted(), 500, on_step=report)
+    assert threading.active_count() == before, "a lane was left running"
+
+
+def test_an_op_that_outlasts_many_looks_is_no_stall(monkeypatch):
+    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+    plan = tiny_plan()
+
+    class Slow(NullMachine):
+        def perform(self, index, op, step):
+            if op.kind in (Kind.LOSS, Kind.NORM):
+                time.sleep(0.05)
+            super().perform(index, op, step)
+
+    execute(plan, Slow(), 1)
+
+
+def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
+    """What it waits for is done: the computer is busy with something else."""
+    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+
+    class Late(threading.Condition):
+        def wait(self, timeout=None):
+            found = super().wait(timeout)
+            if threading.current_thread().name == "lane-gpu":
+                self.release()
+                time.sleep(0.06)
+                self.acquire()
+            return found
+
+    monkeypatch.setattr(executor.threading, "Condition", Late)
+    execute(tiny_plan(), NullMachine(), 1)
+
+
+def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
+    class Jumping:
+        """A clock that leaps an hour while an op is performed."""
+
+        ahead_s = 0.0
+
+        def perf_counter(self):
+            return time.perf_counter() + self.ahead_s
+
+    clock = Jumping()
+    monkeypatch.setattr(executor, "time", clock)
+    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+
+    class Suspended(NullMachine):
+        def perform(self, index, op, step):
+            if op.kind is Kind.LOSS:
+                time.sleep(0.02)
+                clock.ahead_s += 3600.0
+                time.sleep(0.02)
+            super().perform(index, op, step)
+
+    execute(tiny_plan(), Suspended(), 1)
+
+
+def test_a_lane_that_hangs_in_an_op_is_named_after_the_time_allowed(monkeypatch):
+    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+    ended = threading.Event()
+
+    class Hanging(NullMachine):
+        def perform(self, index, op, step):
+            if op.kind is Kind.LOSS:
+                ended.wait(20)
+
+    try:
+        with pytest.raises(StallError, match="gpu: is performing an op"):
+            execute(tiny_plan(), Hanging(), 1, stall_s=0.05)
+    finally:
+        ended.set()
+
+
+def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):
+    """The signal of its last op came while the caller was still busy with the step before."""
+    monkeypatch.setattr(executor, "_LOOK_S", 1e6)
+    plan, told = tiny_plan(), threading.Event()
+
+    class Lingering(NullMachine):
+        @contextmanager
+        def lane(self, lane):
+            yield
+            told.wait(20)  # all lanes are alive, and none will signal again
+
+    machine, seen = Lingering(), []
+
+    def report(step, at_s):
+        while not seen and len(machine.performed) < 2 * len(plan.ops):
+            time.sleep(0.001)
+        if not seen:
+            time.sleep(0.05)
+        seen.append(step)
+        if len(seen) == 2:
+            told.set()
+
+    run = threading.Thread(target=execute, args=(plan, machine, 2), kwargs={"on_step": report}, daemon=True)
+    run.start()
+    run.join(10)
+    late = run.is_alive()
+    told.set()
+    assert not late
+    assert seen == [0, 1]
+
+
 def test_lanes_that_wait_for_each_other_are_seen_and_named():
     plan = tiny_plan()
     load = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
@@ -160,3 +313,30 @@ def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it():
     execute(plan, machine, 1)
     expected = {(op.lane, f"event of {plan.ops[w.op].name}") for op in plan.ops for w in op.waits if w.distance == 0}
     assert set(machine.followed) == expected
+
+
+def test_tokens_are_forgotten_when_no_lane_can_ask_for_them_any_more():
+    """A CUDA event per op of a long run would be a leak."""
+    alive, most = set(), 0
+
+    class Token:
+        def __init__(self):
+            nonlocal most
+            alive.add(id(self))
+            most = max(most, len(alive))
+
+        def __del__(self):
+            alive.discard(id(self))
+
+    class WithEvents(NullMachine):
+        def mark(self, op):
+            return Token()
+
+        def follow(self, lane, token):
+            followed.append(lane)
+
+    plan, followed = tiny_plan(), []
+    execute(plan, WithEvents(), 40)
+    assert len(followed) == sum(40 - wait.distance for op in plan.ops for wait in op.waits), "one was forgotten too early"
+    assert most <= 4 * len(plan.ops)
+    assert not alive

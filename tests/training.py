@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -19,9 +20,19 @@ from . import reference
 from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
+
+
+def scheduled(step: int) -> AdamW:
+    """A learning rate that is another one in every step."""
+    return replace(ADAMW, lr=ADAMW.lr / (step + 1))
+
+
+def settings_of_torch(n_steps: int) -> list[dict]:
+    """The same, as torch.optim.AdamW takes them."""
+    a = [scheduled(step) for step in range(n_steps)]
+    return [{"lr": s.lr, "betas": (s.beta1, s.beta2), "eps": s.eps, "weight_decay": s.weight_decay} for s in a]
 
 
 def semantics_of(model_type: str, **fields) -> Semantics:
@@ -38,15 +49,20 @@ def plan_of(config: dict, semantics: Semantics, policy: Policy) -> Plan:
 
 @lru_cache(maxsize=64)
 def batches_of(vocab_size: int, batch_size: int, seq_len: int, n_steps: int = N_STEPS) -> tuple[Batch, ...]:
-    """Random tokens; a fifth of the targets, and with them an unequal share of each micro-batch, are unsupervised."""
+    """Random tokens; a fifth of the targets, and with them an unequal share of each micro-batch, are unsupervised.
+
+    In the second step the last sequence of several has no supervised token at all.
+    """
     generator = torch.Generator().manual_seed(batch_size * 1000 + seq_len)
     result = []
-    for _ in range(n_steps):
+    for step in range(n_steps):
         tokens = torch.randint(0, vocab_size, (batch_size, seq_len), generator=generator)
         targets = torch.full_like(tokens, -100)
         targets[:, :-1] = tokens[:, 1:]
         targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
         targets[0, : seq_len // 2] = -100
+        if step == 1 and batch_size > 1:
+            targets[-1] = -100
         result.append(Batch(tokens, targets))
     return tuple(result)
 
@@ -110,7 +126,7 @@ def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int
     plan = plan_of(config, semantics, policy)
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     extra = {"delay_seed": delay_seed} if machine_type is Hostile else {}
-    machine = machine_type(plan, lambda step: batches[step], lambda step: ADAMW, **extra)
+    machine = machine_type(plan, lambda step: batches[step], scheduled, **extra)
     machine.initialise(7)
     execute(plan, machine, N_STEPS)
     return machine
@@ -121,7 +137,7 @@ def plain(model_type: str, semantics: Semantics, overrides: tuple = ()) -> refer
     """The same steps by the plain resident loop."""
     config = tiny_config(model_type, **dict(overrides))
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    return reference.train(config, semantics, initial_masters(config, semantics), list(batches), dict(SETTINGS))
+    return reference.train(config, semantics, initial_masters(config, semantics), list(batches), settings_of_torch(N_STEPS))
 
 
 def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]:
