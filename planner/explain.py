@@ -12,6 +12,7 @@ from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .memory import Footprint
 from .search import Answer, Certificate
+from .waterfall import sensitivities, waterfall
 
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploading weights", Lane.D2H: "downloading gradients", Lane.CPU: "host optimizer"}
 MANY_FRACTION = 0.25  # of the numbers assumed or from a datasheet: then the reader should know
@@ -70,6 +71,16 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
         busy_s = claim["busy_s"][str(lane)]
         lanes.add_row(f"{lane}: {LANE_TITLE[lane]}", show_seconds(busy_s), f"{busy_s / claim['step_s']:.0%}")
     yield lanes
+    yield Text()
+    parts = _table("the step is", "takes", "in all", "share")
+    for row in waterfall(plan, profile).rows():
+        parts.add_row(*row)
+    yield parts
+    yield Text()
+    gains = _table("10 % more of", "saves", "of the step")
+    for found in sensitivities(plan, profile):
+        gains.add_row(*found.row())
+    yield gains
     yield Text()
     yield _memory(answer.needs)
     yield Text()

@@ -5,10 +5,7 @@ rising lower bound and simulated exactly, until no bound left is below the best.
 the certificate is a proof whether or not the budget sufficed.
 """
 
-import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -23,14 +20,12 @@ from .memory import Footprint, footprint, frame, short_of
 from .remedy import Request, does_not_fit
 from .simulate import Prediction, simulate
 from .space import BASELINES, baseline, policies
+from .uncertainty import interval
 
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 16_000  # ops of all plans simulated by one search: about three seconds on one core
 MAX_STEPS = 24
-N_DRAWS, N_DRAWS_OF_LARGE = 8, 4  # pairs of draws, each and its mirror image
-LARGE_OPS = 3_000  # of a plan
-P10_P90_DEVIATIONS = 1.2816  # a normal quantity lies within so many standard deviations for 80 % of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +114,10 @@ def search(
     policy_bound_s = max(min([prediction.step_s, *not_tried]), machine.seconds)
     binding = binding_of(plan, prediction, trial.cost) or bounds[best].binding
     certificate = Certificate(policy_bound_s, machine.seconds, prediction.step_s / policy_bound_s - 1, binding, len(bounds))
-    p10_step_s, p90_step_s = _spread(plan, trial, prediction)
-    return Answer(
-        plan, prediction, p10_step_s, p90_step_s, footprint(plan, profile), certificate, known, tuple(sorted(trial.cost.outside))
-    )
+    drawn = interval(plan, profile)
+    p10_step_s, p90_step_s = min(drawn.p10_step_s, prediction.step_s), max(drawn.p90_step_s, prediction.step_s)
+    needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
+    return Answer(plan, prediction, p10_step_s, p90_step_s, needs, certificate, known, outside)
 
 
 def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:
@@ -186,59 +181,3 @@ def _branch_and_bound(trial: _Trial, bounds: dict[Policy, Bound]) -> Policy:
             best = policy
     assert best is not None, "the space holds at least one policy"
     return best
-
-
-def _spread(plan: Plan, trial: _Trial, prediction: Prediction) -> tuple[float, float]:
-    """Step times that one in ten machines beats, and that one in ten misses, if the profile is off as its spreads say."""
-    demands = trial.cost.demands(plan)
-    steps_s = [
-        simulate(plan, scaled, region, max_steps=6).step_s
-        for factors in _draws(trial.profile, plan)
-        for scaled, region in [_scaled(plan, demands, trial.region, factors)]
-    ]
-    tenths = quantiles(steps_s, n=10, method="inclusive")
-    return min(tenths[0], prediction.step_s), max(tenths[-1], prediction.step_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """How much faster than the profile says each group of quantities is."""
-
-    compute: float
-    link: float
-    dram: float
-    optimizer: float
-
-
-def _draws(profile: Profile, plan: Plan) -> Iterator[_Factors]:
-    """Seeded draws, one common factor for each group of quantities that are measured together."""
-    dtype, link = plan.semantics.compute_dtype, profile.link
-    spreads = (
-        median(p.flop_per_s.spread_fraction for p in profile.device.matmul[dtype]),
-        median(p.rate.spread_fraction for curve in (link.h2d, link.d2h) for p in curve.bytes_per_s),
-        profile.host.dram_bytes_per_s.spread_fraction,
-        median(p.params_per_s.spread_fraction for p in profile.host.optimizer),
-    )
-    rng = random.Random(0)
-    for _ in range(N_DRAWS if len(plan.ops) < LARGE_OPS else N_DRAWS_OF_LARGE):
-        deviations = [rng.gauss(0, 1) / P10_P90_DEVIATIONS for _ in spreads]
-        for sign in (1, -1):
-            yield _Factors(*((1 + spread) ** (sign * z) for spread, z in zip(spreads, deviations, strict=True)))
-
-
-def _scaled(plan: Plan, demands: list[Demand], region: Region, factors: _Factors) -> tuple[list[Demand], Region]:
-    """The same work on a machine that is off by these factors."""
-    by_resource = dict.fromkeys((Resource.H2D, Resource.D2H, Resource.DUPLEX), factors.link) | {Resource.DRAM: factors.dram}
-    capacity = {r: c * by_resource.get(r, 1.0) for r, c in region.capacity}
-    by_lane = {Lane.GPU: factors.compute, Lane.H2D: factors.link, Lane.D2H: factors.link, Lane.CPU: factors.optimizer}
-    known: dict[tuple[Lane, int], Demand] = {}
-    scaled = []
-    for op, demand in zip(plan.ops, demands, strict=True):
-        lane = LANE_OF[op.kind]
-        if (lane, id(demand)) not in known:
-            faster = by_lane[lane]
-            # The same bytes in other time; cores are taken, not consumed.
-            uses = tuple((r, min(per_s if r is Resource.CORES else per_s * faster, capacity[r])) for r, per_s in demand.uses)
-            known[lane, id(demand)] = Demand(demand.overhead_s, demand.alone_s / faster, uses)
-        scaled.append(known[lane, id(demand)])
-    return scaled, Region(tuple(capacity.items()))

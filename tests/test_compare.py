@@ -1,0 +1,202 @@
+"""Are machines ranked as their own plans say, and is nothing priced that has no price?"""
+
+import json
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.compare import TITLES, Misfit, Speed, compare, hourly, smallest_host_bytes
+from planner.faster import Group, faster
+from planner.micro_batch import with_micro_batch
+from planner.search import search
+from planner.workload import build_workload, read_model
+from runtime.errors import PlanError
+from runtime.plan import Policy, Semantics, Update
+
+MODEL = read_model("qwen2.5-0.5b")
+SEMANTICS = Semantics(seq_len=256, batch_size=2, micro_batch=1)
+DEFERRED = Policy(update=Update.DEFERRED)
+FREE = 1e9
+H200 = read_profile("h200-pcie5")
+NAMES = ("gh200", "h200-pcie5", "rtx4090-server")
+
+
+def named(profile, name, **price):
+    """The profile under another name, with these prices changed in its JSON."""
+    fields = profile.to_json()
+    fields["name"] = name
+    fields["price"] |= price
+    return Profile.from_json(fields)
+
+
+def speeds(comparison):
+    return {c.machine: c.outcome.tokens_per_s for c in comparison.candidates if isinstance(c.outcome, Speed)}
+
+
+def test_a_machine_is_ranked_by_what_its_own_plan_says():
+    profiles = [read_profile(name) for name in NAMES]
+    found = compare(MODEL, profiles, SEMANTICS)
+    for candidate in found.candidates:
+        profile = read_profile(candidate.machine)
+        semantics, workload = with_micro_batch(MODEL, SEMANTICS, profile)
+        answer = search(MODEL, workload, semantics, profile, free_micro_batch=True)
+        speed = candidate.outcome
+        assert isinstance(speed, Speed)
+        assert speed.step_s == answer.prediction.step_s
+        assert speed.tokens_per_s == 512 / answer.prediction.step_s
+        assert speed.micro_batch == semantics.micro_batch
+        assert (speed.device_peak_bytes, speed.host_peak_bytes) == (answer.needs.device_peak_bytes, answer.needs.host_peak_bytes)
+    assert [c.machine for c in found.candidates] == sorted(NAMES, key=lambda name: -speeds(found)[name])
+
+
+def test_the_order_in_which_machines_are_given_does_not_matter():
+    small = H200.with_memory(None, 5 * 10**9)
+    profiles = [H200, read_profile("gh200"), named(small, "small")]
+    found = [compare(MODEL, given_, SEMANTICS, DEFERRED) for given_ in permutations(profiles)]
+    assert all(f == found[0] for f in found)
+    assert found[0].candidates[-1].machine == "small"
+
+
+groups = st.sets(st.sampled_from(list(Group)), min_size=1)
+
+
+@given(groups, st.sampled_from([1.0, 1.25, 10.0]), st.sampled_from([Policy(), DEFERRED, Policy(prefetch_depth=3)]))
+@settings(deadline=None, max_examples=10)
+def test_a_faster_machine_is_never_ranked_below_a_slower_one(more, factor, policy):
+    """Where nothing is shared: neither host memory nor the two directions of the link."""
+    plain = faster(H200, {Group.DRAM: FREE, Group.DUPLEX: FREE})
+    better = named(faster(plain, dict.fromkeys(more, factor)), "better")
+    found = compare(MODEL, [named(plain, "plain"), better], SEMANTICS, policy)
+    assert speeds(found)["better"] >= speeds(found)["plain"] * (1 - 1e-9)
+
+
+def test_a_machine_twice_as_fast_in_everything_does_twice_the_tokens():
+    """Search, contention and all."""
+    double = named(faster(H200, dict.fromkeys(Group, 2.0)), "double")
+    found = compare(MODEL, [H200, double], SEMANTICS)
+    assert [c.machine for c in found.candidates] == ["double", "h200-pcie5"]
+    assert speeds(found)["double"] == pytest.approx(2 * speeds(found)["h200-pcie5"], rel=1e-6)
+
+
+def test_machines_that_it_does_not_fit_come_last_with_the_reason_and_a_change_that_fits():
+    near, far = (named(H200.with_memory(None, n * 10**9), name) for n, name in ((14, "near"), (9, "far")))
+    slow = named(faster(H200, dict.fromkeys(Group, 1e-3)), "slow")
+    found = compare(MODEL, [far, slow, near, H200], SEMANTICS)
+    assert [c.machine for c in found.candidates] == ["h200-pcie5", "slow", "near", "far"]
+    for candidate in found.candidates[2:]:
+        misfit = candidate.outcome
+        assert isinstance(misfit, Misfit)
+        assert "host memory is " in misfit.reason
+        assert "device" not in misfit.reason
+        assert misfit.short_host_bytes > 0 == misfit.short_device_bytes
+        assert "--host-memory 15GB" in misfit.smallest_change
+        assert f"{candidate.machine}: {misfit.reason}; smallest changes that fit: {misfit.smallest_change}" in found.notes()
+        assert candidate.usd_per_million_tokens is None
+    assert all("does not fit" in row for row in found.rows()[2:])
+    enough = named(H200.with_memory(None, 15 * 10**9), "enough")
+    assert isinstance(compare(MODEL, [enough], SEMANTICS).candidates[0].outcome, Speed)
+
+
+@pytest.mark.parametrize(("policy", "free"), [(None, True), (None, False), (DEFERRED, True)])
+def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
+    """With more than one micro-batch, policies differ in what they need of the host."""
+
+    def on(profile):
+        return compare(MODEL, [profile], SEMANTICS, policy, free).candidates[0]
+
+    least = on(H200).smallest_host_bytes
+    assert least is not None
+    exact, less = on(H200.with_memory(None, least)), on(H200.with_memory(None, least - 1))
+    assert isinstance(exact.outcome, Speed)
+    assert exact.outcome.host_peak_bytes == least
+    assert isinstance(less.outcome, Misfit)
+    assert less.outcome.short_host_bytes == 1
+    assert less.smallest_host_bytes == least
+
+
+def test_where_the_device_is_too_small_no_host_memory_helps():
+    tiny = H200.with_memory(10**9, None)
+    workload = build_workload(MODEL, SEMANTICS)
+    assert smallest_host_bytes(MODEL, workload, SEMANTICS, tiny) is None
+    candidate = compare(MODEL, [tiny], SEMANTICS).candidates[0]
+    assert candidate.smallest_host_bytes is None
+    assert isinstance(candidate.outcome, Misfit)
+    assert candidate.outcome.reason.startswith("device memory is ")
+
+
+def test_dollars_are_rent_and_memory_over_three_years_by_the_tokens_of_an_hour():
+    candidate = compare(MODEL, [H200], SEMANTICS, DEFERRED).candidates[0]
+    # 3.59 USD/h of rent; 1500 GB at 30 USD/GB over 26,280 hours.
+    per_hour = 3.59 + 1500 * 30 / 26280
+    assert isinstance(candidate.outcome, Speed)
+    assert candidate.usd_per_million_tokens == pytest.approx(per_hour / (candidate.outcome.tokens_per_s * 3600 / 1e6))
+    assert candidate.hourly.ram_fraction == pytest.approx(1500 * 30 / 26280 / per_hour)
+    half = compare(MODEL, [H200.with_memory(None, 750 * 10**9)], SEMANTICS, DEFERRED).candidates[0]
+    assert half.hourly.ram_usd == pytest.approx(candidate.hourly.ram_usd / 2)
+    assert half.outcome == candidate.outcome
+
+
+def test_prices_change_no_rank_and_the_cheapest_is_named():
+    fast = named(faster(H200, dict.fromkeys(Group, 2.0)), "fast")
+    costly = named(fast, "fast", usd_per_hour=H200.price.usd_per_hour.model_dump() | {"value": 100.0})
+    assert compare(MODEL, [H200, fast], SEMANTICS, DEFERRED).cheapest == "fast"
+    found = compare(MODEL, [H200, costly], SEMANTICS, DEFERRED)
+    assert found.cheapest == "h200-pcie5"
+    assert [c.machine for c in found.candidates] == ["fast", "h200-pcie5"]
+
+
+def test_what_has_no_price_says_so():
+    nothing = {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None}
+    unpriced, no_ram, no_rent = (
+        named(H200, "a", **nothing),
+        named(H200, "b", ram_usd_per_gb=None),
+        named(H200, "c", usd_per_hour=None),
+    )
+    found = compare(MODEL, [unpriced, no_ram, no_rent], SEMANTICS, DEFERRED)
+    a, b, c = found.candidates  # equally fast, so by name
+    assert (a.usd_per_million_tokens, a.hourly.ram_fraction, a.hourly.date) == (None, None, None)
+    assert (c.usd_per_million_tokens, c.hourly.ram_fraction) == (None, None)
+    assert b.usd_per_million_tokens is not None
+    assert b.hourly.ram_fraction is None
+    assert [row[4:6] for row in found.rows()][::2] == [("no price", "no price")] * 2
+    said = list(found.notes())
+    assert "a: no price per hour in its profile, so none per token" in said
+    assert "b: no price of memory in its profile, so the price is the rent alone" in said
+    assert found.cheapest == "b"
+    assert compare(MODEL, [unpriced], SEMANTICS, DEFERRED).cheapest is None
+
+
+def test_a_price_is_as_old_as_its_oldest_part():
+    assert hourly(H200).date == "2026-03-31"  # the rent; the memory is of June
+    fields = H200.to_json()
+    fields["sources"]["ram_price"]["date"] = "2025-12-31"
+    assert hourly(Profile.from_json(fields)).date == "2025-12-31"
+
+
+def test_a_given_micro_batch_is_kept_and_a_free_one_chosen():
+    kept, chosen = (
+        compare(MODEL, [H200], SEMANTICS, DEFERRED, free_micro_batch=free).candidates[0].outcome for free in (False, True)
+    )
+    assert isinstance(kept, Speed)
+    assert isinstance(chosen, Speed)
+    assert (kept.micro_batch, chosen.micro_batch) == (1, 2)
+
+
+def test_what_no_plan_can_be_is_an_error_and_no_misfit():
+    with pytest.raises(PlanError, match="eager"):
+        compare(MODEL, [H200], replace(SEMANTICS, clip_norm=1.0), Policy(update=Update.EAGER))
+
+
+def test_the_json_is_pure_and_the_rows_stand_under_their_titles():
+    small = named(H200.with_memory(None, 9 * 10**9), "small", usd_per_hour=None)
+    found = compare(MODEL, [H200, small], SEMANTICS, DEFERRED)
+    said = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert [m["fits"] for m in said["machines"]] == [True, False]
+    assert {"tokens_per_s", "step_s", "usd_per_million_tokens", "smallest_host_bytes"} <= set(said["machines"][0])
+    assert {"short_host_bytes", "smallest_change", "price_note"} <= set(said["machines"][1])
+    assert said["tokens_per_step"] == 512
+    assert all(len(row) == len(TITLES) for row in found.rows())

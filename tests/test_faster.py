@@ -1,0 +1,56 @@
+"""Does a machine that is faster in one thing differ in that alone?"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from planner.cost import costs, region_of
+from planner.faster import PLACES, Group, faster, group_of
+from planner.simulate import simulate
+from tests.strategies import PROFILE, cases
+
+MADE_UP = Profile.from_json(PROFILE)
+
+
+def step_s(plan, profile):
+    return simulate(plan, costs(plan, profile), region_of(profile)).step_s
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_speed_of_a_profile_is_in_a_group_and_nothing_else_is(name):
+    for place, _ in read_profile(name).quantities():
+        key = next(part for part in reversed(place.split(".")) if not part.isdigit())
+        is_price_or_size = place.startswith("price.") or key in {"memory_bytes", "context_bytes", "runtime_bytes"}
+        is_speed = not is_price_or_size and not place.startswith("link.host_cores_per_copy")
+        assert (group_of(place) is not None) == is_speed, place
+
+
+def test_no_quantity_belongs_to_two_groups():
+    for place, _ in MADE_UP.quantities():
+        assert sum(place.startswith(places) for places in PLACES.values()) <= 1
+
+
+@pytest.mark.parametrize("group", list(Group))
+def test_only_the_group_moves_rates_up_and_times_down(group):
+    before = dict(MADE_UP.quantities())
+    after = dict(faster(MADE_UP, {group: 4.0}).quantities())
+    assert list(before) == list(after)
+    for place, quantity in before.items():
+        is_time = place.endswith("latency_s") or place.endswith("overhead_s")
+        factor = 1.0 if group_of(place) is not group else 0.25 if is_time else 4.0
+        assert after[place].value == quantity.value * factor
+        assert (after[place].spread_fraction, after[place].source) == (quantity.spread_fraction, quantity.source)
+
+
+def test_a_machine_that_is_no_faster_is_the_same():
+    assert faster(MADE_UP, {}) == MADE_UP
+    assert faster(faster(MADE_UP, {Group.DRAM: 2.0}), {Group.DRAM: 0.5}) == MADE_UP
+
+
+@given(cases(), st.sampled_from([0.5, 2.0, 8.0]))
+@settings(deadline=None)
+def test_a_machine_so_many_times_as_fast_in_everything_takes_that_much_less(case, factor):
+    """Contention included: all speeds together only change the unit of time."""
+    uniformly = faster(MADE_UP, dict.fromkeys(Group, factor))
+    assert step_s(case.plan, uniformly) == pytest.approx(step_s(case.plan, MADE_UP) / factor, rel=1e-9)

@@ -1,0 +1,201 @@
+"""Is the interval as wide as the spreads make it, and is the measurement to make the one that narrows it?"""
+
+import math
+import random
+from dataclasses import replace
+from statistics import quantiles
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.cost import costs, region_of
+from planner.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
+from planner.lower import lower
+from planner.simulate import simulate
+from planner.uncertainty import (
+    LEAST_SHRINK_FRACTION,
+    MEASURED_SPREAD_FRACTION,
+    affordable_draws,
+    interval,
+    measured,
+    measurements_worth_making,
+)
+from planner.workload import build_workload, read_model
+from runtime.plan import Policy, Semantics
+from tests.strategies import PROFILE, cases
+
+MADE_UP = Profile.from_json(PROFILE)  # every spread is a tenth, but for sizes that nobody draws
+FREE = 1e18
+MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
+
+
+def step_s(plan, profile):
+    return simulate(plan, costs(plan, profile), region_of(profile)).step_s
+
+
+def spread(profile, fraction, *groups):
+    """The profile with this spread in the groups (in all of them, if none is named), and none elsewhere."""
+    inside = groups or tuple(Group)
+    return with_quantities(
+        profile,
+        lambda place, q: q.model_copy(update={"spread_fraction": fraction if group_of(place) in inside else 0.0}),
+    )
+
+
+def without(profile, *burdens):
+    return faster(profile, {group: FREE for groups in burdens for group in groups})
+
+
+def small_plan(machine="h200-pcie5", update="deferred"):
+    model, semantics = read_model("qwen2.5-0.5b"), Semantics(seq_len=512, batch_size=8, micro_batch=8)
+    profile = read_profile(machine)
+    return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
+
+
+@given(cases(), st.integers(1, 8), st.integers(0, 100))
+@settings(deadline=None, max_examples=40)
+def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, seed):
+    found = interval(case.plan, MADE_UP, n_draws, seed)
+    assert found.p10_step_s <= found.p50_step_s <= found.p90_step_s
+    assert found == interval(case.plan, MADE_UP, n_draws, seed)
+    assert (found.n_draws, found.seed) == (n_draws, seed)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=40)
+def test_without_spreads_the_interval_is_the_prediction(case):
+    found = interval(case.plan, spread(MADE_UP, 0.0), MANY)
+    assert found.width_s == 0
+    assert found.p50_step_s == pytest.approx(step_s(case.plan, MADE_UP), rel=1e-9)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=20)
+def test_wider_spreads_make_a_wider_interval(case):
+    widths_s = [interval(case.plan, spread(MADE_UP, f), 12).width_s for f in (0.01, 0.05, 0.25, 1.0)]
+    assert widths_s == sorted(set(widths_s))
+
+
+@given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
+@settings(deadline=None, max_examples=40)
+def test_where_all_speeds_are_one_doubt_the_interval_is_its_spread(case, fraction, n_draws):
+    """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
+    bare = without(MADE_UP, LINK, DRAM, OPTIMIZER, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
+    alone_s = step_s(case.plan, bare)
+    found = interval(case.plan, spread(bare, fraction, *COMPUTE), n_draws)
+    assert found.p50_step_s == pytest.approx(alone_s, rel=1e-6)
+    if n_draws == MANY:
+        assert found.p10_step_s == pytest.approx(alone_s / (1 + fraction), rel=1e-6)
+        assert found.p90_step_s == pytest.approx(alone_s * (1 + fraction), rel=1e-6)
+
+
+def test_the_interval_is_that_of_plain_sampling():
+    """Held against independent draws, each a profile written anew as JSON."""
+    plan, profile = small_plan()
+    fields, rng = profile.to_json(), random.Random(3)
+    steps_s = []
+    for _ in range(300):
+        z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group}
+        steps_s.append(step_s(plan, Profile.from_json(moved(fields, z))))
+    tenths = quantiles(steps_s, n=10)
+    found = interval(plan, profile, 64)
+    assert found.p10_step_s == pytest.approx(tenths[0], rel=0.03)
+    assert found.p50_step_s == pytest.approx(tenths[4], rel=0.03)
+    assert found.p90_step_s == pytest.approx(tenths[8], rel=0.03)
+
+
+def moved(part, z, place=""):
+    """The JSON of a profile, each quantity off by as many of its spreads as its group is."""
+    if isinstance(part, dict) and set(part) == {"value", "spread_fraction", "source"}:
+        group = group_of(place)
+        factor = 1.0 if group is None else math.pow(1 + part["spread_fraction"], z[group])
+        is_time = place.endswith(("latency_s", "overhead_s"))
+        return part | {"value": part["value"] / factor if is_time else part["value"] * factor}
+    if isinstance(part, dict):
+        return {key: moved(item, z, f"{place}.{key}" if place else key) for key, item in part.items()}
+    if isinstance(part, list):
+        return [moved(item, z, f"{place}.{i}") for i, item in enumerate(part)]
+    return part
+
+
+def test_a_plan_of_many_ops_affords_fewer_draws():
+    plan, profile = small_plan()
+    assert affordable_draws(plan) == interval(plan, profile).n_draws == 32
+    assert affordable_draws(replace(plan, ops=plan.ops * 20)) < 32
+    assert affordable_draws(replace(plan, ops=plan.ops * 200)) == affordable_draws(replace(plan, ops=plan.ops * 2000)) == 8
+
+
+def test_another_seed_gives_another_interval_of_about_the_same_width():
+    plan, profile = small_plan()
+    first, second = interval(plan, profile, 32, 0), interval(plan, profile, 32, 1)
+    assert first.p10_step_s != second.p10_step_s
+    assert first.width_s == pytest.approx(second.width_s, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("slow", "group"),
+    [
+        (Group.MATMUL, Group.MATMUL),
+        (Group.UPLOAD, Group.UPLOAD),
+        (Group.OPTIMIZER, Group.OPTIMIZER),
+        (Group.LAUNCH, Group.LAUNCH),
+    ],
+)
+def test_the_first_measurement_is_of_what_the_step_consists_of(slow, group):
+    plan, profile = small_plan()
+    machine = spread(faster(profile, {slow: 1e-3}), 0.2)
+    found = measurements_worth_making(plan, machine)
+    assert found[0].group is group
+    # Nearly all of the doubt is there, and what a measurement leaves is in proportion.
+    assert found[0].shrink_fraction == pytest.approx(1 - MEASURED_SPREAD_FRACTION / 0.2, abs=0.06)
+
+
+@pytest.mark.parametrize("machine", ["h200-pcie5", "gh200", "rtx4090-server", "cpu-2core"])
+def test_no_measurement_that_matters_is_left_out(machine):
+    """Held against measuring every group in turn."""
+    plan, profile = small_plan(machine)
+    before = interval(plan, profile, 16)
+    shrinks = {g: 1 - interval(plan, measured(profile, g), 16).width_s / before.width_s for g in Group}
+    found = measurements_worth_making(plan, profile)
+    assert {g for g, shrink in shrinks.items() if shrink > 0.03} <= {m.group for m in found}
+    assert [m.shrink_fraction for m in found] == sorted((shrinks[m.group] for m in found), reverse=True)
+    for m in found:
+        assert m.shrink_fraction >= LEAST_SHRINK_FRACTION
+        assert m.p90_step_s - m.p10_step_s == pytest.approx(before.width_s * (1 - m.shrink_fraction))
+    assert found == measurements_worth_making(plan, profile)
+
+
+def test_what_the_plan_never_waits_for_is_not_worth_measuring():
+    plan, profile = small_plan()
+    never = (Group.ATTENTION, Group.DRAM, Group.DUPLEX)
+    groups = {m.group for m in measurements_worth_making(plan, spread(without(profile, never), 0.3))}
+    assert groups
+    assert not groups & set(never)
+
+
+def test_nothing_is_worth_measuring_where_all_is_measured():
+    plan, profile = small_plan()
+    assert measurements_worth_making(plan, spread(profile, 0.0)) == []
+    assert measurements_worth_making(plan, spread(profile, MEASURED_SPREAD_FRACTION)) == []
+
+
+@pytest.mark.parametrize("group", list(Group))
+@pytest.mark.parametrize("profile", [read_profile("h200-pcie5"), spread(MADE_UP, 0.01)], ids=["real", "known well"])
+def test_measuring_a_group_narrows_its_spreads_and_no_others(group, profile):
+    before, after = dict(profile.quantities()), dict(measured(profile, group).quantities())
+    for place, quantity in before.items():
+        least = MEASURED_SPREAD_FRACTION if group_of(place) is group else math.inf
+        assert after[place].spread_fraction == min(quantity.spread_fraction, least)
+        assert after[place].value == quantity.value
+
+
+def test_rows_say_what_the_json_says():
+    plan, profile = small_plan()
+    found = interval(plan, profile, 4)
+    assert set(found.to_json()) == {"p10_step_s", "p50_step_s", "p90_step_s", "n_draws", "seed"}
+    assert [row[0] for row in found.rows()] == ["P10", "P50", "P90"]
+    first = measurements_worth_making(plan, profile, 8)[0]
+    assert first.to_json()["group"] == first.row()[0] == str(first.group)
+    assert first.row()[1] == ", ".join(first.sources)
