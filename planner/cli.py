@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.timeline import Timeline
 
 MAX_COUNT = 10**9
+RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "numpy")  # what only `run` and `probe` need
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
 MAX_TIMELINE_FILE_BYTES = 2**30
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -33,6 +34,8 @@ BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 ELSEWHERE = {
     "run": ("runtime.cli", "Train with a plan: weights stream in, gradients stream out."),
     "probe": ("hwprofiles.cli", "Measure this machine and write its profile."),
+    "compare": ("planner.cli_compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "validate": ("planner.cli_validate", "Predict published runs and say how far off the predictions are."),
 }
 
 
@@ -68,6 +71,10 @@ class Penstock(click.Group):
             _fail(str(error), error.exit_code)
         except click.ClickException as error:
             _fail(" ".join(error.format_message().split()), 2)
+        except ModuleNotFoundError as error:
+            if error.name not in RUN_EXTRA:
+                raise
+            _fail(f"this needs {error.name}, which the base install leaves out; install it: pip install '.[run]'", 2)
         except BrokenPipeError:
             _leave_stdout()
             sys.exit(1)  # who reads has seen enough, as `penstock plan ... | head` has
@@ -267,14 +274,14 @@ def plan(
     from .workload import build_workload, read_model, supported_attention
 
     # Every policy there is today is performed by `run`, so `runnable` leaves nothing out yet.
-    _refuse_endless(machine)
+    refuse_endless(machine)
     profile = read_profile(machine)
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
     described = read_model(model)
     semantics = Semantics(
         seq_len=seq_len,
-        batch_size=_batch_size(batch_size, tokens_per_step, seq_len),
+        batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
         micro_batch=micro_batch or 1,
         compute_dtype=compute,  # type: ignore[arg-type]
         gradient_dtype=gradient_dtype,  # type: ignore[arg-type]
@@ -374,7 +381,7 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     click.echo(f"wrote {on_one_line(str(output))}; open it at https://ui.perfetto.dev or chrome://tracing", err=True)
 
 
-def _refuse_endless(machine: str) -> None:
+def refuse_endless(machine: str) -> None:
     """A profile is a file: reading a pipe or a device might never end."""
     if os.path.exists(machine) and not os.path.isfile(machine):
         raise click.UsageError(
@@ -382,7 +389,7 @@ def _refuse_endless(machine: str) -> None:
         )
 
 
-def _batch_size(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
+def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
     """Sequences of a step, however they were given."""
     if tokens_per_step is None:
         return batch_size or 16

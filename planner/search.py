@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics
-from runtime.region import Demand, Region, Resource
+from runtime.plan import Plan, Policy, Semantics
+from runtime.region import Resource
 from runtime.workload import Model, Workload
 
 from .bounds import FACET, LANE_NAME, Bound, machine_bound, policy_bound

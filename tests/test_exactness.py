@@ -1,6 +1,7 @@
 """Does a schedule ever change a bit of the result?"""
 
 import dataclasses
+import itertools
 import math
 import time
 
@@ -13,14 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import read_profile
 from planner.check import check
+from planner.lower import _Program, _with_waits
 from runtime import optimizer
-from runtime.blocks import Templates
+from runtime.blocks import Templates, op_seed
 from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.errors import PenstockError
 from runtime.executor import OpError, execute
 from runtime.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
-from runtime.plan import Kind, Policy, Update
+from runtime.plan import Kind, Policy, Slot, Update, Wait
 
 from . import reference
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
@@ -94,6 +96,61 @@ def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(mo
         tiny_config(model_type, **overrides), semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays")
     )
     assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+def test_a_kept_forward_finds_its_weights_in_whichever_slot_the_backward_has_them(model_type):
+    """Our lowering brings a layer back to the slot it was in; another planner need not: exchange the two last loads' slots."""
+    overrides = {"num_hidden_layers": 4}
+    config, semantics = tiny_config(model_type, **overrides), semantics_of(model_type)
+    plan = plan_of(config, semantics, Policy(keep_blocks=(1, 2, 3, 4), group_micro_batches=4))
+    last = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD and op.block in (1, 2)}
+    other = {Slot("weights", 0): Slot("weights", 1), Slot("weights", 1): Slot("weights", 0)}
+
+    def moved(index, op):
+        if op.block not in last or index < last[op.block]:
+            return dataclasses.replace(op, waits=())
+        reads, writes = (tuple(other.get(slot, slot) for slot in slots) for slots in (op.reads, op.writes))
+        return dataclasses.replace(op, reads=reads, writes=writes, waits=())
+
+    ops = [moved(i, op) for i, op in enumerate(plan.ops)]
+    forward = next(op for op in ops if op.kind is Kind.FORWARD and op.block == 2)
+    assert ops[last[2]].writes[0] != forward.reads[0], "the slots are the same: the test would prove nothing"
+    program = _Program(ops, {0: Wait(len(ops) - 1, distance=1)})
+    exchanged = dataclasses.replace(plan, ops=_with_waits(program))
+    check(dataclasses.replace(exchanged, profile=read_profile("cpu-2core").to_json()))
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = Hostile(exchanged, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    execute(exchanged, machine, N_STEPS)
+    assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
+
+
+def test_every_op_draws_random_numbers_of_its_own():
+    seeds = {op_seed(*key) for key in itertools.product(range(3), repeat=4)}
+    assert len(seeds) == 3**4
+    seen = []
+
+    class Listening(Hostile):
+        def _seed(self, step, op):
+            super()._seed(step, op)
+            seen.append((step, op.block, op.micro_batch, torch.default_generator.initial_seed()))
+
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    machine = Listening(plan_of(config, semantics, Policy()), lambda step: batches_of(96, 4, 16)[step], scheduled)
+    machine.initialise(7)
+    execute(machine.plan, machine, 2)
+    assert len(set(seen)) == len({seed for *_, seed in seen}) == 2 * 4 * 4  # steps, micro-batches, blocks; recompute repeats
+
+
+def test_given_weights_are_rounded_half_up_into_a_bf16_master():
+    semantics = semantics_of("llama", master_dtype="bf16")
+    plan = plan_of(tiny_config("llama"), semantics, Policy())
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled)
+    head = plan.workload.blocks[-1]
+    tie = 1.0 + 2.0**-8  # half way between two bf16 numbers; the even one is below
+    machine.set_weights(3, {p.name: torch.full(p.shape, tie) for p in head.parameters})
+    assert float(machine.master(3, head.parameters[0])[0]) == 1.0 + 2.0**-7
 
 
 DTYPES = [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]  # (compute, master), all that a plan may have

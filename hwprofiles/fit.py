@@ -1,0 +1,193 @@
+"""What do runs tell about a machine that nobody measured?
+
+A fit moves constants from what was believed of them (the prior, with its spread) towards what runs show, by least squares over
+logarithms with a robust loss: one odd run moves little. Few constants, few runs: `STAGES` names every constant that is fitted,
+what it was believed to be, and the runs it rests on. Stages follow one another; each takes the constants of those before it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy.optimize import least_squares
+
+from .schema import Profile
+
+SOFTWARE = "software"
+RUN_TOLERANCE = 0.02  # a difference of logarithms that a run is trusted to, beyond which the loss grows slowly
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Something to fit: of a machine (`owner` is a profile's name) or of the systems' software."""
+
+    owner: str
+    key: str
+    prior: float
+    spread_fraction: float  # one standard deviation of the prior, as a share
+    why: str  # what the prior rests on
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}.{self.key}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Constants fitted together, the runs they are fitted from, and what of those runs is looked at."""
+
+    constants: tuple[Constant, ...]
+    runs: tuple[str, ...]
+    measured: tuple[str, ...]
+    instead: tuple[str, ...] = ()  # runs that stand in when all of the above are left out
+
+
+def fit(constants: Sequence[Constant], residuals: Callable[[dict[str, float]], Sequence[float]]) -> dict[str, float]:
+    """Values by name. `residuals` answers differences of logarithms, predicted over measured, for values of the constants."""
+
+    def vector(steps: Sequence[float]) -> list[float]:
+        found = residuals(_values(constants, steps))
+        return [r / RUN_TOLERANCE for r in found] + [x / c.spread_fraction for x, c in zip(steps, constants, strict=True)]
+
+    solved = least_squares(vector, [0.0] * len(constants), loss="soft_l1", diff_step=1e-3, x_scale=0.1)
+    return _values(constants, [float(x) for x in solved.x])
+
+
+def _values(constants: Sequence[Constant], steps: Sequence[float]) -> dict[str, float]:
+    return {c.name: c.prior * math.exp(x) for c, x in zip(constants, steps, strict=True)}
+
+
+def with_constants(profile: Profile, values: Mapping[str, float]) -> Profile:
+    """The profile with its own fitted constants in place; other names are left alone, and so are sources."""
+    own = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == profile.name}
+    if not own:
+        return profile
+    fields = profile.to_json()
+    for key, value in own.items():
+        quantities = list(_places(fields, key))
+        assert quantities, f"{profile.name} has no {key}"
+        factor = value / _reference(key, fields)
+        for quantity in quantities:
+            quantity["value"] *= factor
+    return Profile.from_json(fields, profile.name)
+
+
+def value_of(profile: Profile, key: str) -> float:
+    """The value of a profile's constant: for a grid, that of the point that stands for it."""
+    return _reference(key, profile.to_json())
+
+
+REFERENCE_SIZE = 8192  # m = k = n of the product that stands for a whole grid
+
+
+def _reference(key: str, fields: dict[str, Any]) -> float:
+    """The one value that stands for what a constant scales."""
+    places = _places(fields, key)
+    if key == "matmul":
+        grid = fields["device"]["matmul"]["bf16"]
+        return float(next(p["flop_per_s"]["value"] for p in grid if p["m"] == p["k"] == p["n"] == REFERENCE_SIZE))
+    if key == "attention":
+        grid = fields["device"]["attention"]["bf16"]
+        return float(max(p["forward_flop_per_s"]["value"] for p in grid))
+    return float(places[0]["value"])
+
+
+def _places(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The quantities of a profile that a constant scales together, the one that names it first."""
+    device, link, host = fields["device"], fields["link"], fields["host"]
+    match key:
+        case "matmul":
+            return [p["flop_per_s"] for p in device["matmul"]["bf16"]]
+        case "attention":
+            return [p[f"{way}_flop_per_s"] for p in device["attention"]["bf16"] for way in ("forward", "backward")]
+        case "copy":  # one pool of memory: both directions alike
+            both = [p["rate"] for way in ("h2d", "d2h") for p in link[way]["bytes_per_s"]]
+            return [*both, link["duplex_bytes_per_s"]]
+        case "h2d":
+            return [p["rate"] for p in link["h2d"]["bytes_per_s"]]
+        case "pageable_h2d" | "pageable_d2h":
+            return [link[key.removeprefix("pageable_")]["pageable_bytes_per_s"]]
+        case "page_fault" | "dram":
+            return [host[f"{key}_bytes_per_s"]]
+        case "runtime":
+            return [host["runtime_bytes"]]
+        case _:
+            raise AssertionError(f"no constant {key!r}")
+
+
+def _software(key: str, prior: float, spread_fraction: float, why: str) -> Constant:
+    return Constant(SOFTWARE, key, prior, spread_fraction, why)
+
+
+# Priors are what the profiles held before any run was looked at, or what a source says.
+STAGES: dict[str, Stage] = {
+    "serial tail": Stage(
+        (
+            Constant("mi355x", "page_fault", 3.7e9, 0.3, "first touch in MegaTrain's tail, published for another host"),
+            Constant("mi355x", "pageable_h2d", 17e9, 0.4, "a third of the pinned rate"),
+            _software(
+                "clip_bytes_per_s",
+                15e9,
+                1.0,
+                "no belief: the order of magnitude that the runs show; PyTorch's norm and scaling on a CPU",
+            ),
+            _software("release_per_fault", 2.5, 1.0, "no belief: the order of magnitude that the runs show"),
+        ),
+        ("mi355x-megatrain-qwen2.5-14b-b16",),
+        ("backward_s", "gradient_join_s", "clip_s", "sync_s", "zero_and_free_s"),
+        instead=("mi355x-megatrain-qwen2.5-14b-b64",),
+    ),
+    "eager modules": Stage(
+        (
+            _software(
+                "eager_fraction",
+                0.85,
+                0.3,
+                "little: near what the runs show; training as a whole reaches 0.45-0.75 of the best product",
+            ),
+        ),
+        ("gh200-megatrain-qwen2.5-7b-s1024", "gh200-megatrain-qwen2.5-14b-b96-full", "h100-megatrain-qwen2.5-7b-b158"),
+        ("step_s",),
+    ),
+    "mi355x compute and link": Stage(
+        (
+            Constant("mi355x", "matmul", 1.4e15, 0.2, "0.55-0.7 of the datasheet"),
+            Constant("mi355x", "h2d", 53.5e9, 0.05, "PCIe Gen5 x16 on other hosts, less 5 %"),
+            Constant("mi355x", "pageable_d2h", 17e9, 0.4, "a third of the pinned rate"),
+        ),
+        ("mi355x-megatrain-qwen2.5-14b-b16", "mi355x-megatrain-qwen2.5-14b-b64", "mi355x-zero3-qwen2.5-14b-b16"),
+        ("forward_s", "backward_s"),
+    ),
+    "gh200 attention": Stage(
+        (Constant("gh200", "attention", 335e12 * 828.6 / 794.5, 0.3, "FlashAttention-2 on H100, scaled by the matmul rates"),),
+        ("gh200-megatrain-qwen2.5-7b-s262144",),
+        ("step_s",),
+    ),
+    "one pool": Stage(
+        (
+            Constant("gb10", "matmul", 83e12, 0.25, "0.65-0.7 of a peak derived from the datasheet"),
+            Constant("gb10", "copy", 75e9, 0.35, "as fast as the fork's author found a copy within the pool"),
+            Constant("gb10", "dram", 140e9, 0.3, "half of the pool's rate"),
+            _software(
+                "tensor_s", 0.5e-3, 1.0, "no belief: the order of magnitude that the runs show; twenty cores of two kinds wake"
+            ),
+            _software("issue_s", 50e-6, 1.0, "tens of microseconds of Python for a library call"),
+        ),
+        ("gb10-megatrain-qwen2.5-0.5b-b2", "gb10-megatrain-qwen2.5-7b-b2", "gb10-megatrain-plus-qwen2.5-7b-b4"),
+        ("forward_s", "backward_s", "zero_grad_s"),
+    ),
+    "rtx4090 compute": Stage(
+        (Constant("rtx4090-server", "matmul", 162e12, 0.1, "158-167 TFLOP/s at 8192, published"),),
+        ("rtx4090-slideformer-qwen3-8b-b64", "rtx4090-zero3-llama-3.1-8b-b32"),
+        ("step_s",),
+    ),
+    "process memory": Stage(
+        (
+            Constant("mi355x", "runtime", 6e9, 0.3, "MegaTrain's runs elsewhere show 6-8 GiB beyond their arenas"),
+            Constant("gb10", "runtime", 6e9, 0.6, "the same"),
+        ),
+        ("mi355x-megatrain-qwen2.5-14b-b16", "gb10-megatrain-qwen2.5-0.5b-b2"),
+        ("host_rss_gib",),
+    ),
+}
