@@ -132,14 +132,17 @@ def _ops(plan: Plan, cost: CostModel) -> Iterator[tuple[Kind, int, Demand, int]]
     for b, block in enumerate(plan.workload.blocks):
         match block.kind:
             case BlockKind.EMBEDDING:
-                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), n_groups
+                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
                 yield Kind.FORWARD, b, _demand(plan, cost, Kind.FORWARD, b, 0), n_micro_batches
             case BlockKind.LAYER:
-                n_loads = max(1, 2 * n_groups - spared[b])
+                n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b])
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), n_loads
                 yield Kind.FORWARD, b, _demand(plan, cost, Kind.FORWARD, b, 0), n_micro_batches
             case BlockKind.HEAD:
-                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), n_groups
+                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
+        if b in policy.spill_blocks:
+            for moved in (Kind.SPILL, Kind.FETCH):
+                yield moved, b, _demand(plan, cost, moved, b, 0), n_micro_batches
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
         # The first and the last micro-batch move their gradients differently from those between.
         last = n_micro_batches - 1
@@ -157,7 +160,7 @@ def _ops(plan: Plan, cost: CostModel) -> Iterator[tuple[Kind, int, Demand, int]]
 def _spared_layers(plan: Plan) -> list[int]:
     """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety."""
     n_slots = plan.policy.prefetch_depth + 1
-    layers = range(1, plan.workload.n_layers + 1)
+    layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
     return sorted(layers, key=lambda b: (-plan.workload.blocks[b].slot_elements, b))[:n_slots]
 
 

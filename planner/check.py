@@ -112,7 +112,7 @@ class _Memory:
         self.op, self.i, self.step = plan.ops[0], 0, 0  # the op being performed
         self.held: dict[Slot, _Held] = {}
         self.normed: dict[int, int] = {}  # block: the step of its latest norm
-        for arena in {"masters", "moments", shape.upload}:
+        for arena in {*shape.state, shape.upload}:
             for b in range(shape.n_blocks):
                 self.held[Slot(arena, b)] = _Held(arena, b, None, 0)
 
@@ -138,9 +138,15 @@ class _Memory:
             case Kind.BACKWARD:
                 if b:
                     self.need(op.reads[0], "weights", b)
-                    self.need(op.reads[2], "output", b - 1, m)
+                    self.need(op.reads[2], "fetched output" if b - 1 in shape.spilled else "output", b - 1, m)
                 self.need(op.reads[1 if b else 0], "output gradient", b, m)
                 self.differentiate()
+            case Kind.SPILL:
+                self.need(op.reads[0], "output", b, m)
+                self.put(op.writes[0], "spilled output", m)
+            case Kind.FETCH:
+                self.need(op.reads[0], "spilled output", b, m)
+                self.put(op.writes[0], "fetched output", m)
             case Kind.OFFLOAD:
                 self.need(op.reads[0], "gradient", b, m)
                 self.put(op.writes[0], "gradient", m)
@@ -201,8 +207,8 @@ class _Memory:
             self.need(Slot("norm", 0), "norm", shape.n_blocks)
         elif self.normed.get(b) != self.step:
             raise wrong(self.i, self.op, "updates a block before its norm")
-        self.need(Slot("masters", b), "masters", b)
-        self.need(Slot("moments", b), "moments", b)
+        for arena in shape.state:
+            self.need(Slot(arena, b), arena, b)
         for slot in self.op.writes:
             self.held[slot] = _Held(slot.arena, b, None, self.step + 1)
 
@@ -356,14 +362,17 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
             raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
     # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
     n_elements = [sum(p.n_elements for p in b.parameters) for b in plan.workload.blocks]  # without padding
-    for direction, kind in (("h2d", Kind.LOAD), ("d2h", Kind.OFFLOAD)):
-        n_bytes = sum(n_elements[op.block] * _item_bytes(plan, shape, op) for op in plan.ops if op.kind is kind)
+    for direction, kinds in (("h2d", (Kind.LOAD, Kind.FETCH)), ("d2h", (Kind.OFFLOAD, Kind.SPILL))):
+        n_bytes = 0
+        for op in plan.ops:
+            if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
+                n_bytes += plan.workload.blocks[op.block].boundary_bytes
+            elif op.kind in kinds:
+                n_bytes += n_elements[op.block] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:
-            raise PlanError(
-                f"claim: a step of {show_seconds(step_s)}, but its {kind} ops alone take {show_seconds(least_s)} for "
-                f"{show_bytes(n_bytes)}; {AGAIN}"
-            )
+            what = f"its {' and '.join(kinds)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"
+            raise PlanError(f"claim: a step of {show_seconds(step_s)}, but {what}; {AGAIN}")
 
 
 def _item_bytes(plan: Plan, shape: Shape, op: Op) -> int:

@@ -34,7 +34,11 @@ class Shape:
     reduced: bool  # one group: a gradient leaves the device once, complete
     tied: bool
     upload: str  # the host arena that loads read
+    state: tuple[str, ...]  # the host arenas that hold what a block has learned
     eager: bool
+    resident: dict[int, int]  # block: its slot of `resident_weights`
+    spilled: dict[int, int]  # block: its place among those whose output spills
+    unspilled: dict[int, int]  # block, not the head: its place among the others
 
     @staticmethod
     def of(plan: Plan) -> "Shape":
@@ -42,6 +46,8 @@ class Shape:
         n_blocks = len(plan.workload.blocks)
         n_micro_batches, group = plan.semantics.n_micro_batches, plan.policy.group_micro_batches
         copy = plan.semantics.compute_dtype == "bf16" and plan.semantics.master_dtype == "fp32"
+        split = plan.policy.storage == "split"
+        spills = frozenset(plan.policy.spill_blocks)
         return Shape(
             n_blocks=n_blocks,
             head=n_blocks - 1,
@@ -50,7 +56,11 @@ class Shape:
             reduced=group >= n_micro_batches,
             tied=plan.workload.tied,
             upload="host_weights" if copy else "masters",
+            state=("host_weights", "remainders", "moments") if split else ("masters", "moments"),
             eager=plan.policy.update is Update.EAGER,
+            resident={b: i for i, b in enumerate(sorted(set(plan.policy.resident_blocks)))},
+            spilled={b: i for i, b in enumerate(sorted(spills))},
+            unspilled={b: i for i, b in enumerate(b for b in range(n_blocks - 1) if b not in spills)},
         )
 
     @property
@@ -63,9 +73,24 @@ class Shape:
         """Whether layers share a ring of `host_gradients`, instead of a slot each."""
         return self.eager and self.reduced
 
+    @property
+    def first_ring_slot(self) -> int:
+        """Slots of `boundaries` from here on belong to no block: outputs that spill pass through them."""
+        return len(self.unspilled) * self.group
+
     def vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""
         return block in (0, self.head)
+
+    def weights(self, block: int) -> tuple[str, int | None]:
+        if block in self.resident:
+            return "resident_weights", self.resident[block]
+        return ("vocab_weights", 0) if self.vocab(block) else ("weights", None)
+
+    def boundary(self, block: int, micro_batch: int) -> tuple[str, int | None]:
+        if block in self.spilled:
+            return "boundaries", None
+        return "boundaries", self.unspilled[block] * self.group + micro_batch % self.group
 
 
 def check_workload(plan: Plan) -> None:
@@ -100,6 +125,15 @@ def check_policy(plan: Plan, shape: Shape) -> None:
     keep = policy.keep_blocks
     if len(set(keep)) != len(keep) or any(not 0 < b < shape.head for b in keep):
         raise PlanError(f"policy: keep_blocks must name layers (1 to {shape.head - 1}), each once; {AGAIN}")
+    resident, spill = policy.resident_blocks, policy.spill_blocks
+    if len(set(resident)) != len(resident) or any(not 0 <= b <= shape.head for b in resident):
+        raise PlanError(f"policy: resident_blocks must name blocks (0 to {shape.head}), each once; {AGAIN}")
+    if len(set(spill)) != len(spill) or any(not 0 <= b < shape.head - 1 for b in spill):
+        raise PlanError(f"policy: spill_blocks must name blocks below the last layer (0 to {shape.head - 2}), each once; {AGAIN}")
+    if odd := [b for b in keep if b - 1 in shape.spilled]:
+        raise PlanError(f"policy: block {odd[0]} keeps its activations, but its input spills; {AGAIN}")
+    if policy.storage == "split" and (semantics.compute_dtype, semantics.master_dtype) != ("bf16", "fp32"):
+        raise PlanError("policy: storage split cuts an fp32 master into a bf16 weight and the rest; use mirrored with other dtypes")
     if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
         raise PlanError("semantics: fp32 compute needs an fp32 master; change compute_dtype or master_dtype")
 
@@ -137,17 +171,32 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         last = sizes.get("host_gradients", 0) - 1
         return elements[0] * vocab_wire if i == 0 else elements[-1] * vocab_wire if i == last else layer * kept
 
+    unspilled = [blocks[b].boundary_bytes for b in shape.unspilled]
+    spilled = [blocks[b].boundary_bytes for b in shape.spilled]
+    resident = [elements[b] * compute for b in shape.resident]
+    n_ring_slots, ring_slot_bytes = 3 * group if spilled else 0, max(spilled, default=0)
+
+    def boundary_bytes(i: int) -> int:
+        return unspilled[i // group] if i < shape.first_ring_slot else ring_slot_bytes
+
     needs = {
         "weights": device(plan.policy.prefetch_depth + 1, layer * compute),
         "vocab_weights": device(1, vocab * compute),
-        "boundaries": _Need(Place.DEVICE, shape.head * group, lambda i: blocks[i // group].boundary_bytes),
+        "boundaries": _Need(Place.DEVICE, shape.first_ring_slot + n_ring_slots, boundary_bytes),
         "gradients": device(plan.policy.gradient_slots, layer * wire),
         "vocab_gradients": device(1, vocab * vocab_wire),
-        "masters": host(lambda b: owned[b] * master),
         "moments": host(lambda b: owned[b] * 2 * FP32),
         "host_gradients": host(lambda b: elements[b] * (vocab_wire if shape.vocab(b) else kept)),
         "norm": _Need(Place.HOST, 1, lambda _: NORM_BYTES * sum(len(b.parameters) for b in blocks)),
     }
+    if "masters" in shape.state:
+        needs["masters"] = host(lambda b: owned[b] * master)
+    else:
+        needs["remainders"] = host(lambda b: owned[b] * (master - compute))
+    if resident:
+        needs["resident_weights"] = _Need(Place.DEVICE, len(resident), lambda i: resident[i], exact=True)
+    if spilled:
+        needs["spilled"] = _Need(Place.HOST, len(spilled) * group, lambda i: spilled[i // group])
     if shape.ring:
         needs["host_gradients"] = _Need(Place.HOST, None, ring_bytes, least=3)
     if shape.upload == "host_weights":
@@ -186,18 +235,18 @@ def check_arenas(plan: Plan, shape: Shape) -> None:
                 raise PlanError(f"arena {name}: slot {i} has {n_bytes} bytes, but {needed} go into it; {AGAIN}")
 
 
-_Slots = list[tuple[str, int | None]]  # arena and index; None: any slot that the arena gives to layers
+_Slots = list[tuple[str, int | None]]  # arena and index; None: any slot that no block has for itself
 
 
 def _expected_slots(shape: Shape, op: Op) -> tuple[_Slots, _Slots]:
     """What the contract has this op read and write, in order."""
     b, m = op.block, op.micro_batch or 0
     vocab = shape.vocab(b)
-    weights: _Slots = [("vocab_weights", 0) if vocab else ("weights", None)]
+    weights: _Slots = [shape.weights(b)]
     gradient: _Slots = [("vocab_gradients", 0) if vocab else ("gradients", None)]
     host_gradient: _Slots = [("host_gradients", None if shape.ring and not vocab else _last_or(b, shape))]
-    below: _Slots = [("boundaries", (b - 1) * shape.group + m % shape.group)] if b else []
-    above: _Slots = [("boundaries", b * shape.group + m % shape.group)]
+    below: _Slots = [shape.boundary(b - 1, m)] if b else []
+    above: _Slots = [shape.boundary(b, m)] if b < shape.head else []
     both: _Slots = host_gradient + ([("host_gradients", -1)] if b == 0 and shape.tied else [])
     own: _Slots = [(shape.upload, b)]
     match op.kind:
@@ -218,9 +267,13 @@ def _expected_slots(shape: Shape, op: Op) -> tuple[_Slots, _Slots]:
         case Kind.NORM:
             return [*both, ("norm", 0)], [("norm", 0)]
         case Kind.UPDATE:
-            state: _Slots = [("masters", b), ("moments", b)]
-            copy = own if shape.upload == "host_weights" else []
+            state: _Slots = [(arena, b) for arena in shape.state]
+            copy = own if shape.upload not in shape.state else []
             return both + ([] if shape.eager else [("norm", 0)]) + state, state + copy
+        case Kind.SPILL:
+            return above, [("spilled", shape.spilled[b] * shape.group + m % shape.group)]
+        case Kind.FETCH:
+            return [("spilled", shape.spilled[b] * shape.group + m % shape.group)], above
         case _:
             assert_never(op.kind)
 
@@ -244,10 +297,12 @@ def _expected_sums(shape: Shape, op: Op, gradient: _Slots) -> tuple[_Slots, _Slo
 
 
 def _expected_ops(shape: Shape) -> Iterator[tuple[Kind, int, int | None]]:
-    """Every op a step must have exactly once, loads aside. Lazy: a hostile plan may promise 2^50 micro-batches."""
+    """Every op a step must have exactly once, most loads aside. Lazy: a hostile plan may promise 2^50 micro-batches."""
     for b in range(shape.n_blocks):
         yield Kind.NORM, b, None
         yield Kind.UPDATE, b, None
+        if b in shape.resident:
+            yield Kind.LOAD, b, None
         if shape.reduced:
             yield Kind.OFFLOAD, b, None
         for m in range(shape.n_micro_batches):
@@ -256,36 +311,44 @@ def _expected_ops(shape: Shape) -> Iterator[tuple[Kind, int, int | None]]:
             else:
                 yield Kind.FORWARD, b, m
                 yield Kind.BACKWARD, b, m
+            if b in shape.spilled:
+                yield Kind.SPILL, b, m
+                yield Kind.FETCH, b, m
             if not shape.reduced:
                 yield Kind.OFFLOAD, b, m
                 yield Kind.ACCUMULATE, b, m
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
-    """Each op is one that the step must have, once (loads: any number), and uses the slots of the contract."""
+    """Each op is one that the step must have, once (loads of streamed blocks: any number), and uses the slots of the contract."""
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     seen: set[tuple[Kind, int, int | None]] = set()
     for i, op in enumerate(plan.ops):
         is_head = op.block == shape.head
         if (op.kind is Kind.LOSS) != is_head and op.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS):
             raise wrong(i, op, "the head has a loss op, the other blocks forward and backward")
-        has_micro_batch = op.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS, Kind.ACCUMULATE) or (
+        if op.kind in (Kind.SPILL, Kind.FETCH) and op.block not in shape.spilled:
+            raise wrong(i, op, "under this policy the output of the block does not spill")
+        has_micro_batch = op.kind not in (Kind.LOAD, Kind.OFFLOAD, Kind.NORM, Kind.UPDATE) or (
             op.kind is Kind.OFFLOAD and not shape.reduced
         )
         if (op.micro_batch is not None) != has_micro_batch or (op.kind is Kind.ACCUMULATE and shape.reduced):
             raise wrong(i, op, f"no such op in a plan with groups of {shape.group} micro-batches")
         key = op.kind, op.block, op.micro_batch
-        if op.kind is not Kind.LOAD and key in seen:
+        if key in seen and (op.kind is not Kind.LOAD or op.block in shape.resident):
             raise wrong(i, op, "done twice in a step")
         seen.add(key)
         reads, writes = _expected_slots(shape, op)
         for what, slots, expected in (("read", op.reads, reads), ("write", op.writes, writes)):
-            if len(slots) != len(expected) or not all(_fits(slot, one, sizes) for slot, one in zip(slots, expected, strict=True)):
+            if len(slots) != len(expected) or not all(
+                _fits(slot, one, sizes, shape) for slot, one in zip(slots, expected, strict=True)
+            ):
                 raise wrong(
                     i,
                     op,
                     f"must {what} {_slots_text(expected, sizes)}, not {' '.join(map(str, slots[:6])) or 'nothing'}",
                 )
+        _check_ring_slots(i, op, shape)
     for key in _expected_ops(shape):
         if key not in seen:
             kind, block, micro_batch = key
@@ -293,17 +356,25 @@ def check_ops(plan: Plan, shape: Shape) -> None:
             raise PlanError(f"the step has no {kind} of block {block}{m}; {AGAIN}")
 
 
-def _fits(slot: Slot, expected: tuple[str, int | None], sizes: dict[str, int]) -> bool:
+def _check_ring_slots(i: int, op: Op, shape: Shape) -> None:
+    """What the contract says of two slots of one op: a gradient replaces its input, an output does not."""
+    if op.block and op.kind is Kind.BACKWARD and op.writes[0] != op.reads[2]:
+        raise wrong(i, op, f"must leave the gradient of its input in {op.reads[2]}, where the input was, not in {op.writes[0]}")
+    if op.block and op.kind is Kind.FORWARD and op.reads[1] in op.writes:
+        raise wrong(i, op, f"has {op.reads[1]} for both its input and its output")
+
+
+def _fits(slot: Slot, expected: tuple[str, int | None], sizes: dict[str, int], shape: Shape) -> bool:
     """Whether a slot is the expected one, or one that its arena gives to layers where any of them will do."""
     arena, index = expected
     if slot.arena != arena:
         return False
     if index is not None:
         return slot.index == index % sizes[arena]
-    first = 1 if arena == "host_gradients" else 0
+    first = {"host_gradients": 1, "boundaries": shape.first_ring_slot}.get(arena, 0)
     last = sizes[arena] - (1 if arena in ("host_gradients", "staging") else 0)
     return first <= slot.index < last
 
 
 def _slots_text(expected: _Slots, sizes: dict[str, int]) -> str:
-    return " ".join(f"{a}[{'a layer' if i is None else i % sizes[a]}]" for a, i in expected) or "nothing"
+    return " ".join(f"{a}[{'any' if i is None else i % sizes[a]}]" for a, i in expected) or "nothing"

@@ -15,6 +15,9 @@ from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Mat
 FP32_BYTES = 4
 MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
+# What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
+# fitted from three published runs (docs/accuracy.md). A CPU's profile is probed with the calls that the modules make.
+EAGER_FRACTION = 0.841
 BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
@@ -40,14 +43,15 @@ def region_of(profile: Profile) -> Region:
 
 def update_bytes_per_param(plan: Plan, block: int) -> int:
     """Host memory traffic of AdamW per parameter. With an fp32 master, bf16 compute and bf16 gradients it is 28 bytes:
-    read master 4, moments 8, gradient 2; write master 4, moments 8, compute weight 2."""
+    read master 4, moments 8, gradient 2; write master 4, moments 8, compute weight 2. With a split master, 26."""
     master = ITEM_BYTES[plan.semantics.master_dtype]
     gradient = ITEM_BYTES[plan.host_gradient_dtype(block)]
-    weight = ITEM_BYTES[plan.semantics.compute_dtype] if plan.weights_arena == "host_weights" else 0
+    copied = plan.weights_arena == "host_weights" and plan.policy.storage == "mirrored"  # a split master is its own copy
+    weight = ITEM_BYTES[plan.semantics.compute_dtype] if copied else 0
     return 2 * (master + MOMENT_BYTES) + gradient + weight
 
 
-_Key = tuple[Kind, int, bool, bool, bool, bool]  # kind, block, first and last micro-batch, kept, reduced
+_Key = tuple[Kind, int, bool, bool, bool, bool, str]  # kind, block, first and last micro-batch, kept, reduced, storage
 
 
 @dataclass(slots=True)
@@ -77,7 +81,7 @@ class CostModel:
             self._known = {}
         m = op.micro_batch
         last = plan.semantics.n_micro_batches - 1
-        key = (op.kind, op.block, m == 0, m == last, op.block in plan.policy.keep_blocks, plan.reduced)
+        key = (op.kind, op.block, m == 0, m == last, op.block in plan.policy.keep_blocks, plan.reduced, plan.policy.storage)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -92,6 +96,10 @@ class CostModel:
                 return self._copy("h2d", block.slot_elements * item)
             case Kind.OFFLOAD:
                 return self._copy("d2h", block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)])
+            case Kind.SPILL:
+                return self._copy("d2h", block.boundary_bytes)
+            case Kind.FETCH:
+                return self._copy("h2d", block.boundary_bytes)
             case Kind.FORWARD:
                 return self._compute(self.forward_s(block, dtype), block.pointwise_bytes)
             case Kind.LOSS:
@@ -164,7 +172,11 @@ class CostModel:
 
     @property
     def _memory_rate(self) -> float:
-        return self.profile.device.memory_bytes_per_s.value
+        return self.profile.device.memory_bytes_per_s.value * self._eager_fraction
+
+    @property
+    def _eager_fraction(self) -> float:
+        return EAGER_FRACTION if self.profile.device.kind == "cuda" else 1.0
 
     def _matmul(self, dtype: Dtype, matmul: Matmul) -> float:
         key = (dtype, matmul)
@@ -172,7 +184,7 @@ class CostModel:
             rate = self.profile.matmul_flop_per_s(dtype, matmul.m, matmul.k, matmul.n)
             if not rate.inside_measured:
                 self.outside.add(f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})")
-            self._matmul_s[key] = matmul.flop / rate.value
+            self._matmul_s[key] = matmul.flop / (rate.value * self._eager_fraction)
         return self._matmul_s[key]
 
     def _attention(self, dtype: Dtype, attention: Attention | None, backward: bool) -> float:

@@ -114,8 +114,18 @@ def in_words(policy: Policy, plan: Plan) -> str:
     late = f", leaving {policy.offload_late_blocks} late" if policy.offload_late_blocks else ""
     return (
         f"{order}; {counted(policy.prefetch_depth, 'layer')} prefetched; {counted(policy.gradient_slots, 'gradient slot')}{late}; "
-        f"{kept}; {policy.update} update"
+        f"{kept}; " + "".join(f"{words}; " for words in _stored(policy)) + f"{policy.update} update"
     )
+
+
+def _stored(policy: Policy) -> Iterator[str]:
+    """Where weights, boundaries and masters lie, if elsewhere than usual."""
+    if policy.resident_blocks:
+        yield f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
+    if policy.spill_blocks:
+        yield f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
+    if policy.storage == "split":
+        yield "masters split into bf16 and 16 bits"
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:

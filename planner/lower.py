@@ -16,7 +16,9 @@ from runtime.workload import ITEM_BYTES, BlockKind, Model, Workload
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
+SPILL_RING_GROUPS = 3  # boundaries of a spilling model on the device at a time: one computed, one leaving or coming, one in use
 BOUNDARY_ALIGN_BYTES = 256
+REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 
 def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
@@ -41,10 +43,20 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
         )
     if policy.offload_late_blocks and policy.group_micro_batches < semantics.n_micro_batches:
         raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
-    if any(b not in range(1, workload.n_layers + 1) for b in policy.keep_blocks):
-        raise PlanError(f"only layers (blocks 1..{workload.n_layers}) can keep their activations")
-    if list(policy.keep_blocks) != sorted(set(policy.keep_blocks)):
-        raise PlanError("the kept blocks are not in ascending order, each once")
+    n_layers = workload.n_layers
+    for name, blocks, legal in (
+        ("keep_blocks", policy.keep_blocks, range(1, n_layers + 1)),
+        ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
+        ("spill_blocks", policy.spill_blocks, range(n_layers)),
+    ):
+        if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
+            raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
+    if any(b - 1 in policy.spill_blocks for b in policy.keep_blocks):
+        raise PlanError("a block that keeps its activations keeps its input too: the block before it cannot spill")
+    if policy.storage == "split" and (semantics.compute_dtype, semantics.master_dtype) != ("bf16", "fp32"):
+        raise PlanError(
+            "split storage cuts an fp32 master into a bf16 weight and the rest; it needs bf16 compute and an fp32 master"
+        )
 
 
 def arenas_of(plan: Plan) -> Iterator[Arena]:
@@ -54,13 +66,15 @@ def arenas_of(plan: Plan) -> Iterator[Arena]:
     item = ITEM_BYTES[semantics.compute_dtype]
     layer_elements = max(b.slot_elements for b in layers)
     vocab_elements = max(b.slot_elements for b in vocab)
-    boundary_bytes = [
-        -(-b.boundary_bytes // BOUNDARY_ALIGN_BYTES) * BOUNDARY_ALIGN_BYTES
-        for b in blocks[:-1]
-        for _ in range(policy.group_micro_batches)
-    ]
+    group = policy.group_micro_batches
+    aligned = [-(-b.boundary_bytes // BOUNDARY_ALIGN_BYTES) * BOUNDARY_ALIGN_BYTES for b in blocks[:-1]]
+    spilling = [aligned[b] for b in policy.spill_blocks for _ in range(group)]
+    boundary_bytes = [n_bytes for b, n_bytes in enumerate(aligned) if b not in policy.spill_blocks for _ in range(group)]
+    boundary_bytes += [max(spilling)] * SPILL_RING_GROUPS * group if spilling else []
     yield Arena("weights", Place.DEVICE, (layer_elements * item,) * (policy.prefetch_depth + 1))
     yield Arena("vocab_weights", Place.DEVICE, (vocab_elements * item,))
+    if policy.resident_blocks:
+        yield Arena("resident_weights", Place.DEVICE, tuple(blocks[b].slot_elements * item for b in policy.resident_blocks))
     yield Arena("boundaries", Place.DEVICE, tuple(boundary_bytes))
     yield Arena("gradients", Place.DEVICE, (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots)
     yield Arena("vocab_gradients", Place.DEVICE, (vocab_elements * ITEM_BYTES[plan.gradient_dtype(0)],))
@@ -69,7 +83,10 @@ def arenas_of(plan: Plan) -> Iterator[Arena]:
     if not _vocab_slot_is_sum(plan):
         yield Arena("vocab_sums", Place.DEVICE, (vocab_elements * 4,))
 
-    yield Arena("masters", Place.HOST, tuple(b.host_elements * ITEM_BYTES[semantics.master_dtype] for b in blocks))
+    if policy.storage == "split":
+        yield Arena("remainders", Place.HOST, tuple(b.host_elements * REMAINDER_BYTES for b in blocks))
+    else:
+        yield Arena("masters", Place.HOST, tuple(b.host_elements * ITEM_BYTES[semantics.master_dtype] for b in blocks))
     yield Arena("moments", Place.HOST, tuple(b.host_elements * 8 for b in blocks))  # two fp32 moments
     if plan.weights_arena == "host_weights":
         yield Arena("host_weights", Place.HOST, tuple(b.host_elements * item for b in blocks))
@@ -82,6 +99,8 @@ def arenas_of(plan: Plan) -> Iterator[Arena]:
     if not plan.reduced:
         staging = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * N_STAGING_SLOTS
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * 4))
+    if spilling:
+        yield Arena("spilled", Place.HOST, tuple(spilling))
     yield Arena("norm", Place.HOST, (8 * sum(len(b.parameters) for b in blocks),))  # one fp64 sum of squares per tensor
 
 
@@ -157,48 +176,98 @@ def _program(plan: Plan) -> _Program:
     group = policy.group_micro_batches
     groups = [range(m, min(m + group, semantics.n_micro_batches)) for m in range(0, semantics.n_micro_batches, group)]
     layers = range(1, n_layers + 1)
-    slots = _WeightSlots(policy.prefetch_depth + 1, [b for _ in groups for b in (*layers, *reversed(layers))])
+    streamed = [b for b in layers if b not in policy.resident_blocks]
+    slots = _WeightSlots(policy.prefetch_depth + 1, [b for _ in groups for b in (*streamed, *reversed(streamed))])
+    resident: dict[int, Slot] = {}
     program = _Program()
-    gradients = _Gradients(plan, program)
+    gradients, boundaries = _Gradients(plan, program), _Boundaries(plan, program)
 
     def load(block: int, to: Slot) -> Slot:
         sources = [Slot(plan.weights_arena, b) for b in ((block, 0) if block and plan.workload.blocks[block].tied else (block,))]
         program.add(Kind.LOAD, block, None, sources, [to])
         return to
 
-    def layer_weights(block: int) -> Slot:
+    def weights_of(block: int) -> Slot:
+        """The slot that holds the block's weights, loaded before if need be."""
+        if block in policy.resident_blocks:
+            if block not in resident:
+                resident[block] = load(block, Slot("resident_weights", policy.resident_blocks.index(block)))
+            return resident[block]
+        if block not in layers:
+            return load(block, Slot("vocab_weights", 0))
         index, fresh = slots.use(block)
         return load(block, Slot("weights", index)) if fresh else Slot("weights", index)
 
-    def boundary(block: int, m: int) -> Slot:
-        return Slot("boundaries", block * group + m % group)
-
     for micro_batches in groups:
-        weights = load(0, Slot("vocab_weights", 0))
+        weights = weights_of(0)
         for m in micro_batches:
-            program.add(Kind.FORWARD, 0, m, [weights], [boundary(0, m)])
+            program.add(Kind.FORWARD, 0, m, [weights], [boundaries.write(0, m)])
+            boundaries.computed(0, m)
         for b in layers:
-            weights = layer_weights(b)
+            weights = weights_of(b)
             for m in micro_batches:
-                program.add(Kind.FORWARD, b, m, [weights, boundary(b - 1, m)], [boundary(b, m)])
-        weights = load(head, Slot("vocab_weights", 0))
+                program.add(Kind.FORWARD, b, m, [weights, boundaries.at(b - 1, m)], [boundaries.write(b, m)])
+                boundaries.computed(b, m)
+        weights = weights_of(head)
         for m in micro_batches:
             reads, writes = gradients.of(head, m)
-            program.add(Kind.LOSS, head, m, [weights, boundary(n_layers, m), *reads], [boundary(n_layers, m), *writes])
+            last = boundaries.at(n_layers, m)
+            program.add(Kind.LOSS, head, m, [weights, last, *reads], [last, *writes])
             gradients.computed(head, m)
         for b in reversed(layers):
-            weights = layer_weights(b)
+            weights = weights_of(b)
+            for m in micro_batches:
+                boundaries.fetch(b - 1, m)
             for m in micro_batches:
                 reads, writes = gradients.of(b, m)
-                inputs = [weights, boundary(b, m), boundary(b - 1, m), *reads]
-                program.add(Kind.BACKWARD, b, m, inputs, [boundary(b - 1, m), *writes])
+                into = boundaries.at(b - 1, m)
+                program.add(Kind.BACKWARD, b, m, [weights, boundaries.at(b, m), into, *reads], [into, *writes])
                 gradients.computed(b, m)
         for m in micro_batches:
             reads, writes = gradients.of(0, m)
-            program.add(Kind.BACKWARD, 0, m, [boundary(0, m), *reads], writes)
+            program.add(Kind.BACKWARD, 0, m, [boundaries.at(0, m), *reads], writes)
             gradients.computed(0, m)
     gradients.finish()
     return program
+
+
+class _Boundaries:
+    """Where each block's output lies: in a slot of its own, or, when it spills, in a ring, until it leaves and when it is back."""
+
+    def __init__(self, plan: Plan, program: _Program) -> None:
+        self.program, self.spill_blocks = program, plan.policy.spill_blocks
+        self.group = plan.policy.group_micro_batches
+        staying = [b for b in range(plan.workload.n_layers + 1) if b not in self.spill_blocks]
+        self.place = {b: i for i, b in enumerate(staying)}
+        self.n_in_ring = 0
+        self.in_ring: dict[tuple[int, int], Slot] = {}
+
+    def at(self, block: int, m: int) -> Slot:
+        """Where it lies now."""
+        if block in self.spill_blocks:
+            return self.in_ring[block, m]
+        return Slot("boundaries", self.place[block] * self.group + m % self.group)
+
+    def write(self, block: int, m: int) -> Slot:
+        """Where it is to be put next: the ring moves on."""
+        if block in self.spill_blocks:
+            index = self.n_in_ring % (SPILL_RING_GROUPS * self.group)
+            self.in_ring[block, m] = Slot("boundaries", len(self.place) * self.group + index)
+            self.n_in_ring += 1
+        return self.at(block, m)
+
+    def computed(self, block: int, m: int) -> None:
+        """The forward of (block, m) is the program's last op: let its output leave."""
+        if block in self.spill_blocks:
+            self.program.add(Kind.SPILL, block, m, [self.at(block, m)], [self._spilled(block, m)])
+
+    def fetch(self, block: int, m: int) -> None:
+        """Bring it back, if it left."""
+        if block in self.spill_blocks:
+            self.program.add(Kind.FETCH, block, m, [self._spilled(block, m)], [self.write(block, m)])
+
+    def _spilled(self, block: int, m: int) -> Slot:
+        return Slot("spilled", self.spill_blocks.index(block) * self.group + m % self.group)
 
 
 class _Gradients:
@@ -294,9 +363,11 @@ class _Gradients:
 
     def _update(self, block: int) -> None:
         plan = self.plan
-        state = [Slot("masters", block), Slot("moments", block)]
+        split = plan.policy.storage == "split"
+        master = [Slot("host_weights", block), Slot("remainders", block)] if split else [Slot("masters", block)]
+        state = [*master, Slot("moments", block)]
         norm = [] if plan.policy.update is Update.EAGER else [Slot("norm", 0)]
-        copy = [Slot("host_weights", block)] if plan.weights_arena == "host_weights" else []
+        copy = [Slot("host_weights", block)] if plan.weights_arena == "host_weights" and not split else []
         self.program.add(Kind.UPDATE, block, None, [*self.arrived[block], *norm, *state], [*state, *copy])
 
     def finish(self) -> None:

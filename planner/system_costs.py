@@ -13,7 +13,7 @@ from runtime.plan import Semantics
 from runtime.region import Demand, Region, Resource
 from runtime.workload import ITEM_BYTES, Block, Matmul, Workload
 
-from .cost import BACKWARD_ATTENTION, BACKWARD_MATMULS, BACKWARD_POINTWISE, region_of
+from .cost import BACKWARD_ATTENTION, BACKWARD_MATMULS, BACKWARD_POINTWISE, EAGER_FRACTION, region_of
 
 BF16 = ITEM_BYTES["bf16"]
 FP32 = ITEM_BYTES["fp32"]
@@ -35,7 +35,7 @@ PROFILE_UPDATE_BYTES = 28  # host traffic per parameter for which a profile's op
 class Software:
     """What the systems' own code makes of a machine. The fitted numbers are those of `hwprofiles.fit`, which names their runs."""
 
-    eager_fraction: float = 0.841  # fitted: of isolated rates, over products and pointwise kernels of transformers' eager modules
+    eager_fraction: float = EAGER_FRACTION
     tensor_s: float = 0.62e-3  # fitted: to wake all host cores for one tensor
     issue_s: float = 17.4e-6  # fitted: the main thread's time to issue one library call from Python
     clip_bytes_per_s: float = 14.8e9  # fitted: gradient bytes through PyTorch's norm and scaling on the CPU

@@ -18,9 +18,11 @@ from .cores import split_cores
 from .data import Batch
 from .errors import PenstockError
 from .memory import DTYPE, Arenas
-from .optimizer import CHUNK_ELEMENTS, AdamW, SummedGradient, adamw_, clip_factor, round_half_up, sum_of_squares
+from .optimizer import CHUNK_ELEMENTS, AdamW, SplitMaster, SummedGradient, adamw_, clip_factor, round_half_up, sum_of_squares
 from .plan import Kind, Lane, Op, Plan, Slot, Update
 from .workload import Parameter
+
+WEIGHT_ARENAS = ("weights", "vocab_weights", "resident_weights")
 
 
 class NonFiniteError(PenstockError):
@@ -86,14 +88,18 @@ class CpuMachine:
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Put a block's own weights (any float dtype) into the host store: master and compute copy."""
         for p in self._owned(block):
-            master, given = self.master(block, p), weights[p.name].reshape(-1)
+            master, given = self._master(block, p), weights[p.name].reshape(-1)
             copy = self._host("host_weights", block, p) if self.plan.weights_arena == "host_weights" else None
             for start in range(0, p.n_elements, CHUNK_ELEMENTS):
                 part = slice(start, start + CHUNK_ELEMENTS)
-                if master.dtype is torch.float32:
-                    master[part] = given[part]
-                else:
-                    round_half_up(given[part].float(), master[part])
+                match master:
+                    case SplitMaster():
+                        master.cut(part, given[part].float())
+                        continue
+                    case _ if master.dtype is torch.float32:
+                        master[part] = given[part]
+                    case _:
+                        round_half_up(given[part].float(), master[part])
                 if copy is not None:
                     round_half_up(master[part], copy[part])
 
@@ -109,9 +115,18 @@ class CpuMachine:
         dtype = self.plan.semantics.master_dtype if arena == "masters" else self.plan.semantics.compute_dtype
         return self.arenas.view(Slot(arena, block), dtype, (p.n_elements,), self._host_offsets[block][p.name])
 
+    def _master(self, block: int, p: Parameter) -> torch.Tensor | SplitMaster:
+        """Where the master of an owned parameter lies, flat."""
+        if self.plan.policy.storage == "mirrored":
+            return self._host("masters", block, p)
+        at = self._host_offsets[block][p.name]
+        remainder = self.arenas.view(Slot("remainders", block), "int16", (p.n_elements,), at)
+        return SplitMaster(self._host("host_weights", block, p), remainder)
+
     def master(self, block: int, p: Parameter) -> torch.Tensor:
-        """The master of an owned parameter, flat."""
-        return self._host("masters", block, p)
+        """The master of an owned parameter, flat; to be read only, as it may be a copy."""
+        master = self._master(block, p)
+        return master.joined(slice(None)) if isinstance(master, SplitMaster) else master
 
     def moments(self, block: int, p: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         """First and second moment of an owned parameter, flat fp32."""
@@ -166,6 +181,9 @@ class CpuMachine:
                 self.arenas.raw(op.writes[0])[: self._gradient_bytes(op.block)].copy_(
                     self.arenas.raw(op.reads[0])[: self._gradient_bytes(op.block)]
                 )
+            case Kind.SPILL | Kind.FETCH:
+                n_bytes = self._blocks[op.block].boundary_bytes
+                self.arenas.raw(op.writes[0])[:n_bytes].copy_(self.arenas.raw(op.reads[0])[:n_bytes])
             case Kind.ACCUMULATE:
                 self._accumulate(op)
             case Kind.NORM:
@@ -222,7 +240,7 @@ class CpuMachine:
         assert op.micro_batch is not None
         m = op.micro_batch
         self._seed(step, op)
-        weight_slot = op.slot("weights", "vocab_weights")
+        weight_slot = op.slot(*WEIGHT_ARENAS)
         assert weight_slot is not None
         weights = self._weights(op.block, weight_slot)
         if op.block == 0:
@@ -267,7 +285,7 @@ class CpuMachine:
             weight_slot, _, input_slot = op.reads[:3]
             self._run_layer(op, m, self._weights(op.block, weight_slot), weight_slot, input_slot)
         graph = self._graphs.pop((op.block, m))
-        self._bound = op.slot("weights")
+        self._bound = op.slot(*WEIGHT_ARENAS)
         gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(out_slot), allow_unused=True)
         self._bound = None
         if op.block:
@@ -399,10 +417,12 @@ class CpuMachine:
         settings = self.settings(step)
         for p in self._owned(op.block):
             exp_avg, exp_avg_sq = self.moments(op.block, p)
-            weight = self._host("host_weights", op.block, p) if self.plan.weights_arena == "host_weights" else None
+            master = self._master(op.block, p)
+            copied = self.plan.weights_arena == "host_weights" and not isinstance(master, SplitMaster)
+            weight = self._host("host_weights", op.block, p) if copied else None
             gradient = self._host_gradient(op, p)
             adamw_(
-                self.master(op.block, p),
+                master,
                 exp_avg,
                 exp_avg_sq,
                 gradient,

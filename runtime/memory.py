@@ -11,7 +11,7 @@ import torch
 from .errors import PlanError
 from .plan import Arena, Place, Slot
 
-DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
 SLAB_ALIGN_BYTES = 64  # results of matrix products depend on alignment below 16 bytes
 
 

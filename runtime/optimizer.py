@@ -63,19 +63,50 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
     return min(1.0, float(ratio))
 
 
-def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> None:
+def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> bool:
     """Round fp32 to bf16, ties away from zero, into `out`; NaN stays NaN (its payload could otherwise carry into the sign).
+
+    Returns whether there may be a NaN.
 
     Half-up keeps a split into a bf16 weight and a 16-bit remainder exact, which rounding to even does not.
     """
     bits = torch.add(wide.view(torch.int32), 0x8000).bitwise_right_shift_(16)
-    if not math.isfinite(wide.sum().item()):  # rare, and a finite sum proves that there is no NaN
+    may_have_nan = not math.isfinite(wide.sum().item())  # rare, and a finite sum proves that there is none
+    if may_have_nan:
         bits = torch.where(wide == wide, bits, 0x7FC0)
     out.view(torch.int16).copy_(bits)
+    return may_have_nan
+
+
+@dataclass(frozen=True, slots=True)
+class SplitMaster:
+    """A flat fp32 master in two halves: the bf16 compute weight as it is uploaded, and what it lacks, as int16.
+
+    With weights rounded half up the difference of the bits always fits: the halves are the master, to the last bit.
+    """
+
+    weight: torch.Tensor
+    remainder: torch.Tensor
+
+    def numel(self) -> int:
+        return self.weight.numel()
+
+    def joined(self, part: slice) -> torch.Tensor:
+        """The master, fp32, as a copy."""
+        bits = self.weight[part].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        return bits.add_(self.remainder[part]).view(torch.float32)
+
+    def cut(self, part: slice, wide: torch.Tensor) -> None:
+        """Store an fp32 master."""
+        weight, remainder = self.weight[part], self.remainder[part]
+        may_have_nan = round_half_up(wide, weight)
+        remainder.copy_(wide.view(torch.int32) - weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16))
+        if may_have_nan:
+            remainder[wide != wide] = 0  # the weight is NaN there, and so must the whole be
 
 
 def adamw_(
-    master: torch.Tensor,
+    master: torch.Tensor | SplitMaster,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     gradient: torch.Tensor | SummedGradient,
@@ -87,7 +118,7 @@ def adamw_(
     """One AdamW step on one flat parameter, in place, chunk by chunk.
 
     `gradient` (any dtype) is widened and multiplied by `factor` in scratch memory. `master` is fp32, or bf16 and then
-    rounded half up. `weight`, if given, receives the bf16 compute weight. `n_updates` counts from 1 and sets the bias correction.
+    rounded half up, or split. `weight`, if given, receives the compute weight. `n_updates` counts from 1 (bias correction).
     """
     step = torch.tensor(float(n_updates))
     for start in range(0, master.numel(), CHUNK_ELEMENTS):
@@ -95,7 +126,11 @@ def adamw_(
         wide_gradient = gradient[part].to(torch.float32, copy=True)
         if factor != 1.0:
             wide_gradient *= factor
-        wide_master = master[part] if master.dtype is torch.float32 else master[part].float()
+        match master:
+            case SplitMaster():
+                wide_master = master.joined(part)
+            case _:
+                wide_master = master[part].float()  # no copy where it is fp32 already
         torch._fused_adamw_(
             [wide_master],
             [wide_gradient],
@@ -111,8 +146,11 @@ def adamw_(
             amsgrad=False,
             maximize=False,
         )
-        if master.dtype is not torch.float32:
-            round_half_up(wide_master, master[part])
+        match master:
+            case SplitMaster():
+                master.cut(part, wide_master)
+            case _ if master.dtype is not torch.float32:
+                round_half_up(wide_master, master[part])
         if weight is not None:
             round_half_up(wide_master, weight[part])
 

@@ -20,9 +20,22 @@ of decoder layers; block 0 is the embedding, blocks 1..L the layers, block L+1 t
     update b      R those gradients, `norm[0]` (unless the update is eager), `masters[b]`, `moments[b]`.
                   W `masters[b]`, `moments[b]`, and `host_weights[b]` where there is one
 
+    spill b m     R the boundary slot of (b, m).  W one slot of `spilled` (on the host)
+    fetch b m     R that slot of `spilled`.  W a slot of `boundaries`
+
 `host_gradients` has one slot per block, index b; when updates are eager and there is one group: slot 0 for the embedding, the last
 for the head, a ring between them for the layers. `staging` has a ring for layers, then one slot for the vocabulary blocks.
-`boundaries` has, for each block 0..L, one slot per micro-batch of a group: index b * group + m % group. Groups follow one another.
+
+`boundaries` has, for each block 0..L that does not spill, in order, one slot per micro-batch of a group: i * group + m % group for
+the i-th of them; then, if any block spills, a ring of 3 * group slots. The boundary of a block that spills is written to a slot
+of the ring by forward b m, goes by spill b m to slot i * group + m % group of `spilled` (for the i-th spilling block), and comes
+back by fetch b m to a slot of the ring, where backward b+1 m finds it as its input and leaves its gradient. Groups follow one
+another. A block whose input spills cannot keep its activations.
+
+A block in `policy.resident_blocks` has a weight slot of its own in `resident_weights` (of exact size, in ascending order of
+blocks), loaded once a step, before its first use. With storage `split` there is no `masters` but `remainders` (16 bits per
+element): a master is a compute weight and its remainder, and `update b` reads and writes `host_weights[b]`, `remainders[b]` and
+`moments[b]`.
 
 "The gradient": with every micro-batch in one group, the fp32 sum lives in `sums` (`vocab_sums`), read and written by each
 micro-batch but the first (which only writes it) and rounded into `gradients` (`vocab_gradients`) by the last. With a single
@@ -70,6 +83,8 @@ class Kind(StrEnum):
     ACCUMULATE = "accumulate"
     NORM = "norm"
     UPDATE = "update"
+    SPILL = "spill"
+    FETCH = "fetch"
 
 
 LANE_OF = {
@@ -81,6 +96,8 @@ LANE_OF = {
     Kind.ACCUMULATE: Lane.CPU,
     Kind.NORM: Lane.CPU,
     Kind.UPDATE: Lane.CPU,
+    Kind.SPILL: Lane.D2H,
+    Kind.FETCH: Lane.H2D,
 }
 
 
@@ -263,7 +280,9 @@ class Policy:
     group_micro_batches: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     keep_blocks: tuple[Natural, ...] = ()  # layers whose activations are kept; the others keep their input and recompute
     update: Update = Update.BARRIER
-    storage: Literal["mirrored"] = "mirrored"
+    storage: Literal["mirrored", "split"] = "mirrored"  # a bf16 copy beside the fp32 master, or the master cut in two halves
+    resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
+    spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward
     __pydantic_config__ = FILE
 
 

@@ -148,6 +148,82 @@ def _other_slots(plan: Plan, kinds: set[Kind]) -> Mutants:
                         yield f"{field} {slot} -> [{index}] in op {i}: {op}", _with_op(plan, i, _with(op, field, changed))
 
 
+def _fetch_early(plan: Plan) -> Mutants:
+    """A fetch as the first op of its lane, waiting for nothing; or before the spill that it returns, which waits for it."""
+    for i, op in enumerate(plan.ops):
+        if op.kind is Kind.FETCH:
+            first = next(j for j, other in enumerate(plan.ops) if other.lane is op.lane)
+            bare = _with_op(plan, i, replace(op, waits=()))
+            yield f"first in its lane: op {i}: {op}", _moved(bare, i, first)
+            key = Kind.SPILL, op.block, op.micro_batch
+            spill = next(j for j, other in enumerate(plan.ops) if (other.kind, other.block, other.micro_batch) == key)
+            later = replace(plan.ops[spill], waits=(*plan.ops[spill].waits, Wait(i)))
+            yield f"before op {spill}: op {i}: {op}", _with_op(bare, spill, later)
+
+
+def _moved(plan: Plan, i: int, j: int) -> Plan:
+    """Op i goes to place j <= i, and those from j on one place further; waits follow their ops."""
+    order = [*range(j), i, *(k for k in range(j, len(plan.ops)) if k != i)]
+    at = {k: place for place, k in enumerate(order)}
+    ops = [plan.ops[k] for k in order]
+    return replace(plan, ops=tuple(replace(op, waits=tuple(replace(w, op=at[w.op]) for w in op.waits)) for op in ops))
+
+
+def _other_stay(plan: Plan) -> Mutants:
+    """An output passes through another slot of the ring on its way out, or on its way back: every op says so."""
+    ring = plan.policy.group_micro_batches * (plan.workload.n_layers + 1 - len(plan.policy.spill_blocks))
+    n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "boundaries")
+    for op in plan.ops:
+        if op.kind not in (Kind.SPILL, Kind.FETCH):
+            continue
+        b, m, out = op.block, op.micro_batch, op.kind is Kind.SPILL
+        users = {(Kind.FORWARD, b, m), (Kind.SPILL, b, m), (Kind.FORWARD, b + 1, m)}
+        if not out:
+            users = {(Kind.FETCH, b, m), (Kind.BACKWARD, b + 1, m), (Kind.BACKWARD, b, m)}
+        slot = (op.reads if out else op.writes)[0]
+        for index in range(ring, n_slots):
+            new = {slot: Slot("boundaries", index)}
+            if index != slot.index:
+                ops = tuple(
+                    replace(o, reads=tuple(new.get(s, s) for s in o.reads), writes=tuple(new.get(s, s) for s in o.writes))
+                    if (o.kind, o.block, o.micro_batch) in users
+                    else o
+                    for o in plan.ops
+                )
+                yield f"stay in [{index}], not {slot}: {op}", replace(plan, ops=ops)
+
+
+SIBLINGS = (
+    {"weights", "vocab_weights", "resident_weights"},
+    {"masters", "remainders", "host_weights", "moments"},
+    {"boundaries", "spilled"},
+    {"sums", "gradients", "vocab_sums", "vocab_gradients"},
+)
+
+
+def _other_arena(plan: Plan) -> Mutants:
+    """A slot of an arena for values of the same sort."""
+    sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
+    for i, op in enumerate(plan.ops):
+        for field in ("reads", "writes"):
+            slots: tuple[Slot, ...] = getattr(op, field)
+            for n, slot in enumerate(slots):
+                for arena in next((sorted(s & sizes.keys() - {slot.arena}) for s in SIBLINGS if slot.arena in s), []):
+                    changed = (*slots[:n], Slot(arena, min(slot.index, sizes[arena] - 1)), *slots[n + 1 :])
+                    yield f"{field} {slot} -> {arena} in op {i}: {op}", _with_op(plan, i, _with(op, field, changed))
+
+
+def _other_policy(plan: Plan) -> Mutants:
+    """The same ops under a policy that says otherwise of what is resident, what spills and how state is stored."""
+    policy = plan.policy
+    for b in range(len(plan.workload.blocks)):
+        resident, spill = set(policy.resident_blocks) ^ {b}, set(policy.spill_blocks) ^ {b}
+        yield f"resident {sorted(resident)}", replace(plan, policy=replace(policy, resident_blocks=tuple(sorted(resident))))
+        yield f"spilled {sorted(spill)}", replace(plan, policy=replace(policy, spill_blocks=tuple(sorted(spill))))
+    storage = "mirrored" if policy.storage == "split" else "split"
+    yield f"storage {storage}", replace(plan, policy=replace(policy, storage=storage))  # type: ignore[arg-type]
+
+
 def _with(op: Op, field: str, value: object) -> Op:
     changes: dict[str, Any] = {field: value}
     return replace(op, **changes)
@@ -191,13 +267,20 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "wait for the step before": _delay_wait,
     "drop a load": _drops({Kind.LOAD}),
     "drop an offload": _drops({Kind.OFFLOAD}),
-    "drop any other op": _drops(set(Kind) - {Kind.LOAD, Kind.OFFLOAD}),
+    "drop a spill": _drops({Kind.SPILL}),
+    "drop a fetch": _drops({Kind.FETCH}),
+    "drop any other op": _drops(set(Kind) - {Kind.LOAD, Kind.OFFLOAD, Kind.SPILL, Kind.FETCH}),
+    "fetch before the spill": _fetch_early,
+    "another slot of the ring for one stay": _other_stay,
     "swap neighbours in a lane": _swap_neighbours,
     "swap two ops of a lane": _swap_anywhere,
     "move an op in its lane": _move_op,
     "another slot for all ops of a block": _rename_slot,
     "load into another weight slot": _move_load,
     "read or write another slot": _change_slot,
+    "spill or fetch through another slot": lambda plan: _other_slots(plan, {Kind.SPILL, Kind.FETCH}),
+    "a slot of another arena": _other_arena,
+    "another policy": _other_policy,
     "change the block": _change_block,
     "change the micro-batch": _change_micro_batch,
     "shrink an arena": _shrink_arena,
@@ -254,8 +337,8 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
     tied, n_micro_batches = plan.workload.tied, plan.semantics.n_micro_batches
     held: dict[Slot, Any] = {}
     for arena in plan.arenas:
-        if arena.name in ("masters", "moments", "host_weights"):
-            held.update({Slot(arena.name, b): name("initial", b) for b in range(len(arena.slot_bytes))})
+        if arena.name in ("masters", "remainders", "moments", "host_weights"):
+            held.update({Slot(arena.name, b): name("initial", arena.name, b) for b in range(len(arena.slot_bytes))})
     results: list[Any] = []
     for node in nx.lexicographical_topological_sort(graph):
         i, step = node
@@ -280,7 +363,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                     new[n] = name("of input", term) if slot.arena == "boundaries" else total
                     if is_rounded and plan.policy.group_micro_batches == n_micro_batches:
                         new[n] = name("rounded", total)
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD | Kind.SPILL | Kind.FETCH:
                 new = values
             case Kind.ACCUMULATE:
                 new = [name("add", name("zero") if m == 0 else values[1], values[0])]
@@ -305,12 +388,17 @@ def _norms(plan: Plan, graph: "nx.DiGraph[Node]", node: Node) -> list[int]:
 
 def _misplaced(original: Plan, mutant: Plan) -> str | None:
     """A slot that is too small for what goes into it, or that starts where tensors do not."""
+    blocks, group, spill = original.workload.blocks, original.policy.group_micro_batches, original.policy.spill_blocks
+    staying = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i not in spill for _ in range(group)]
+    leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
+    ring = [max(leaving)] * 3 * group if leaving else []
+    rounded_up = {"boundaries": staying + ring, "spilled": leaving}  # in the original
     used = {slot for op in mutant.ops for slot in (*op.reads, *op.writes)}
     for a, b in zip(original.arenas, mutant.arenas, strict=True):
         starts = [0, *accumulate(b.slot_bytes)]
         for i, (needed_bytes, n_bytes) in enumerate(zip(a.slot_bytes, b.slot_bytes, strict=True)):
-            if a.name == "boundaries":  # the original rounds them up
-                needed_bytes = original.workload.blocks[i // original.policy.group_micro_batches].boundary_bytes
+            if a.name in rounded_up:
+                needed_bytes = rounded_up[a.name][i]
             if Slot(a.name, i) in used and (n_bytes < needed_bytes or starts[i] % 256):
                 return f"{a.name}[{i}] is too small or not aligned"
     return None
@@ -361,14 +449,20 @@ def is_killed(mutant: Plan) -> bool:
 def sample_plans() -> list[Plan]:
     """A few plans that differ in every knob: small enough to try all their mutants."""
     made = []
-    for n_micro_batches, group, tied, gradient_slots, late, update, dtype in (
-        (1, 1, False, 1, 0, Update.BARRIER, "bf16"),
-        (1, 1, True, 2, 1, Update.DEFERRED, "fp32"),
-        (2, 2, False, 2, 0, Update.EAGER, "bf16"),
-        (2, 2, True, 3, 2, Update.BARRIER, "bf16"),
-        (3, 2, False, 2, 0, Update.DEFERRED, "bf16"),
-        (2, 1, True, 1, 0, Update.EAGER, "fp32"),
-    ):
+    Row = tuple[int, int, bool, int, int, Update, str, str, tuple[int, ...], tuple[int, ...]]
+    rows: tuple[Row, ...] = (
+        (1, 1, False, 1, 0, Update.BARRIER, "bf16", "mirrored", (), ()),
+        (1, 1, True, 2, 1, Update.DEFERRED, "fp32", "mirrored", (), ()),
+        (2, 2, False, 2, 0, Update.EAGER, "bf16", "mirrored", (), ()),
+        (2, 2, True, 3, 2, Update.BARRIER, "bf16", "mirrored", (), ()),
+        (3, 2, False, 2, 0, Update.DEFERRED, "bf16", "mirrored", (), ()),
+        (2, 1, True, 1, 0, Update.EAGER, "fp32", "mirrored", (), ()),
+        (1, 1, False, 1, 0, Update.DEFERRED, "bf16", "split", (0, 2, 4), (0, 2)),
+        (3, 2, True, 1, 0, Update.DEFERRED, "bf16", "mirrored", (0, 1, 4), (0, 2)),
+        (2, 2, False, 2, 1, Update.EAGER, "bf16", "split", (3,), (0, 2, 3)),
+        (2, 1, False, 1, 0, Update.BARRIER, "fp32", "mirrored", (), (0,)),
+    )
+    for n_micro_batches, group, tied, gradient_slots, late, update, dtype, storage, resident, spill in rows:
         semantics = Semantics(
             seq_len=4,
             batch_size=n_micro_batches,
@@ -383,6 +477,9 @@ def sample_plans() -> list[Plan]:
             group_micro_batches=group,
             keep_blocks=(2,),
             update=update,
+            storage=storage,  # type: ignore[arg-type]
+            resident_blocks=resident,
+            spill_blocks=spill,
         )
         made.append(lower(MODEL, small_workload(3 + late, tied), semantics, policy, PROFILE))
     return made

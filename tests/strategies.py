@@ -163,6 +163,11 @@ def small_workload(n_layers: int, tied: bool) -> Workload:
     )
 
 
+def _some(draw: st.DrawFn, blocks: range) -> tuple[int, ...]:
+    """None of the blocks half the time, else any subset."""
+    return tuple(b for b in blocks if draw(st.booleans())) if draw(st.booleans()) else ()
+
+
 @st.composite
 def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     """Every legal combination of knobs, slots up to one more than there are layers."""
@@ -172,14 +177,19 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     gradient_slots = draw(st.integers(1, n + 1))
     group = draw(st.integers(1, of.n_micro_batches))
     one_group = group == of.n_micro_batches
+    spill = _some(draw, range(n))
+    split_is_legal = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
         # Unreduced gradients leave at once.
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
         group_micro_batches=group,
-        keep_blocks=tuple(b for b in range(1, n + 1) if draw(st.booleans())),
+        keep_blocks=tuple(b for b in range(1, n + 1) if b - 1 not in spill and draw(st.booleans())),
         update=draw(st.sampled_from(updates)),
+        storage="split" if split_is_legal and draw(st.booleans()) else "mirrored",
+        resident_blocks=_some(draw, range(n + 2)),
+        spill_blocks=spill,
     )
 
 

@@ -55,15 +55,19 @@ def _one_thread():
 
 
 @st.composite
-def policies(draw, n_layers: int, n_micro_batches: int, clipped: bool) -> Policy:
+def policies(draw, n_layers: int, n_micro_batches: int, clipped: bool, splits: bool) -> Policy:
     """Any policy that is legal for the model and its semantics."""
+    kept = draw(st.sets(st.integers(1, n_layers)))
     gradient_slots, group = draw(st.integers(1, 3)), draw(st.integers(1, n_micro_batches))
     return Policy(
         prefetch_depth=draw(st.integers(1, 4)),
         gradient_slots=gradient_slots,
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if group == n_micro_batches else 0,
         group_micro_batches=group,
-        keep_blocks=tuple(sorted(draw(st.sets(st.integers(1, n_layers))))),
+        keep_blocks=tuple(sorted(kept)),
+        resident_blocks=tuple(sorted(draw(st.sets(st.integers(0, n_layers + 1))))),
+        spill_blocks=tuple(b for b in sorted(draw(st.sets(st.integers(0, n_layers - 1)))) if b + 1 not in kept),
+        storage=draw(st.sampled_from(["mirrored", "split"])) if splits else "mirrored",
         update=draw(st.sampled_from([Update.BARRIER, Update.DEFERRED] + ([] if clipped else [Update.EAGER]))),
     )
 
@@ -91,7 +95,8 @@ def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(mo
         experts=data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
     )
     overrides = {"tie_word_embeddings": tied, "num_hidden_layers": n_layers}
-    policy = data.draw(policies(n_layers, semantics.n_micro_batches, clipped), label="policy")
+    splits = (compute_dtype, master_dtype) == ("bf16", "fp32")
+    policy = data.draw(policies(n_layers, semantics.n_micro_batches, clipped, splits), label="policy")
     machine = streamed(
         tiny_config(model_type, **overrides), semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays")
     )

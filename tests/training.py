@@ -13,7 +13,7 @@ from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
-from runtime.plan import Op, Plan, Policy, Semantics, Slot
+from runtime.plan import Lane, Op, Plan, Policy, Semantics, Slot
 from runtime.workload import Model
 
 from . import reference
@@ -87,8 +87,8 @@ class Hostile(CpuMachine):
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
-    """For each op, the slots whose content nobody reads after it."""
-    state = ("masters", "moments", "host_weights", "norm")
+    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
+    state = ("masters", "remainders", "moments", "host_weights", "norm")
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
         for slot in dict.fromkeys((*op.reads, *op.writes)):
@@ -96,9 +96,14 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
                 uses.setdefault(slot, []).append(index)
     released: dict[int, list[Slot]] = {index: [] for index in range(len(plan.ops))}
     for slot, indices in uses.items():
+        readers: set[Lane] = set()
         for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
+            if slot in plan.ops[index].reads:
+                readers.add(plan.ops[index].lane)
             if slot not in plan.ops[following].reads:
-                released[index].append(slot)
+                if readers == {plan.ops[index].lane}:
+                    released[index].append(slot)
+                readers = set()
     return released
 
 
