@@ -95,7 +95,7 @@ def emulated(home: Path) -> list[Compared]:
         plan, out = home / f"e{i}.json", home / f"e{i}"
         penstock("plan", model, "--machine", machine, "--host-memory", "2TB", *options, "-o", plan)
         said = penstock("run", plan, "--data", home / "stdlib.jsonl", "--steps", N_STEPS, "--out", out, "--device", "emulated")
-        slower = next(line for line in said.splitlines() if line.startswith("emulated"))
+        slower = next(line for line in said.splitlines() if line.startswith("emulated")).partition(":")[0]
         rows.append(compared(f"{model}, {' '.join(options)}: {slower}", plan, out))
         print(rows[-1].row(), file=sys.stderr, flush=True)
     return rows
