@@ -18,6 +18,7 @@ from .cpu import CpuMachine
 from .data import Tokens
 from .errors import CheckpointError
 from .executor import execute
+from .files import write_whole
 from .machine import Machine
 from .plan import Plan
 from .timeline import Timeline
@@ -179,16 +180,12 @@ def keep_metrics_up_to(path: Path, n_steps: int) -> None:
             continue  # the line that was being written when the run was stopped
         if isinstance(fields, dict) and isinstance(fields.get("step"), int) and fields["step"] <= n_steps:
             kept.append(line + "\n")
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
     """Write the spans as JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"spans": [asdict(span) for span in timeline.spans]}), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps({"spans": [asdict(span) for span in timeline.spans]}))
 
 
 def scaled(timeline: Timeline, time_scale: float) -> Timeline:

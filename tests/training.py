@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from planner.check import check
 from planner.lower import lower
 from planner.workload import build_workload
 from runtime.cpu import CpuMachine
@@ -17,6 +18,7 @@ from runtime.plan import Lane, Op, Plan, Policy, Semantics, Slot
 from runtime.workload import Model
 
 from . import reference
+from .strategies import PROFILE
 from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
@@ -44,7 +46,7 @@ def semantics_of(model_type: str, **fields) -> Semantics:
 
 def plan_of(config: dict, semantics: Semantics, policy: Policy) -> Plan:
     counted = Model(config | {"attention_dropout": 0.0})  # the planner does not count dropout masks yet; the runtime replays them
-    return lower(Model(config), build_workload(counted, semantics), semantics, policy, {})
+    return lower(Model(config), build_workload(counted, semantics), semantics, policy, PROFILE)
 
 
 @lru_cache(maxsize=64)
@@ -127,8 +129,9 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int | None = None, machine_type=Hostile):
-    """Train N_STEPS by performing the plan of `policy`; returns the machine and its results."""
+    """Train N_STEPS by performing the plan of `policy`, which the checker must pass; returns the machine and its results."""
     plan = plan_of(config, semantics, policy)
+    check(plan)
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     extra = {"delay_seed": delay_seed} if machine_type is Hostile else {}
     machine = machine_type(plan, lambda step: batches[step], scheduled, **extra)
