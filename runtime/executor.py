@@ -103,7 +103,8 @@ def execute(
         raise
     finally:
         for thread in threads:
-            thread.join(timeout=stall_s)
+            if thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
+                thread.join(timeout=stall_s)
     if board.failure is not None:
         raise board.failure
     ordered = sorted((span for lane in entries for span in spans[lane]), key=lambda s: (s.step, s.op))

@@ -340,3 +340,19 @@ def test_tokens_are_forgotten_when_no_lane_can_ask_for_them_any_more():
     assert len(followed) == sum(40 - wait.distance for op in plan.ops for wait in op.waits), "one was forgotten too early"
     assert most <= 4 * len(plan.ops)
     assert not alive
+
+
+def test_a_signal_while_a_lane_is_being_started_is_the_error_that_comes_out(monkeypatch):
+    """A thread whose start was interrupted cannot be joined."""
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        if started:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        execute(tiny_plan(), NullMachine(), 2)
+    assert not started[0].is_alive(), "a lane was left running"
