@@ -73,7 +73,7 @@ def main() -> None:
     print(f"A Qwen3 of {n_params() / 1e6:.1f} M parameters: its training state is {state_bytes / 1e6:.0f} MB.")
     print(f"The 'device' gets a quarter of that, {state_bytes / 4e6:.0f} MB; everything else lives in host memory.")
 
-    penstock("probe", "--device", "cpu", "-o", OUT / "profile.json")
+    penstock("probe", "--device", "cpu", "--quick", "-o", OUT / "profile.json")
     plan = OUT / "plan.json"
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", BATCH_SIZE, "--device-memory", state_bytes // 4)
     penstock("plan", OUT / "model", "--machine", OUT / "profile.json", *sizes, "-o", plan)

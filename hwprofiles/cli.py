@@ -13,9 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from runtime.errors import ProfileError
-from runtime.units import show_bytes, show_rate, show_seconds
+from runtime.units import parse_bytes, show_bytes, show_rate, show_seconds
 
-from .schema import Profile, Quantity
+from .cliffs import cliff_lines, without_cliffs
+from .nvbandwidth import merged, read_nvbandwidth
+from .schema import Profile, Quantity, Share, read_profile
 
 DEVICES = ("auto", "cuda", "cpu")
 DEFAULT_NAME = "this-machine"
@@ -23,31 +25,61 @@ DEFAULT_NAME = "this-machine"
 
 @click.command("probe")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help="What is to compute. [auto: cuda where there is one]")
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds instead of 90.")
+@click.option(
+    "--nvbandwidth", "results_path", type=click.Path(path_type=Path), help="Take the link from this output of `nvbandwidth -j`."
+)
+@click.option("--onto", metavar="PROFILE", help="With --nvbandwidth: measure nothing, take all else from this profile.")
+@click.option(
+    "--buffer-size", default="512MiB", show_default=True, help="With --nvbandwidth: its -b, which the file does not hold."
+)
+@click.option(
+    "--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device, or which column of --nvbandwidth."
+)
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
-def probe(device: str, output: Path | None) -> None:
-    """Measure this machine: about 20 seconds on two cores.
+def probe(
+    device: str, quick: bool, results_path: Path | None, onto: str | None, buffer_size: str, gpu: int, output: Path | None
+) -> None:
+    """Measure this machine: about 90 seconds.
 
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
     other programs first. The profile is what `penstock plan --machine FILE` reads.
     """
+    if onto is not None and results_path is None:
+        raise ProfileError("--onto says where the numbers of a file go; give the file too, with --nvbandwidth FILE")
     if output is not None:
         _check_writable(output)  # before, not after, the measuring
-    from . import measure
-
+    buffer_bytes = parse_bytes(buffer_size)
+    results = None if results_path is None else read_nvbandwidth(results_path, gpu)
     console = Console(stderr=True)
-    with _progress(console) as report:
-        if device == "cpu" or (device == "auto" and not measure.has_cuda()):
-            profile = measure.probe_cpu(measure.THOROUGH, report, output.stem if output else DEFAULT_NAME)
-        else:
-            profile = measure.probe_cuda()
+    name = output.stem if output else DEFAULT_NAME
+    device = "cuda" if results else device  # what nvbandwidth measured is the link of one
+    profile = _measured(device, quick, gpu, name, console) if onto is None else read_profile(onto)
+    lines: list[str] = []
+    if results is not None:
+        profile, lines = merged(profile, results, buffer_bytes, name)
     console.print(headline(profile))
-    for line in remarks(profile):
-        console.print(line)
+    for line in [*lines, *remarks(profile)]:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     if output is None:
         sys.stdout.write(text_of(profile))
     else:
         write_profile(profile, output)
         console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
+
+
+def _measured(device: str, quick: bool, gpu: int, name: str, console: Console) -> Profile:
+    """The profile of this machine, measured with a bar of progress."""
+    from . import measure
+    from .cuda import has_cuda
+
+    with _progress(console) as report:
+        if device == "cpu" or (device == "auto" and not has_cuda()):
+            return measure.probe_cpu(measure.QUICK if quick else measure.THOROUGH, report, name)
+        from .cuda import open_cuda
+        from .gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
+
+        return probe_gpu(open_cuda(gpu), measure.host_beside_gpu(quick), QUICK_GPU if quick else THOROUGH_GPU, report, name)
 
 
 def headline(profile: Profile) -> Table:
@@ -57,7 +89,7 @@ def headline(profile: Profile) -> Table:
     for column, justify in (("what", "left"), ("value", "right"), ("spread", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
 
-    def row(what: str, q: Quantity, show: Callable[[float], str]) -> None:
+    def row(what: str, q: Quantity | Share, show: Callable[[float], str]) -> None:
         table.add_row(what, show(q.value), f"{q.spread_fraction:.0%}")
 
     def rate(unit: str) -> Callable[[float], str]:
@@ -74,6 +106,12 @@ def headline(profile: Profile) -> Table:
     row("hand-over between two lanes", device.op_overhead_s, show_seconds)
     for direction, curve in (("to the device", link.h2d), ("to the host", link.d2h)):
         row(f"copies {direction}, {show_bytes(curve.bytes_per_s[-1].n_bytes)}", curve.bytes_per_s[-1].rate, rate("B"))
+        if curve.under_optimizer_bytes_per_s is not None:
+            row("  while the optimizer works", curve.under_optimizer_bytes_per_s, rate("B"))
+        if curve.duplex_bytes_per_s is not None:
+            row("  while the other direction copies", curve.duplex_bytes_per_s, rate("B"))
+        if device.kind == "cuda":
+            row("  of pageable memory", curve.pageable_bytes_per_s, rate("B"))
     row("copies both ways, sum", link.duplex_bytes_per_s, rate("B"))
     row("host memory traffic, all cores", host.dram_bytes_per_s, rate("B"))
     for point in host.optimizer:
@@ -81,16 +119,19 @@ def headline(profile: Profile) -> Table:
         row("  while copying", point.params_per_s_under_copies, rate("param"))
     row("gradient norm", host.reduce_bytes_per_s, rate("B"))
     row("first touch of memory", host.page_fault_bytes_per_s, rate("B"))
-    row("memory for the device arena", device.memory_bytes, show_bytes)
+    row("memory for the device arena" if device.kind == "cpu" else "usable device memory", device.memory_bytes, show_bytes)
+    if device.kind == "cuda":
+        row("  of which its context takes", device.context_bytes, show_bytes)
     row("memory for the host", host.memory_bytes, show_bytes)
     return table
 
 
 def remarks(profile: Profile) -> list[str]:
-    """How many numbers rest on what, and what the lanes do to each other."""
+    """How many numbers rest on what, what the lanes do to each other, and every cliff."""
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     measured = [s.detail for s in profile.sources.values() if s.kind == "measured"]
-    return [f"numbers: {counts}", *measured]
+    found = [f"cliff: {line}" for detail in measured for line in cliff_lines(detail)]
+    return [f"numbers: {counts}", *(without_cliffs(detail) for detail in measured), *found]
 
 
 def text_of(profile: Profile) -> str:

@@ -5,7 +5,6 @@ the others, each alone and while the others run. A time is the median of repeats
 What other programs took of our cores is left out where the kernel counts it.
 """
 
-import math
 import os
 import statistics
 import threading
@@ -15,41 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
+from .samples import ONE_RUN_SPREAD, Sample
 from .works import Work
 
 T = TypeVar("T")
 
-LEAST_SPREAD = 0.01
 CALM_FRACTION = 0.95  # of a run in which our thread had its core: below it another program cut in
 MOST_STOLEN_FRACTION = 0.9  # of a run that is believed to have been others': the rest keeps a time above zero
+HURRIED_REPEATS = 2  # once the time for all is used up
 PATIENCE_FACTOR = 4  # on a busy machine a point may take so many times longer, while too few calm runs are found
-ONE_RUN_SPREAD = 0.1  # of a work so long that it was run once
 BARRIER_TIMEOUT_S = 60  # a lane that fails must not hold up the others
-
-
-class Sample(NamedTuple):
-    """Seconds, and half the width of what four of five repeats lie in, as a fraction."""
-
-    seconds: float
-    spread_fraction: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> "Sample":
-        """Median, and 1.9 median absolute deviations: in a normal distribution that holds four of five."""
-        middle = statistics.median(seconds)
-        deviation = statistics.median(abs(s - middle) for s in seconds)
-        return Sample(middle, max(LEAST_SPREAD, 1.9 * deviation / middle))
-
-    def above(self, less_s: float) -> "Sample":
-        """The sample; or, where it is not above the time of less work, a time just above that, with as much more spread."""
-        least_s = 1.001 * less_s
-        if self.seconds > least_s:
-            return self
-        return Sample(least_s, self.spread_fraction + least_s / self.seconds - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +50,7 @@ class Bench:
     host_cores: list[int]
     clock: Callable[[], float] = time.perf_counter
     queue_clock: Callable[[], float] = field(default_factory=lambda: queued_s)  # runs while this thread wants a core and has none
+    hurry_after_s: float | None = None  # on the clock: from then on a point gets its time and fewer repeats
     measured_s: float = 0.0
     stolen_s: float = 0.0  # of that, in which other programs had our core
     slowdown: dict[str, float] = field(default_factory=dict)  # time with the other lanes busy over time alone, by kind of work
@@ -86,7 +65,7 @@ class Bench:
 
         If not, all runs count, each without the time for which it was cut. A first run that uses up the time is the result.
         """
-        patience = self.patience
+        patience, least = self.patience, self.n_repeats()
         calm_s: list[float] = []
         all_s: list[float] = []
         first_s, _ = self._run(work)  # touches memory and fills caches of the library; counts only if it was long
@@ -95,8 +74,9 @@ class Bench:
         began_s = self.clock()
         while len(all_s) < patience.most_repeats:
             # Longer where calm runs are still wanted, but not without end: on a busy machine there may be none.
-            point_s = patience.point_s * (1 if len(calm_s) >= patience.least_repeats else PATIENCE_FACTOR)
-            if len(all_s) >= patience.least_repeats and self.clock() - began_s > point_s:
+            wanted = len(calm_s) < least and least == patience.least_repeats
+            point_s = patience.point_s * (PATIENCE_FACTOR if wanted else 1)
+            if len(all_s) >= least and self.clock() - began_s > point_s:
                 break
             seconds, stolen_s = self._run(work)
             self.measured_s += seconds
@@ -104,7 +84,12 @@ class Bench:
             all_s.append(seconds - stolen_s)
             if stolen_s < (1 - CALM_FRACTION) * seconds:
                 calm_s.append(seconds)
-        return Sample.of(calm_s if len(calm_s) >= patience.least_repeats else all_s)
+        return Sample.of(calm_s if len(calm_s) >= least else all_s)
+
+    def n_repeats(self) -> int:
+        """How often a point is looked at: as often as patience wants, or less when time is up."""
+        in_time = self.hurry_after_s is None or self.clock() < self.hurry_after_s
+        return self.patience.least_repeats if in_time else min(HURRIED_REPEATS, self.patience.least_repeats)
 
     def _run(self, work: Work) -> tuple[float, float]:
         """Seconds on the clock, and for how many of them the thread waited for a core that another program had."""
@@ -124,7 +109,7 @@ class Bench:
     def slow_by(self, kind: str, works: Sequence[Work], busy: Sequence[Work]) -> None:
         """Remember what host lanes that do `busy` cost compute lanes that do `works`: the median of the ratios."""
         ratios = []
-        for work in [*works] * self.patience.least_repeats:
+        for work in [*works] * self.n_repeats():
             alone = self.compute(work)
             with repeating(self.host_cores, busy):
                 loaded = self.compute(work)
@@ -133,7 +118,7 @@ class Bench:
 
     def together(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[Sample]:
         """Seconds per run of each lane's work while all of them run, each on its cores; without what other programs took."""
-        windows = [self._window(lanes) for _ in range(self.patience.least_repeats)]
+        windows = [self._window(lanes) for _ in range(self.n_repeats())]
         return [Sample.of(seconds) for seconds in zip(*windows, strict=True)]
 
     def _window(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[float]:
@@ -223,23 +208,6 @@ def repeating(cores: Sequence[int], works: Sequence[Work]) -> Iterator[None]:
             stop.set()
         for future in futures:
             future.result()
-
-
-def raise_times(points: list[tuple[float, Sample]], least_s: Sequence[float] | None = None) -> None:
-    """Lift each time, in place, above that of less work: the point before, and `least_s`. Only noise brings such a time about."""
-    for i, (size, sample) in enumerate(points):
-        before_s = points[i - 1][1].seconds if i else 0.0
-        points[i] = size, sample.above(max(before_s, least_s[i] if least_s else 0.0))
-
-
-def raise_products(times: dict[tuple[int, int, int], Sample]) -> None:
-    """The same for products by (m, k, n), in m and in width, the root of k n."""
-    done: list[tuple[int, float, float]] = []
-    for (m, k, n), sample in sorted(times.items(), key=lambda item: (item[0][0], item[0][1] * item[0][2])):
-        width = math.sqrt(k * n)
-        below = [s for m0, w0, s in done if m0 <= m and w0 <= width and (m0, w0) != (m, width)]
-        times[m, k, n] = sample.above(max(below, default=0.0))
-        done.append((m, width, times[m, k, n].seconds))
 
 
 def queued_s() -> float:

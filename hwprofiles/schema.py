@@ -67,7 +67,7 @@ class Share(Part):
 
 
 class Source(Part):
-    """Where numbers come from. Only what `penstock probe` measured is `measured`."""
+    """Where numbers come from. Only what `penstock probe` measured, or read from nvbandwidth, is `measured`."""
 
     kind: SourceKind
     detail: Text
@@ -117,11 +117,16 @@ class CopyPoint(Part):
 
 
 class CopyCurve(Part):
-    """One direction of the link: seconds = latency_s + n_bytes / rate."""
+    """One direction of the link: seconds = latency_s + n_bytes / rate.
+
+    Beside these, where they were measured: what it carries while the other direction is busy, and while the optimizer works.
+    """
 
     latency_s: Quantity
     bytes_per_s: tuple[CopyPoint, ...]
     pageable_bytes_per_s: Quantity
+    duplex_bytes_per_s: Quantity | None = None
+    under_optimizer_bytes_per_s: Quantity | None = None
 
 
 class Link(Part):

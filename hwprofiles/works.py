@@ -7,13 +7,13 @@ are random, because zeros run faster on some machines.
 
 # T tokens, H width, I width inside the MLP, D width of a head
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from runtime.memory import DTYPE
-from runtime.optimizer import AdamW, adamw_, sum_of_squares
+from runtime.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, sum_of_squares
 from runtime.units import KiB
 
 from .schema import Dtype
@@ -22,12 +22,16 @@ Work = Callable[[], object]
 
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
 CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
+UPDATE_PARAMS = 16 * CHUNK_ELEMENTS  # of one call of the optimizer, where nothing else is asked for
 COPY_ALIGN_BYTES = 64  # of a tensor in an arena
 
 
-def products(dtype: Dtype, m: int, k: int, n: int) -> Work:
+CPU = torch.device("cpu")
+
+
+def products(dtype: Dtype, m: int, k: int, n: int, device: torch.device = CPU) -> Work:
     """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work."""
-    x, w, dy = (torch.randn(*shape).to(DTYPE[dtype]) for shape in ((m, k), (n, k), (m, n)))
+    x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
 
     def work() -> None:
         F.linear(x, w)
@@ -37,11 +41,14 @@ def products(dtype: Dtype, m: int, k: int, n: int) -> Work:
     return work
 
 
-def attention(dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int) -> tuple[Work, Work]:
+def attention(
+    dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, device: torch.device = CPU
+) -> tuple[Work, Work]:
     """Causal attention's forward, and its backward; heads lie next to each other in memory, as projections leave them."""
     shape = (n_sequences, seq_len, n_heads, head_dim)
-    q, k, v = (torch.randn(shape).to(DTYPE[dtype]).transpose(1, 2).requires_grad_() for _ in range(3))
-    do = torch.randn(shape).to(DTYPE[dtype]).transpose(1, 2)
+    q, k, v, do = (torch.randn(shape, dtype=DTYPE[dtype], device=device).transpose(1, 2) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
 
     def forward() -> torch.Tensor:
         with torch.enable_grad():
@@ -109,14 +116,21 @@ def walking_copy(to: torch.Tensor, source: torch.Tensor, n_bytes: int, n_copies:
     return work
 
 
-def walking_update(n_params: int, piece: int) -> Work:
-    """The runtime's optimizer on `piece` parameters after another, of a state too large for a cache."""
+def walking_updates(n_params: int, piece: int, n_lanes: int) -> list[Work]:
+    """For each lane: the runtime's optimizer on `piece` parameters after another, of a state of its own, too large for a cache."""
     n_params -= n_params % piece
     assert n_params >= piece
     master, exp_avg = torch.randn(n_params), torch.randn(n_params) * 1e-3
     exp_avg_sq = torch.rand(n_params) * 1e-6
     gradient, weight = torch.randn(n_params).bfloat16(), torch.zeros(n_params, dtype=torch.bfloat16)
-    at = [0]
+    state = (master, exp_avg, exp_avg_sq, gradient, weight)
+    copies = [tuple(part.clone() for part in state) for _ in range(n_lanes - 1)]  # drawing numbers for all would take long
+    return [_walking_update(own, piece) for own in (state, *copies)]
+
+
+def _walking_update(state: Sequence[torch.Tensor], piece: int) -> Work:
+    master, exp_avg, exp_avg_sq, gradient, weight = state
+    n_params, at = master.numel(), [0]
 
     def work() -> None:
         part = slice(at[0], at[0] + piece)
@@ -126,7 +140,8 @@ def walking_update(n_params: int, piece: int) -> Work:
     return work
 
 
-def reduction(n_params: int) -> tuple[Work, int]:
-    """The runtime's norm over a bf16 gradient of so many parameters, and the bytes it reads."""
-    gradient = torch.randn(n_params).bfloat16()
-    return lambda: sum_of_squares(gradient), gradient.nbytes
+def reductions(n_params: int, n_lanes: int) -> tuple[list[Work], int]:
+    """For each lane the runtime's norm over a bf16 gradient of its own, of so many parameters; and the bytes that each reads."""
+    first = torch.randn(n_params).bfloat16()
+    gradients = [first, *(first.clone() for _ in range(n_lanes - 1))]
+    return [lambda gradient=gradient: sum_of_squares(gradient) for gradient in gradients], first.nbytes  # type: ignore[misc]

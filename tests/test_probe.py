@@ -20,27 +20,40 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import instruments, measure, works
+from hwprofiles import host, instruments, measure, samples, works
 from hwprofiles.cli import headline, probe, remarks, text_of
-from hwprofiles.instruments import Bench, Sample
+from hwprofiles.cliffs import optimizer_cliffs
+from hwprofiles.host import Processor
+from hwprofiles.instruments import Bench, Patience
+from hwprofiles.samples import Sample
 from hwprofiles.schema import Profile
 from runtime.cores import split_cores
 from runtime.errors import ProfileError
 from runtime.optimizer import adamw_
 
 ROOT = Path(__file__).resolve().parent.parent
+GLANCE = measure.Effort(
+    Patience(least_repeats=3, most_repeats=5, point_s=0.01, window_s=0.03, longest_s=0.3),
+    tokens=(64, 512),
+    widths=(128, 512),
+    odd_shapes=((512, 128, 2048),),
+    seq_lens=(128, 512),
+    copy_bytes=(2**20, 16 * 2**20),
+    cold_bytes=96 * 2**20,
+    patient_s=5.0,
+)
 times = st.lists(st.floats(min_value=1e-6, max_value=10), min_size=1, max_size=9)
 
 
 @pytest.fixture(scope="module")
 def probed() -> tuple[Profile, list[tuple[str, float]]]:
     steps: list[tuple[str, float]] = []
-    return measure.probe_cpu(measure.QUICK, lambda what, fraction: steps.append((what, fraction)), "mine"), steps
+    return measure.probe_cpu(GLANCE, lambda what, fraction: steps.append((what, fraction)), "mine"), steps
 
 
 def bench(cores: list[int] | None = None) -> Bench:
     here = cores or sorted(os.sched_getaffinity(0))
-    return Bench(measure.QUICK.patience, *split_cores(here))
+    return Bench(GLANCE.patience, *split_cores(here))
 
 
 def test_a_probe_is_a_profile_that_reads_back(probed: tuple[Profile, object]) -> None:
@@ -69,6 +82,16 @@ def test_a_probe_covers_both_precisions_and_shapes_that_are_not_square(probed: t
         assert len({p.m for p in device.matmul[dtype]}) > 1
         assert any(p.k != p.n for p in device.matmul[dtype])
         assert {p.head_dim for p in device.attention[dtype]} == {64, 128}
+
+
+def test_a_probe_tells_what_copies_and_the_optimizer_do_to_each_other(probed: tuple[Profile, object]) -> None:
+    link = probed[0].link
+    both = [curve.duplex_bytes_per_s for curve in (link.h2d, link.d2h)]
+    assert sum(q.value for q in both if q is not None) == pytest.approx(link.duplex_bytes_per_s.value, rel=1e-4)
+    for curve in (link.h2d, link.d2h):
+        assert curve.under_optimizer_bytes_per_s is not None
+    counts = samples.thread_counts(probed[0].host.n_cores)
+    assert [point.threads for point in probed[0].host.optimizer] == counts
 
 
 def test_device_and_host_share_the_memory_and_book_none_of_it_twice(probed: tuple[Profile, object]) -> None:
@@ -129,7 +152,7 @@ def test_work_runs_on_the_cores_and_threads_of_its_lane_and_this_thread_keeps_it
 
 def test_the_time_of_repeats_is_the_median_and_one_outlier_moves_neither_it_nor_the_spread() -> None:
     assert Sample.of([1.0, 1.1, 0.9]).seconds == 1.0
-    assert Sample.of([1.0, 1.0, 1.0, 1.0, 50.0]) == Sample(1.0, instruments.LEAST_SPREAD)
+    assert Sample.of([1.0, 1.0, 1.0, 1.0, 50.0]) == Sample(1.0, samples.LEAST_SPREAD)
     assert Sample.of([1.0, 1.2, 0.8]).spread_fraction == pytest.approx(1.9 * 0.2)
 
 
@@ -143,7 +166,7 @@ def test_a_work_is_repeated_as_often_as_the_effort_says_and_a_very_long_one_not_
         n[0] += 1
 
     sample = b.repeat(work)
-    assert n[0] == 1 + measure.QUICK.patience.least_repeats
+    assert n[0] == 1 + GLANCE.patience.least_repeats
     assert sample.seconds == pytest.approx(0.02)
     b.clock = lambda: next(ticks) * 10.0
     n[0] = 0
@@ -156,7 +179,7 @@ def test_a_run_in_which_the_thread_had_no_core_does_not_count_where_calm_ones_ar
     now_s, queued_s = [0.0], [0.0]
     b.clock, b.queue_clock = lambda: now_s[0], lambda: queued_s[0]
     runs = iter([(0.001, 0.0), (1.0, 0.0), (5.0, 2.0), (1.0, 0.0), (4.0, 2.0), (1.2, 0.0)])
-    b.patience = replace(measure.QUICK.patience, most_repeats=5, point_s=100.0, longest_s=100.0)
+    b.patience = replace(GLANCE.patience, most_repeats=5, point_s=100.0, longest_s=100.0)
 
     def work() -> None:
         seconds, in_queue_s = next(runs)
@@ -231,7 +254,7 @@ def test_time_in_the_queue_for_a_core_is_seen_and_sleep_is_not() -> None:
 def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
     points = [(float(i), Sample(s, 0.1)) for i, s in enumerate(seconds)]
     lifted = [*points]
-    instruments.raise_times(lifted)
+    samples.raise_times(lifted)
     after = [sample.seconds for _, sample in lifted]
     assert all(a < b for a, b in itertools.pairwise(after))
     for (_, was), (_, now) in zip(points, lifted, strict=True):
@@ -241,10 +264,10 @@ def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
 @given(st.lists(st.floats(min_value=1e-6, max_value=10), min_size=9, max_size=9))
 def test_lifted_products_pass_the_schemas_own_check(seconds: list[float]) -> None:
     shapes = [(m, w, w) for m in (64, 256, 1024) for w in (128, 256, 512)]
-    samples = dict(zip(shapes, (Sample(s, 0.1) for s in seconds), strict=True))
-    instruments.raise_products(samples)
-    for (m, k, _), sample in samples.items():
-        for (m0, k0, _), other in samples.items():
+    by_shape = dict(zip(shapes, (Sample(s, 0.1) for s in seconds), strict=True))
+    samples.raise_products(by_shape)
+    for (m, k, _), sample in by_shape.items():
+        for (m0, k0, _), other in by_shape.items():
             assert not (m0 <= m and k0 <= k and (m0, k0) != (m, k)) or other.seconds < sample.seconds
 
 
@@ -269,32 +292,92 @@ def test_the_walking_update_is_the_runtimes_own_and_walks_through_all_its_state(
         updated.append((master.data_ptr(), master.numel()))
 
     monkeypatch.setattr(works, "adamw_", update)
-    work = works.walking_update(3 * piece, piece)
+    work, other = works.walking_updates(3 * piece, piece, 2)
     for _ in range(4):
         work()
     start = updated[0][0]
+    other()
+    assert updated.pop()[0] not in {at for at, _ in updated}, "two lanes share their state"
     assert updated == [(start + i * piece * 4, piece) for i in (0, 1, 2, 0)]
 
 
 @given(st.integers(min_value=1, max_value=256))
 def test_every_thread_has_optimizer_state_of_its_own_however_many_there_are(n_threads: int) -> None:
     for effort in (measure.QUICK, measure.THOROUGH):
-        assert effort.params_per_thread(n_threads) >= 4 * measure.UPDATE_PARAMS
+        assert Processor.params_per_thread(effort.cold_bytes, n_threads) >= 4 * works.UPDATE_PARAMS
         assert effort.needed_bytes(2 * n_threads, n_threads) < effort.needed_bytes(2 * n_threads + 2, n_threads + 1)
 
 
 def test_a_machine_with_more_host_cores_than_a_small_probe_has_state_for_is_measured() -> None:
     b = bench()
     b.host_cores = b.host_cores[:1] * 4  # four lanes on one real core
-    host, _ = measure._host(b, measure.QUICK, lambda: None)
-    assert [point["threads"] for point in host["optimizer"]] == [1, 4]
+    fields = measure._host(b, Processor(b, GLANCE.cold_bytes), lambda: None)
+    assert [point["threads"] for point in fields["optimizer"]] == [1, 2, 4]
+
+
+@given(st.integers(min_value=1, max_value=1000))
+def test_threads_are_tried_in_powers_of_two_and_all_of_them(n_cores: int) -> None:
+    counts = samples.thread_counts(n_cores)
+    assert counts == sorted(set(counts))
+    assert (counts[0], counts[-1]) == (1, n_cores)
+    assert all(later <= 2 * before for before, later in itertools.pairwise(counts))
+
+
+def test_a_probe_that_has_used_up_its_time_on_a_busy_machine_looks_less_often() -> None:
+    b = bench()
+    now_s, runs = [0.0], [0]
+    b.clock, b.queue_clock = lambda: now_s[0], lambda: now_s[0] / 2  # every run is half stolen: none is calm
+    b.patience = Patience(least_repeats=5, most_repeats=50, point_s=1.0, window_s=1.0, longest_s=100.0)
+
+    def work() -> None:
+        now_s[0] += 0.3
+        runs[0] += 1
+
+    b.repeat(work)
+    patient, runs[0] = runs[0], 0
+    b.hurry_after_s = 0.0
+    b.repeat(work)
+    assert runs[0] < patient / 2
+    b.patience = replace(b.patience, point_s=0.01)
+    runs[0] = 0
+    b.repeat(work)
+    assert runs[0] == 1 + instruments.HURRIED_REPEATS
+
+
+def test_memory_nodes_are_read_with_the_cores_that_we_may_use(tmp_path: Path) -> None:
+    for node, cores in enumerate(("0-3,8", "4-7", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")
+    (tmp_path / "node9x").mkdir()
+    assert host.memory_nodes([0, 1, 5, 8], tmp_path) == ((0, 1, 8), (5,), ())
+    assert host.memory_nodes([0, 1], tmp_path / "nowhere") == ((0, 1),)
+
+
+def points(*rates: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"threads": threads, "params_per_s": {"value": rate}} for threads, rate in rates]
+
+
+@pytest.mark.parametrize(
+    ("rates", "dram_bytes_per_s", "flagged"),
+    [
+        (points((1, 1e9)), 1e12, False),
+        (points((1, 1e9), (8, 7e9)), 1e12, False),
+        (points((1, 1e9), (4, 3e9), (8, 3e9)), 1e12, True),
+        (points((1, 1e9), (8, 3e9)), 100e9, False),  # 28 bytes each: the memory is used up
+        (points((1, 1e9), (8, 0.5e9)), 100e9, True),
+    ],
+)
+def test_an_optimizer_that_does_not_scale_is_a_cliff_unless_the_memory_is_why(
+    rates: list[dict[str, Any]], dram_bytes_per_s: float, flagged: bool
+) -> None:
+    assert bool(optimizer_cliffs(rates, dram_bytes_per_s)) == flagged
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_json_to_standard_output_and_the_table_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "THOROUGH", measure.QUICK)
+    monkeypatch.setattr(measure, "THOROUGH", GLANCE)
     result = CliRunner().invoke(probe, ["--device", "cpu"], catch_exceptions=False)
     assert result.exit_code == 0
     assert Profile.from_json(json.loads(result.stdout)).name == "this-machine"
@@ -333,9 +416,9 @@ def test_without_a_cuda_device_the_error_is_one_line_that_says_what_to_do() -> N
 
 
 def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "available_bytes", lambda: 10**8)
+    monkeypatch.setattr(host, "available_bytes", lambda: 10**8)
     with pytest.raises(ProfileError, match="100 MB of memory are free"):
-        measure.probe_cpu(measure.QUICK, lambda what, fraction: None)
+        measure.probe_cpu(GLANCE, lambda what, fraction: None)
 
 
 def test_asking_for_help_does_not_wake_torch() -> None:
