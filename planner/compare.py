@@ -17,12 +17,23 @@ from runtime.workload import Model, Workload
 
 from .memory import footprint, frame
 from .micro_batch import with_micro_batch
+from .remedy import MAX_PLAN_OPS, most_ops
 from .search import search
 from .space import policies
 from .workload import build_workload
 
 RAM_LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
-TITLES = ("machine", "tokens/s", "step", "P10 to P90", "USD per M tokens", "of it RAM", "host memory that fits", "micro-batch")
+TITLES = (
+    "machine",
+    "tokens/s",
+    "step",
+    "P10 to P90",
+    "USD per M tokens",
+    "of it RAM",
+    "host memory that fits",
+    "micro-batch",
+    "bound by",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +86,30 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True)
+class TooLong:
+    """A step of so many micro-batches that its plan would be too long to write, and the change after which it is not."""
+
+    n_micro_batches: int
+    n_ops: int
+    smallest_change: str
+
+    @property
+    def reason(self) -> str:
+        return f"a step of {self.n_micro_batches} micro-batches makes a plan of up to {self.n_ops} ops, more than {MAX_PLAN_OPS}"
+
+
+Outcome = Speed | Misfit | TooLong
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One machine and what became of the work on it."""
 
     machine: str
-    outcome: Speed | Misfit
-    smallest_host_bytes: int | None  # of all policies that the device's memory allows; None: it allows none
+    outcome: Outcome
+    smallest_host_bytes: (
+        int | None
+    )  # of all policies that the device's memory allows; None: it allows none, or the plan is too long
     hourly: Hourly
 
     @property
@@ -90,7 +119,7 @@ class Candidate:
             case Speed() as speed:
                 total_usd = self.hourly.total_usd
                 return None if total_usd is None else total_usd / 3600 / speed.tokens_per_s * 1e6
-            case Misfit():
+            case Misfit() | TooLong():
                 return None
             case _:
                 assert_never(self.outcome)
@@ -101,6 +130,7 @@ class Candidate:
             "machine": self.machine,
             "fits": isinstance(self.outcome, Speed),
             **asdict(self.outcome),
+            "reason": None if isinstance(self.outcome, Speed) else self.outcome.reason,
             "smallest_host_bytes": self.smallest_host_bytes,
             "usd_per_million_tokens": self.usd_per_million_tokens,
             "usd_per_hour": {"total": hourly.total_usd, "rent": hourly.rent_usd, "ram": hourly.ram_usd},
@@ -124,16 +154,19 @@ class Candidate:
                     "no price" if ram is None else f"{ram:.0%}",
                     host,
                     str(speed.micro_batch),
+                    speed.binding,
                 )
             case Misfit():
-                return self.machine, "does not fit", "-", "-", "-", "-", host, "-"
+                return self.machine, "does not fit", "-", "-", "-", "-", host, "-", "-"
+            case TooLong():
+                return self.machine, "too long", "-", "-", "-", "-", host, "-", "-"
             case _:
                 assert_never(self.outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Machines for one workload, the fastest first; those that it does not fit come last, the nearest first."""
+    """Machines for one workload, the fastest first; then those that it does not fit, the nearest first; then too long plans."""
 
     model: str
     tokens_per_step: int
@@ -158,11 +191,18 @@ class Comparison:
         return [c.row() for c in self.candidates]
 
     def notes(self) -> Iterator[str]:
-        """What the rows leave out: why machines do not fit, what has no price, and of when the prices are."""
+        """What the rows leave out: whose tokens cost least, why machines do not fit, what has no price, how old the prices are."""
+        unpriced = any(isinstance(c.outcome, Speed) and c.usd_per_million_tokens is None for c in self.candidates)
+        for c in self.candidates:
+            if c.machine == self.cheapest:
+                among = " of those with a price" if unpriced else ""
+                yield f"Cheapest{among}: {c.machine}, {c.usd_per_million_tokens:.3g} USD per million tokens"
         for c in self.candidates:
             match c.outcome:
                 case Misfit() as misfit:
                     yield f"{c.machine}: {misfit.reason}; smallest changes that fit: {misfit.smallest_change}"
+                case TooLong() as long:
+                    yield f"{c.machine}: {long.reason}; use {long.smallest_change}"
                 case Speed():
                     pass
                 case _:
@@ -186,12 +226,14 @@ def compare(
     return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=_rank)))
 
 
-def _rank(candidate: Candidate) -> tuple[Literal[0, 1], float, str]:
+def _rank(candidate: Candidate) -> tuple[Literal[0, 1, 2], float, str]:
     match candidate.outcome:
         case Speed() as speed:
             return 0, -speed.tokens_per_s, candidate.machine
         case Misfit() as misfit:
             return 1, misfit.short_device_bytes + misfit.short_host_bytes, candidate.machine
+        case TooLong() as long:
+            return 2, long.n_ops, candidate.machine
         case _:
             assert_never(candidate.outcome)
 
@@ -202,13 +244,19 @@ def _candidate(model: Model, profile: Profile, semantics: Semantics, fixed: Poli
     else:
         workload = build_workload(model, semantics)
     outcome = _outcome(model, workload, semantics, profile, fixed, free_micro_batch)
-    least = smallest_host_bytes(model, workload, semantics, profile, fixed)
+    least = None if isinstance(outcome, TooLong) else smallest_host_bytes(model, workload, semantics, profile, fixed)
     return Candidate(profile.name, outcome, least, hourly(profile))
 
 
 def _outcome(
     model: Model, workload: Workload, semantics: Semantics, profile: Profile, fixed: Policy | None, free_micro_batch: bool
-) -> Speed | Misfit:
+) -> Outcome:
+    n_ops = most_ops(workload, semantics)
+    if n_ops > MAX_PLAN_OPS:
+        most = semantics.n_micro_batches * MAX_PLAN_OPS // n_ops
+        fewer = 1 << max(0, most.bit_length() - 1)  # a power of two has divisors for a larger micro-batch
+        change = f"--batch-size {fewer * semantics.micro_batch}" + ("" if free_micro_batch else ", or a larger --micro-batch")
+        return TooLong(semantics.n_micro_batches, n_ops, change)
     try:
         answer = search(model, workload, semantics, profile, fixed, free_micro_batch)
     except DoesNotFitError as error:

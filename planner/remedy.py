@@ -46,20 +46,34 @@ class Request:
 
 
 def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
-    """The error that names the missing bytes and the smallest changes that fit; `found`: what each policy needs."""
-    nearest = min(found, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
-    changes: list[str] = []
-    for text, changed in _changes(request, found):
-        if len(changes) < MAX_CHANGES and changed.fits():
-            changes.append(text)
+    """The error that names the missing bytes and the smallest changes that fit; `found`: what each policy needs.
+
+    The missing bytes and the change of memory are those of one policy, so that the one mends the other.
+    """
+    nearest = _nearest(found)
+    others = (text for text, changed in _changes(request, found) if changed.fits())
+    changes = list(islice(others, MAX_CHANGES - 1))
+    text, larger = _with_memory(request, nearest)
+    changes += [text] if larger.fits() else []
     smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
     return DoesNotFitError(message, nearest.short_device_bytes, nearest.short_host_bytes, smallest)
 
 
+def _nearest(found: list[Footprint]) -> Footprint:
+    """What is missing least: host memory first, for it can be bought; a device's is what it is."""
+    on_device = [n for n in found if not n.short_device_bytes]
+    on_host = [n for n in found if not n.short_host_bytes]
+    if on_device:
+        return min(on_device, key=lambda n: (n.host_peak_bytes, n.device_peak_bytes))
+    if on_host:
+        return min(on_host, key=lambda n: (n.device_peak_bytes, n.host_peak_bytes))
+    return min(found, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
+
+
 def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
-    """Single changes to try: first those that cost nothing but bits, then sizes, then memory."""
+    """Single changes to try, memory apart: first those that cost nothing but bits, then sizes."""
     s = request.semantics
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
         yield "--master bf16", _changed(request, master_dtype="bf16")
@@ -72,15 +86,6 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
         shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
         for sizes in (fewer, shorter):
             yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest that fits
-    on_device = [n for n in found if not n.short_device_bytes]
-    on_host = [n for n in found if not n.short_host_bytes]
-    if on_device:
-        yield _with_memory(request, None, min(n.host_peak_bytes for n in on_device))
-    if on_host:
-        yield _with_memory(request, min(n.device_peak_bytes for n in on_host), None)
-    if not on_device and not on_host:
-        nearest = min(found, key=lambda n: n.short_device_bytes + n.short_host_bytes)
-        yield _with_memory(request, nearest.device_peak_bytes, nearest.host_peak_bytes)
 
 
 def _changed(request: Request, **changes: Any) -> Request:
@@ -91,12 +96,16 @@ def _changed(request: Request, **changes: Any) -> Request:
     return replace(request, semantics=semantics)
 
 
-def _with_memory(request: Request, device_bytes: int | None, host_bytes: int | None) -> tuple[str, Request]:
-    """A machine with so much memory, rounded up to whole gigabytes, above 100 GB to tens of them."""
-    sizes = [None if n is None else -(-n // _step(n)) * _step(n) for n in (device_bytes, host_bytes)]
-    names = ("--device-memory", "--host-memory")
-    text = " ".join(f"{name} {n // GB}GB" for name, n in zip(names, sizes, strict=True) if n is not None)
-    return text, _changed(replace(request, profile=request.profile.with_memory(*sizes)))
+def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request]:
+    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them."""
+    missing = (
+        ("device", needs.device_peak_bytes, needs.short_device_bytes),
+        ("host", needs.host_peak_bytes, needs.short_host_bytes),
+    )
+    sizes = {place: -(-peak // _step(peak)) * _step(peak) for place, peak, short in missing if short}
+    text = " ".join(f"--{place}-memory {n // GB}GB" for place, n in sizes.items())
+    profile = request.profile.with_memory(sizes.get("device"), sizes.get("host"))
+    return text, _changed(replace(request, profile=profile))
 
 
 def _step(n_bytes: int) -> int:

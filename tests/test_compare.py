@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.compare import TITLES, Misfit, Speed, compare, hourly, smallest_host_bytes
+from planner.compare import TITLES, Misfit, Speed, TooLong, compare, hourly, smallest_host_bytes
 from planner.faster import Group, faster
 from planner.micro_batch import with_micro_batch
+from planner.remedy import MAX_PLAN_OPS, most_ops
 from planner.search import search
 from planner.workload import build_workload, read_model
 from runtime.errors import PlanError
@@ -200,3 +201,36 @@ def test_the_json_is_pure_and_the_rows_stand_under_their_titles():
     assert {"short_host_bytes", "smallest_change", "price_note"} <= set(said["machines"][1])
     assert said["tokens_per_step"] == 512
     assert all(len(row) == len(TITLES) for row in found.rows())
+
+
+def test_a_plan_too_long_to_write_is_no_misfit_and_no_other_machine_suffers_from_it():
+    """The small device computes a sequence at a time: too many micro-batches for any plan. The large one computes several."""
+    semantics = replace(SEMANTICS, seq_len=4096, batch_size=2**13)
+    small = named(H200.with_memory(6 * 10**9, None), "small")
+    found = compare(MODEL, [small, H200], semantics, DEFERRED)
+    assert [c.machine for c in found.candidates] == ["h200-pcie5", "small"]
+    assert isinstance(found.candidates[0].outcome, Speed)
+    long = found.candidates[1].outcome
+    assert isinstance(long, TooLong)
+    assert long.n_ops > MAX_PLAN_OPS
+    assert found.rows()[1][:2] == ("small", "too long")
+    assert f"small: {long.reason}; use {long.smallest_change}" in found.notes()
+    said = json.loads(json.dumps(found.to_json(), allow_nan=False))["machines"][1]
+    assert (said["fits"], said["reason"], said["usd_per_million_tokens"]) == (False, long.reason, None)
+    batch = int(long.smallest_change.removeprefix("--batch-size "))
+    fewer, workload = with_micro_batch(MODEL, replace(semantics, batch_size=batch), small)
+    assert most_ops(workload, fewer) <= MAX_PLAN_OPS < 3 * most_ops(workload, fewer)
+
+
+def test_what_binds_a_machine_and_whose_tokens_cost_least_can_be_read():
+    fast = named(faster(H200, dict.fromkeys(Group, 2.0)), "fast")
+    found = compare(MODEL, [H200, fast], SEMANTICS, DEFERRED)
+    for candidate, row in zip(found.candidates, found.rows(), strict=True):
+        assert isinstance(candidate.outcome, Speed)
+        assert row[TITLES.index("bound by")] == candidate.outcome.binding
+    assert next(iter(found.notes())) == f"Cheapest: fast, {found.candidates[0].usd_per_million_tokens:.3g} USD per million tokens"
+    unpriced = named(H200, "a", usd_per_hour=None, ram_usd_per_gb=None, date=None)
+    assert not any("Cheapest" in note for note in compare(MODEL, [unpriced], SEMANTICS, DEFERRED).notes())
+    assert next(iter(compare(MODEL, [unpriced, H200], SEMANTICS, DEFERRED).notes())).startswith(
+        "Cheapest of those with a price: h200"
+    )

@@ -14,7 +14,23 @@ from hwprofiles.cli import text_of, write_profile
 from hwprofiles.schema import SOURCE_KINDS, Profile, read_profile, shipped_profiles
 from runtime.errors import ProfileError
 
-NAMES = ["cpu-2core", "gb10", "gh200", "h100-sxm", "h200-pcie5", "mi355x", "rtx4090-desktop", "rtx4090-server"]
+NAMES = [
+    "a100-pcie",
+    "a100-sxm",
+    "b200",
+    "cpu-2core",
+    "gb10",
+    "gb300",
+    "gh200",
+    "h100-sxm",
+    "h200-pcie5",
+    "mi355x",
+    "rtx3090-desktop",
+    "rtx4090-desktop",
+    "rtx4090-server",
+    "rtx5090-desktop",
+    "rtx5090-server",
+]
 ANY_PROFILE = pytest.mark.parametrize("name", NAMES)
 profiles = st.sampled_from([read_profile(name) for name in NAMES])
 dtypes = st.sampled_from(["bf16", "fp32"])
