@@ -87,9 +87,6 @@ def _reference(key: str, fields: dict[str, Any]) -> float:
     if key == "matmul":
         grid = fields["device"]["matmul"]["bf16"]
         return float(next(p["flop_per_s"]["value"] for p in grid if p["m"] == p["k"] == p["n"] == REFERENCE_SIZE))
-    if key == "attention":
-        grid = fields["device"]["attention"]["bf16"]
-        return float(max(p["forward_flop_per_s"]["value"] for p in grid))
     return float(places[0]["value"])
 
 
@@ -99,15 +96,8 @@ def _places(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
     match key:
         case "matmul":
             return [p["flop_per_s"] for p in device["matmul"]["bf16"]]
-        case "attention":
-            return [p[f"{way}_flop_per_s"] for p in device["attention"]["bf16"] for way in ("forward", "backward")]
-        case "copy":  # one pool of memory: both directions alike
-            both = [p["rate"] for way in ("h2d", "d2h") for p in link[way]["bytes_per_s"]]
-            return [*both, link["duplex_bytes_per_s"]]
-        case "h2d":
-            return [p["rate"] for p in link["h2d"]["bytes_per_s"]]
-        case "pageable_h2d" | "pageable_d2h":
-            return [link[key.removeprefix("pageable_")]["pageable_bytes_per_s"]]
+        case "pageable_d2h":
+            return [link["d2h"]["pageable_bytes_per_s"]]
         case "page_fault" | "dram":
             return [host[f"{key}_bytes_per_s"]]
         case "runtime":
@@ -125,7 +115,6 @@ STAGES: dict[str, Stage] = {
     "serial tail": Stage(
         (
             Constant("mi355x", "page_fault", 3.7e9, 0.3, "first touch in MegaTrain's tail, published for another host"),
-            Constant("mi355x", "pageable_h2d", 17e9, 0.4, "a third of the pinned rate"),
             _software(
                 "clip_bytes_per_s",
                 15e9,
@@ -135,7 +124,7 @@ STAGES: dict[str, Stage] = {
             _software("release_per_fault", 2.5, 1.0, "no belief: the order of magnitude that the runs show"),
         ),
         ("mi355x-megatrain-qwen2.5-14b-b16",),
-        ("backward_s", "gradient_join_s", "clip_s", "sync_s", "zero_and_free_s"),
+        ("backward_s", "gradient_join_s", "clip_s", "zero_and_free_s"),
         instead=("mi355x-megatrain-qwen2.5-14b-b64",),
     ),
     "eager modules": Stage(
@@ -150,24 +139,17 @@ STAGES: dict[str, Stage] = {
         ("gh200-megatrain-qwen2.5-7b-s1024", "gh200-megatrain-qwen2.5-14b-b96-full", "h100-megatrain-qwen2.5-7b-b158"),
         ("step_s",),
     ),
-    "mi355x compute and link": Stage(
+    "mi355x compute": Stage(
         (
-            Constant("mi355x", "matmul", 1.4e15, 0.2, "0.55-0.7 of the datasheet"),
-            Constant("mi355x", "h2d", 53.5e9, 0.05, "PCIe Gen5 x16 on other hosts, less 5 %"),
+            Constant("mi355x", "matmul", 1.57e15, 0.12, "0.55-0.7 of the datasheet's 2.52 PFLOP/s, its middle"),
             Constant("mi355x", "pageable_d2h", 17e9, 0.4, "a third of the pinned rate"),
         ),
         ("mi355x-megatrain-qwen2.5-14b-b16", "mi355x-megatrain-qwen2.5-14b-b64", "mi355x-zero3-qwen2.5-14b-b16"),
         ("forward_s", "backward_s"),
     ),
-    "gh200 attention": Stage(
-        (Constant("gh200", "attention", 335e12 * 828.6 / 794.5, 0.3, "FlashAttention-2 on H100, scaled by the matmul rates"),),
-        ("gh200-megatrain-qwen2.5-7b-s262144",),
-        ("step_s",),
-    ),
     "one pool": Stage(
         (
             Constant("gb10", "matmul", 83e12, 0.25, "0.65-0.7 of a peak derived from the datasheet"),
-            Constant("gb10", "copy", 75e9, 0.35, "as fast as the fork's author found a copy within the pool"),
             Constant("gb10", "dram", 140e9, 0.3, "half of the pool's rate"),
             _software(
                 "tensor_s", 0.5e-3, 1.0, "no belief: the order of magnitude that the runs show; twenty cores of two kinds wake"

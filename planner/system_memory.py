@@ -4,15 +4,17 @@ from math import ceil
 
 from runtime.workload import Block
 
-from .system_costs import BF16, FP32, SystemCosts
+from .system_costs import BF16, FP32, SystemCosts, inner_elements, last_products
 
 MOMENT_BYTES = 2 * FP32
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")  # of the first two products' outputs
 N_SLABS = 12  # pinned buffers of a layer's gradients
 HEAD_GRADIENT_COPIES = 3  # alive while a chunk is added: the sum, the chunk's gradient, and the embedding's
 LOSS_ROW_TRAFFIC = 16  # times the width, bytes per token of the loss phase: normed rows, their gradients and copies
 FUSED_WIDTHS = 4  # activations of the hidden width that a layer of fused kernels keeps: two inputs, two normed
 FUSED_LOSS_TOKENS = 2048  # rows of logits that a fused loss holds at a time
 LOGIT_COPIES_BYTES = 16  # per logit without chunks: bf16, its fp32 copy, log-probabilities, their gradient, and in bf16 again
+CROWDING_TOKENS, CROWDED_FRACTION = 8192, 0.5  # eight short sequences, and the share of the device that their logits may take
 ZERO3_LIVE_ELEMENTS = 10**9  # parameters that ZeRO-3 may hold on the device by default
 ZERO3_HOST_BYTES = 2 + FP32 + MOMENT_BYTES + FP32 + FP32  # weights, master, moments, gradients, and a second fp32 copy of these
 
@@ -59,19 +61,20 @@ def slideformer_device_bytes(c: SystemCosts, n_upload_slots: int) -> int:
     layer = max(c.layers, key=lambda b: b.n_params)
     held = (n_upload_slots + 1) * layer.n_params * BF16 + 2 * table_bytes(c)
     loss = FUSED_LOSS_TOKENS * c.vocab * (BF16 + FP32) + 3 * c.boundary_bytes
-    return held + max(loss, fused_kept_bytes(c, layer) + _gradient_bytes(c, layer) + 2 * c.boundary_bytes)
+    return held + max(loss, fused_kept_bytes(c, layer) + _gradient_bytes(layer) + 2 * c.boundary_bytes)
 
 
 def fused_kept_bytes(c: SystemCosts, layer: Block) -> int:
-    """What a layer of fused kernels keeps: its products' inputs and outputs, and rows of the hidden width."""
-    products = sum(m.m * m.n * m.count for m in layer.matmuls[:-1])
-    return (products + FUSED_WIDTHS * c.n_tokens * c.width) * BF16
+    """What a layer of fused kernels keeps: its products' inputs and outputs, normed queries and keys, and rows of the width."""
+    outputs = layer.matmuls[: -len(last_products(layer))]
+    n_normed = sum(p.name.endswith(HEAD_NORMS) for p in layer.parameters)
+    kept = sum(m.m * m.n * m.count for m in outputs) + inner_elements(layer) + sum(m.m * m.n for m in outputs[:n_normed])
+    return (kept + FUSED_WIDTHS * c.n_tokens * c.width) * BF16
 
 
-def _gradient_bytes(c: SystemCosts, layer: Block) -> int:
+def _gradient_bytes(layer: Block) -> int:
     """The widest activation gradients: those of the MLP's two branches."""
-    m = layer.matmuls[-1]
-    return 2 * m.m * m.k * m.count * BF16
+    return 2 * inner_elements(layer) * BF16
 
 
 def slideformer_host_bytes(c: SystemCosts) -> int:
@@ -79,6 +82,11 @@ def slideformer_host_bytes(c: SystemCosts) -> int:
     state = (FP32 + MOMENT_BYTES) * c.workload.n_params
     staging = 3 * layer_bytes(c) + 2 * table_bytes(c)
     return state + staging + len(c.layers) * c.boundary_bytes + runtime_bytes(c)
+
+
+def logits_crowd_the_device(c: SystemCosts) -> bool:
+    """Whether users of ZeRO-3 need a fused loss, and then take fused kernels altogether, as the published runs on 24 GB did."""
+    return CROWDING_TOKENS * c.vocab * LOGIT_COPIES_BYTES > CROWDED_FRACTION * c.profile.device.memory_bytes.value
 
 
 def zero3_keeps_activations(c: SystemCosts) -> bool:
@@ -98,7 +106,7 @@ def zero3_device_bytes(c: SystemCosts) -> int:
     if zero3_keeps_activations(c):
         return _zero3_kept_bytes(c)
     layer = max(c.layers, key=lambda b: b.n_params)
-    kept = fused_kept_bytes(c, layer) + _gradient_bytes(c, layer) if c.fused else layer.transient_bytes
+    kept = fused_kept_bytes(c, layer) + _gradient_bytes(layer) if c.fused else layer.transient_bytes
     logits = FUSED_LOSS_TOKENS * c.vocab * (BF16 + FP32) if c.fused else c.n_tokens * c.vocab * LOGIT_COPIES_BYTES
     held = min(ZERO3_LIVE_ELEMENTS, c.workload.n_params) * BF16 + 2 * table_bytes(c) + len(c.layers) * c.boundary_bytes
     return held + max(kept, logits)

@@ -6,7 +6,7 @@ did, in the order in which they were issued; what overlaps is then found by simu
 cannot be said in the plan language, and need not be: nobody should run them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hwprofiles.schema import Profile
 from runtime.plan import Semantics
@@ -61,8 +61,9 @@ def predict(run: Run, model: Model, profile: Profile, software: Software) -> Out
     attention = supported_attention(model)[0]
     semantics = Semantics(run.seq_len, run.batch, run.batch, attention=attention)  # type: ignore[arg-type]
     workload = build_workload(model, semantics)
-    fused = run.system == "slideformer" or (run.system == "zero3-offload" and profile.device.name.startswith("NVIDIA"))
-    c = SystemCosts(profile, software, workload, semantics, fused)
+    c = SystemCosts(profile, software, workload, semantics)
+    if run.system == "slideformer" or (run.system == "zero3-offload" and memory.logits_crowd_the_device(c)):
+        c = replace(c, fused=True)
     match run.system:
         case "megatrain" | "megatrain-plus":
             phases, device, host = _megatrain(c, run)
@@ -84,16 +85,18 @@ def claimed_flop(c: SystemCosts) -> float:
     return 6 * c.workload.n_params * c.n_tokens + square
 
 
-class _MegaTrain:
+class MegaTrain:
     """Issues the tasks of one step, as MegaTrain's main thread does."""
 
     def __init__(self, c: SystemCosts, run: Run) -> None:
         self.c, self.run = c, run
-        self.plus = run.system == "megatrain-plus"
         self.program = Program()
-        self.n_buffers = N_PLUS_BUFFERS if self.plus else 2
+        # What the fork changed, one by one: backward runs one forward from every layer's own input, a template's weights are
+        # views of the flat buffer, and there are three buffers and two gradient threads.
+        self.keeps_inputs = self.views = plus = run.system == "megatrain-plus"
+        self.n_buffers = N_PLUS_BUFFERS if plus else 2 if self.prefetches else 1
         self.n_slabs = 1 if run.variant == "no-slab-pool" else memory.N_SLABS
-        self.n_workers = 2 if self.plus else 1
+        self.n_workers = 2 if plus else 1
         self.uploaded: dict[int, int] = {}  # per flat buffer: its last upload, which the pinned buffer must outlive
         self.flat_free: dict[int, int] = {}  # what last read the flat buffer
         self.template_free: dict[int, int] = {}  # the offload of the gradients that last hung on the template
@@ -120,7 +123,7 @@ class _MegaTrain:
         start = [self.uploaded[buffer], self.template_free.get(buffer), self.main]
         n_tensors = len(layer.parameters)
         n_calls = (1 + (BACKWARD_MATMULS if with_backward else 0)) * layer.n_kernels
-        if not self.plus:
+        if not self.views:
             self.flat_free[buffer] = self.task("gpu", self.c.unpack(layer.n_params * BF16, n_tensors), *start)
             n_calls += n_tensors
         self.task("gpu", self.c.forward(layer), *start)
@@ -128,7 +131,7 @@ class _MegaTrain:
             self.task("gpu", self.c.backward(layer))
         issued = self.task("main", self.c.issue(n_calls))
         self.computed = self.task("gpu", Demand(0.0, 0.0), issued)
-        if self.plus:
+        if self.views:
             self.flat_free[buffer] = self.computed
         return self.computed
 
@@ -162,7 +165,7 @@ class _MegaTrain:
         slabs: list[int] = []
         for start in range((len(layers) - 1) // interval * interval, -1, -interval):
             block = range(start, min(start + interval, len(layers)))
-            if not self.plus:
+            if not self.keeps_inputs:
                 for i in block:
                     self.load(layers[i], i % self.n_buffers)
                     self.compute(layers[i], i % self.n_buffers)
@@ -181,7 +184,7 @@ class _MegaTrain:
     @property
     def interval(self) -> int:
         """Layers between kept boundaries."""
-        return 1 if self.plus or self.run.variant == "checkpoint-every-layer" else CHECKPOINT_INTERVAL
+        return 1 if self.keeps_inputs or self.run.variant == "checkpoint-every-layer" else CHECKPOINT_INTERVAL
 
     def embedding(self) -> int:
         """The ids are copied from ordinary memory, so the main thread waits for all layers first."""
@@ -190,20 +193,20 @@ class _MegaTrain:
         self.collect(memory.table_bytes(self.c), 1, None)
         return waited
 
+    def phases_s(self) -> dict[str, float]:
+        """Seconds of forward and backward, and of the end of backward in which only gradients are added."""
+        forward = self.forward()
+        self.loss()
+        self.backward()
+        waited = self.embedding()
+        ends = ends_s(self.program.tasks, self.c.region)
+        end_s = max(ends)
+        return {"forward_s": ends[forward], "backward_s": end_s - ends[forward], "gradient_join_s": end_s - ends[waited]}
+
 
 def _megatrain(c: SystemCosts, run: Run) -> tuple[dict[str, float], int, int]:
-    m = _MegaTrain(c, run)
-    forward = m.forward()
-    m.loss()
-    m.backward()
-    waited = m.embedding()
-    ends = ends_s(m.program.tasks, c.region)
-    end_s = max(ends)
-    phases = {
-        "forward_s": ends[forward],
-        "backward_s": end_s - ends[forward],
-        "gradient_join_s": end_s - ends[waited],
-    }
+    m = MegaTrain(c, run)
+    phases = m.phases_s()
     gradient_bytes = c.workload.n_params * BF16
     if run.updates:
         update = c.update(c.workload.n_params, MEGATRAIN_UPDATE_BYTES)
@@ -214,8 +217,8 @@ def _megatrain(c: SystemCosts, run: Run) -> tuple[dict[str, float], int, int]:
     else:
         phases["zero_grad_s"] = c.zero_s()
     n_boundaries = memory.n_kept_boundaries(len(c.layers), m.interval)
-    n_layer_buffers = m.n_buffers if m.plus else 2 * m.n_buffers
-    device = memory.megatrain_device_bytes(c, n_boundaries, n_layer_buffers, 0 if m.plus else m.interval)
+    n_layer_buffers = m.n_buffers if m.views else 2 * m.n_buffers
+    device = memory.megatrain_device_bytes(c, n_boundaries, n_layer_buffers, 0 if m.keeps_inputs else m.interval)
     host = memory.megatrain_host_bytes(c, m.n_slabs + m.n_buffers, run.updates)
     return phases, device, host
 

@@ -29,6 +29,9 @@ OPTIONAL = ("variant", "optimizer", "note", "source")
 MEMORY = {"device_peak_gib": "device memory", "host_rss_gib": "host memory"}
 STEP = "step"
 SOFTWARE = Software()
+# Errors of constants that were fitted together cancel: a rate found too high comes with an overhead found too high. So a step on
+# a machine that runs were fitted from is surer than its spreads add up to, by what leave-one-out errors show (docs/accuracy.md).
+FITTED_FRACTION = 0.7
 LARGEST_COUNT = 2**24  # sequences in a step, or tokens in a sequence: more than any run
 
 
@@ -190,7 +193,8 @@ def validate(
 def with_intervals(ledger: Ledger, runs: Sequence[PublishedRun]) -> Ledger:
     """How far the step may be off: each group of a profile's speeds, and each constant of the software, slower by its spread.
 
-    What moves a step independently adds up in squares; spreads cover 80 % each, and so does their sum.
+    What moves a step independently adds up in squares; spreads cover 80 % each, and so does their sum, which is taken whole on
+    machines that nothing was fitted from.
     """
     variance = [0.0] * len(runs)
     for software, profile_of in _doubts():
@@ -200,10 +204,16 @@ def with_intervals(ledger: Ledger, runs: Sequence[PublishedRun]) -> Ledger:
                 variance[i] += math.log(after / before) ** 2
     return Ledger(
         tuple(
-            row if row.step_s is None else replace(row, interval_fraction=math.expm1(math.sqrt(v)))
+            row
+            if row.step_s is None
+            else replace(row, interval_fraction=math.expm1(_tied_fraction(row.run.machine) * math.sqrt(v)))
             for row, v in zip(ledger.rows, variance, strict=True)
         )
     )
+
+
+def _tied_fraction(machine: str) -> float:
+    return FITTED_FRACTION if read_profile(machine).count_sources()["fitted"] else 1.0
 
 
 def _doubts() -> Iterator[tuple[Software, Callable[[str], Profile]]]:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "hwprofiles": {"runtime.units", "runtime.errors"},
     # What is timed is the runtime's own work, on the cores that it would use.
     "hwprofiles.works": {"runtime.memory", "runtime.optimizer", "runtime.units"},
-    "hwprofiles.measure": {"runtime.cores", "runtime.optimizer", "runtime.units", "runtime.errors"},
+    "hwprofiles.measure": {"runtime.cores", "runtime.units", "runtime.errors"},
     "runtime": set[str](),
 }
 
@@ -44,7 +44,7 @@ HOME = {
     "torch": {
         *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "cpu")),
         *(f"runtime/{name}.py" for name in ("trainer", "data", "checkpoint")),
-        *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments")),
+        *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments", "cuda")),
     },
     "scipy": {"hwprofiles/fit.py"},
     "transformers": {"runtime/blocks.py"},
@@ -57,9 +57,8 @@ HOME = {
 TORCH_FREE_ROOMS = ("planner",)
 TORCH_FREE_FILES = (
     *(f"runtime/{name}.py" for name in ("plan", "workload", "timeline", "units", "errors", "region", "cores", "cli")),
-    "hwprofiles/schema.py",
-    "hwprofiles/curves.py",
-    "hwprofiles/cli.py",
+    *(f"hwprofiles/{name}.py" for name in ("schema", "curves", "cli", "samples", "stopwatch", "device", "gpu", "gpu_link")),
+    *(f"hwprofiles/{name}.py" for name in ("cliffs", "nvbandwidth", "pci")),
 )
 
 

@@ -9,14 +9,24 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import read_profile
 from planner.faster import Group, faster
-from planner.system_costs import Software, SystemCosts, n_large_tensors
-from planner.system_memory import layer_bytes, power_of_two, runtime_bytes, table_bytes, zero3_device_bytes, zero3_keeps_activations
+from planner.system_costs import Software, SystemCosts, inner_elements, last_products, n_large_tensors
+from planner.system_memory import (
+    fused_kept_bytes,
+    layer_bytes,
+    logits_crowd_the_device,
+    power_of_two,
+    runtime_bytes,
+    table_bytes,
+    zero3_device_bytes,
+    zero3_keeps_activations,
+)
 from planner.system_pipeline import Program, Task, ends_s
-from planner.systems import SYSTEMS, Run, _MegaTrain, claimed_flop, predict
+from planner.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
 from planner.workload import build_workload, read_model
 from runtime.plan import Semantics
 from runtime.region import Demand, Region, Resource
 from runtime.units import GiB, MiB
+from runtime.workload import Matmul
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
 SOFTWARE = Software()
@@ -32,7 +42,7 @@ def costs_of(machine="mi355x", model="qwen2.5-7b", batch=16, seq_len=1024, profi
 
 
 def megatrain_tasks(costs, system="megatrain", **more):
-    m = _MegaTrain(costs, Run(system, costs.profile.name, "", costs.semantics.batch_size, costs.semantics.seq_len, **more))
+    m = MegaTrain(costs, Run(system, costs.profile.name, "", costs.semantics.batch_size, costs.semantics.seq_len, **more))
     forward = m.forward()
     m.loss()
     m.backward()
@@ -187,6 +197,12 @@ def test_without_double_buffering_a_forward_is_uploads_and_compute_one_after_ano
     assert ends_s(tasks, None)[forward] == pytest.approx(alone_s, rel=0.01)
 
 
+def test_without_double_buffering_there_is_one_buffer_and_one_template():
+    full, single = outcome(batch=64), outcome(batch=64, variant="no-double-buffer")
+    assert full.device_peak_bytes - single.device_peak_bytes == 2 * layer_bytes(costs_of(batch=64))
+    assert full.host_peak_bytes - single.host_peak_bytes == power_of_two(layer_bytes(costs_of(batch=64)))
+
+
 def test_one_gradient_buffer_costs_time_where_the_gradient_thread_is_the_slowest():
     full, single = outcome(batch=16), outcome(batch=16, variant="no-slab-pool")
     assert single.step_s > 1.02 * full.step_s
@@ -267,6 +283,35 @@ def test_zero3_recomputes_only_where_activations_do_not_fit():
     assert recomputed_s - kept_s > forward_s + backward_s
 
 
+def test_zero3_takes_fused_kernels_only_where_logits_crowd_the_device_whatever_the_batch():
+    """As the published runs: Liger kernels on 24 GB, plain modules on the MI355X."""
+    small, large = costs_of("rtx4090-server", "llama-3.1-8b", 8), costs_of("mi355x", "qwen2.5-14b", 16)
+    assert logits_crowd_the_device(small)
+    assert not logits_crowd_the_device(large)
+    assert [logits_crowd_the_device(costs_of(m)) for m in ("gh200", "h100-sxm", "rtx4090-desktop")] == [False, False, True]
+    for batch in (1, 8, 512):
+        assert logits_crowd_the_device(costs_of("rtx4090-server", "llama-3.1-8b", batch))
+        assert not logits_crowd_the_device(costs_of("gh200", "qwen2.5-14b", batch))
+    assert not logits_crowd_the_device(costs_of("rtx4090-server", "mixtral-8x7b", 8))  # 32,000 words
+    forward_s = replace(small, fused=True).forward(small.layers[0]).uncontended_s
+    assert forward_s < 0.85 * small.forward(small.layers[0]).uncontended_s
+    found = outcome("zero3-offload", "rtx4090-server", "llama-3.1-8b", 8)
+    uploads_s = sum(small.copy("h2d", b.n_params * 2, len(b.parameters)).uncontended_s for b in small.workload.blocks)
+    loss_s = replace(small, fused=True).loss().uncontended_s
+    assert found.phases_s["forward_s"] == pytest.approx(uploads_s + 32 * forward_s + loss_s / 3)
+
+
+@pytest.mark.parametrize("machine", ["gh200", "h100-sxm"])
+def test_attention_over_long_sequences_comes_near_what_is_reached_without_a_mask(machine):
+    """FlashAttention-2's published rates on the H100, forward and backward: with a causal mask at 16k, and without."""
+    profile, scale = read_profile(machine), {"gh200": 828.6 / 794.5, "h100-sxm": 1.0}[machine]
+    for backward, (causal, plain) in {False: (335e12, 370e12), True: (300e12, 322e12)}.items():
+        rates = [profile.attention_flop_per_s("bf16", n, 128, backward).value for n in (16384, 65536, 262144)]
+        assert rates[0] == pytest.approx(causal * scale, rel=1e-3)
+        assert rates[2] == pytest.approx(plain * scale, rel=1e-3)
+        assert rates == sorted(rates)
+
+
 # sizes
 
 
@@ -280,6 +325,25 @@ def test_host_memory_is_the_published_formula():
     n_bytes = 12 * costs.workload.n_params + 14 * GiB + 2 * 2 * GiB + runtime_bytes(costs)
     assert outcome(model="qwen2.5-14b").host_peak_bytes == n_bytes
     assert n_bytes / GiB == pytest.approx(190.5, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "n_rows"), [("qwen2.5-7b", 3072), ("mixtral-8x7b", 6144), ("qwen3-30b-a3b", 24576)])
+def test_the_last_products_take_every_inner_activation_once(model, n_rows):
+    """Three sequences of 1024 tokens, each token to so many experts, whose shares of the rows need not be equal."""
+    layer = costs_of("h200-pcie5", model, 3).layers[0]
+    inner = last_products(layer)[0].k
+    assert inner_elements(layer) == n_rows * inner
+    uneven = Matmul(5, inner, layer.matmuls[-1].n)
+    assert last_products(replace(layer, matmuls=(*layer.matmuls, uneven))) == (*last_products(layer), uneven)
+
+
+def test_a_layer_of_fused_kernels_keeps_what_its_products_read_and_make():
+    """Qwen3-8B, per token: q, k, v, out, gate, up and their product; q and k again when normed; four rows of the width."""
+    costs = costs_of("rtx4090-server", "qwen3-8b", 64)
+    widths = 4096 + 1024 + 1024 + 4096 + 3 * 12288 + (4096 + 1024) + 4 * 4096
+    assert fused_kept_bytes(costs, costs.layers[0]) == 65536 * widths * 2
+    llama = costs_of("rtx4090-server", "llama-3.1-8b", 64)
+    assert fused_kept_bytes(llama, llama.layers[0]) == 65536 * (4096 + 1024 + 1024 + 4096 + 3 * 14336 + 4 * 4096) * 2
 
 
 def test_device_memory_per_token_is_the_published_formula():

@@ -17,9 +17,11 @@ from planner.simulate import simulate
 from planner.uncertainty import (
     LEAST_SHRINK_FRACTION,
     MEASURED_SPREAD_FRACTION,
+    Interval,
     affordable_draws,
     interval,
     measured,
+    measurement_rows,
     measurements_worth_making,
 )
 from planner.workload import build_workload, read_model
@@ -28,6 +30,7 @@ from tests.strategies import PROFILE, cases
 
 MADE_UP = Profile.from_json(PROFILE)  # every spread is a tenth, but for sizes that nobody draws
 FREE = 1e18
+KNOWN = Interval(0.9, 1.0, 1.1, 8, 0)
 MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
 
 
@@ -154,17 +157,33 @@ def test_the_first_measurement_is_of_what_the_step_consists_of(slow, group):
 
 @pytest.mark.parametrize("machine", ["h200-pcie5", "gh200", "rtx4090-server", "cpu-2core"])
 def test_no_measurement_that_matters_is_left_out(machine):
-    """Held against measuring every group in turn."""
+    """Held against drawing machines anew for every group in turn."""
     plan, profile = small_plan(machine)
-    before = interval(plan, profile, 16)
-    shrinks = {g: 1 - interval(plan, measured(profile, g), 16).width_s / before.width_s for g in Group}
-    found = measurements_worth_making(plan, profile)
-    assert {g for g, shrink in shrinks.items() if shrink > 0.03} <= {m.group for m in found}
-    assert [m.shrink_fraction for m in found] == sorted((shrinks[m.group] for m in found), reverse=True)
-    for m in found:
+    before = interval(plan, profile, 32)
+    shrinks = {g: 1 - interval(plan, measured(profile, g), 32).width_s / before.width_s for g in Group}
+    found = {m.group: m for m in measurements_worth_making(plan, profile, before)}
+    assert {g for g, shrink in shrinks.items() if shrink > 0.1} <= set(found)
+    for group, m in found.items():
+        assert m.shrink_fraction == pytest.approx(shrinks[group], abs=0.15)
         assert m.shrink_fraction >= LEAST_SHRINK_FRACTION
         assert m.p90_step_s - m.p10_step_s == pytest.approx(before.width_s * (1 - m.shrink_fraction))
-    assert found == measurements_worth_making(plan, profile)
+        assert before.p10_step_s <= m.p10_step_s <= before.p50_step_s <= m.p90_step_s <= before.p90_step_s
+    shares = [m.shrink_fraction for m in found.values()]
+    assert shares == sorted(shares, reverse=True)
+    assert list(found.values()) == measurements_worth_making(plan, profile, before)
+
+
+def test_the_largest_plans_are_screened_with_few_simulations(monkeypatch):
+    plan, profile = small_plan()
+    simulated = []
+    monkeypatch.setattr("planner.uncertainty.simulate", lambda *a: simulated.append(1) or simulate(*a))
+    some = measurements_worth_making(plan, profile, KNOWN)
+    n_some = len(simulated)
+    monkeypatch.setattr("planner.uncertainty.SCREENED_OPS", 5 * len(plan.ops))
+    few = measurements_worth_making(plan, profile, KNOWN)
+    assert len(simulated) - n_some == 1 + 5
+    assert 1 + len(Group) < n_some <= 1 + 2 * len(Group)  # to both sides
+    assert few[0].group is some[0].group
 
 
 def test_what_the_plan_never_waits_for_is_not_worth_measuring():
@@ -196,6 +215,8 @@ def test_rows_say_what_the_json_says():
     found = interval(plan, profile, 4)
     assert set(found.to_json()) == {"p10_step_s", "p50_step_s", "p90_step_s", "n_draws", "seed"}
     assert [row[0] for row in found.rows()] == ["P10", "P50", "P90"]
-    first = measurements_worth_making(plan, profile, 8)[0]
+    first = measurements_worth_making(plan, profile, found)[0]
+    assert measurement_rows(plan, profile, found)[1] == first.row()
+    assert measurement_rows(plan, spread(profile, 0.0), found) == []
     assert first.to_json()["group"] == first.row()[0] == str(first.group)
     assert first.row()[1] == ", ".join(first.sources)
