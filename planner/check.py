@@ -8,18 +8,26 @@ Why two steps prove it for all: waits reach back at most one step, so what is or
 d only; and every slot that is written is written in every step, so the last write before a read lies in the same step
 or the one before. Once each use of a slot is ordered after the write before it, and each write after the uses before
 it, all timings see the same values as any one legal order of the ops, and step 1 stands for all later steps.
+
+A settle has two outcomes. It may swap the block's state with its shadow, or update the state from its gradient and leave the
+shadow alone. What the op declares to read and write is the union of both, and all of it is held against all others: no race for
+what either of them touches. Either way the state is that of the next step, made from this one's, and the shadow is spent: the next
+settle needs a speculate of its own step, so that which way this one went can be seen by no later op.
 """
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any
 
 from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
 from runtime.units import show_bytes, show_seconds
 from runtime.workload import ITEM_BYTES
 
-from .contract import AGAIN, FP32, Shape, check_arenas, check_ops, check_policy, check_workload, wrong
+from .contract import FP32, check_arenas, check_ops
+from .dataflow import check_data
+from .legality import check_policy, check_workload
+from .shape import AGAIN, Shape, wrong
 
 N_STEPS = 2  # see above
 ROUNDING = 1 - 1e-9  # a claimed time may miss its bound by this much: sums of floats
@@ -38,7 +46,7 @@ def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
     order = _legal_order(plan)
     clocks = _Clocks.of(plan, order)
     _check_races(plan, order, clocks)
-    _check_data(plan, shape, order)
+    check_data(plan, shape, order, N_STEPS)
     _check_schedule(plan, shape, clocks)
     _check_memory(plan)
     if claim is not None:
@@ -89,139 +97,6 @@ def _legal_order(plan: Plan) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a slot holds. The step of host state is the one that reads it: the update of step n-1 makes version n."""
-
-    what: str
-    block: int
-    micro_batch: int | None
-    step: int
-
-    def __str__(self) -> str:
-        if self.what == "norm":
-            return f"the norm over {self.block} blocks in step {self.step}"
-        m = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        return f"the {self.what} of block {self.block}{m}, step {self.step}"
-
-
-class _Memory:
-    """All slots, by what they hold, while the ops of consecutive steps are performed one by one."""
-
-    def __init__(self, plan: Plan, shape: Shape) -> None:
-        self.plan, self.shape = plan, shape
-        self.op, self.i, self.step = plan.ops[0], 0, 0  # the op being performed
-        self.held: dict[Slot, _Held] = {}
-        self.normed: dict[int, int] = {}  # block: the step of its latest norm
-        for arena in {*shape.state, shape.upload}:
-            for b in range(shape.n_blocks):
-                self.held[Slot(arena, b)] = _Held(arena, b, None, 0)
-
-    def perform(self, i: int, step: int) -> None:
-        """Do op number i of the plan in a step; PlanError when a slot does not hold what the op needs."""
-        self.i, self.op, self.step = i, self.plan.ops[i], step
-        op, shape = self.op, self.shape
-        b, m, last = op.block, op.micro_batch, shape.n_micro_batches - 1
-        match op.kind:
-            case Kind.LOAD:
-                for slot in op.reads:
-                    self.need(slot, shape.upload, slot.index)
-                self.put(op.writes[0], "weights")
-            case Kind.FORWARD:
-                self.need(op.reads[0], "weights", b)
-                if b:
-                    self.need(op.reads[1], "output", b - 1, m)
-                self.put(op.writes[0], "output", m)
-            case Kind.LOSS:
-                self.need(op.reads[0], "weights", b)
-                self.need(op.reads[1], "output", b - 1, m)
-                self.differentiate()
-            case Kind.BACKWARD:
-                if b:
-                    self.need(op.reads[0], "weights", b)
-                    self.need(op.reads[2], "fetched output" if b - 1 in shape.spilled else "output", b - 1, m)
-                self.need(op.reads[1 if b else 0], "output gradient", b, m)
-                self.differentiate()
-            case Kind.SPILL:
-                self.need(op.reads[0], "output", b, m)
-                self.put(op.writes[0], "spilled output", m)
-            case Kind.FETCH:
-                self.need(op.reads[0], "spilled output", b, m)
-                self.put(op.writes[0], "fetched output", m)
-            case Kind.OFFLOAD:
-                self.need(op.reads[0], "gradient", b, m)
-                self.put(op.writes[0], "gradient", m)
-            case Kind.ACCUMULATE:
-                self.need(op.reads[0], "gradient", b, m)
-                if m:
-                    self.need(op.reads[1], "gradient sum", b, m - 1)
-                self.put(op.writes[0], "gradient" if m == last else "gradient sum", None if m == last else m)
-            case Kind.NORM:
-                self.need_gradients()
-                so_far = self.held.get(op.writes[0])
-                n_done = so_far.block if so_far and so_far.step == step else 0
-                self.held[op.writes[0]] = _Held("norm", n_done + 1, None, step)
-                self.normed[b] = step
-            case Kind.UPDATE:
-                self.need_gradients()
-                self.update()
-            case _:
-                assert_never(op.kind)
-
-    def need(self, slot: Slot, what: str, block: int, micro_batch: int | None = None) -> None:
-        """PlanError unless the slot holds just that, of this step."""
-        wanted, found = _Held(what, block, micro_batch, self.step), self.held.get(slot)
-        if found != wanted:
-            raise wrong(self.i, self.op, f"in step {self.step} {slot} holds {found or 'nothing'}, not {wanted}")
-
-    def put(self, slot: Slot, what: str, micro_batch: int | None = None) -> None:
-        """The slot now holds what the op made for its block."""
-        self.held[slot] = _Held(what, self.op.block, micro_batch, self.step)
-
-    def differentiate(self) -> None:
-        """The gradient of the weights joins its sum, and the gradient of the input takes the input's place."""
-        op, shape = self.op, self.shape
-        b, m = op.block, op.micro_batch or 0
-        for slot in op.reads:
-            if slot.arena in ("sums", "vocab_sums", "vocab_gradients"):
-                self.need(slot, "gradient sum", b, m - 1)
-        for slot in op.writes:
-            if slot.arena == "boundaries":
-                self.held[slot] = _Held("output gradient", b - 1, m, self.step)
-            elif not shape.reduced:
-                self.put(slot, "gradient", m)
-            elif slot.arena in ("sums", "vocab_sums") or m < shape.n_micro_batches - 1:
-                self.put(slot, "gradient sum", m)
-            else:
-                self.put(slot, "gradient")
-
-    def need_gradients(self) -> None:
-        """The complete gradient on the host: the block's own, then the head's where its weight is tied to the block."""
-        gradients = [slot for slot in self.op.reads if slot.arena == "host_gradients"]
-        for slot, block in zip(gradients, (self.op.block, self.shape.head), strict=False):
-            self.need(slot, "gradient", block)
-
-    def update(self) -> None:
-        """The optimizer turns the state of this step into that of the next."""
-        b, shape = self.op.block, self.shape
-        if not shape.eager:
-            self.need(Slot("norm", 0), "norm", shape.n_blocks)
-        elif self.normed.get(b) != self.step:
-            raise wrong(self.i, self.op, "updates a block before its norm")
-        for arena in shape.state:
-            self.need(Slot(arena, b), arena, b)
-        for slot in self.op.writes:
-            self.held[slot] = _Held(slot.arena, b, None, self.step + 1)
-
-
-def _check_data(plan: Plan, shape: Shape, order: list[int]) -> None:
-    """Every op finds in its slots what it needs, in the first step and in one that follows another."""
-    memory = _Memory(plan, shape)
-    for step in range(N_STEPS):
-        for i in order:
-            memory.perform(i, step)
-
-
-@dataclass(frozen=True, slots=True)
 class _Clocks:
     """Who surely comes before whom.
 
@@ -266,30 +141,31 @@ class _Clocks:
 
 def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:
     """Every two uses of a slot, one a write, are ordered: uses after the last write, writes after the uses since."""
-    last_write: dict[Slot, tuple[int, int]] = {}
-    uses_since: dict[Slot, list[tuple[int, int]]] = {}
+    numbers: dict[Slot, int] = {}  # slots by number: a plan has many uses of few slots
+    uses: list[list[tuple[int, bool]]] = []  # of each op: the slots, and whether it writes them
+    for op in plan.ops:
+        written = {numbers.setdefault(slot, len(numbers)) for slot in op.writes}
+        read = {numbers.setdefault(slot, len(numbers)) for slot in op.reads} - written
+        uses.append([*((slot, True) for slot in written), *((slot, False) for slot in read)])
+    last_write: list[list[tuple[int, int]]] = [[] for _ in numbers]  # at most one
+    uses_since: list[list[tuple[int, int]]] = [[] for _ in numbers]
     for step in range(N_STEPS):
         for i in order:
-            op = plan.ops[i]
-            written = set(op.writes)
-            for slot in written.union(op.reads):
-                earlier = [last_write[slot]] if slot in last_write else []
-                if slot in written:
-                    earlier += uses_since.get(slot, [])
-                for j, j_step in earlier:
+            for slot, writes in uses[i]:
+                for j, j_step in last_write[slot] + uses_since[slot] if writes else last_write[slot]:
                     if not clocks.ordered(j, j_step, i, step):
                         other = plan.ops[j].name + ("" if j_step == step else ", the step before")
-                        raise wrong(i, op, f"a race for {slot} with op {j} ({other}): neither waits for the other")
-                if slot in written:
-                    last_write[slot], uses_since[slot] = (i, step), []
+                        what = f"a race for {list(numbers)[slot]} with op {j} ({other}): neither waits for the other"
+                        raise wrong(i, plan.ops[i], what)
+                if writes:
+                    last_write[slot], uses_since[slot] = [(i, step)], []
                 else:
-                    uses_since.setdefault(slot, []).append((i, step))
+                    uses_since[slot].append((i, step))
 
 
 def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
     """What the policy promises of the order of ops, beyond what keeps the data right."""
     policy = plan.policy
-    at = {(op.kind, op.block, op.micro_batch): i for i, op in enumerate(plan.ops)}
     if policy.update is Update.BARRIER:
         last_update = max(i for i, op in enumerate(plan.ops) if op.kind is Kind.UPDATE)
         first_load = min(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
@@ -299,11 +175,13 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
     if shape.reduced and policy.offload_late_blocks:
         # The last micro-batch's backward completes the sum. Vocabulary blocks have a single slot and leave at once, and so
         # may the bottom layers: no layer follows that they could wait for.
-        for b in range(policy.offload_late_blocks + 1, shape.head):
-            i = at[Kind.OFFLOAD, b, None]
-            j = at[Kind.BACKWARD, b - policy.offload_late_blocks, shape.n_micro_batches - 1]
-            if not clocks.ordered(j, 0, i, 0):
-                raise wrong(i, plan.ops[i], f"leaves before op {j} ({plan.ops[j].name})")
+        late, last = policy.offload_late_blocks, shape.n_micro_batches - 1
+        backward = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.BACKWARD and op.micro_batch == last}
+        for i, op in enumerate(plan.ops):
+            if op.kind is Kind.OFFLOAD and late < op.block < shape.head:
+                j = backward[op.block - late]
+                if not clocks.ordered(j, 0, i, 0):
+                    raise wrong(i, op, f"leaves before op {j} ({plan.ops[j].name})")
     group = 0  # groups one after another: what autograd keeps is then that of one group, as `kept_bytes` counts it
     for i, op in enumerate(plan.ops):
         if op.lane is Lane.GPU and op.micro_batch is not None:
@@ -361,14 +239,14 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
         if abs(claimed_bytes - peak_bytes) >= 1:
             raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
     # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
-    n_elements = [sum(p.n_elements for p in b.parameters) for b in plan.workload.blocks]  # without padding
+    n_elements = [[sum(p.n_elements for p in c.parameters) for c in chunks] for chunks in shape.chunks]  # without padding
     for direction, kinds in (("h2d", (Kind.LOAD, Kind.FETCH)), ("d2h", (Kind.OFFLOAD, Kind.SPILL))):
         n_bytes = 0
         for op in plan.ops:
             if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
                 n_bytes += plan.workload.blocks[op.block].boundary_bytes
             elif op.kind in kinds:
-                n_bytes += n_elements[op.block] * _item_bytes(plan, shape, op)
+                n_bytes += n_elements[op.block][op.chunk or 0] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:
             what = f"its {' and '.join(kinds)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from .cli import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_step
+from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_step
 
 
 @click.command()
@@ -37,6 +37,7 @@ def compare(
 
     from .compare import TITLES
     from .compare import compare as rank
+    from .micro_batch import SIZES
     from .workload import read_model, supported_attention
 
     described = read_model(model)
@@ -57,7 +58,7 @@ def compare(
     )
     if semantics.batch_size % semantics.micro_batch:
         raise click.UsageError(f"--micro-batch {micro_batch} does not divide the batch of {semantics.batch_size}; choose a divisor")
-    found = rank(described, profiles, semantics, free_micro_batch=micro_batch is None)
+    found = rank(described, profiles, semantics, free=SIZES if micro_batch is None else SIZES - {"micro_batch"})
     if as_json:
         click.echo(json.dumps(found.to_json()))
         return

@@ -10,7 +10,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def validate(runs: str, as_json: bool) -> None:
     """Predict every run in the JSON file RUNS, published or your own: a row each, then median and 90th percentile error."""
-    from .cli import refuse_endless
+    from .cli_options import refuse_endless
     from .validate import validate_file
 
     refuse_endless(runs)

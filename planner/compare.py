@@ -16,11 +16,10 @@ from runtime.units import GB, show_bytes, show_seconds
 from runtime.workload import Model, Workload
 
 from .memory import footprint, frame
-from .micro_batch import with_micro_batch
+from .micro_batch import SIZES, with_micro_batch
 from .remedy import MAX_PLAN_OPS, most_ops
 from .search import search
-from .space import policies
-from .workload import build_workload
+from .space import leanest
 
 RAM_LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
 TITLES = (
@@ -30,7 +29,7 @@ TITLES = (
     "P10 to P90",
     "USD per M tokens",
     "of it RAM",
-    "host memory that fits",
+    "least host memory",
     "micro-batch",
     "bound by",
 )
@@ -107,9 +106,7 @@ class Candidate:
 
     machine: str
     outcome: Outcome
-    smallest_host_bytes: (
-        int | None
-    )  # of all policies that the device's memory allows; None: it allows none, or the plan is too long
+    smallest_host_bytes: int | None  # of all policies that the device has memory for; None: it has for none, or it is `TooLong`
     hourly: Hourly
 
     @property
@@ -216,13 +213,13 @@ class Comparison:
 
 
 def compare(
-    model: Model, profiles: Sequence[Profile], semantics: Semantics, fixed: Policy | None = None, free_micro_batch: bool = True
+    model: Model, profiles: Sequence[Profile], semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
 ) -> Comparison:
     """Rank machines for a workload by tokens per second, each with the fastest plan found, or with a `fixed` policy.
 
-    `free_micro_batch`: each machine chooses its own. PlanError for semantics or a policy that no plan can have.
+    `free`: sizes that each machine chooses for itself. PlanError for semantics or a policy that no plan can have.
     """
-    candidates = [_candidate(model, profile, semantics, fixed, free_micro_batch) for profile in profiles]
+    candidates = [_candidate(model, profile, semantics, fixed, free) for profile in profiles]
     return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=_rank)))
 
 
@@ -238,34 +235,31 @@ def _rank(candidate: Candidate) -> tuple[Literal[0, 1, 2], float, str]:
             assert_never(candidate.outcome)
 
 
-def _candidate(model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None, free_micro_batch: bool) -> Candidate:
-    if free_micro_batch:
-        semantics, workload = with_micro_batch(model, semantics, profile)
-    else:
-        workload = build_workload(model, semantics)
-    outcome = _outcome(model, workload, semantics, profile, fixed, free_micro_batch)
+def _candidate(model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None, free: frozenset[str]) -> Candidate:
+    semantics, workload = with_micro_batch(model, semantics, profile, free)
+    outcome = _outcome(model, workload, semantics, profile, fixed, free)
     least = None if isinstance(outcome, TooLong) else smallest_host_bytes(model, workload, semantics, profile, fixed)
     return Candidate(profile.name, outcome, least, hourly(profile))
 
 
 def _outcome(
-    model: Model, workload: Workload, semantics: Semantics, profile: Profile, fixed: Policy | None, free_micro_batch: bool
+    model: Model, workload: Workload, semantics: Semantics, profile: Profile, fixed: Policy | None, free: frozenset[str]
 ) -> Outcome:
     n_ops = most_ops(workload, semantics)
     if n_ops > MAX_PLAN_OPS:
         most = semantics.n_micro_batches * MAX_PLAN_OPS // n_ops
         fewer = 1 << max(0, most.bit_length() - 1)  # a power of two has divisors for a larger micro-batch
-        change = f"--batch-size {fewer * semantics.micro_batch}" + ("" if free_micro_batch else ", or a larger --micro-batch")
+        change = f"--batch-size {fewer * semantics.micro_batch}" + ("" if "micro_batch" in free else ", or a larger --micro-batch")
         return TooLong(semantics.n_micro_batches, n_ops, change)
     try:
-        answer = search(model, workload, semantics, profile, fixed, free_micro_batch)
+        answer = search(model, workload, semantics, profile, fixed, free)
     except DoesNotFitError as error:
         return Misfit(error.short_device_bytes, error.short_host_bytes, error.smallest_change)
     return Speed(
-        step_s=answer.prediction.step_s,
+        step_s=answer.step_s,
         p10_step_s=answer.p10_step_s,
         p90_step_s=answer.p90_step_s,
-        tokens_per_s=semantics.tokens_per_step / answer.prediction.step_s,
+        tokens_per_s=semantics.tokens_per_step / answer.step_s,
         device_peak_bytes=answer.needs.device_peak_bytes,
         host_peak_bytes=answer.needs.host_peak_bytes,
         micro_batch=semantics.micro_batch,
@@ -281,7 +275,7 @@ def smallest_host_bytes(
     if fixed is not None:
         found = [footprint(frame(model, workload, semantics, fixed), profile)]
     else:
-        found = [needs for _, needs in policies(model, workload, semantics, profile)]
+        found = [needs for _, needs in leanest(model, workload, semantics, profile)]
     return min((needs.host_peak_bytes for needs in found if not needs.short_device_bytes), default=None)
 
 

@@ -9,133 +9,13 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from runtime.errors import PlanError
-from runtime.plan import Arena, Kind, Op, Place, Plan, Slot, Update
+from runtime.plan import Arena, Kind, Op, Place, Plan, Slot
 from runtime.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
-AGAIN = "make the plan again with `penstock plan`"
+from .shape import AGAIN, Shape, wrong
+
 ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # where a slot may start: results depend on alignment
-MAX_DIMS = 8  # of a weight; a bound on the size of the numbers below
 FP32, NORM_BYTES = ITEM_BYTES["fp32"], 8  # the norm keeps one fp64 sum of squares for each weight
-
-
-def wrong(i: int, op: Op, what: str) -> PlanError:
-    """The error that op number i of a plan is wrong, in one line."""
-    return PlanError(f"op {i} ({op.name}): {what}; {AGAIN}")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The few facts about a plan that decide what its ops must look like."""
-
-    n_blocks: int
-    head: int
-    n_micro_batches: int
-    group: int
-    reduced: bool  # one group: a gradient leaves the device once, complete
-    tied: bool
-    upload: str  # the host arena that loads read
-    state: tuple[str, ...]  # the host arenas that hold what a block has learned
-    eager: bool
-    resident: dict[int, int]  # block: its slot of `resident_weights`
-    spilled: dict[int, int]  # block: its place among those whose output spills
-    unspilled: dict[int, int]  # block, not the head: its place among the others
-
-    @staticmethod
-    def of(plan: Plan) -> "Shape":
-        """What the workload, the semantics and the policy of a plan say of its ops."""
-        n_blocks = len(plan.workload.blocks)
-        n_micro_batches, group = plan.semantics.n_micro_batches, plan.policy.group_micro_batches
-        copy = plan.semantics.compute_dtype == "bf16" and plan.semantics.master_dtype == "fp32"
-        split = plan.policy.storage == "split"
-        spills = frozenset(plan.policy.spill_blocks)
-        return Shape(
-            n_blocks=n_blocks,
-            head=n_blocks - 1,
-            n_micro_batches=n_micro_batches,
-            group=group,
-            reduced=group >= n_micro_batches,
-            tied=plan.workload.tied,
-            upload="host_weights" if copy else "masters",
-            state=("host_weights", "remainders", "moments") if split else ("masters", "moments"),
-            eager=plan.policy.update is Update.EAGER,
-            resident={b: i for i, b in enumerate(sorted(set(plan.policy.resident_blocks)))},
-            spilled={b: i for i, b in enumerate(sorted(spills))},
-            unspilled={b: i for i, b in enumerate(b for b in range(n_blocks - 1) if b not in spills)},
-        )
-
-    @property
-    def vocab_slot_is_sum(self) -> bool:
-        """Whether the vocabulary blocks' gradient slot is fp32 and holds the running sum."""
-        return self.tied or not self.reduced
-
-    @property
-    def ring(self) -> bool:
-        """Whether layers share a ring of `host_gradients`, instead of a slot each."""
-        return self.eager and self.reduced
-
-    @property
-    def first_ring_slot(self) -> int:
-        """Slots of `boundaries` from here on belong to no block: outputs that spill pass through them."""
-        return len(self.unspilled) * self.group
-
-    def vocab(self, block: int) -> bool:
-        """Whether it is the embedding or the head."""
-        return block in (0, self.head)
-
-    def weights(self, block: int) -> tuple[str, int | None]:
-        if block in self.resident:
-            return "resident_weights", self.resident[block]
-        return ("vocab_weights", 0) if self.vocab(block) else ("weights", None)
-
-    def boundary(self, block: int, micro_batch: int) -> tuple[str, int | None]:
-        if block in self.spilled:
-            return "boundaries", None
-        return "boundaries", self.unspilled[block] * self.group + micro_batch % self.group
-
-
-def check_workload(plan: Plan) -> None:
-    """Weights have names of their own, few dimensions, and only the head shares weights with block 0."""
-    blocks = plan.workload.blocks
-    owned = {p.name: p.shape for p in blocks[0].parameters}
-    for i, block in enumerate(blocks):
-        ties = [p.tied_to for p in block.parameters if p.tied_to is not None]
-        if len({p.name for p in block.parameters}) != len(block.parameters) or len(set(ties)) != len(ties):
-            raise PlanError(f"block {i}: two weights have one name, or are tied to one weight; {AGAIN}")
-        for p in block.parameters:
-            if len(p.shape) > MAX_DIMS:
-                raise PlanError(f"block {i}: weight {p.name!r} has {len(p.shape)} dimensions; {AGAIN}")
-            if p.tied_to is not None and (i != len(blocks) - 1 or owned.get(p.tied_to) != p.shape):
-                raise PlanError(
-                    f"block {i}: weight {p.name!r} is tied, but only the head may share a weight of block 0, in its shape; {AGAIN}"
-                )
-
-
-def check_policy(plan: Plan, shape: Shape) -> None:
-    """The policy is legal under the semantics; else PlanError with what to change."""
-    policy, semantics = plan.policy, plan.semantics
-    if shape.eager and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
-        raise PlanError(
-            "policy: eager updates use a gradient before the norm of all is known; use barrier or deferred, "
-            "or --clip-norm none with on_nonfinite stop"
-        )
-    if policy.group_micro_batches > shape.n_micro_batches:
-        raise PlanError(
-            f"policy: groups of {policy.group_micro_batches} micro-batches, but a step has {shape.n_micro_batches}; {AGAIN}"
-        )
-    keep = policy.keep_blocks
-    if len(set(keep)) != len(keep) or any(not 0 < b < shape.head for b in keep):
-        raise PlanError(f"policy: keep_blocks must name layers (1 to {shape.head - 1}), each once; {AGAIN}")
-    resident, spill = policy.resident_blocks, policy.spill_blocks
-    if len(set(resident)) != len(resident) or any(not 0 <= b <= shape.head for b in resident):
-        raise PlanError(f"policy: resident_blocks must name blocks (0 to {shape.head}), each once; {AGAIN}")
-    if len(set(spill)) != len(spill) or any(not 0 <= b < shape.head - 1 for b in spill):
-        raise PlanError(f"policy: spill_blocks must name blocks below the last layer (0 to {shape.head - 2}), each once; {AGAIN}")
-    if odd := [b for b in keep if b - 1 in shape.spilled]:
-        raise PlanError(f"policy: block {odd[0]} keeps its activations, but its input spills; {AGAIN}")
-    if policy.storage == "split" and (semantics.compute_dtype, semantics.master_dtype) != ("bf16", "fp32"):
-        raise PlanError("policy: storage split cuts an fp32 master into a bf16 weight and the rest; use mirrored with other dtypes")
-    if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
-        raise PlanError("semantics: fp32 compute needs an fp32 master; change compute_dtype or master_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +33,10 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     """The arenas that the semantics and the policy call for; `sizes` holds the number of slots that each arena has."""
     blocks, semantics, group = plan.workload.blocks, plan.semantics, shape.group
     elements = [b.slot_elements for b in blocks]  # with tied weights
-    owned = [b.host_elements for b in blocks]
     layer, vocab = max(elements[1:-1]), max(elements[0], elements[-1])
+    parts = [(b, shape.chunks[b][c].n_elements) for b, c in shape.parts]  # of each slot on the host, with tied weights
+    owned = [blocks[b].host_elements if shape.vocab(b) else n for b, n in parts]
+    largest_chunk = max(n for b, n in parts if not shape.vocab(b))
     compute, master = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[semantics.master_dtype]
     final = ITEM_BYTES[semantics.gradient_dtype]
     wire = final if shape.reduced else compute  # of a layer's gradient on the link
@@ -165,34 +47,38 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         return _Need(Place.DEVICE, n_slots, lambda _: n_bytes)
 
     def host(n_bytes: Callable[[int], int]) -> _Need:
-        return _Need(Place.HOST, shape.n_blocks, n_bytes, exact=True)
+        return _Need(Place.HOST, len(parts), n_bytes, exact=True)
 
     def ring_bytes(i: int) -> int:
         last = sizes.get("host_gradients", 0) - 1
-        return elements[0] * vocab_wire if i == 0 else elements[-1] * vocab_wire if i == last else layer * kept
+        return elements[0] * vocab_wire if i == 0 else elements[-1] * vocab_wire if i == last else largest_chunk * kept
 
-    unspilled = [blocks[b].boundary_bytes for b in shape.unspilled]
+    standing = [blocks[b].boundary_bytes for b in shape.standing]
     spilled = [blocks[b].boundary_bytes for b in shape.spilled]
     resident = [elements[b] * compute for b in shape.resident]
-    n_ring_slots, ring_slot_bytes = 3 * group if spilled else 0, max(spilled, default=0)
-
-    def boundary_bytes(i: int) -> int:
-        return unspilled[i // group] if i < shape.first_ring_slot else ring_slot_bytes
+    shared = [0] * len(set(shape.shared.values()))  # what no block has for itself
+    for b, i in shape.shared.items():
+        shared[i] = max(shared[i], blocks[b].boundary_bytes)
+    n_ring = 2 * group + 1 if spilled else 0
 
     needs = {
         "weights": device(plan.policy.prefetch_depth + 1, layer * compute),
         "vocab_weights": device(1, vocab * compute),
-        "boundaries": _Need(Place.DEVICE, shape.first_ring_slot + n_ring_slots, boundary_bytes),
+        "boundaries": _Need(
+            Place.DEVICE,
+            len(standing + shared) * group + n_ring,
+            lambda i: (standing + shared + [max(spilled, default=0)])[min(i // group, len(standing + shared))],
+        ),
         "gradients": device(plan.policy.gradient_slots, layer * wire),
         "vocab_gradients": device(1, vocab * vocab_wire),
-        "moments": host(lambda b: owned[b] * 2 * FP32),
-        "host_gradients": host(lambda b: elements[b] * (vocab_wire if shape.vocab(b) else kept)),
+        "moments": host(lambda i: owned[i] * 2 * FP32),
+        "host_gradients": host(lambda i: parts[i][1] * (vocab_wire if shape.vocab(parts[i][0]) else kept)),
         "norm": _Need(Place.HOST, 1, lambda _: NORM_BYTES * sum(len(b.parameters) for b in blocks)),
     }
     if "masters" in shape.state:
-        needs["masters"] = host(lambda b: owned[b] * master)
+        needs["masters"] = host(lambda i: owned[i] * master)
     else:
-        needs["remainders"] = host(lambda b: owned[b] * (master - compute))
+        needs["remainders"] = host(lambda i: owned[i] * (master - compute))
     if resident:
         needs["resident_weights"] = _Need(Place.DEVICE, len(resident), lambda i: resident[i], exact=True)
     if spilled:
@@ -200,7 +86,13 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     if shape.ring:
         needs["host_gradients"] = _Need(Place.HOST, None, ring_bytes, least=3)
     if shape.upload == "host_weights":
-        needs["host_weights"] = host(lambda b: owned[b] * compute)
+        needs["host_weights"] = host(lambda i: owned[i] * compute)
+    if shape.shadows:
+        # One slot holds what all of the state takes, and the weights that are uploaded where they are not the masters.
+        state_bytes = (0 if shape.upload == "masters" else compute) + 2 * FP32
+        state_bytes += master if "masters" in shape.state else master - compute
+        of_shadows = [n for (b, _), n in zip(parts, owned, strict=True) if b in shape.shadows]
+        needs["shadows"] = _Need(Place.HOST, len(of_shadows), lambda i: of_shadows[i] * state_bytes, exact=True)
     if shape.reduced and shape.n_micro_batches > 1:
         needs["sums"] = device(1, layer * FP32)
     if not shape.vocab_slot_is_sum:
@@ -241,14 +133,18 @@ _Slots = list[tuple[str, int | None]]  # arena and index; None: any slot that no
 def _expected_slots(shape: Shape, op: Op) -> tuple[_Slots, _Slots]:
     """What the contract has this op read and write, in order."""
     b, m = op.block, op.micro_batch or 0
+    part = shape.first_part[b] + (op.chunk or 0)
     vocab = shape.vocab(b)
     weights: _Slots = [shape.weights(b)]
     gradient: _Slots = [("vocab_gradients", 0) if vocab else ("gradients", None)]
-    host_gradient: _Slots = [("host_gradients", None if shape.ring and not vocab else _last_or(b, shape))]
+    host_gradient: _Slots = [("host_gradients", -1 if b == shape.head else None if shape.ring and b else part)]
     below: _Slots = [shape.boundary(b - 1, m)] if b else []
     above: _Slots = [shape.boundary(b, m)] if b < shape.head else []
     both: _Slots = host_gradient + ([("host_gradients", -1)] if b == 0 and shape.tied else [])
-    own: _Slots = [(shape.upload, b)]
+    own: _Slots = [(shape.upload, part)]
+    state: _Slots = [(arena, part) for arena in shape.state]
+    copy = own if shape.upload not in shape.state else []
+    shadow: _Slots = [("shadows", shape.shadows[b] + (op.chunk or 0))] if b in shape.shadows else []
     match op.kind:
         case Kind.LOAD:
             return own + ([(shape.upload, 0)] if b == shape.head and shape.tied else []), weights
@@ -267,20 +163,19 @@ def _expected_slots(shape: Shape, op: Op) -> tuple[_Slots, _Slots]:
         case Kind.NORM:
             return [*both, ("norm", 0)], [("norm", 0)]
         case Kind.UPDATE:
-            state: _Slots = [(arena, b) for arena in shape.state]
-            copy = own if shape.upload not in shape.state else []
             return both + ([] if shape.eager else [("norm", 0)]) + state, state + copy
+        case Kind.SPECULATE:
+            return both + state, shadow
+        case Kind.SETTLE:
+            return [*both, ("norm", 0), *state, *shadow], state + copy + shadow
+        case Kind.RECOMPUTE:
+            return weights + below, above
         case Kind.SPILL:
             return above, [("spilled", shape.spilled[b] * shape.group + m % shape.group)]
         case Kind.FETCH:
             return [("spilled", shape.spilled[b] * shape.group + m % shape.group)], above
         case _:
             assert_never(op.kind)
-
-
-def _last_or(block: int, shape: Shape) -> int:
-    """The slot of a block in `host_gradients`; -1, the last one, for the head."""
-    return -1 if block == shape.head else block
 
 
 def _expected_sums(shape: Shape, op: Op, gradient: _Slots) -> tuple[_Slots, _Slots]:
@@ -296,45 +191,46 @@ def _expected_sums(shape: Shape, op: Op, gradient: _Slots) -> tuple[_Slots, _Slo
     return [] if first else sums, sums + (gradient if last else [])
 
 
-def _expected_ops(shape: Shape) -> Iterator[tuple[Kind, int, int | None]]:
+_Key = tuple[Kind, int, int, int | None]  # kind, block, chunk, micro-batch: no two ops of a step are alike in all of them
+_IN_CHUNKS = (Kind.LOAD, Kind.OFFLOAD, Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE)
+
+
+def _expected_ops(shape: Shape) -> Iterator[_Key]:
     """Every op a step must have exactly once, most loads aside. Lazy: a hostile plan may promise 2^50 micro-batches."""
     for b in range(shape.n_blocks):
-        yield Kind.NORM, b, None
-        yield Kind.UPDATE, b, None
-        if b in shape.resident:
-            yield Kind.LOAD, b, None
-        if shape.reduced:
-            yield Kind.OFFLOAD, b, None
+        for c in range(len(shape.chunks[b])):
+            yield Kind.NORM, b, c, None
+            for kind in (Kind.SPECULATE, Kind.SETTLE) if b in shape.shadows else (Kind.UPDATE,):
+                yield kind, b, c, None
+            if b in shape.resident:
+                yield Kind.LOAD, b, c, None
+            if shape.reduced:
+                yield Kind.OFFLOAD, b, c, None
         for m in range(shape.n_micro_batches):
             if b == shape.head:
-                yield Kind.LOSS, b, m
+                yield Kind.LOSS, b, 0, m
             else:
-                yield Kind.FORWARD, b, m
-                yield Kind.BACKWARD, b, m
+                yield Kind.FORWARD, b, 0, m
+                yield Kind.BACKWARD, b, 0, m
+            if b in shape.shared:
+                yield Kind.RECOMPUTE, b, 0, m
             if b in shape.spilled:
-                yield Kind.SPILL, b, m
-                yield Kind.FETCH, b, m
+                yield Kind.SPILL, b, 0, m
+                yield Kind.FETCH, b, 0, m
             if not shape.reduced:
-                yield Kind.OFFLOAD, b, m
-                yield Kind.ACCUMULATE, b, m
+                yield Kind.OFFLOAD, b, 0, m
+                yield Kind.ACCUMULATE, b, 0, m
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
     """Each op is one that the step must have, once (loads of streamed blocks: any number), and uses the slots of the contract."""
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
-    seen: set[tuple[Kind, int, int | None]] = set()
+    seen: set[_Key] = set()
+    next_chunk: dict[tuple[Kind, int, int | None], int] = {}
     for i, op in enumerate(plan.ops):
-        is_head = op.block == shape.head
-        if (op.kind is Kind.LOSS) != is_head and op.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS):
-            raise wrong(i, op, "the head has a loss op, the other blocks forward and backward")
-        if op.kind in (Kind.SPILL, Kind.FETCH) and op.block not in shape.spilled:
-            raise wrong(i, op, "under this policy the output of the block does not spill")
-        has_micro_batch = op.kind not in (Kind.LOAD, Kind.OFFLOAD, Kind.NORM, Kind.UPDATE) or (
-            op.kind is Kind.OFFLOAD and not shape.reduced
-        )
-        if (op.micro_batch is not None) != has_micro_batch or (op.kind is Kind.ACCUMULATE and shape.reduced):
-            raise wrong(i, op, f"no such op in a plan with groups of {shape.group} micro-batches")
-        key = op.kind, op.block, op.micro_batch
+        _check_kind(i, op, shape)
+        _check_chunk(i, op, shape, next_chunk)
+        key = op.kind, op.block, op.chunk or 0, op.micro_batch
         if key in seen and (op.kind is not Kind.LOAD or op.block in shape.resident):
             raise wrong(i, op, "done twice in a step")
         seen.add(key)
@@ -351,9 +247,48 @@ def check_ops(plan: Plan, shape: Shape) -> None:
         _check_ring_slots(i, op, shape)
     for key in _expected_ops(shape):
         if key not in seen:
-            kind, block, micro_batch = key
-            m = "" if micro_batch is None else f", micro-batch {micro_batch}"
-            raise PlanError(f"the step has no {kind} of block {block}{m}; {AGAIN}")
+            raise PlanError(f"the step has no {_key_text(key, shape)}; {AGAIN}")
+    for (kind, block, m), c in next_chunk.items():
+        if c < len(shape.chunks[block]):  # of a load that is not the first of its block
+            raise PlanError(f"the step has no {_key_text((kind, block, c, m), shape)} after the others of its block; {AGAIN}")
+
+
+def _check_kind(i: int, op: Op, shape: Shape) -> None:
+    """Under its policy the plan has an op like this one."""
+    b, kind = op.block, op.kind
+    if (kind is Kind.LOSS) != (b == shape.head) and kind in (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS):
+        raise wrong(i, op, "the head has a loss op, the other blocks forward and backward")
+    if kind in (Kind.SPILL, Kind.FETCH) and b not in shape.spilled:
+        raise wrong(i, op, "under this policy the output of the block does not spill")
+    if kind is Kind.RECOMPUTE and b not in shape.shared:
+        raise wrong(i, op, "under this policy the output of the block stays, or is recomputed by its backward")
+    if kind in (Kind.SPECULATE, Kind.SETTLE) and b not in shape.shadows:
+        raise wrong(i, op, "under this policy the block has no shadow")
+    if kind is Kind.UPDATE and b in shape.shadows:
+        raise wrong(i, op, "under this policy the block is updated by speculate and settle")
+    has_micro_batch = kind not in _IN_CHUNKS or (kind is Kind.OFFLOAD and not shape.reduced)
+    if (op.micro_batch is not None) != has_micro_batch or (kind is Kind.ACCUMULATE and shape.reduced):
+        raise wrong(i, op, f"no such op in a plan with groups of {shape.group} micro-batches")
+
+
+def _check_chunk(i: int, op: Op, shape: Shape, next_chunk: dict[tuple[Kind, int, int | None], int]) -> None:
+    """The chunks of a block come in ascending order; `next_chunk` knows which is due."""
+    n_chunks = len(shape.chunks[op.block]) if op.kind in _IN_CHUNKS else 1
+    if (op.chunk is None) != (n_chunks == 1):
+        raise wrong(i, op, f"must name a chunk: the block has {n_chunks}" if n_chunks > 1 else "names a chunk of what is not cut")
+    if op.chunk is not None:
+        key = op.kind, op.block, op.micro_batch
+        due = next_chunk.get(key, 0) % n_chunks  # a load may begin again; whether another op may, `seen` knows
+        if op.chunk != due:
+            raise wrong(i, op, f"chunks come in ascending order, and chunk {due} of {n_chunks} is next")
+        next_chunk[key] = due + 1
+
+
+def _key_text(key: _Key, shape: Shape) -> str:
+    kind, block, chunk, micro_batch = key
+    c = f", chunk {chunk}" if kind in _IN_CHUNKS and len(shape.chunks[block]) > 1 else ""
+    m = "" if micro_batch is None else f", micro-batch {micro_batch}"
+    return f"{kind} of block {block}{c}{m}"
 
 
 def _check_ring_slots(i: int, op: Op, shape: Shape) -> None:

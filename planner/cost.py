@@ -10,7 +10,7 @@ from typing import assert_never
 from hwprofiles.schema import Direction, Profile
 from runtime.plan import Kind, Op, Plan, Semantics
 from runtime.region import Demand, Region, Resource, Uses
-from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Workload
+from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
 MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
@@ -41,6 +41,11 @@ def region_of(profile: Profile) -> Region:
     )
 
 
+def _elements(plan: Plan, op: Op) -> int:
+    """Elements that a transfer of weights or gradients moves: of a chunk, or of the whole slot."""
+    return len(plan.chunks(op.block)[op.chunk]) if op.chunk is not None else plan.workload.blocks[op.block].slot_elements
+
+
 def update_bytes_per_param(plan: Plan, block: int) -> int:
     """Host memory traffic of AdamW per parameter. With an fp32 master, bf16 compute and bf16 gradients it is 28 bytes:
     read master 4, moments 8, gradient 2; write master 4, moments 8, compute weight 2. With a split master, 26."""
@@ -51,14 +56,19 @@ def update_bytes_per_param(plan: Plan, block: int) -> int:
     return 2 * (master + MOMENT_BYTES) + gradient + weight
 
 
-_Key = tuple[Kind, int, bool, bool, bool, bool, str]  # kind, block, first and last micro-batch, kept, reduced, storage
+# Kind, block, chunk; first and last micro-batch; what of the policy matters to one op
+_Key = tuple[Kind, int, int | None, bool, bool, bool, Saved, bool, bool, str, int | None]
 
 
 @dataclass(slots=True)
 class CostModel:
-    """A profile, asked for the cost of ops. `outside` collects what lies outside its measured points."""
+    """A profile, asked for the cost of ops. `outside` collects what lies outside its measured points.
+
+    `clipped`: in the step that is asked for the norm exceeds the limit, so that what was speculated on is done again.
+    """
 
     profile: Profile
+    clipped: bool = False
     capacity: dict[Resource, float] = field(init=False)
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
@@ -80,8 +90,11 @@ class CostModel:
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
         m = op.micro_batch
-        last = plan.semantics.n_micro_batches - 1
-        key = (op.kind, op.block, m == 0, m == last, op.block in plan.policy.keep_blocks, plan.reduced, plan.policy.storage)
+        policy, b = plan.policy, op.block
+        kept, saved = b in policy.keep_blocks, plan.saved(b)
+        first, last = m == 0, m == plan.semantics.n_micro_batches - 1
+        stop, cut = policy.early_stop, policy.transfer_chunk_bytes
+        key = (op.kind, b, op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -93,23 +106,27 @@ class CostModel:
         item = ITEM_BYTES[dtype]
         match op.kind:
             case Kind.LOAD:
-                return self._copy("h2d", block.slot_elements * item)
+                return self._copy("h2d", _elements(plan, op) * item)
             case Kind.OFFLOAD:
-                return self._copy("d2h", block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)])
+                return self._copy("d2h", _elements(plan, op) * ITEM_BYTES[plan.gradient_dtype(op.block)])
             case Kind.SPILL:
                 return self._copy("d2h", block.boundary_bytes)
             case Kind.FETCH:
                 return self._copy("h2d", block.boundary_bytes)
-            case Kind.FORWARD:
+            case Kind.FORWARD | Kind.RECOMPUTE:
                 return self._compute(self.forward_s(block, dtype), block.pointwise_bytes)
             case Kind.LOSS:
                 n_bytes = self.loss_bytes(plan) + self._gradient_bytes(plan, op)
                 return self._compute(self.loss_s(plan) + self._gradient_bytes(plan, op) / self._memory_rate, n_bytes)
             case Kind.BACKWARD:
-                recompute = op.block != 0 and op.block not in plan.policy.keep_blocks
-                n_bytes = (BACKWARD_POINTWISE + recompute) * block.pointwise_bytes + self._gradient_bytes(plan, op)
+                n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
                 seconds = self.backward_s(block, dtype) + self._gradient_bytes(plan, op) / self._memory_rate
-                return self._compute(seconds + (self.forward_s(block, dtype) if recompute else 0.0), n_bytes)
+                if op.block != 0 and op.block not in plan.policy.keep_blocks:
+                    again = block.recompute(plan.saved(op.block), plan.policy.early_stop)
+                    assert again is not None, "lower refuses what a block cannot save"
+                    seconds += self.recompute_s(block, again, dtype)
+                    n_bytes += again.pointwise_bytes
+                return self._compute(seconds, n_bytes)
             case Kind.ACCUMULATE:
                 # Read what was staged and the sum, write the sum.
                 staged = ITEM_BYTES[plan.gradient_dtype(op.block)]
@@ -117,9 +134,13 @@ class CostModel:
             case Kind.NORM:
                 # A tied weight has two gradients: the embedding's own, and the head's.
                 n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
-                return self._reduce(n_gradients * block.host_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
-            case Kind.UPDATE:
-                return self._update(block.n_params, update_bytes_per_param(plan, op.block))
+                n_elements = block.host_elements if op.chunk is None else _elements(plan, op)
+                return self._reduce(n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
+            case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
+                if op.kind is Kind.SETTLE and not self.clipped:
+                    return self._demand(0.0, 0.0, {})  # shadow and state change places
+                n_params = block.n_params if op.chunk is None else min(_elements(plan, op), block.n_params)
+                return self._update(n_params, update_bytes_per_param(plan, op.block))
             case _:
                 assert_never(op.kind)
 
@@ -132,12 +153,21 @@ class CostModel:
             + block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
+    def recompute_s(self, block: Block, again: Recompute, dtype: Dtype) -> float:
+        """Seconds of what one backward of a block computes again."""
+        return (
+            sum(self._matmul(dtype, m) for m in again.matmuls)
+            + (self._attention(dtype, block.attention, backward=False) if again.attention else 0.0)
+            + again.pointwise_bytes / self._memory_rate
+            + again.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
     def backward_s(self, block: Block, dtype: Dtype) -> float:
         """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
         return (
             BACKWARD_MATMULS * sum(self._matmul(dtype, m) for m in block.matmuls)
             + self._attention(dtype, block.attention, backward=True)
-            + BACKWARD_POINTWISE * block.pointwise_bytes / self._memory_rate
+            + (BACKWARD_POINTWISE * block.pointwise_bytes + block.tile_sum_bytes) / self._memory_rate
             + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -224,6 +254,9 @@ class CostModel:
         return self._demand(0.0, n_params / rate, {Resource.DRAM: rate * bytes_per_param, Resource.CORES: float(n_cores)})
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
-        """What was measured alone fits the machine: no op asks for more than there is."""
-        drawn: Uses = tuple((r, min(per_s, self.capacity[r])) for r, per_s in uses.items() if per_s > 0)
-        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s, drawn)
+        """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with
+        both directions busy, and may lie below what one direction reaches alone."""
+        over = max((per_s / self.capacity[r] for r, per_s in uses.items() if r is not Resource.DUPLEX), default=0.0)
+        slower = max(1.0, over)
+        drawn: Uses = tuple((r, per_s / slower) for r, per_s in uses.items() if per_s > 0)
+        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s * slower, drawn)

@@ -1,13 +1,13 @@
 """What does the plan say, in words?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hwprofiles.schema import Profile
-from runtime.plan import Lane, Plan, Policy
+from runtime.plan import Lane, Plan, Policy, Update
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .memory import Footprint
@@ -15,15 +15,20 @@ from .search import Answer, Certificate
 from .waterfall import sensitivities, waterfall
 
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploading weights", Lane.D2H: "downloading gradients", Lane.CPU: "host optimizer"}
+UPDATE_WORDS = {
+    Update.EAGER: "each block as its gradient arrives",
+    Update.BARRIER: "when the norm is known, all before the next step",
+    Update.DEFERRED: "when the norm is known, block by block into the next forward",
+}
 MANY_FRACTION = 0.25  # of the numbers assumed or from a datasheet: then the reader should know
 SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
 PIPE_COLUMNS = 120
 CONVENTION = "forward and twice that, causal half of attention, no recompute"
 
 
-def explain(answer: Answer, profile: Profile, console: Console) -> None:
-    """Print the plan: what it is, how fast, what it takes, what binds, how sure."""
-    group = Group(*_parts(answer, profile))
+def explain(answer: Answer, profile: Profile, console: Console, measurements: Sequence[tuple[str, ...]] | None = None) -> None:
+    """Print the plan: what it is, how fast, what it takes, what binds, how sure; `measurements`: rows under a head, if wanted."""
+    group = Group(*_parts(answer, profile), *([] if measurements is None else _measurements(measurements)))
     if console.is_terminal:
         console.print(group)
         return
@@ -51,7 +56,7 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
             f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
             f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
         ),
-        ("policy", in_words(policy, plan)),
+        *(("" if i else "policy", text) for i, text in enumerate(clauses(policy, plan).values())),
     )
     yield Text()
     yield _rows(
@@ -63,6 +68,8 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
         ("", f"{show_rate(claim['model_flop_per_s'], 'FLOP')} of model work: {CONVENTION}"),
         ("binding", certificate.binding),
         ("proof", certificate_sentence(certificate, claim["step_s"])),
+        *(() if answer.next_best is None else (_next_best(answer, *answer.next_best),)),
+        *(() if answer.clipped_step_s is None else (("clipped", _clipped(answer, answer.clipped_step_s)),)),
         *((("note", "no steady rhythm found: the step is the mean of the last steps"),) if not answer.prediction.periodic else ()),
     )
     yield Text()
@@ -96,36 +103,64 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
     yield from map(Text, sureness(answer, profile))
 
 
-def in_words(policy: Policy, plan: Plan) -> str:
-    """One line: what the schedule does."""
-    n_micro_batches = plan.semantics.n_micro_batches
-    if n_micro_batches == 1:
-        order = "one micro-batch"
-    elif policy.group_micro_batches >= n_micro_batches:
-        order = "layer by layer over all micro-batches"
-    elif policy.group_micro_batches > 1:
-        order = f"layer by layer over groups of {policy.group_micro_batches} micro-batches"
-    else:
-        order = "one micro-batch after another"
-    n_kept = len(policy.keep_blocks)
-    n_layers = plan.workload.n_layers
-    some = f"activations of {n_kept} of {n_layers} layers kept, the others recomputed"
-    kept = "all activations recomputed" if not n_kept else "all activations kept" if n_kept == n_layers else some
-    late = f", leaving {policy.offload_late_blocks} late" if policy.offload_late_blocks else ""
-    return (
-        f"{order}; {counted(policy.prefetch_depth, 'layer')} prefetched; {counted(policy.gradient_slots, 'gradient slot')}{late}; "
-        f"{kept}; " + "".join(f"{words}; " for words in _stored(policy)) + f"{policy.update} update"
-    )
+def _next_best(answer: Answer, policy: Policy, step_s: float) -> tuple[str, str]:
+    """The fastest plan of another kind, how much slower it is (or faster, than a policy that was asked for), and how it differs."""
+    mine, other = clauses(answer.plan.policy, answer.plan), clauses(policy, answer.plan)
+    differences = [text for topic, text in other.items() if text != mine.get(topic)]
+    differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
+    title = "next best" if step_s >= answer.step_s else "faster"
+    return title, f"{show_seconds(step_s)} ({step_s / answer.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
 
 
-def _stored(policy: Policy) -> Iterator[str]:
-    """Where weights, boundaries and masters lie, if elsewhere than usual."""
+def _clipped(answer: Answer, clipped_step_s: float) -> str:
+    """What it costs to have updated too early."""
+    unclipped_s = answer.prediction.step_s
+    return f"a step takes {show_seconds(unclipped_s)}, and {clipped_step_s / unclipped_s - 1:.1%} more if its gradient is clipped"
+
+
+def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
+    """What the schedule does, a clause per topic; no clause where it does the usual thing."""
+    n_late, n_slots = policy.offload_late_blocks, counted(policy.gradient_slots, "gradient slot")
+    said = {
+        "order": _order(policy, plan.semantics.n_micro_batches),
+        "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
+        "gradients": n_slots + (f", each leaving when {counted(n_late, 'more layer')} is computed" if n_late else ""),
+        "activations": _saved(policy, plan.workload.n_layers),
+    }
     if policy.resident_blocks:
-        yield f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
+        said["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
     if policy.spill_blocks:
-        yield f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
+        said["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
     if policy.storage == "split":
-        yield "masters split into bf16 and 16 bits"
+        said["storage"] = "masters split into bf16 and 16 bits"
+    if policy.transfer_chunk_bytes is not None:
+        said["transfers"] = f"layers moved {show_bytes(policy.transfer_chunk_bytes)} at a time"
+    early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
+    return said | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
+
+
+def _order(policy: Policy, n_micro_batches: int) -> str:
+    """How micro-batches go through the layers."""
+    if n_micro_batches == 1:
+        return "one micro-batch"
+    if policy.group_micro_batches >= n_micro_batches:
+        return "layer by layer over all micro-batches"
+    if policy.group_micro_batches > 1:
+        return f"layer by layer over groups of {policy.group_micro_batches} micro-batches"
+    return "one micro-batch after another"
+
+
+def _saved(policy: Policy, n_layers: int) -> str:
+    """What backward finds of each layer: `saved for backward: all of 5 layers, the inputs of 24; the rest is computed again`."""
+    ways = (("all", policy.keep_blocks), ("the products", policy.product_blocks), ("what attention made", policy.attention_blocks))
+    saved = [f"{what} of {counted(len(blocks), 'layer')}" for what, blocks in ways if blocks]
+    n_recomputed = n_layers - sum(len(blocks) for _, blocks in ways)
+    if n_recomputed:
+        inputs = "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}"
+        saved.append(f"{inputs} of {counted(n_recomputed, 'layer')}")
+    stop = ", up to the last product" if policy.early_stop else ""
+    again = "" if len(policy.keep_blocks) == n_layers else f"; the rest is computed again{stop}"
+    return f"saved for backward: {', '.join(saved)}{again}"
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:
@@ -135,9 +170,9 @@ def counted(n: int, noun: str, plural: str = "s") -> str:
 
 def certificate_sentence(certificate: Certificate, step_s: float) -> str:
     """How near to the best the plan is known to be."""
-    noun = "policy" if certificate.n_policies == 1 else "policies"
+    whose = "no policy is" if certificate.n_families else "this policy is not"
     return (
-        f"of {certificate.n_policies} {noun} none is below {show_seconds(certificate.policy_bound_s)} "
+        f"{whose} below {show_seconds(certificate.policy_bound_s)} "
         f"(gap {certificate.gap_fraction:.1%} of a step of {show_seconds(step_s)}); "
         f"no schedule on this machine is below {show_seconds(certificate.machine_bound_s)}"
     )
@@ -150,15 +185,24 @@ def sureness(answer: Answer, profile: Profile) -> Iterator[str]:
     named = f"{counts['assumed']} are assumed and {counts['datasheet']} from datasheets"
     yield f"Of {sum(counts.values())} numbers in the profile, {named}."
     if soft > MANY_FRACTION * sum(counts.values()):
-        # `probe` measures CPU machines today; for others saying so would send the reader to an error.
-        remedy = (
-            "measure the machine with `penstock probe` and plan again"
-            if profile.device.kind == "cpu"
-            else "replace them if you can"
-        )
-        yield f"That is many: the prediction is as good as they are; {remedy}."
+        yield "That is many: the prediction is as good as they are; measure the machine with `penstock probe` and plan again."
     if answer.outside:
         yield f"Outside what was measured, taken at the nearest point: {'; '.join(answer.outside)}."
+
+
+def _measurements(rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
+    """Which measurements would make the prediction surer, the best first."""
+    yield Text()
+    if not rows:
+        yield Text("No measurement would narrow P10 to P90: all that the step waits for is measured.")
+        return
+    head, *found = rows
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in head:
+        table.add_column(title)
+    for row in found:
+        table.add_row(*row)
+    yield table
 
 
 def _memory(needs: Footprint) -> Table:

@@ -1,131 +1,15 @@
-"""What does one pass through a block compute, read and keep?
+"""Which calls does each part of a block consist of?
 
-A `Tape` plays a block's forward pass with sizes instead of numbers: one step per library call of the transformers module,
-with what the step reads, what autograd saves of it, and which gradients its backward makes. Everything the planner knows
-about a block's work and memory is read off this one recording. Calls that only change a view are not steps.
+Norms, rotary embedding, attention, MLP and experts as transformers writes them, played on a `Tape`.
 """
 
 # T tokens of a micro-batch, H hidden width, R rows sent to experts (T x experts per token), I width inside the MLP
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runtime.workload import Matmul
 
-FP32, INT64 = 4, 8  # bytes of an element
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
-    """A tensor known by its size. `ours`: the block makes it; else its input or shared by all layers (masks, rotary tables)."""
-
-    n_elements: int
-    item_bytes: int
-    ours: bool = True
-    differentiable: bool = True
-
-    @property
-    def n_bytes(self) -> int:
-        return self.n_elements * self.item_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One call: what it reads, keeps for its backward and makes."""
-
-    reads: tuple[Tensor, ...]
-    saves: tuple[Tensor, ...]
-    out: Tensor
-    weight_elements: int
-    scratch_bytes: int
-
-
-@dataclass(slots=True)
-class Tape:
-    """A recording of one forward pass; `item_bytes` is the size of an element in the compute dtype."""
-
-    item_bytes: int
-    matmuls: list[Matmul] = field(default_factory=list)
-    n_kernels: int = 0
-    pointwise_bytes: int = 0  # read + written by all that is neither a matrix product nor fused attention
-    steps: list[_Step] = field(default_factory=list)
-
-    def step(
-        self,
-        reads: Sequence[Tensor],
-        n_elements: int,
-        *,
-        item_bytes: int | None = None,
-        saves: Sequence[Tensor] = (),
-        saves_out: bool = False,
-        weight_elements: int = 0,
-        moved_bytes: int | None = None,
-        n_calls: int = 1,
-        differentiable: bool = True,
-        scratch_bytes: int | None = None,
-    ) -> Tensor:
-        """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
-
-        `saves` and `saves_out`: what autograd keeps of it; `weight_elements`: of the weights it uses; `moved_bytes`: its memory
-        traffic, where that is not simply all it reads and writes; `n_calls`: of the library, where it takes more than one;
-        `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor involved.
-        """
-        out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
-        if moved_bytes is None:
-            moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + weight_elements * self.item_bytes
-        if scratch_bytes is None:
-            scratch_bytes = max(t.n_bytes for t in (*reads, out))
-        self.pointwise_bytes += moved_bytes
-        self.n_kernels += n_calls
-        kept = tuple(t for t in (*saves, *([out] if saves_out else ())) if t.ours)
-        self.steps.append(_Step(tuple(reads), kept, out, weight_elements, scratch_bytes))
-        return out
-
-    def cast(self, x: Tensor, item_bytes: int) -> Tensor:
-        """`x` in another precision: no call where it already has it."""
-        return x if x.item_bytes == item_bytes else self.step([x], x.n_elements, item_bytes=item_bytes)
-
-    def linear(self, x: Tensor, m: int, k: int, n: int, bias: bool = False) -> Tensor:
-        """(m, k) @ (k, n), with the bias added in the same call."""
-        self.matmuls.append(Matmul(m, k, n))
-        return self.step([x], m * n, saves=[x], weight_elements=k * n + (n if bias else 0), moved_bytes=0, scratch_bytes=0)
-
-    @property
-    def kept_bytes(self) -> int:
-        """What autograd keeps from the forward until the backward, without weights, input and shared tensors."""
-        return sum(t.n_bytes for t in {t for s in self.steps for t in s.saves})
-
-    def backward_peak_bytes(self) -> int:
-        """A bound on what lies in the allocator while the pass is recomputed and its backward runs.
-
-        Kept tensors until their last use, gradients of activations and of weights, temporaries; neither the input nor its
-        gradient, which lie in the boundaries' arena.
-        """
-        saved: set[Tensor] = set()
-        peak_bytes = live_bytes = 0
-        for s in self.steps:
-            live_bytes += sum(t.n_bytes for t in {*s.saves} - saved)
-            saved |= {*s.saves}
-            passing = {t for t in (*s.reads, s.out) if t.ours} - saved
-            peak_bytes = max(peak_bytes, live_bytes + sum(t.n_bytes for t in passing) + s.scratch_bytes)
-        uses = Counter(t for s in self.steps for t in {*s.saves})
-        output = self.steps[-1].out
-        live_bytes += output.n_bytes  # the recomputed output; its gradient lies in the boundary's slot
-        gradients = {output}
-        for s in reversed(self.steps):
-            towards = [t for t in s.reads if t.differentiable]
-            weight_bytes = s.weight_elements * self.item_bytes
-            made_bytes = sum(t.n_bytes for t in towards) + weight_bytes
-            peak_bytes = max(peak_bytes, live_bytes + made_bytes + s.scratch_bytes)
-            live_bytes += weight_bytes + sum(t.n_bytes for t in {*towards} - gradients)
-            gradients |= {*towards}
-            if s.out in gradients and s.out is not output:
-                live_bytes -= s.out.n_bytes
-            for t in {*s.saves}:
-                uses[t] -= 1
-                live_bytes -= 0 if uses[t] else t.n_bytes
-        return max(peak_bytes, live_bytes)
+from .tape import FP32, INT64, Call, Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +83,10 @@ def fused_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
     sums = Tensor(shape.n_tokens * shape.n_heads, FP32)
     # The CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up
     scratch_bytes = shape.q_elements * (FP32 + 2 * tape.item_bytes)
-    saves = [q, k, v, *extra, sums]
-    return tape.step([q, k, v], shape.q_elements, saves=saves, saves_out=True, moved_bytes=0, scratch_bytes=scratch_bytes)
+    return tape.step(
+        [q, k, v], shape.q_elements, saves=[q, k, v, *extra], saves_out=True, beside=[sums], moved_bytes=0,
+        scratch_bytes=scratch_bytes, call=Call.ATTENTION,
+    )  # fmt: skip
 
 
 def eager_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape, softcap: bool, sinks: bool) -> Tensor:
@@ -211,7 +97,7 @@ def eager_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
         k, v = tape.step([k], shape.q_elements), tape.step([v], shape.q_elements)
     if several and not sinks:  # with sinks, the rotary embedding leaves q contiguous
         q = tape.step([q], shape.q_elements)
-    scores = tape.step([q, k], n, saves=[q, k], moved_bytes=0)
+    scores = tape.step([q, k], n, saves=[q, k], moved_bytes=0, call=Call.ATTENTION)
     scores = tape.step([scores], n)
     if softcap:
         capped = tape.step([tape.step([scores], n)], n, saves_out=True)
@@ -227,7 +113,7 @@ def eager_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
     else:
         scores = tape.cast(scores, FP32)
         weights = tape.cast(tape.step([scores], n, item_bytes=FP32, saves_out=True), tape.item_bytes)
-    mixed = tape.step([weights, v], shape.q_elements, saves=[weights, v], moved_bytes=0)
+    mixed = tape.step([weights, v], shape.q_elements, saves=[weights, v], moved_bytes=0, call=Call.ATTENTION)
     return tape.step([mixed], shape.q_elements)
 
 
@@ -287,17 +173,19 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     n, inner, each = s.n_rows * s.width, s.n_rows * s.inner, 1 if s.grouped else s.n_experts
     index = Tensor(s.n_rows, INT64 if s.grouped else 2 * INT64)
     # Bookkeeping on row numbers: sorting or one-hot masks; beside the rows themselves its traffic is small
-    tape.n_kernels += 8 if s.grouped else 7 + 6 * s.n_experts
-    rows = tape.step([x], n, saves=[index], moved_bytes=2 * n * x.item_bytes + index.n_bytes, n_calls=each)
+    n_calls = each + (8 if s.grouped else 7 + 6 * s.n_experts)
+    rows = tape.step([x], n, saves=[index], moved_bytes=2 * n * x.item_bytes + index.n_bytes, n_calls=n_calls)
     order = Tensor(s.n_rows, INT64 if s.grouped else 0)
     row_weights = tape.step([scores], s.n_rows, item_bytes=scores.item_bytes, saves=[order], n_calls=each)
 
     def product(x: Tensor, k: int, n: int) -> Tensor:
-        tape.matmuls.extend(s.products(k, n))
         elements, out = s.n_experts * k * n, s.n_rows * n
         # Picking one expert's weight in a loop makes a gradient of the whole tensor's size for each expert, then adds it
         scratch_bytes = 0 if s.grouped else 2 * elements * tape.item_bytes
-        y = tape.step([x], out, saves=[x], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes, n_calls=each)
+        y = tape.step(
+            [x], out, saves=[x], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes, n_calls=each,
+            call=Call.OVERWRITTEN if s.bias and s.grouped else Call.PRODUCT, matmuls=s.products(k, n),
+        )  # fmt: skip
         if s.bias:  # the bias of each row's expert, then the sum
             bias = Tensor(out if s.grouped else 0, tape.item_bytes, ours=False, differentiable=False)
             y = tape.step([y, bias], out, weight_elements=s.n_experts * n, n_calls=2 if s.grouped else each)
@@ -321,4 +209,4 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
         y = tape.step([y], n, item_bytes=weighted_bytes, saves=[Tensor(s.n_rows, INT64)])
         return tape.cast(tape.step([y], s.n_tokens * s.width, item_bytes=weighted_bytes), tape.item_bytes)
     y = tape.cast(y, tape.item_bytes)
-    return tape.step([y], s.n_tokens * s.width, saves=[y], moved_bytes=3 * y.n_bytes, n_calls=each)
+    return tape.step([y], s.n_tokens * s.width, saves=[y], moved_bytes=3 * y.n_bytes, n_calls=each, looped=True)

@@ -2,23 +2,29 @@
 
 First the ops are written down in an order that would be right if they ran one after the other (`_program`). Then the waits
 that keep every conflicting pair of that order apart are derived from the slots alone, and those implied by others are left out
-(`_with_waits`). Overlap is what remains.
+(`waits.py`). Overlap is what remains.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
-from runtime.errors import PlanError
-from runtime.plan import LANE_OF, Arena, Kind, Lane, Op, Place, Plan, Policy, Semantics, Slot, Update, Wait
-from runtime.workload import ITEM_BYTES, BlockKind, Model, Workload
+from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.workload import BlockKind, Model, Workload
 
-N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
-N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
-SPILL_RING_GROUPS = 3  # boundaries of a spilling model on the device at a time: one computed, one leaving or coming, one in use
-BOUNDARY_ALIGN_BYTES = 256
-REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
+from .arenas import (
+    N_STAGING_SLOTS,
+    arenas_of,
+    eager_ring,
+    host_slots,
+    refuse_illegal,
+    spill_ring_slots,
+    staying,
+    vocab_slot_is_sum,
+)
+from .waits import with_waits
 
 
 def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
@@ -27,90 +33,7 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
     frame = Plan(semantics, policy, model, workload, profile, (), ())
     frame = replace(frame, arenas=tuple(arenas_of(frame)))
     program = _program(frame)
-    return replace(frame, ops=_with_waits(program))
-
-
-def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
-        raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
-    if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
-        raise PlanError("eager updates need --clip-norm none and --on-nonfinite stop: the norm is known only after backward")
-    if policy.group_micro_batches > semantics.n_micro_batches:
-        raise PlanError(f"a group of {policy.group_micro_batches} micro-batches, but a step has {semantics.n_micro_batches}")
-    if policy.gradient_slots <= policy.offload_late_blocks:
-        raise PlanError(
-            f"gradients leave {policy.offload_late_blocks} blocks late, so {policy.gradient_slots} gradient slots are too few"
-        )
-    if policy.offload_late_blocks and policy.group_micro_batches < semantics.n_micro_batches:
-        raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
-    n_layers = workload.n_layers
-    for name, blocks, legal in (
-        ("keep_blocks", policy.keep_blocks, range(1, n_layers + 1)),
-        ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
-        ("spill_blocks", policy.spill_blocks, range(n_layers)),
-    ):
-        if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
-            raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
-    if any(b - 1 in policy.spill_blocks for b in policy.keep_blocks):
-        raise PlanError("a block that keeps its activations keeps its input too: the block before it cannot spill")
-    if policy.storage == "split" and (semantics.compute_dtype, semantics.master_dtype) != ("bf16", "fp32"):
-        raise PlanError(
-            "split storage cuts an fp32 master into a bf16 weight and the rest; it needs bf16 compute and an fp32 master"
-        )
-
-
-def arenas_of(plan: Plan) -> Iterator[Arena]:
-    """Every arena of the plan, with exact slot sizes."""
-    blocks, policy, semantics = plan.workload.blocks, plan.policy, plan.semantics
-    layers, vocab = blocks[1:-1], (blocks[0], blocks[-1])
-    item = ITEM_BYTES[semantics.compute_dtype]
-    layer_elements = max(b.slot_elements for b in layers)
-    vocab_elements = max(b.slot_elements for b in vocab)
-    group = policy.group_micro_batches
-    aligned = [-(-b.boundary_bytes // BOUNDARY_ALIGN_BYTES) * BOUNDARY_ALIGN_BYTES for b in blocks[:-1]]
-    spilling = [aligned[b] for b in policy.spill_blocks for _ in range(group)]
-    boundary_bytes = [n_bytes for b, n_bytes in enumerate(aligned) if b not in policy.spill_blocks for _ in range(group)]
-    boundary_bytes += [max(spilling)] * SPILL_RING_GROUPS * group if spilling else []
-    yield Arena("weights", Place.DEVICE, (layer_elements * item,) * (policy.prefetch_depth + 1))
-    yield Arena("vocab_weights", Place.DEVICE, (vocab_elements * item,))
-    if policy.resident_blocks:
-        yield Arena("resident_weights", Place.DEVICE, tuple(blocks[b].slot_elements * item for b in policy.resident_blocks))
-    yield Arena("boundaries", Place.DEVICE, tuple(boundary_bytes))
-    yield Arena("gradients", Place.DEVICE, (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots)
-    yield Arena("vocab_gradients", Place.DEVICE, (vocab_elements * ITEM_BYTES[plan.gradient_dtype(0)],))
-    if plan.reduced and semantics.n_micro_batches > 1:
-        yield Arena("sums", Place.DEVICE, (layer_elements * 4,))
-    if not _vocab_slot_is_sum(plan):
-        yield Arena("vocab_sums", Place.DEVICE, (vocab_elements * 4,))
-
-    if policy.storage == "split":
-        yield Arena("remainders", Place.HOST, tuple(b.host_elements * REMAINDER_BYTES for b in blocks))
-    else:
-        yield Arena("masters", Place.HOST, tuple(b.host_elements * ITEM_BYTES[semantics.master_dtype] for b in blocks))
-    yield Arena("moments", Place.HOST, tuple(b.host_elements * 8 for b in blocks))  # two fp32 moments
-    if plan.weights_arena == "host_weights":
-        yield Arena("host_weights", Place.HOST, tuple(b.host_elements * item for b in blocks))
-    gradient_bytes = [b.slot_elements * ITEM_BYTES[plan.host_gradient_dtype(i)] for i, b in enumerate(blocks)]
-    if _eager_ring(plan):
-        ring = (max(gradient_bytes[1:-1]),) * min(N_EAGER_SLOTS, len(layers))
-        yield Arena("host_gradients", Place.HOST, (gradient_bytes[0], *ring, gradient_bytes[-1]))
-    else:
-        yield Arena("host_gradients", Place.HOST, tuple(gradient_bytes))
-    if not plan.reduced:
-        staging = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * N_STAGING_SLOTS
-        yield Arena("staging", Place.HOST, (*staging, vocab_elements * 4))
-    if spilling:
-        yield Arena("spilled", Place.HOST, tuple(spilling))
-    yield Arena("norm", Place.HOST, (8 * sum(len(b.parameters) for b in blocks),))  # one fp64 sum of squares per tensor
-
-
-def _vocab_slot_is_sum(plan: Plan) -> bool:
-    """Whether the vocabulary gradient slot is fp32 and holds the running sum itself."""
-    return plan.workload.tied or not plan.reduced
-
-
-def _eager_ring(plan: Plan) -> bool:
-    return plan.policy.update is Update.EAGER and plan.reduced
+    return replace(frame, ops=with_waits(program.ops, program.after))
 
 
 @dataclass(slots=True)
@@ -125,14 +48,14 @@ class _Program:
         kind: Kind,
         block: int,
         micro_batch: int | None,
-        reads: list[Slot],
-        writes: list[Slot],
+        reads: Sequence[Slot],
+        writes: Sequence[Slot],
         after: Wait | None = None,
-    ) -> int:
+        chunk: int | None = None,
+    ) -> None:
         if after is not None:
             self.after[len(self.ops)] = after
-        self.ops.append(Op(kind, LANE_OF[kind], block, micro_batch, tuple(reads), tuple(writes)))
-        return len(self.ops) - 1
+        self.ops.append(Op(kind, LANE_OF[kind], block, micro_batch, tuple(reads), tuple(writes), (), chunk))
 
 
 class _WeightSlots:
@@ -171,57 +94,39 @@ class _WeightSlots:
 
 def _program(plan: Plan) -> _Program:
     """All ops of one step, in an order that is right one after the other."""
-    semantics, policy = plan.semantics, plan.policy
     n_layers, head = plan.workload.n_layers, plan.workload.n_layers + 1
-    group = policy.group_micro_batches
-    groups = [range(m, min(m + group, semantics.n_micro_batches)) for m in range(0, semantics.n_micro_batches, group)]
-    layers = range(1, n_layers + 1)
-    streamed = [b for b in layers if b not in policy.resident_blocks]
-    slots = _WeightSlots(policy.prefetch_depth + 1, [b for _ in groups for b in (*streamed, *reversed(streamed))])
-    resident: dict[int, Slot] = {}
+    n_micro_batches, group = plan.semantics.n_micro_batches, plan.policy.group_micro_batches
+    groups = [range(m, min(m + group, n_micro_batches)) for m in range(0, n_micro_batches, group)]
     program = _Program()
-    gradients, boundaries = _Gradients(plan, program), _Boundaries(plan, program)
+    weights, boundaries, gradients = _Weights(plan, program, len(groups)), _Boundaries(plan, program), _Gradients(plan, program)
 
-    def load(block: int, to: Slot) -> Slot:
-        sources = [Slot(plan.weights_arena, b) for b in ((block, 0) if block and plan.workload.blocks[block].tied else (block,))]
-        program.add(Kind.LOAD, block, None, sources, [to])
-        return to
-
-    def weights_of(block: int) -> Slot:
-        """The slot that holds the block's weights, loaded before if need be."""
-        if block in policy.resident_blocks:
-            if block not in resident:
-                resident[block] = load(block, Slot("resident_weights", policy.resident_blocks.index(block)))
-            return resident[block]
-        if block not in layers:
-            return load(block, Slot("vocab_weights", 0))
-        index, fresh = slots.use(block)
-        return load(block, Slot("weights", index)) if fresh else Slot("weights", index)
+    def forward(kind: Kind, b: int, micro_batches: range) -> None:
+        held = weights.of(b)
+        for m in micro_batches:
+            below = [boundaries.at(b - 1, m)] if b else []
+            program.add(kind, b, m, [held, *below], [boundaries.write(b, m)])
+            boundaries.computed(b, m)
 
     for micro_batches in groups:
-        weights = weights_of(0)
-        for m in micro_batches:
-            program.add(Kind.FORWARD, 0, m, [weights], [boundaries.write(0, m)])
-            boundaries.computed(0, m)
-        for b in layers:
-            weights = weights_of(b)
-            for m in micro_batches:
-                program.add(Kind.FORWARD, b, m, [weights, boundaries.at(b - 1, m)], [boundaries.write(b, m)])
-                boundaries.computed(b, m)
-        weights = weights_of(head)
+        for b in range(n_layers + 1):
+            forward(Kind.FORWARD, b, micro_batches)
+        held = weights.of(head)
         for m in micro_batches:
             reads, writes = gradients.of(head, m)
             last = boundaries.at(n_layers, m)
-            program.add(Kind.LOSS, head, m, [weights, last, *reads], [last, *writes])
+            program.add(Kind.LOSS, head, m, [held, last, *reads], [last, *writes])
             gradients.computed(head, m)
-        for b in reversed(layers):
-            weights = weights_of(b)
+        for kind, b in _backward_walk(plan):
+            if kind is Kind.RECOMPUTE:
+                forward(kind, b, micro_batches)
+                continue
+            held = weights.of(b)
             for m in micro_batches:
                 boundaries.fetch(b - 1, m)
             for m in micro_batches:
                 reads, writes = gradients.of(b, m)
                 into = boundaries.at(b - 1, m)
-                program.add(Kind.BACKWARD, b, m, [weights, boundaries.at(b, m), into, *reads], [into, *writes])
+                program.add(Kind.BACKWARD, b, m, [held, boundaries.at(b, m), into, *reads], [into, *writes])
                 gradients.computed(b, m)
         for m in micro_batches:
             reads, writes = gradients.of(0, m)
@@ -231,43 +136,94 @@ def _program(plan: Plan) -> _Program:
     return program
 
 
+def _backward_walk(plan: Plan) -> Iterator[tuple[Kind, int]]:
+    """Layers from the last to the first, each backward; before a run of layers whose inputs did not stay, their recompute."""
+    stride, n_layers = plan.policy.boundary_stride, plan.workload.n_layers
+    for below in range((n_layers - 1) // stride * stride, -1, -stride):
+        top = min(below + stride, n_layers)
+        yield from ((Kind.RECOMPUTE, b) for b in range(below + 1, top))
+        yield from ((Kind.BACKWARD, b) for b in range(top, below, -1))
+
+
+class _Weights:
+    """Where each block's weights are on the device, and the loads that bring them there."""
+
+    def __init__(self, plan: Plan, program: _Program, n_groups: int) -> None:
+        self.plan, self.program = plan, program
+        self.numbers = host_slots(plan)
+        self.resident_loaded: set[int] = set()
+        walk = [*range(1, plan.workload.n_layers + 1), *(b for _, b in _backward_walk(plan))]
+        streamed = [b for b in walk if b not in set(plan.policy.resident_blocks)]
+        self.slots = _WeightSlots(plan.policy.prefetch_depth + 1, streamed * n_groups)
+
+    def of(self, block: int) -> Slot:
+        """The slot that holds the block's weights, loaded before if need be."""
+        resident = self.plan.policy.resident_blocks
+        if block in resident:
+            slot, fresh = Slot("resident_weights", resident.index(block)), block not in self.resident_loaded
+            self.resident_loaded.add(block)
+        elif self.plan.workload.blocks[block].kind is not BlockKind.LAYER:
+            slot, fresh = Slot("vocab_weights", 0), True
+        else:
+            index, fresh = self.slots.use(block)
+            slot = Slot("weights", index)
+        if fresh:
+            self._load(block, slot)
+        return slot
+
+    def _load(self, block: int, to: Slot) -> None:
+        arena, numbers = self.plan.weights_arena, self.numbers[block]
+        tied = [Slot(arena, 0)] if block and self.plan.workload.blocks[block].tied else []
+        for chunk, number in enumerate(numbers):
+            self.program.add(Kind.LOAD, block, None, [Slot(arena, number), *tied], [to], chunk=_named(chunk, numbers))
+
+
+def _named(chunk: int, chunks: Sequence[object]) -> int | None:
+    """The chunk's number, unless it is the only one."""
+    return chunk if len(chunks) > 1 else None
+
+
 class _Boundaries:
-    """Where each block's output lies: in a slot of its own, or, when it spills, in a ring, until it leaves and when it is back."""
+    """Where each block's output lies: in a slot of its own; in one it shares until it is computed again; or, when it spills, in a
+    ring, until it leaves and when it is back."""
 
     def __init__(self, plan: Plan, program: _Program) -> None:
-        self.program, self.spill_blocks = program, plan.policy.spill_blocks
-        self.group = plan.policy.group_micro_batches
-        staying = [b for b in range(plan.workload.n_layers + 1) if b not in self.spill_blocks]
-        self.place = {b: i for i, b in enumerate(staying)}
+        self.program = program
+        self.group, self.stride = plan.policy.group_micro_batches, plan.policy.boundary_stride
+        self.spilled = {b: i for i, b in enumerate(plan.policy.spill_blocks)}
+        self.place = {b: i for i, b in enumerate(staying(plan))}
         self.n_in_ring = 0
         self.in_ring: dict[tuple[int, int], Slot] = {}
 
     def at(self, block: int, m: int) -> Slot:
         """Where it lies now."""
-        if block in self.spill_blocks:
+        if block in self.spilled:
             return self.in_ring[block, m]
-        return Slot("boundaries", self.place[block] * self.group + m % self.group)
+        place = self.place.get(block)
+        if place is None:
+            place = len(self.place) + block % self.stride - 1
+        return Slot("boundaries", place * self.group + m % self.group)
 
     def write(self, block: int, m: int) -> Slot:
         """Where it is to be put next: the ring moves on."""
-        if block in self.spill_blocks:
-            index = self.n_in_ring % (SPILL_RING_GROUPS * self.group)
+        if block in self.spilled:
+            index = self.n_in_ring % spill_ring_slots(self.group)
             self.in_ring[block, m] = Slot("boundaries", len(self.place) * self.group + index)
             self.n_in_ring += 1
         return self.at(block, m)
 
     def computed(self, block: int, m: int) -> None:
         """The forward of (block, m) is the program's last op: let its output leave."""
-        if block in self.spill_blocks:
+        if block in self.spilled:
             self.program.add(Kind.SPILL, block, m, [self.at(block, m)], [self._spilled(block, m)])
 
     def fetch(self, block: int, m: int) -> None:
         """Bring it back, if it left."""
-        if block in self.spill_blocks:
+        if block in self.spilled:
             self.program.add(Kind.FETCH, block, m, [self._spilled(block, m)], [self.write(block, m)])
 
     def _spilled(self, block: int, m: int) -> Slot:
-        return Slot("spilled", self.spill_blocks.index(block) * self.group + m % self.group)
+        return Slot("spilled", self.spilled[block] * self.group + m % self.group)
 
 
 class _Gradients:
@@ -276,12 +232,16 @@ class _Gradients:
     def __init__(self, plan: Plan, program: _Program) -> None:
         self.plan, self.program = plan, program
         self.head = len(plan.workload.blocks) - 1
+        self.numbers = host_slots(plan)
+        self.shadows = _shadow_slots(plan, self.numbers)
         self.n_layer_slots = 0  # gradient slots handed out to layers so far
         self.n_staged = 0
-        self.n_ring = 0
+        host = next(a for a in plan.arenas if a.name == "host_gradients")
+        self.last = Slot("host_gradients", len(host.slot_bytes) - 1)
+        self.ring = cycle([Slot("host_gradients", i) for i in range(1, self.last.index)])
         self.device_slot: dict[int, Slot] = {}  # of the block whose gradient was computed last
         self.waiting: list[int] = []  # layers whose gradient is complete but leaves late
-        self.arrived: dict[int, list[Slot]] = {}  # host slots of complete gradients
+        self.arrived: dict[int, list[Slot]] = {}  # host slots of complete gradients, one per chunk
 
     def of(self, block: int, m: int) -> tuple[list[Slot], list[Slot]]:
         """Gradient slots that the backward of (block, m) reads and writes."""
@@ -297,7 +257,7 @@ class _Gradients:
         out = self.device_slot[block]
         if not plan.reduced:
             return [], [out]
-        if not is_layer and _vocab_slot_is_sum(plan):
+        if not is_layer and vocab_slot_is_sum(plan):
             return ([] if first else [out]), [out]
         if first and last and block != self.head:
             return [], [out]
@@ -320,17 +280,15 @@ class _Gradients:
             self._offload(block)
 
     def _offload(self, block: int, after: Wait | None = None) -> None:
-        to = Slot("host_gradients", block)
-        if _eager_ring(self.plan):
-            n_ring = len(self._host_gradients.slot_bytes) - 2
-            if self.plan.workload.blocks[block].kind is BlockKind.LAYER:
-                to = Slot("host_gradients", 1 + self.n_ring % n_ring)
-                self.n_ring += 1
-            elif block == self.head:
-                to = Slot("host_gradients", n_ring + 1)
+        slots = [Slot("host_gradients", number) for number in self.numbers[block]]
+        if eager_ring(self.plan) and block:
+            slots = [self.last] if block == self.head else [next(self.ring) for _ in slots]
         late = after if self.plan.policy.offload_late_blocks else None
-        self.program.add(Kind.OFFLOAD, block, None, [self.device_slot[block]], [to], late)
-        self._complete(block, to)
+        self.arrived[block] = slots
+        for chunk, to in enumerate(slots):
+            name = _named(chunk, slots)
+            self.program.add(Kind.OFFLOAD, block, None, [self.device_slot[block]], [to], late if chunk == 0 else None, name)
+            self._complete(block, chunk)
 
     def _offload_unreduced(self, block: int, m: int, last: bool) -> None:
         if self.plan.workload.blocks[block].kind is BlockKind.LAYER:
@@ -342,86 +300,58 @@ class _Gradients:
         self.program.add(Kind.OFFLOAD, block, m, [self.device_slot[block]], [staging])
         self.program.add(Kind.ACCUMULATE, block, m, [staging, to], [to])
         if last:
-            self._complete(block, to)
+            self.arrived[block] = [to]
+            self._complete(block, 0)
 
-    @property
-    def _host_gradients(self) -> Arena:
-        arena = self.plan.arena("host_gradients")
-        assert arena is not None
-        return arena
+    def _whole(self, block: int, chunk: int) -> list[Slot]:
+        """The gradient's slots; a tied weight's gradient is whole when the embedding's part has come too."""
+        tied = self.arrived[self.head] if block == 0 and self.plan.workload.tied else []
+        return [self.arrived[block][chunk], *tied]
 
-    def _complete(self, block: int, where: Slot) -> None:
-        """The block's own gradient is whole on the host; a tied weight's is when the embedding's has come too."""
-        own = [where]
-        if block == 0 and self.plan.workload.tied:
-            own.append(self.arrived[self.head][0])
-        self.arrived[block] = own
-        norm = Slot("norm", 0)
-        self.program.add(Kind.NORM, block, None, [*own, norm], [norm])
+    def _complete(self, block: int, chunk: int) -> None:
+        """The chunk's gradient is whole on the host."""
+        norm, name = Slot("norm", 0), _named(chunk, self.numbers[block])
+        self.program.add(Kind.NORM, block, None, [*self._whole(block, chunk), norm], [norm], chunk=name)
         if self.plan.policy.update is Update.EAGER:
-            self._update(block)
+            self._update(block, chunk)
+        elif block in self.shadows:
+            shadow = self.shadows[block][chunk]
+            state = self._state(self.numbers[block][chunk])
+            self.program.add(Kind.SPECULATE, block, None, [*self._whole(block, chunk), *state], [shadow], chunk=name)
 
-    def _update(self, block: int) -> None:
-        plan = self.plan
-        split = plan.policy.storage == "split"
-        master = [Slot("host_weights", block), Slot("remainders", block)] if split else [Slot("masters", block)]
-        state = [*master, Slot("moments", block)]
+    def _state(self, number: int) -> list[Slot]:
+        """What the host has learned: master (as it is stored) and moments."""
+        master = ("host_weights", "remainders") if self.plan.policy.storage == "split" else ("masters",)
+        return [Slot(arena, number) for arena in (*master, "moments")]
+
+    def _update(self, block: int, chunk: int) -> None:
+        plan, number = self.plan, self.numbers[block][chunk]
+        state = self._state(number)
         norm = [] if plan.policy.update is Update.EAGER else [Slot("norm", 0)]
-        copy = [Slot("host_weights", block)] if plan.weights_arena == "host_weights" and not split else []
-        self.program.add(Kind.UPDATE, block, None, [*self.arrived[block], *norm, *state], [*state, *copy])
+        copied = plan.weights_arena == "host_weights" and plan.policy.storage == "mirrored"
+        copy = [Slot("host_weights", number)] if copied else []
+        shadow = [self.shadows[block][chunk]] if block in self.shadows else []
+        kind = Kind.SETTLE if shadow else Kind.UPDATE
+        reads, writes = [*self._whole(block, chunk), *norm, *state, *shadow], [*state, *copy, *shadow]
+        self.program.add(kind, block, None, reads, writes, chunk=_named(chunk, self.numbers[block]))
 
     def finish(self) -> None:
         """After backward: the updates that wait for the global norm, in the order in which the next forward needs them."""
         if self.plan.policy.update is Update.EAGER:
             return
         for block in range(self.head + 1):
-            self._update(block)
+            for chunk in range(len(self.numbers[block])):
+                self._update(block, chunk)
         if self.plan.policy.update is Update.BARRIER:
             first_load = next(i for i, op in enumerate(self.program.ops) if op.kind is Kind.LOAD)
             self.program.after[first_load] = Wait(len(self.program.ops) - 1, distance=1)
 
 
-Clock = dict[Lane, int]  # per lane: the latest op, counted over all steps, that is known to be done
-
-
-def _with_waits(program: _Program) -> tuple[Op, ...]:
-    """The ops with the fewest waits that order every two uses of a slot, one of them a write, as the program does.
-
-    Three steps are walked in program order; the waits of the third are those of every step (tests check that the second agrees).
-    """
-    ops, n = program.ops, len(program.ops)
-    writer: dict[Slot, int] = {}
-    readers: dict[Slot, list[int]] = {}
-    done_after: dict[int, Clock] = {}  # what is known to be done once op number i (over all steps) is
-    last_on_lane: dict[Lane, int] = {}
-    waits: tuple[Wait, ...] = ()
-    result: list[Op] = []
-    for at in range(3 * n):
-        step, op = at // n, ops[at % n]
-        needed: set[int] = set()
-        for slot in op.reads:
-            needed.update((writer[slot],) if slot in writer else ())
-            readers.setdefault(slot, []).append(at)
-        for slot in op.writes:
-            needed.update((writer[slot],) if slot in writer else ())
-            needed.update(r for r in readers.get(slot, ()) if r != at)
-            writer[slot], readers[slot] = at, []
-        extra = program.after.get(at % n)
-        if extra is not None and (step - extra.distance) >= 0:
-            needed.add((step - extra.distance) * n + extra.op)
-        known = dict(done_after[last_on_lane[op.lane]]) if op.lane in last_on_lane else {}
-        kept: list[int] = []
-        for target in sorted(needed, reverse=True):  # a later op may imply an earlier one, never the other way round
-            if known.get(ops[target % n].lane, -1) >= target:
-                continue
-            kept.append(target)
-            for lane, i in done_after[target].items():
-                known[lane] = max(known.get(lane, -1), i)
-        known[op.lane] = at
-        done_after[at] = known
-        last_on_lane[op.lane] = at
-        waits = tuple(Wait(t % n, step - t // n) for t in sorted(kept, key=lambda t: (step - t // n, t % n)))
-        if step == 2:
-            assert all(w.distance in (0, 1) for w in waits), f"{op.name} depends on a step before the previous one"
-            result.append(replace(op, waits=waits))
-    return tuple(result)
+def _shadow_slots(plan: Plan, numbers: list[range]) -> dict[int, list[Slot]]:
+    """The shadow of each chunk of each block that is updated before the norm is known."""
+    slots: dict[int, list[Slot]] = {}
+    first = 0
+    for block in plan.policy.speculate_blocks:
+        slots[block] = [Slot("shadows", first + i) for i in range(len(numbers[block]))]
+        first += len(numbers[block])
+    return slots

@@ -7,7 +7,7 @@ from runtime.plan import Place, Plan, Policy, Semantics
 from runtime.units import show_bytes
 from runtime.workload import Model, Workload
 
-from .lower import arenas_of
+from .arenas import arenas_of
 
 
 @dataclass(frozen=True, slots=True)

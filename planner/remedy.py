@@ -6,14 +6,15 @@ from itertools import islice
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.errors import DoesNotFitError
+from runtime.errors import DoesNotFitError, PlanError
 from runtime.plan import Policy, Semantics
 from runtime.units import GB
 from runtime.workload import Model, Workload
 
+from .arenas import refuse_illegal
 from .memory import Footprint, footprint, frame, short_of
 from .micro_batch import divisors, with_micro_batch
-from .space import policies
+from .space import leanest
 from .workload import build_workload
 
 MAX_CHANGES = 3
@@ -27,13 +28,13 @@ def most_ops(workload: Workload, semantics: Semantics) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. `free_micro_batch`: it was chosen, not given, so a change of something else chooses it again."""
+    """What was asked for. `free`: sizes that were chosen, not given, so that a change of something else chooses them again."""
 
     model: Model
     semantics: Semantics
     profile: Profile
     fixed: Policy | None
-    free_micro_batch: bool
+    free: frozenset[str]
 
     def fits(self) -> bool:
         """Whether some policy that may be chosen fits."""
@@ -41,8 +42,12 @@ class Request:
         if most_ops(workload, self.semantics) > MAX_PLAN_OPS:
             return False
         if self.fixed is not None:
+            try:
+                refuse_illegal(workload, self.semantics, self.fixed)
+            except PlanError:  # with other micro-batches, say, than its groups have
+                return False
             return footprint(frame(self.model, workload, self.semantics, self.fixed), self.profile).fits
-        return any(needs.fits for _, needs in policies(self.model, workload, self.semantics, self.profile))
+        return any(needs.fits for _, needs in leanest(self.model, workload, self.semantics, self.profile))
 
 
 def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
@@ -82,17 +87,20 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     if s.clip_norm is not None and s.on_nonfinite == "stop":
         yield "--clip-norm none", _changed(request, clip_norm=None)
     if any(n.short_device_bytes for n in found):
-        fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in divisors(s.batch_size) if b < s.micro_batch)
+        workload = build_workload(request.model, s)
+        smaller = [b for b in divisors(s.batch_size) if b < s.micro_batch]
+        short_enough = (b for b in smaller if most_ops(workload, replace(s, micro_batch=b)) <= MAX_PLAN_OPS)
+        fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in short_enough)
         shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
         for sizes in (fewer, shorter):
             yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest that fits
 
 
 def _changed(request: Request, **changes: Any) -> Request:
-    """Other semantics, with the micro-batch that a new start would choose, unless the change is the micro-batch."""
+    """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
     semantics = replace(request.semantics, **changes)
-    if request.free_micro_batch and "micro_batch" not in changes:
-        semantics = with_micro_batch(request.model, semantics, request.profile)[0]
+    if free := request.free - changes.keys():
+        semantics = with_micro_batch(request.model, semantics, request.profile, free)[0]
     return replace(request, semantics=semantics)
 
 

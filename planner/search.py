@@ -1,11 +1,10 @@
 """Which plan should we run?
 
-Branch and bound over a space small enough to list: policies that do not fit fall out by arithmetic, the others are visited by
-rising lower bound and simulated exactly, until no bound left is below the best. What was not simulated keeps its bound, so
-the certificate is a proof whether or not the budget sufficed.
+The answer to that: the best plan that branch and bound found (`branch.py`), what a step of it takes, and a certificate of how far
+from optimal it can be.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -13,19 +12,17 @@ from runtime.plan import Plan, Policy, Semantics
 from runtime.region import Resource
 from runtime.workload import Model, Workload
 
-from .bounds import FACET, LANE_NAME, Bound, machine_bound, policy_bound
-from .cost import CostModel, region_of
-from .lower import lower, refuse_illegal
-from .memory import Footprint, footprint, frame, short_of
+from .arenas import refuse_illegal
+from .bounds import FACET, LANE_NAME, machine_bound, policy_bound
+from .branch import Tree, Trial
+from .cost import CostModel
+from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
-from .simulate import Prediction, simulate
-from .space import BASELINES, baseline, policies
-from .uncertainty import interval
+from .simulate import Prediction
+from .space import EVERYTHING, Limits, baseline, eager_is_legal, leanest
+from .uncertainty import Interval
 
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
-CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
-MAX_SEARCHED_OPS = 16_000  # ops of all plans simulated by one search: about three seconds on one core
-MAX_STEPS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,8 @@ class Certificate:
     machine_bound_s: float
     gap_fraction: float
     binding: str
-    n_policies: int
+    n_families: int  # that the bound covers; 0: it is that of the one policy asked for
+    n_simulated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +42,24 @@ class Answer:
     """The plan chosen, and all that is known of it."""
 
     plan: Plan
-    prediction: Prediction
+    prediction: Prediction  # of a step that is not clipped
+    step_s: float  # the mean over steps that are clipped and steps that are not
     p10_step_s: float
     p90_step_s: float
     needs: Footprint
     certificate: Certificate
     baselines: dict[str, dict[str, Any]]
     outside: tuple[str, ...]  # what the profile never measured and the costs rest on
+    next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
+    clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
+    drawn: Interval  # of step times, as the profile's spreads allow them
 
     def claim(self) -> dict[str, Any]:
         """What a plan file says of its plan."""
         return {"prediction": self.prediction_json(), "certificate": asdict(self.certificate)}
 
     def prediction_json(self) -> dict[str, Any]:
-        step_s, semantics = self.prediction.step_s, self.plan.semantics
+        step_s, semantics = self.step_s, self.plan.semantics
         return {
             "step_s": step_s,
             "p10_step_s": self.p10_step_s,
@@ -81,43 +83,47 @@ def search(
     semantics: Semantics,
     profile: Profile,
     fixed: Policy | None = None,
-    free_micro_batch: bool = False,
+    free: frozenset[str] = frozenset(),
+    limits: Limits = EVERYTHING,
 ) -> Answer:
     """The fastest plan found, with its certificate; with a `fixed` policy, that one.
 
-    DoesNotFitError when no policy fits; `free_micro_batch` says that the micro-batch was chosen, not given, so that a change
-    of something else may choose it again. PlanError for semantics or a policy that no plan can have.
+    DoesNotFitError when no policy fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
+    them again. PlanError for semantics or a policy that no plan can have.
     """
     refuse_illegal(workload, semantics, fixed or Policy())
-    trial = _Trial(model, workload, semantics, profile)
-    if fixed is None:
-        space = list(policies(model, workload, semantics, profile))
-    else:
-        plan = frame(model, workload, semantics, fixed)
-        space = [(plan, footprint(plan, profile))]
-    fitting = [plan for plan, needs in space if needs.fits]
-    if not fitting:
-        raise does_not_fit(Request(model, semantics, profile, fixed, free_micro_batch), [needs for _, needs in space])
-    bounds = {plan.policy: policy_bound(plan, trial.cost) for plan in fitting}
-
+    if limits.clipped_fraction is None and eager_is_legal(semantics):
+        limits = replace(limits, clipped_fraction=0.0)  # nothing is ever clipped or skipped
+    trial = Trial(model, workload, semantics, profile, limits)
+    request = Request(model, semantics, profile, fixed, free)
     known = trial.baselines()
     if fixed is None:
-        # The static candidates come first, so the answer is never worse than any of them.
-        for policy in (baseline(name, semantics) for name, said in known.items() if "step_s" in said):
-            if policy not in bounds:
-                bounds[policy] = policy_bound(frame(model, workload, semantics, policy), trial.cost)
-    best = _branch_and_bound(trial, bounds)
+        tree = Tree(trial)
+        tree.explore([baseline(name, semantics, workload) for name, said in known.items() if "step_s" in said])
+        if tree.best is None:
+            raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
+        best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)
+    else:
+        plan = frame(model, workload, semantics, fixed)
+        if not (needs := footprint(plan, profile)).fits:
+            raise does_not_fit(request, [needs])
+        best, bound_s, n_families = fixed, policy_bound(plan, trial.cost).seconds, 0
+        trial.step_s(fixed)
     plan, prediction = trial.tried[best]
+    step_s = trial.step_s(best)
 
-    not_tried = [bound.seconds for policy, bound in bounds.items() if policy not in trial.tried]
     machine = machine_bound(plan, trial.cost)
-    policy_bound_s = max(min([prediction.step_s, *not_tried]), machine.seconds)
-    binding = binding_of(plan, prediction, trial.cost) or bounds[best].binding
-    certificate = Certificate(policy_bound_s, machine.seconds, prediction.step_s / policy_bound_s - 1, binding, len(bounds))
-    drawn = interval(plan, profile)
-    p10_step_s, p90_step_s = min(drawn.p10_step_s, prediction.step_s), max(drawn.p90_step_s, prediction.step_s)
+    policy_bound_s = max(min(step_s, bound_s), machine.seconds)
+    binding = binding_of(plan, prediction, trial.cost) or policy_bound(plan, trial.cost).binding
+    certificate = Certificate(policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried))
+    drawn = trial.drawn(best)
+    p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
     needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
-    return Answer(plan, prediction, p10_step_s, p90_step_s, needs, certificate, known, outside)
+    clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None
+    return Answer(
+        plan, prediction, step_s, p10_step_s, p90_step_s, needs, certificate, known, outside, trial.next_best(best), clipped_step_s,
+        drawn,
+    )  # fmt: skip
 
 
 def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:
@@ -128,7 +134,7 @@ def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | Non
     drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
     for demand in cost.demands(plan):
         for resource, per_s in demand.uses:
-            drawn[resource] += per_s * demand.alone_s
+            drawn[resource] += min(per_s, cost.capacity[resource]) * demand.alone_s
     resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
     lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
     for shares in (resources, lanes):
@@ -136,48 +142,3 @@ def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | Non
         if shares[name] >= BUSY_FRACTION:
             return name
     return None
-
-
-class _Trial:
-    """Lowers and simulates policies of one workload, each once."""
-
-    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
-        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.profile_json = profile.to_json()
-        self.cost, self.region = CostModel(profile), region_of(profile)
-        self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
-        self.n_ops = 0
-
-    def step_s(self, policy: Policy) -> float:
-        if policy not in self.tried:
-            plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
-            self.n_ops += len(plan.ops)
-            self.tried[policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
-        return self.tried[policy][1].step_s
-
-    def baselines(self) -> dict[str, dict[str, Any]]:
-        """What each static candidate would take, or why it cannot run here."""
-        result: dict[str, dict[str, Any]] = {}
-        for name in BASELINES:
-            policy = baseline(name, self.semantics)
-            needs = footprint(frame(self.model, self.workload, self.semantics, policy), self.profile)
-            result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
-        return result
-
-
-def _branch_and_bound(trial: _Trial, bounds: dict[Policy, Bound]) -> Policy:
-    """The policy with the shortest simulated step. Equal bounds are visited in the order of the space: deep buffers first."""
-    position = {policy: i for i, policy in enumerate(bounds)}
-    tried = [policy for policy in bounds if policy in trial.tried]
-    best = min(tried, key=lambda policy: (trial.step_s(policy), position[policy]), default=None)
-    trial.n_ops = 0  # the baselines are not counted
-    for policy in sorted(bounds, key=lambda policy: (bounds[policy].seconds, position[policy])):
-        if best is not None:
-            close = trial.step_s(best) <= bounds[policy].seconds * (1 + CLOSE_FRACTION)
-            if close or trial.n_ops >= MAX_SEARCHED_OPS:
-                break
-        step_s = trial.step_s(policy)
-        if best is None or step_s < trial.step_s(best):
-            best = policy
-    assert best is not None, "the space holds at least one policy"
-    return best

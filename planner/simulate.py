@@ -63,12 +63,13 @@ class _Clock:
 
     def __init__(self, plan: Plan, demands: Sequence[Demand], region: Region | None, max_steps: int) -> None:
         self.plan, self.region = plan, region
-        self.queues = [queue for lane in Lane if (queue := [i for i, op in enumerate(plan.ops) if op.lane is lane])]
         self.waits = [[(wait.op, wait.distance) for wait in op.waits] for op in plan.ops]
         # An op that shares nothing is one stretch of time: its overhead needs no event of its own.
         alone = [region is None or not demand.uses for demand in demands]
         self.overhead_s = [0.0 if free else demand.overhead_s for free, demand in zip(alone, demands, strict=True)]
         self.alone_s = [d.uncontended_s if free else d.alone_s for free, d in zip(alone, demands, strict=True)]
+        self.runs = self._runs(alone)
+        self.queues = [queue for lane in Lane if (queue := [i for i in self.runs if plan.ops[i].lane is lane])]
         self.uses: list[Uses] = [demand.uses for demand in demands]
         # Equal uses get one small number: the key under which speeds are remembered.
         numbers: dict[Uses, int] = {}
@@ -89,6 +90,20 @@ class _Clock:
         self.left_in_step: dict[int, int] = {}
         self.step_ends_s: list[float] = []
         self.records: list[tuple[int, int, float, float]] = []
+
+    def _runs(self, alone: Sequence[bool]) -> dict[int, list[int]]:
+        """The ops, by the first of each run: ops of a lane that share nothing, wait for nobody and are waited for by nobody but
+        at the run's two ends need no events between them."""
+        waited_for = {op for waits in self.waits for op, _ in waits}
+        runs: dict[int, list[int]] = {}
+        latest: dict[Lane, list[int]] = {}
+        for i, op in enumerate(self.plan.ops):
+            run = latest.get(op.lane)
+            if run is not None and alone[i] and alone[run[0]] and not self.waits[i] and run[-1] not in waited_for:
+                run.append(i)
+            else:
+                runs[i] = latest[op.lane] = [i]
+        return runs
 
     def run_step(self) -> None:
         """Advance until one more step is done, and everything that can start at that moment has started."""
@@ -129,7 +144,10 @@ class _Clock:
                 self.start_s[lane] = self.now_s
                 self.speed[lane] = 1.0
                 self.working[lane] = self.overhead_s[op] <= 0
-                self.end_s[lane] = self.now_s + (self.alone_s[op] if self.working[lane] else self.overhead_s[op])
+                seconds = self.alone_s[op] if self.working[lane] else self.overhead_s[op]
+                if len(self.runs[op]) > 1:
+                    seconds = sum([self.alone_s[i] for i in self.runs[op]])
+                self.end_s[lane] = self.now_s + seconds
 
     def _share(self) -> None:
         """Give every op at work its fair speed; an op whose speed changes keeps what it has done."""
@@ -169,15 +187,21 @@ class _Clock:
 
     def _finish(self, lane: int, op: int) -> None:
         step = self.step[lane]
-        self.records.append((op, step, self.start_s[lane], self.now_s))
-        self.n_done[op] += 1
+        run = self.runs[op]
+        start_s = self.start_s[lane]
+        for i in run[:-1]:
+            self.records.append((i, step, start_s, start_s + self.alone_s[i]))
+            start_s += self.alone_s[i]
+            self.n_done[i] += 1
+        self.records.append((run[-1], step, start_s, self.now_s))
+        self.n_done[run[-1]] += 1
         self.current[lane] = None
         self.working[lane] = False
         self.at[lane] += 1
         if self.at[lane] == len(self.queues[lane]):
             self.at[lane] = 0
             self.step[lane] += 1
-        self.left_in_step[step] = left = self.left_in_step.get(step, len(self.n_done)) - 1
+        self.left_in_step[step] = left = self.left_in_step.get(step, len(self.n_done)) - len(run)
         if left == 0:
             del self.left_in_step[step]
             self.step_ends_s.append(self.now_s)

@@ -1,38 +1,88 @@
 """Which policies are there to choose from?
 
-A small space that can be searched whole, and the schedules of four known systems. A baseline here is that system's *schedule*
-under the user's own semantics, as far as the plan language says it today; the bits of the result are the same for all.
+The space is cut into *families*: when the host updates, how many micro-batches go through a layer at a time, how many layers
+share a boundary. Inside a family the rest is free: buffers, and block by block what is saved, spilled, resident, or updated
+on speculation. A baseline is a known system's *schedule* under the user's own semantics: the bits of the result are the same.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 from hwprofiles.schema import Profile
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.workload import ITEM_BYTES, Model, Workload
+from runtime.workload import Block, Model, Saved, Workload
 
+from .arenas import can_split
 from .memory import Footprint, footprint, frame
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
-PREFETCH_DEPTHS = (3, 2, 1)
-GRADIENT_SLOTS = (3, 2, 1)
+PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried
+MOST_PREFETCH = 16
+GRADIENT_SLOTS = (2, 1, 3)
 OFFLOAD_LATE_BLOCKS = (0, 1)
+STRIDES = (1, 2, 4)
+CHUNKS_PER_LAYER = (2, 4)  # about so many transfers, where a layer does not move in one
 N_BETWEEN_GROUPS = 2  # group sizes tried between row-major and layer-major
+MEGATRAIN_STRIDE = 4  # of its layers share a boundary
 
 
-def baseline(name: str, semantics: Semantics) -> Policy:
-    """The schedule of a known system; the rest of what makes it that system (dtypes, layout, serial tails) is left out."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the search may use. `clipped_fraction`: the share of steps whose gradient is clipped; None: nobody knows, so nothing is
+    updated before the norm is, unless the semantics never clip."""
+
+    clipped_fraction: float | None = None
+
+
+EVERYTHING = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What policies have in common whose other choices one relaxation bounds together."""
+
+    update: Update
+    group_micro_batches: int
+    boundary_stride: int
+
+    def policy(self, semantics: Semantics) -> Policy:
+        """The leanest member that spills nothing. Split masters and an early stop are never worse where they are possible."""
+        return Policy(
+            group_micro_batches=self.group_micro_batches,
+            update=self.update,
+            boundary_stride=self.boundary_stride,
+            storage="split" if can_split(semantics) else "mirrored",
+            early_stop=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """How many blocks of each class of equal ones use what memory is left; classes as `classes_of` lists them."""
+
+    keep: tuple[int, ...]
+    products: tuple[int, ...]
+    attention: tuple[int, ...]
+    resident: tuple[int, ...]
+    speculate: tuple[int, ...]
+    n_spilled: int
+
+
+def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
+    """The schedule of a known system, one micro-batch after another as all of them do it; the rest of what makes it that system
+    (dtypes, layout, copies within a memory) is left out. Facts: docs/accuracy.md, what the systems are taken to do."""
     match name:
         case "megatrain":
-            # The next layer uploads while one computes; gradients leave during backward; the optimizer after it.
-            return Policy(prefetch_depth=1, gradient_slots=2)
+            # Every fourth boundary stays, so backward computes layers again to have their inputs, and then once more each.
+            return Policy(prefetch_depth=1, gradient_slots=2, boundary_stride=min(MEGATRAIN_STRIDE, workload.n_layers))
         case "megatrain-plus":
-            # The same with weights as views of the upload buffer, which frees memory for a third.
+            # Every boundary stays, and a third buffer.
             return Policy(prefetch_depth=2, gradient_slots=2)
         case "slideformer":
-            # Each layer's optimizer as its gradient arrives, which is exact only without a global norm; three upload slots.
-            return Policy(prefetch_depth=2, gradient_slots=2, update=Update.EAGER if eager_is_legal(semantics) else Update.BARRIER)
+            # Boundaries go to the host; each layer's optimizer as its gradient arrives, which is exact only without a global norm.
+            update = Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
+            return Policy(prefetch_depth=2, gradient_slots=2, update=update, spill_blocks=tuple(range(workload.n_layers - 1)))
         case "zero3-offload":
             # One gradient buffer: the next backward waits until the last gradient has left.
             return Policy(prefetch_depth=1, gradient_slots=1)
@@ -45,35 +95,11 @@ def eager_is_legal(semantics: Semantics) -> bool:
     return semantics.clip_norm is None and semantics.on_nonfinite == "stop"
 
 
-def policies(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Plan, Footprint]]:
-    """Every policy of the space as a plan without ops, and what it needs; those that keep activations only where they fit."""
-    every = (p for base in _without_keep(semantics) for p in _stored_and_spilled(semantics, workload.n_layers, base))
-    for base in every:
-        plan = frame(model, workload, semantics, base)
-        needs = footprint(plan, profile)
-        yield plan, needs
-        for richer in _with_spare_memory(plan, needs) if needs.fits else ():
-            using = frame(model, workload, semantics, richer)
-            yield using, footprint(using, profile)
-
-
-def _without_keep(semantics: Semantics) -> Iterator[Policy]:
-    updates = [Update.DEFERRED, Update.BARRIER, *([Update.EAGER] if eager_is_legal(semantics) else [])]
-    for group in group_sizes(semantics.n_micro_batches):
-        for update in updates:
-            for depth in PREFETCH_DEPTHS:
-                for n_slots in GRADIENT_SLOTS:
-                    for late in OFFLOAD_LATE_BLOCKS:
-                        if late < n_slots and (late == 0 or group == semantics.n_micro_batches):
-                            yield Policy(depth, n_slots, late, group, (), update)
-
-
-def _stored_and_spilled(semantics: Semantics, n_layers: int, policy: Policy) -> Iterator[Policy]:
-    """The policy with each way to store masters, and with boundaries on the device or, but for the last two, on the host."""
-    splits = (semantics.compute_dtype, semantics.master_dtype) == ("bf16", "fp32")
-    for storage in ("mirrored", "split") if splits else ("mirrored",):
-        for spill in ((), tuple(range(n_layers - 1))):
-            yield replace(policy, storage=storage, spill_blocks=spill)
+def families(semantics: Semantics, workload: Workload) -> list[Family]:
+    """Every family, eager updates only where they are legal."""
+    updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED, Update.BARRIER]
+    strides = [stride for stride in STRIDES if stride <= workload.n_layers]
+    return [Family(*of) for of in product(updates, group_sizes(semantics.n_micro_batches), strides)]
 
 
 def group_sizes(n_micro_batches: int) -> list[int]:
@@ -82,29 +108,78 @@ def group_sizes(n_micro_batches: int) -> list[int]:
     return sorted({n_micro_batches, *divisors[:N_BETWEEN_GROUPS], 1}, reverse=True)
 
 
-def _with_spare_memory(plan: Plan, needs: Footprint) -> Iterator[Policy]:
-    """What spare device memory can be used for: activations of the last layers, which are needed first, and weights of the first,
-    which are needed last and so are never still there; all of one, or half and half."""
-    spare = needs.device_memory_bytes - needs.device_peak_bytes
-    n_layers, group, item = plan.workload.n_layers, plan.policy.group_micro_batches, ITEM_BYTES[plan.semantics.compute_dtype]
-    layers = plan.workload.blocks[1:-1]
-    spilled = plan.policy.spill_blocks
-    can_keep = 0 if spilled else n_layers
-    most_kept = min(_how_many(spare, [group * block.kept_bytes for block in reversed(layers)]), can_keep)
-    for n_kept in sorted({most_kept, most_kept // 2} - {0}, reverse=True):
-        keep = tuple(range(n_layers + 1 - n_kept, n_layers + 1))
-        yield replace(plan.policy, keep_blocks=keep)
-    left = spare - sum(group * block.kept_bytes for block in layers[n_layers - most_kept // 2 :])
-    for n_kept, memory in {0: spare, most_kept // 2: left}.items():
-        n_resident = _how_many(memory, [block.slot_elements * item for block in layers])
-        if n_resident:
-            keep = tuple(range(n_layers + 1 - n_kept, n_layers + 1))
-            yield replace(plan.policy, keep_blocks=keep, resident_blocks=tuple(range(1, n_resident + 1)))
+def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Plan, Footprint]]:
+    """Of each family the policies that ask least of the device, and of the host; if none fits, none of the space does."""
+    for family in families(semantics, workload):
+        lean = family.policy(semantics)
+        spilling = replace(lean, spill_blocks=tuple(range(workload.n_layers)))
+        for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
+            plan = frame(model, workload, semantics, policy)
+            yield plan, footprint(plan, profile)
 
 
-def _how_many(memory_bytes: int, each_bytes: list[int]) -> int:
-    """How many of these fit, taken in order."""
-    for n, total_bytes in enumerate(accumulate(each_bytes)):
-        if total_bytes > memory_bytes:
-            return n
-    return len(each_bytes)
+def classes_of(workload: Workload) -> list[list[int]]:
+    """Blocks that differ in nothing but names: the embedding, each class of layers by its first layer, the head."""
+    classes: dict[object, list[int]] = {}
+    for b, block in enumerate(workload.blocks):
+        classes.setdefault(_nameless(block), []).append(b)
+    return list(classes.values())
+
+
+def _nameless(block: Block) -> Block:
+    shapes = tuple(replace(p, name="") for p in block.parameters)
+    return replace(block, name="", parameters=shapes)
+
+
+def tiers_of(block: Block, family: Family) -> list[Saved | None]:
+    """The ways in which a layer may save activations; None: it keeps them all."""
+    if family.boundary_stride > 1:
+        return [Saved.BOUNDARY]
+    richer = [s for s in (Saved.ATTENTION, Saved.PRODUCTS) if block.recompute(s, True) is not None]
+    return [Saved.BOUNDARY, *richer, None]
+
+
+def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
+    """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
+    the first. `spread`: evenly over the layers, so that uploads between them are spaced."""
+    classes = classes_of(workload)
+    place = _spread if spread else _packed
+    keep, products, attention, resident = [], [], [], []
+    for i, blocks in enumerate(classes):
+        saving = place(blocks, fill.keep[i] + fill.products[i] + fill.attention[i])
+        attention += saving[: fill.attention[i]]
+        products += saving[fill.attention[i] : fill.attention[i] + fill.products[i]]
+        keep += saving[fill.attention[i] + fill.products[i] :]
+        resident += _spread(blocks, fill.resident[i]) if spread else blocks[: fill.resident[i]]
+    kept_inputs = {b - 1 for b in keep}
+    return replace(
+        policy,
+        keep_blocks=tuple(sorted(keep)),
+        product_blocks=tuple(sorted(products)),
+        attention_blocks=tuple(sorted(attention)),
+        resident_blocks=tuple(sorted(resident)),
+        speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),
+        spill_blocks=tuple([b for b in range(workload.n_layers) if b not in kept_inputs][: fill.n_spilled]),
+    )
+
+
+def cut(policy: Policy, plan: Plan, n: int) -> Policy:
+    """The policy with layers moved in about n parts."""
+    weights = plan.arena("weights")
+    assert weights is not None, "every plan streams weights"
+    return replace(policy, transfer_chunk_bytes=weights.slot_bytes[0] // n)
+
+
+def speculated(n: int, n_blocks: int) -> tuple[int, ...]:
+    """So many blocks, evenly spaced: then the host has work throughout backward, and throughout the next forward."""
+    return tuple(_spread(range(n_blocks), n))
+
+
+def _packed(blocks: Sequence[int], n: int) -> list[int]:
+    """The last n."""
+    return list(blocks[len(blocks) - n :])
+
+
+def _spread(blocks: Sequence[int], n: int) -> list[int]:
+    """n of them, evenly spaced, the last one among them."""
+    return [blocks[(i + 1) * len(blocks) // n - 1] for i in range(n)]

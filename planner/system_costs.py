@@ -21,6 +21,7 @@ LOSS_CHUNK_POSITIONS = 128  # positions of every sequence whose logits are compu
 LOGIT_TRAFFIC_BYTES = 10  # per logit in bf16, both ways: written, read and written by the softmax, its gradient read twice
 WEIGHT_SUM_TRAFFIC = 4  # times the head's bytes per chunk: its gradient written, then read, added to the sum, written back
 FLATTEN_TRAFFIC = 2  # bytes of host memory per byte: read and written
+PAGEABLE_TRAFFIC = 3  # the same for a copy that the driver stages: read, written to its pinned buffer, read by the copy engine
 ADD_TRAFFIC = 3  # the same for adding to a sum: two reads and a write
 SERIAL_ELEMENTS = 32768  # PyTorch's grain: the host does a smaller tensor on one core, at no cost to speak of
 # Of the eager modules' memory traffic, what fused kernels leave for a width H and an inner width I = 3 H: norms and rotation
@@ -135,10 +136,17 @@ class SystemCosts:
         uses = ((resource, rate), (Resource.DUPLEX, rate), (Resource.DRAM, self._dram(rate * link.dram_bytes_per_byte)))
         return Demand(n_tensors * curve.latency_s.value, n_bytes / rate, uses)
 
-    def pageable_s(self, direction: Direction, n_bytes: int) -> float:
-        """Seconds of a blocking copy of ordinary host memory."""
+    def pageable(self, direction: Direction, n_bytes: int) -> Demand:
+        """A copy of ordinary host memory, which the driver stages in pinned memory of its own."""
         curve = self.profile.link.h2d if direction == "h2d" else self.profile.link.d2h
-        return n_bytes / curve.pageable_bytes_per_s.value
+        rate = curve.pageable_bytes_per_s.value
+        resource = Resource.H2D if direction == "h2d" else Resource.D2H
+        uses = ((resource, rate), (Resource.DUPLEX, rate), (Resource.DRAM, self._dram(PAGEABLE_TRAFFIC * rate)))
+        return Demand(0.0, n_bytes / rate, uses)
+
+    def pageable_s(self, direction: Direction, n_bytes: int) -> float:
+        """Seconds of a blocking copy of ordinary host memory with nothing beside it."""
+        return self.pageable(direction, n_bytes).uncontended_s
 
     # the host
 

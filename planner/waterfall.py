@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from hwprofiles.schema import Profile
-from runtime.plan import Lane, Plan
+from runtime.plan import Kind, Lane, Plan
 from runtime.region import Demand
 from runtime.units import show_seconds
 
@@ -80,7 +80,7 @@ class Sensitivity:
 
     def row(self) -> tuple[str, str, str]:
         """Resource, seconds saved by 10 % more of it, share of the step."""
-        return self.resource, show_seconds(self.saved_s), f"{self.saved_fraction:.1%}"
+        return self.resource, show_seconds(self.saved_s), f"{self.saved_fraction + 0.0:.1%}".replace("-0.0%", "0.0%")
 
 
 def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Waterfall:
@@ -147,9 +147,10 @@ def _compute_s(plan: Plan, profile: Profile) -> float:
 
 
 def _keeping_all(plan: Plan) -> Plan:
-    """The same ops, were there memory for every activation: no backward computes its forward again."""
+    """The same ops, were there memory for every activation: nothing is computed again."""
     layers = tuple(range(1, plan.workload.n_layers + 1))
-    return replace(plan, policy=replace(plan.policy, keep_blocks=layers))
+    once = tuple(op for op in plan.ops if op.kind is not Kind.RECOMPUTE)
+    return replace(plan, policy=replace(plan.policy, keep_blocks=layers), ops=once)
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:

@@ -5,15 +5,17 @@ and memory of one micro-batch. With eager attention `Attention.flop` is still th
 square that is really computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from runtime.plan import Semantics
 from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 from . import forward as fw
 from .config import Config, config_of, read_model, shipped_models, supported_attention
+from .tape import FP32, INT64, Tape, Tensor
 
-__all__ = ["build_workload", "read_model", "shipped_models", "supported_attention"]
+__all__ = ["build_workload", "can_tile_mlp", "read_model", "shipped_models", "supported_attention"]
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -27,8 +29,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     if semantics.attention not in config.architecture.attention:
         legal = " or ".join(config.architecture.attention)
         config.fail(f"attention {semantics.attention} is not possible for {config.model_type}; use {legal}")
-    if semantics.mlp_tile_tokens is not None:
-        config.fail("mlp_tile_tokens: tiling the MLP is not performed yet; leave it out")
+    if semantics.mlp_tile_tokens is not None and not can_tile_mlp(model):
+        config.fail("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
     embedding, head = _embedding(config, semantics), _head(config, semantics)
     kinds: dict[tuple[int | None, bool], Block] = {}  # layers of one structure differ in nothing but their names
     layers = []
@@ -40,6 +42,12 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     return Workload((embedding, *layers, head))
 
 
+def can_tile_mlp(model: Model) -> bool:
+    """Whether every layer's MLP runs by tiles: experts would see other shares of tokens."""
+    config = config_of(model)
+    return not any(map(config.sparse, range(config.n_layers)))
+
+
 def _layer(config: Config, semantics: Semantics, window: int | None, sparse: bool) -> Block:
     """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
     a, tokens, width = config.architecture, semantics.tokens_per_micro_batch, config.hidden
@@ -47,8 +55,8 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
     masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
     shape = fw.AttentionShape(n_seq, seq_len, config.n_heads, config.n_kv_heads, head_dim, masked)
-    tape = fw.Tape(ITEM_BYTES[semantics.compute_dtype])
-    x = fw.Tensor(tokens * width, tape.item_bytes, ours=False)
+    tape = Tape(ITEM_BYTES[semantics.compute_dtype])
+    x = Tensor(tokens * width, tape.item_bytes, ours=False)
     normed = fw.rms_norm(tape, x, width, a.norm)
     q = tape.linear(normed, tokens, width, q_width, config.qkv_bias)
     q = fw.rms_norm(tape, q, head_dim, a.norm) if a.head_norms else q
@@ -56,7 +64,7 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
     k = fw.rms_norm(tape, k, head_dim, a.norm) if a.head_norms else k
     v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
     table_width = head_dim // 2 if a.rotary == "halves" else head_dim
-    table = fw.Tensor(seq_len * table_width, tape.item_bytes, ours=False, differentiable=False)
+    table = Tensor(seq_len * table_width, tape.item_bytes, ours=False, differentiable=False)
     q, k = fw.rotate(tape, q, table, a.rotary), fw.rotate(tape, k, table, a.rotary)
     if semantics.attention == "sdpa":
         mixed = fw.fused_attention(tape, q, k, v, shape)
@@ -66,18 +74,29 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
     y = fw.rms_norm(tape, y, width, a.norm) if a.sandwich else y
     x = tape.step([x, y], tokens * width, scratch_bytes=0)
     normed = fw.rms_norm(tape, x, width, a.norm)
-    if sparse and a.router is not None:
-        grouped = semantics.experts == "grouped_mm"
-        y = fw.experts(tape, normed, fw.ExpertsShape(
-            tokens, width, config.expert_inner, config.n_experts, config.top_k, a.router, a.sinks, config.normalised, grouped,
-        ))  # fmt: skip
+
+    def rest(tape: Tape, inputs: Sequence[Tensor], n_rows: int) -> None:
+        """From the norm's output on: every row for itself."""
+        x, normed = inputs
+        if sparse and a.router is not None:
+            grouped = semantics.experts == "grouped_mm"
+            y = fw.experts(tape, normed, fw.ExpertsShape(
+                n_rows, width, config.expert_inner, config.n_experts, config.top_k, a.router, a.sinks, config.normalised, grouped,
+            ))  # fmt: skip
+        else:
+            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, config.mlp_bias)
+        y = fw.rms_norm(tape, y, width, a.norm) if a.sandwich else y
+        tape.step([x, y], n_rows * width, scratch_bytes=0)
+
+    tile = semantics.mlp_tile_tokens
+    if tile is None or tile >= tokens:
+        rest(tape, (x, normed), tokens)
     else:
-        y = fw.gated_mlp(tape, normed, tokens, width, config.inner, config.mlp_bias)
-    y = fw.rms_norm(tape, y, width, a.norm) if a.sandwich else y
-    tape.step([x, y], tokens * width, scratch_bytes=0)
+        tape.tile((x, normed), tokens, tile, rest)
     # What all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one
     n_masks = len({config.window(i) for i in range(config.n_layers)}) if masked else 0
     mask_bytes = n_seq * seq_len**2 * (1 if semantics.attention == "sdpa" else tape.item_bytes)
+    shared_bytes = 2 * table.n_bytes + n_masks * mask_bytes
     return Block(
         name="layer",
         kind=BlockKind.LAYER,
@@ -88,7 +107,9 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
         n_kernels=tape.n_kernels,
         boundary_bytes=tokens * width * tape.item_bytes,
         kept_bytes=tape.kept_bytes,
-        transient_bytes=tape.backward_peak_bytes() + 2 * table.n_bytes + n_masks * mask_bytes,
+        transient_bytes=tape.backward_peak_bytes() + shared_bytes,
+        tile_sum_bytes=tape.tile_sum_bytes,
+        tiers=tape.tiers(shared_bytes),
     )
 
 
@@ -138,12 +159,12 @@ def _embedding(config: Config, semantics: Semantics) -> Block:
         name="model.embed_tokens",
         kind=BlockKind.EMBEDDING,
         parameters=(Parameter(EMBEDDING, (config.vocab, config.hidden)),),
-        pointwise_bytes=tokens * fw.INT64 + (4 if scaled else 2) * boundary_bytes,
+        pointwise_bytes=tokens * INT64 + (4 if scaled else 2) * boundary_bytes,
         n_kernels=2 if scaled else 1,
         boundary_bytes=boundary_bytes,
-        kept_bytes=tokens * fw.INT64,
+        kept_bytes=tokens * INT64,
         # The recomputed output, the gradient before the scale, and the table's gradient
-        transient_bytes=config.vocab * config.hidden * item_bytes + 2 * boundary_bytes + tokens * fw.INT64,
+        transient_bytes=config.vocab * config.hidden * item_bytes + 2 * boundary_bytes + tokens * INT64,
     )
 
 
@@ -151,17 +172,18 @@ def _head(config: Config, semantics: Semantics) -> Block:
     """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
     tokens, width, vocab = semantics.tokens_per_micro_batch, config.hidden, config.vocab
     tile = min(semantics.loss_tile_tokens, tokens)
-    tape = fw.Tape(ITEM_BYTES[semantics.compute_dtype])
-    x = fw.Tensor(tokens * width, tape.item_bytes, ours=False)
+    tape = Tape(ITEM_BYTES[semantics.compute_dtype])
+    x = Tensor(tokens * width, tape.item_bytes, ours=False)
     fw.rms_norm(tape, x, width, config.architecture.norm)
     n_tiles, rest = divmod(tokens, tile)
     tiles = [Matmul(tile, width, vocab, n_tiles), *([Matmul(rest, width, vocab)] if rest else [])]
-    narrow, capped = tape.item_bytes < fw.FP32, config.final_softcap
+    narrow, capped = tape.item_bytes < FP32, config.final_softcap
     # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
-    logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * fw.FP32
+    logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * FP32
     # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
-    moved_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + fw.FP32 if narrow else 0) + 2 * fw.FP32
+    moved_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0) + 2 * FP32
     n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
+    own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 else 0
     weight = Parameter("lm_head.weight", (vocab, width), EMBEDDING if config.tied else None)
     return Block(
         name="lm_head",
@@ -172,10 +194,11 @@ def _head(config: Config, semantics: Semantics) -> Block:
         n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
         boundary_bytes=0,
         kept_bytes=0,
+        own_sum_bytes=own_sum_bytes,
         transient_bytes=tile * vocab * logit_bytes
         + (vocab + 2 * tile) * width * tape.item_bytes  # the tile's weight gradient, its rows and their gradient
         # a later micro-batch sums its own tiles before they join the running sum
-        + (vocab * width * fw.FP32 if semantics.n_micro_batches > 1 else 0)
+        + own_sum_bytes
         + tape.backward_peak_bytes()
         + 2 * x.n_bytes,  # normed rows and their gradient
     )
@@ -183,8 +206,4 @@ def _head(config: Config, semantics: Semantics) -> Block:
 
 def _renamed(block: Block, name: str) -> Block:
     """The same layer under another name, its weights' names starting with it."""
-    parameters = tuple(Parameter(f"{name}.{p.name}", p.shape) for p in block.parameters)
-    return Block(
-        name, block.kind, parameters, block.matmuls, block.attention, block.pointwise_bytes, block.n_kernels,
-        block.boundary_bytes, block.kept_bytes, block.transient_bytes,
-    )  # fmt: skip
+    return replace(block, name=name, parameters=tuple(Parameter(f"{name}.{p.name}", p.shape) for p in block.parameters))

@@ -8,7 +8,7 @@ in the layers' places, so every architecture keeps its own mathematics.
 # B sequences, T tokens, N = B * T, D width, V vocabulary
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -201,28 +201,3 @@ def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:
     """Seed of an op's generator: the same for its recompute, different for every other op."""
     digest = hashlib.blake2b(f"{run_seed} {step} {micro_batch} {block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def kept(is_weight: Callable[[torch.Tensor], int | None], rebind: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
-    """Saved-tensor hooks under which autograd keeps no view of a weight slot.
-
-    `is_weight` gives the byte offset of a tensor in the weight slot, or None; `rebind(offset, like)` makes the same view of
-    the slot that holds the block when backward runs, which may be another one.
-    """
-
-    def pack(tensor: torch.Tensor) -> object:
-        offset = is_weight(tensor)
-        # A meta tensor remembers dtype, shape and strides without holding data.
-        return (
-            tensor.detach()
-            if offset is None
-            else (offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-        )
-
-    def unpack(packed: object) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        assert isinstance(packed, tuple)
-        return rebind(*packed)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

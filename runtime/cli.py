@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .data import Tokens
     from .emulated import EmulatedMachine
     from .optimizer import AdamW
-    from .plan import Plan, PlanFile
+    from .plan import Plan, PlanFile, Policy
     from .region import Demand, Region
     from .trainer import Metrics, Training
 
@@ -158,6 +158,7 @@ def _checked_plan(path: Path) -> "PlanFile":
     """The plan, proven by the checker; PlanError names what is wrong."""
     from planner.check import check
 
+    from .performs import refuse_not_yet_performed
     from .plan import PlanFile
 
     file = PlanFile.read(path)
@@ -165,6 +166,7 @@ def _checked_plan(path: Path) -> "PlanFile":
         check(file.plan, file.claim)
     except PlanError as error:
         raise PlanError(f"{path}: refused: {error}") from None
+    refuse_not_yet_performed(file.plan.semantics, file.plan.policy)
     return file
 
 
@@ -226,10 +228,23 @@ def _stand_in(plan: "Plan") -> "Plan":
 
     semantics = stand_in_semantics(plan.semantics)
     model = Model(stand_in_config(plan.model.config), name="stand-in")
-    small = lower(model, build_workload(model, semantics), semantics, plan.policy, plan.profile)
+    workload = build_workload(model, semantics)
+    small = lower(model, workload, semantics, _cut_alike(plan, replace(plan, workload=workload)), plan.profile)
     if [(a.name, len(a.slot_bytes)) for a in small.arenas] != [(a.name, len(a.slot_bytes)) for a in plan.arenas]:
         raise PlanError("this plan's arenas are not those of its policy; only plans of `penstock plan` can be emulated")
     return replace(small, ops=plan.ops)
+
+
+def _cut_alike(plan: "Plan", small: "Plan") -> "Policy":
+    """The plan's policy, with transfers that cut the layers of another model into as many chunks."""
+    if plan.policy.transfer_chunk_bytes is None:
+        return plan.policy
+    wanted = [len(plan.chunks(b)) for b in range(len(plan.workload.blocks))]
+    for n_bytes in range(1, 2 * max(block.slot_elements for block in small.workload.blocks), 256):
+        policy = replace(plan.policy, transfer_chunk_bytes=n_bytes)
+        if [len(replace(small, policy=policy).chunks(b)) for b in range(len(wanted))] == wanted:
+            return policy
+    raise PlanError("the stand-in's layers cannot be moved in as many parts as this plan's; plan without transfer_chunk_bytes")
 
 
 def _demands(plan: "Plan") -> "tuple[list[Demand], Region]":

@@ -3,7 +3,8 @@
 Arenas are allocated once, each as one slab of exactly the bytes the plan says. Tensors are made on the fly as views of a slot.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,17 +16,27 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "
 SLAB_ALIGN_BYTES = 64  # results of matrix products depend on alignment below 16 bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Bytes of a slab."""
+
+    slab: str
+    offset_bytes: int
+    n_bytes: int
+
+
 class Arenas:
     """The slabs of some arenas, and views into their slots."""
 
     def __init__(self, arenas: Iterable[Arena], device: torch.device) -> None:
         """Allocate every slab, zero-filled. PlanError when the machine has not that much memory."""
         self._slabs: dict[str, torch.UntypedStorage] = {}
-        self._offsets: dict[Slot, tuple[int, int]] = {}  # slot to (offset in slab, size), in bytes
+        self._regions: dict[Slot, _Region] = {}
+        self._parts: dict[Slot, tuple[Slot, ...]] = {}  # of slots that were divided
         for arena in arenas:
             at = 0
             for index, n_bytes in enumerate(arena.slot_bytes):
-                self._offsets[Slot(arena.name, index)] = (at, n_bytes)
+                self._regions[Slot(arena.name, index)] = _Region(arena.name, at, n_bytes)
                 at += n_bytes
             try:
                 slab = torch.zeros(at, dtype=torch.uint8, device=device if arena.place is Place.DEVICE else "cpu")
@@ -47,41 +58,58 @@ class Arenas:
         Each call makes a tensor with a version counter of its own, so writing one view never invalidates what autograd
         saved of another.
         """
-        offset_bytes, n_bytes = self._offsets[slot]
+        region = self._regions[slot]
         torch_dtype = DTYPE[dtype]
         item = torch_dtype.itemsize
         if shape is None:
-            shape = (n_bytes // item - offset_elements,)
+            shape = (region.n_bytes // item - offset_elements,)
         n_elements = 1
         for dim in shape:
             n_elements *= dim
-        assert (offset_elements + n_elements) * item <= n_bytes, f"{shape} of {dtype} at {offset_elements} exceeds {slot}"
-        slab = self._slabs[slot.arena]
+        assert (offset_elements + n_elements) * item <= region.n_bytes, f"{shape} of {dtype} at {offset_elements} exceeds {slot}"
+        slab = self._slabs[region.slab]
         strides = [1] * len(shape)
         for i in range(len(shape) - 2, -1, -1):
             strides[i] = strides[i + 1] * max(shape[i + 1], 1)
         view = torch.empty(0, dtype=torch_dtype, device=slab.device)
-        return view.set_(slab, offset_bytes // item + offset_elements, shape, strides)
+        return view.set_(slab, region.offset_bytes // item + offset_elements, shape, strides)
 
     def offset_in(self, slot: Slot, tensor: torch.Tensor) -> int | None:
         """Byte offset of the tensor's first element in the slot, or None if it lives elsewhere."""
-        slab = self._slabs[slot.arena]
+        region = self._regions[slot]
+        slab = self._slabs[region.slab]
         if tensor.untyped_storage().data_ptr() != slab.data_ptr() or slab.nbytes() == 0:
             return None
-        offset_bytes, n_bytes = self._offsets[slot]
-        at = int(tensor.storage_offset()) * tensor.element_size() - offset_bytes
-        return at if 0 <= at < n_bytes else None
+        at = int(tensor.storage_offset()) * tensor.element_size() - region.offset_bytes
+        return at if 0 <= at < region.n_bytes else None
+
+    def divide(self, slot: Slot, parts: Mapping[Slot, int]) -> None:
+        """Make slots of so many bytes of the parts of one, which is then only poisoned as a whole."""
+        whole = self._regions.pop(slot)
+        at = 0
+        for part, n_bytes in parts.items():
+            self._regions[part] = _Region(whole.slab, whole.offset_bytes + at, n_bytes)
+            at += n_bytes
+        assert at <= whole.n_bytes, f"parts of {at} bytes exceed {slot}"
+        self._parts[slot] = tuple(parts)
+
+    def exchange(self, a: Slot, b: Slot) -> None:
+        """From now on each of the two is where the other was. Nothing is copied."""
+        regions = self._regions
+        assert regions[a].n_bytes == regions[b].n_bytes, f"{a} and {b} are of different sizes"
+        regions[a], regions[b] = regions[b], regions[a]
 
     def poison(self, slot: Slot) -> None:
         """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
-        self.raw(slot).fill_(0xFF)
+        for part in self._parts.get(slot, (slot,)):
+            self.raw(part).fill_(0xFF)
 
     def raw(self, slot: Slot) -> torch.Tensor:
         """The slot's bytes."""
-        offset_bytes, n_bytes = self._offsets[slot]
-        slab = self._slabs[slot.arena]
+        region = self._regions[slot]
+        slab = self._slabs[region.slab]
         view = torch.empty(0, dtype=torch.uint8, device=slab.device)
-        return view.set_(slab, offset_bytes, (n_bytes,), (1,))
+        return view.set_(slab, region.offset_bytes, (region.n_bytes,), (1,))
 
 
 def available_host_bytes() -> int | None:

@@ -105,6 +105,16 @@ class SplitMaster:
             remainder[wide != wide] = 0  # the weight is NaN there, and so must the whole be
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What training has made of one parameter, flat: its master, its moments (fp32), and the compute weight if that lies apart."""
+
+    master: torch.Tensor | SplitMaster
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    weight: torch.Tensor | None = None
+
+
 def adamw_(
     master: torch.Tensor | SplitMaster,
     exp_avg: torch.Tensor,
@@ -114,23 +124,32 @@ def adamw_(
     factor: float,
     n_updates: int,
     settings: AdamW,
+    start_from: Learned | None = None,
 ) -> None:
-    """One AdamW step on one flat parameter, in place, chunk by chunk.
+    """One AdamW step on one flat parameter, chunk by chunk: in place, or `start_from` what lies elsewhere and stays as it is.
 
     `gradient` (any dtype) is widened and multiplied by `factor` in scratch memory. `master` is fp32, or bf16 and then
     rounded half up, or split. `weight`, if given, receives the compute weight. `n_updates` counts from 1 (bias correction).
     """
     step = torch.tensor(float(n_updates))
+    before = start_from or Learned(master, exp_avg, exp_avg_sq)
     for start in range(0, master.numel(), CHUNK_ELEMENTS):
         part = slice(start, min(start + CHUNK_ELEMENTS, master.numel()))
         wide_gradient = gradient[part].to(torch.float32, copy=True)
         if factor != 1.0:
             wide_gradient *= factor
-        match master:
+        if start_from is not None:
+            exp_avg[part].copy_(before.exp_avg[part])
+            exp_avg_sq[part].copy_(before.exp_avg_sq[part])
+        match before.master:
             case SplitMaster():
-                wide_master = master.joined(part)
+                wide_master = before.master.joined(part)
+            case _ if isinstance(master, torch.Tensor) and master.dtype is torch.float32:
+                wide_master = master[part]  # the kernel works in place
+                if start_from is not None:
+                    wide_master.copy_(before.master[part])
             case _:
-                wide_master = master[part].float()  # no copy where it is fp32 already
+                wide_master = before.master[part].float()
         torch._fused_adamw_(
             [wide_master],
             [wide_gradient],

@@ -20,6 +20,10 @@ of decoder layers; block 0 is the embedding, blocks 1..L the layers, block L+1 t
     update b      R those gradients, `norm[0]` (unless the update is eager), `masters[b]`, `moments[b]`.
                   W `masters[b]`, `moments[b]`, and `host_weights[b]` where there is one
 
+    speculate b   R those gradients, `masters[b]`, `moments[b]`.  W the block's slot of `shadows`
+    settle b      R those gradients, `norm[0]`, `masters[b]`, `moments[b]`, the slot of `shadows`.  W `masters[b]`, `moments[b]`,
+                  `host_weights[b]` where there is one, the slot of `shadows`
+    recompute b m R the weight slot, the boundary of b-1.  W the boundary of b
     spill b m     R the boundary slot of (b, m).  W one slot of `spilled` (on the host)
     fetch b m     R that slot of `spilled`.  W a slot of `boundaries`
 
@@ -27,10 +31,27 @@ of decoder layers; block 0 is the embedding, blocks 1..L the layers, block L+1 t
 for the head, a ring between them for the layers. `staging` has a ring for layers, then one slot for the vocabulary blocks.
 
 `boundaries` has, for each block 0..L that does not spill, in order, one slot per micro-batch of a group: i * group + m % group for
-the i-th of them; then, if any block spills, a ring of 3 * group slots. The boundary of a block that spills is written to a slot
+the i-th of them; then, if any block spills, a ring of 2 * group + 1 slots. The boundary of a block that spills is written to a slot
 of the ring by forward b m, goes by spill b m to slot i * group + m % group of `spilled` (for the i-th spilling block), and comes
 back by fetch b m to a slot of the ring, where backward b+1 m finds it as its input and leaves its gradient. Groups follow one
 another. A block whose input spills cannot keep its activations.
+
+With `policy.boundary_stride` s above 1 only the boundaries of blocks 0, s, 2s, .. and L have slots of their own (in order, one per
+micro-batch of a group); after them come (s - 1) * group slots that the others share: that of block b, micro-batch m is number
+(b % s - 1) * group + m % group of these. In backward, before layers ks+1 .. min((k+1)s, L), highest first, all but the highest of
+them are computed again: recompute ks+1, ks+2, .. Such a plan keeps nothing else and spills nothing.
+
+A block in `policy.speculate_blocks` (updates deferred) has no `update`. Its gradient's `norm` is followed by `speculate`, which
+does what `update` would do if the norm asked for no clipping and writes all that results into the block's slot of `shadows` (in
+ascending order of blocks; one slot holds weights, master and moments). `settle` stands where `update` would. Where the clip
+factor is one, the shadow becomes the state and the state the next shadow; else it does what `update` does.
+
+With `policy.transfer_chunk_bytes` a layer's parameters, in order, are cut into chunks: each holds as many as fit into that many
+bytes of compute weights, and at least one. load, offload, norm, update, speculate and settle of a layer come once per chunk, in
+ascending order, and wherever above a host arena (`masters`, `remainders`, `moments`, `host_weights`, `host_gradients`,
+`shadows`) has one slot for a layer it has one per chunk. An op names its chunk where its block has more than one. Vocabulary
+blocks are one chunk; all micro-batches must be in one
+group. The ring of eager updates has as many slots as two layers have chunks, each of the size of the largest chunk.
 
 A block in `policy.resident_blocks` has a weight slot of its own in `resident_weights` (of exact size, in ascending order of
 blocks), loaded once a step, before its first use. With storage `split` there is no `masters` but `remainders` (16 bits per
@@ -47,166 +68,26 @@ Every slot starts on a multiple of 256 bytes in its arena.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from .errors import PlanError
 from .files import read_whole, write_whole
-from .workload import FILE, BlockKind, Count, Dtype, Model, Natural, Workload
+from .ops import LANE_OF, Kind, Lane, Op, OpLine, Slot, Wait
+from .policy import Policy, Semantics, Update
+from .workload import FILE, ITEM_BYTES, BlockKind, Dtype, Model, Natural, Saved, Workload
+
+__all__ = [
+    "LANE_OF", "Arena", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy", "Semantics", "Slot", "Update", "Wait",
+]  # fmt: skip
 
 FORMAT_VERSION = 1
 MAX_PLAN_FILE_BYTES = 512 * 2**20
-
-
-class Lane(StrEnum):
-    """A queue that does one op at a time, in order."""
-
-    GPU = "gpu"
-    H2D = "h2d"
-    D2H = "d2h"
-    CPU = "cpu"
-
-
-class Kind(StrEnum):
-    """What an op does; the module docstring says what each reads and writes."""
-
-    LOAD = "load"
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-    OFFLOAD = "offload"
-    ACCUMULATE = "accumulate"
-    NORM = "norm"
-    UPDATE = "update"
-    SPILL = "spill"
-    FETCH = "fetch"
-
-
-LANE_OF = {
-    Kind.LOAD: Lane.H2D,
-    Kind.FORWARD: Lane.GPU,
-    Kind.LOSS: Lane.GPU,
-    Kind.BACKWARD: Lane.GPU,
-    Kind.OFFLOAD: Lane.D2H,
-    Kind.ACCUMULATE: Lane.CPU,
-    Kind.NORM: Lane.CPU,
-    Kind.UPDATE: Lane.CPU,
-    Kind.SPILL: Lane.D2H,
-    Kind.FETCH: Lane.H2D,
-}
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Slot:
-    """A fixed region of memory: the index-th slot of an arena. Written `weights[2]`."""
-
-    arena: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.arena}[{self.index}]"
-
-    @staticmethod
-    def parse(text: str) -> "Slot":
-        match = re.fullmatch(r"([a-z_]{1,40})\[([0-9]{1,9})\]", text)
-        if match is None:
-            raise PlanError(f"{text!r} is not a slot; write for example weights[2]")
-        return Slot(match[1], int(match[2]))
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Start only after op number `op` of the plan is done: of this step (distance 0) or of the one before (1)."""
-
-    op: int
-    distance: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.op}@{self.distance}" if self.distance else str(self.op)
-
-    @staticmethod
-    def parse(text: str) -> "Wait":
-        match = re.fullmatch(r"([0-9]{1,9})(?:@(1))?", text)
-        if match is None:
-            raise PlanError(f"{text!r} is not a wait; write 12, or 12@1 for the step before")
-        return Wait(int(match[1]), int(match[2] or 0))
-
-
-_OP_LINE = re.compile(
-    r"(?P<kind>[a-z]+) (?P<lane>[a-z0-9]+) b(?P<block>[0-9]{1,9})(?: m(?P<micro_batch>[0-9]{1,9}))?"
-    r"(?: < (?P<reads>[^<>^]+?))?(?: > (?P<writes>[^<>^]+?))?(?: \^ (?P<waits>[0-9@ ]+))?"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One instruction. Its line, `forward gpu b2 m0 < weights[1] boundaries[4] > boundaries[8] ^ 3 17@1`, parses back."""
-
-    kind: Kind
-    lane: Lane
-    block: int
-    micro_batch: int | None = None
-    reads: tuple[Slot, ...] = ()
-    writes: tuple[Slot, ...] = ()
-    waits: tuple[Wait, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [self.name]
-        for mark, items in (("<", self.reads), (">", self.writes), ("^", self.waits)):
-            if items:
-                parts += [mark, *map(str, items)]
-        return " ".join(parts)
-
-    @property
-    def name(self) -> str:
-        """The line without slots and waits: `forward gpu b2 m0`."""
-        micro_batch = "" if self.micro_batch is None else f" m{self.micro_batch}"
-        return f"{self.kind} {self.lane} b{self.block}{micro_batch}"
-
-    @staticmethod
-    def parse(line: str) -> "Op":
-        """The op written as `line`; PlanError when it is not one."""
-        match = _OP_LINE.fullmatch(line)
-        if match is None:
-            raise PlanError(f"{line[:120]!r} is not an op; write for example: load h2d b3 < masters[3] > weights[1] ^ 12")
-        try:
-            kind, lane = Kind(match["kind"]), Lane(match["lane"])
-        except ValueError:
-            raise PlanError(f"{line[:120]!r}: unknown kind or lane; kinds are {', '.join(Kind)}") from None
-        if LANE_OF[kind] is not lane:
-            raise PlanError(f"{line[:120]!r}: {kind} runs on lane {LANE_OF[kind]}, not {lane}")
-        return Op(
-            kind,
-            lane,
-            int(match["block"]),
-            None if match["micro_batch"] is None else int(match["micro_batch"]),
-            tuple(map(Slot.parse, (match["reads"] or "").split())),
-            tuple(map(Slot.parse, (match["writes"] or "").split())),
-            tuple(map(Wait.parse, (match["waits"] or "").split())),
-        )
-
-    def slot(self, *arenas: str) -> Slot | None:
-        """The first slot this op reads or writes in one of the named arenas."""
-        for slot in (*self.reads, *self.writes):
-            if slot.arena in arenas:
-                return slot
-        return None
-
-
-def _op_from_line(value: object) -> object:
-    if isinstance(value, Op):
-        return value
-    if isinstance(value, str):
-        return Op.parse(value)
-    raise PlanError("an op is one line of text")
-
-
-OpLine = Annotated[Op, BeforeValidator(_op_from_line), PlainSerializer(str)]
 
 
 class Place(StrEnum):
@@ -226,64 +107,6 @@ class Arena:
     @property
     def n_bytes(self) -> int:
         return sum(self.slot_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Semantics:
-    """What is computed: the user's choice. It alone decides the bits of the result."""
-
-    seq_len: Count
-    batch_size: Count
-    micro_batch: Count
-    compute_dtype: Dtype = "bf16"
-    gradient_dtype: Dtype = "bf16"
-    master_dtype: Dtype = "fp32"
-    weight_rounding: Literal["half_up"] = "half_up"
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    on_nonfinite: Literal["skip", "stop"] = "stop"
-    loss_tile_tokens: Count = 1024
-    mlp_tile_tokens: Count | None = None  # None: the MLP is not tiled
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    experts: Literal["eager", "grouped_mm"] = "grouped_mm"
-    __pydantic_config__ = FILE
-
-    @property
-    def n_micro_batches(self) -> int:
-        return self.batch_size // self.micro_batch
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch_size * self.seq_len
-
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        return self.micro_batch * self.seq_len
-
-
-class Update(StrEnum):
-    """When the host optimizer runs."""
-
-    EAGER = "eager"  # as each block's gradient arrives; legal only without clipping and with on_nonfinite: stop
-    BARRIER = "barrier"  # after the global norm, and the next step starts only when all blocks are updated
-    DEFERRED = "deferred"  # after the global norm, block by block into the next step's forward
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How it is scheduled: the planner's choice. It never changes a bit of the result."""
-
-    prefetch_depth: Count = 1  # weight slots ahead of the block being computed
-    gradient_slots: Count = 1  # device slots for gradients of layers
-    offload_late_blocks: Natural = (
-        0  # a layer's gradient leaves when the backward this many layers further on is done, if there is one
-    )
-    group_micro_batches: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
-    keep_blocks: tuple[Natural, ...] = ()  # layers whose activations are kept; the others keep their input and recompute
-    update: Update = Update.BARRIER
-    storage: Literal["mirrored", "split"] = "mirrored"  # a bf16 copy beside the fp32 master, or the master cut in two halves
-    resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
-    spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward
-    __pydantic_config__ = FILE
 
 
 _HEADER = ("semantics", "policy", "model", "workload", "profile")
@@ -349,6 +172,25 @@ class Plan:
         """The host arena that uploads read: a bf16 copy, or the master itself when it already has the compute dtype."""
         return "host_weights" if self.semantics.compute_dtype != self.semantics.master_dtype else "masters"
 
+    def chunks(self, block: int) -> tuple[range, ...]:
+        """The elements of each chunk of a block's slots; one chunk unless it is a layer and the policy cuts layers."""
+        whole, most_bytes = self.workload.blocks[block], self.policy.transfer_chunk_bytes
+        if whole.kind is not BlockKind.LAYER or most_bytes is None:
+            return (range(whole.slot_elements),)
+        most = most_bytes // ITEM_BYTES[self.semantics.compute_dtype]
+        starts = [*whole.offsets()[0].values(), whole.slot_elements]
+        cuts = [0]
+        for start, end in pairwise(starts):
+            if end - cuts[-1] > most and start > cuts[-1]:
+                cuts.append(start)
+        return tuple(range(start, end) for start, end in pairwise([*cuts, whole.slot_elements]))
+
+    def saved(self, block: int) -> Saved:
+        """What a layer saves for its backward; meaningless for the blocks under `keep`."""
+        if block in self.policy.product_blocks:
+            return Saved.PRODUCTS
+        return Saved.ATTENTION if block in self.policy.attention_blocks else Saved.BOUNDARY
+
     def gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the device and on the link."""
         if self.workload.blocks[block].kind is BlockKind.LAYER:
@@ -369,13 +211,25 @@ class Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """What autograd keeps at its peak for the blocks under `keep`: one group of micro-batches."""
-        return self.policy.group_micro_batches * sum(self.workload.blocks[b].kept_bytes for b in self.policy.keep_blocks)
+        """What is kept at its peak, of one group of micro-batches: by autograd under `keep`, and what the others save."""
+        blocks, policy = self.workload.blocks, self.policy
+        kept = sum(blocks[b].kept_bytes for b in policy.keep_blocks)
+        saving = (blocks[b].recompute(self.saved(b), policy.early_stop) for b in (*policy.attention_blocks, *policy.product_blocks))
+        return policy.group_micro_batches * (kept + sum(r.saved_bytes for r in saving if r is not None))
 
     @property
     def transient_bytes(self) -> int:
         """Peak of the block being computed, in the allocator."""
-        return max(b.transient_bytes for b in self.workload.blocks)
+        blocks, policy, whole = self.workload.blocks, self.policy, set(self.policy.keep_blocks)
+        again = (None if b in whole else blocks[b].recompute(self.saved(b), policy.early_stop) for b in range(1, len(blocks) - 1))
+        layers = ((r or b).transient_bytes for b, r in zip(blocks[1:-1], again, strict=True))
+        return max(self.vocab_transient_bytes, *layers)
+
+    @property
+    def vocab_transient_bytes(self) -> int:
+        """Peak of the embedding or the head. Where the host sums micro-batches, the device has no sum of earlier ones."""
+        embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
+        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes))
 
 
 @dataclass(frozen=True, slots=True)

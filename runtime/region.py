@@ -3,6 +3,8 @@
 A fluid model. An op is a fixed overhead, during which it uses nothing, then work. At full speed the work lasts `alone_s`
 and draws on resources at constant rates. Ops that work at the same time run at speeds in (0, 1] that are max-min fair:
 all speeds rise together, and when a resource is used up, the ops that draw on it stay at the speed they have reached.
+A capacity is what several ops get together; an op that draws on a resource alone runs as it was measured alone, even where
+the two directions of a link are slower together than one after the other.
 Speeds change only when an op begins or ends its work, so both the simulator and the emulated machine need only `rates`.
 """
 
@@ -14,6 +16,8 @@ from functools import lru_cache
 
 class Resource(StrEnum):
     """Something that ops share."""
+
+    __hash__ = str.__hash__  # a tenth of the time of an enumeration's own
 
     H2D = "h2d"  # bytes per second over the link, host to device
     D2H = "d2h"  # bytes per second over the link, device to host
@@ -57,6 +61,10 @@ def shares(uses: tuple[Uses, ...], region: Region) -> tuple[float, ...]:
     draws = [dict(use) for use in uses]
     speed = [0.0] * len(uses)
     left = dict(region.capacity)
+    for r, capacity in region.capacity:
+        drawers = [draw for draw in draws if draw.get(r, 0.0) > 0]
+        if len(drawers) == 1:
+            drawers[0][r] = min(drawers[0][r], capacity)
     rising = set(range(len(uses)))
     level = 0.0  # the common speed of all that still rise
     while rising:

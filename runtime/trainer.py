@@ -96,10 +96,10 @@ class Training:
 
     def save(self, step: int) -> Path:
         """Write `checkpoint-<step>` from the state on the host."""
-        weights = {p.name: weight for p, weight in self.store.compute_weights()}
+        weights = {p.name: weight for p, weight in self.store.host.compute_weights()}
         state = {
             "seed": self.seed,
-            "n_updates": self.store.n_updates,
+            "n_updates": self.store.host.n_updates,
             "data_fingerprint": self.tokens.fingerprint,
             "data_position": list(self.tokens.position(step)),
             "model_fingerprint": self.plan.model.fingerprint,
@@ -108,13 +108,12 @@ class Training:
         return save(self.folder, step, weights, self._optimizer_files(), self.plan.model.config, state, self.tokenizer_from)
 
     def _optimizer_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        for number, block in enumerate(self.plan.workload.blocks):
+        for number in range(len(self.plan.workload.blocks)):
             tensors: dict[str, torch.Tensor] = {}
-            for p in block.parameters:
-                if p.tied_to is None:
-                    exp_avg, exp_avg_sq = self.store.moments(number, p)
-                    tensors |= {f"master.{p.name}": self.store.master(number, p).view(p.shape)}
-                    tensors |= {f"exp_avg.{p.name}": exp_avg.view(p.shape), f"exp_avg_sq.{p.name}": exp_avg_sq.view(p.shape)}
+            for p in self.store.host.owned(number):
+                exp_avg, exp_avg_sq = self.store.host.moments(p)
+                tensors |= {f"master.{p.name}": self.store.host.master(p).view(p.shape)}
+                tensors |= {f"exp_avg.{p.name}": exp_avg.view(p.shape), f"exp_avg_sq.{p.name}": exp_avg_sq.view(p.shape)}
             yield f"{number:05d}", tensors
 
     def resume(self, state: State) -> None:
@@ -133,14 +132,12 @@ class Training:
         n_updates = state.fields.get("n_updates")
         if not isinstance(n_updates, int) or not 0 <= n_updates <= state.step:
             raise CheckpointError(f"{state.path}: `n_updates` is no count; resume from another checkpoint")
-        for number, block in enumerate(self.plan.workload.blocks):
-            masters = {p.name: self._stored(state, "master", p) for p in block.parameters if p.tied_to is None}
-            self.store.set_weights(number, masters)
-            for p in block.parameters:
-                if p.tied_to is None:
-                    for name, moment in zip(("exp_avg", "exp_avg_sq"), self.store.moments(number, p), strict=True):
-                        moment.copy_(self._stored(state, name, p).reshape(-1))
-        self.store.n_updates = n_updates
+        for number in range(len(self.plan.workload.blocks)):
+            for p in self.store.host.owned(number):
+                self.store.host.set_weight(p, self._stored(state, "master", p))
+                for name, moment in zip(("exp_avg", "exp_avg_sq"), self.store.host.moments(p), strict=True):
+                    moment.copy_(self._stored(state, name, p).reshape(-1))
+        self.store.host.n_updates = n_updates
 
     @staticmethod
     def _stored(state: State, kind: str, p: Parameter) -> torch.Tensor:
@@ -152,9 +149,10 @@ class Training:
 
 def load_model(store: CpuMachine, folder: Path) -> None:
     """Put a Hugging Face model's weights into the host store, one tensor at a time."""
-    for number, block in enumerate(store.plan.workload.blocks):
-        shapes = {p.name: p.shape for p in block.parameters if p.tied_to is None}
-        store.set_weights(number, dict(load_weights(folder, shapes, shapes)))
+    for number in range(len(store.plan.workload.blocks)):
+        owned = {p.name: p for p in store.host.owned(number)}
+        for name, weight in load_weights(folder, owned, {name: p.shape for name, p in owned.items()}):
+            store.host.set_weight(owned[name], weight)
 
 
 class _Clock:

@@ -78,6 +78,48 @@ class BlockKind(StrEnum):
     HEAD = "head"
 
 
+class Saved(StrEnum):
+    """What of a block's forward lies on the device until its backward, besides its input; the rest is computed again."""
+
+    __hash__ = str.__hash__  # a tenth of the time of an enumeration's own
+
+    BOUNDARY = "boundary"  # nothing
+    ATTENTION = "attention"  # what fused attention makes: its output and the logarithms of its sums
+    PRODUCTS = "products"  # that, and what each product with a weight makes
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One way to recompute, as a plan stores it; `n_matmuls`: so many of `Block.matmuls` run again, the first ones."""
+
+    saved: Saved
+    early_stop: bool
+    saved_bytes: Natural
+    transient_bytes: Natural
+    n_matmuls: Natural
+    attention: bool
+    pointwise_bytes: Natural
+    n_kernels: Natural
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What a backward does before gradients flow, and what it needs for that.
+
+    With `early_stop` it ends as soon as the last tensor that autograd saves is there: the product after it is not run.
+    """
+
+    saved: Saved
+    early_stop: bool
+    saved_bytes: int  # on the device from forward to backward, for one micro-batch, besides the input
+    transient_bytes: int  # peak in the allocator during backward beyond `saved_bytes`, gradients of weights included
+    matmuls: tuple[Matmul, ...]
+    attention: bool  # whether attention is computed again
+    pointwise_bytes: int
+    n_kernels: int
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """A streamable unit. FLOP and bytes are for one micro-batch, forward only unless the name says otherwise."""
@@ -92,6 +134,9 @@ class Block:
     boundary_bytes: Natural = 0  # the block's output
     kept_bytes: Natural = 0  # what autograd keeps of one forward until its backward, without weights and input
     transient_bytes: Natural = 0  # peak in the allocator during backward (or loss) with recompute, gradients of weights included
+    own_sum_bytes: Natural = 0  # of the head's peak: a micro-batch's own sum of gradients, beside one of those before it
+    tile_sum_bytes: Natural = 0  # memory traffic in one backward of adding up weight gradients of the MLP's tiles
+    tiers: tuple[Tier, ...] = ()  # ways to recompute besides the whole forward from the input
     __pydantic_config__ = FILE
 
     @property
@@ -102,6 +147,22 @@ class Block:
     @property
     def forward_flop(self) -> int:
         return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
+
+    def recompute(self, saved: Saved, early_stop: bool) -> Recompute | None:
+        """What backward computes again if the forward leaves `saved` behind; None where the block has no such tier.
+
+        From the boundary, without early stop, that is the whole forward.
+        """
+        if saved is Saved.BOUNDARY and not early_stop:
+            attends = self.attention is not None
+            return Recompute(saved, False, 0, self.transient_bytes, self.matmuls, attends, self.pointwise_bytes, self.n_kernels)
+        for t in self.tiers:
+            if t.saved is saved and t.early_stop == early_stop:
+                again = self.matmuls[: t.n_matmuls]
+                return Recompute(
+                    saved, early_stop, t.saved_bytes, t.transient_bytes, again, t.attention, t.pointwise_bytes, t.n_kernels
+                )
+        return None
 
     @property
     def tied(self) -> bool:

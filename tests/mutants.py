@@ -1,23 +1,21 @@
 """Which wrong plans does the checker let through?
 
 A mutant is a plan with one thing changed. The checker should refuse it (kill it), or the change should be harmless. What
-survives is put before `same_training`, a slow and obvious oracle that shares nothing with the checker: reachability in a
-networkx graph of four steps, and the training state of every block written out as a term over everything it came from.
+survives is put before the oracle of `tests/oracle.py`.
 """
 
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
-
-import networkx as nx
 
 from planner.check import check
 from planner.lower import lower
 from runtime.errors import PlanError
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from tests.oracle import same_training
 from tests.strategies import MODEL, PROFILE, small_workload
 
 Mutants = Iterator[tuple[str, Plan]]  # what was changed, and the plan
@@ -37,10 +35,17 @@ def _without(plan: Plan, i: int) -> Plan:
     return replace(plan, ops=tuple(ops))
 
 
+def _following(op: Op, at: dict[int, int]) -> Op:
+    """The op, its waits on ops that went elsewhere; `at`: where those went."""
+    if not any(w.op in at for w in op.waits):
+        return op
+    return replace(op, waits=tuple(Wait(at.get(w.op, w.op), w.distance) for w in op.waits))
+
+
 def _swapped(plan: Plan, i: int, j: int) -> Plan:
     """Ops i and j trade places; waits follow their ops."""
     at = {i: j, j: i}
-    ops = [replace(op, waits=tuple(replace(w, op=at.get(w.op, w.op)) for w in op.waits)) for op in plan.ops]
+    ops = [_following(op, at) for op in plan.ops]
     ops[i], ops[j] = ops[j], ops[i]
     return replace(plan, ops=tuple(ops))
 
@@ -111,7 +116,7 @@ def _move_op(plan: Plan) -> Mutants:
                 source = dict(zip(lane, order, strict=True))  # place: the op that comes there
                 at = {i: place for place, i in source.items()}
                 ops = [plan.ops[source.get(place, place)] for place in range(len(plan.ops))]
-                moved = [replace(op, waits=tuple(replace(w, op=at.get(w.op, w.op)) for w in op.waits)) for op in ops]
+                moved = [_following(op, at) for op in ops]
                 yield f"moved {lane[n]}: {plan.ops[lane[n]]} to {lane[k]}", replace(plan, ops=tuple(moved))
 
 
@@ -156,9 +161,10 @@ def _fetch_early(plan: Plan) -> Mutants:
             bare = _with_op(plan, i, replace(op, waits=()))
             yield f"first in its lane: op {i}: {op}", _moved(bare, i, first)
             key = Kind.SPILL, op.block, op.micro_batch
-            spill = next(j for j, other in enumerate(plan.ops) if (other.kind, other.block, other.micro_batch) == key)
-            later = replace(plan.ops[spill], waits=(*plan.ops[spill].waits, Wait(i)))
-            yield f"before op {spill}: op {i}: {op}", _with_op(bare, spill, later)
+            for spill, other in enumerate(plan.ops):
+                if (other.kind, other.block, other.micro_batch) == key:
+                    later = replace(other, waits=(*other.waits, Wait(i)))
+                    yield f"before op {spill}: op {i}: {op}", _with_op(bare, spill, later)
 
 
 def _moved(plan: Plan, i: int, j: int) -> Plan:
@@ -166,7 +172,7 @@ def _moved(plan: Plan, i: int, j: int) -> Plan:
     order = [*range(j), i, *(k for k in range(j, len(plan.ops)) if k != i)]
     at = {k: place for place, k in enumerate(order)}
     ops = [plan.ops[k] for k in order]
-    return replace(plan, ops=tuple(replace(op, waits=tuple(replace(w, op=at[w.op]) for w in op.waits)) for op in ops))
+    return replace(plan, ops=tuple(_following(op, at) for op in ops))
 
 
 def _other_stay(plan: Plan) -> Mutants:
@@ -193,9 +199,130 @@ def _other_stay(plan: Plan) -> Mutants:
                 yield f"stay in [{index}], not {slot}: {op}", replace(plan, ops=ops)
 
 
+def _moved_to(plan: Plan, i: int, j: int) -> Plan:
+    """Op i goes to place j > i, and those between one place back; waits follow their ops."""
+    order = [*(k for k in range(j + 1) if k != i), i, *range(j + 1, len(plan.ops))]
+    at = {k: place for place, k in enumerate(order)}
+    ops = [plan.ops[k] for k in order]
+    return replace(plan, ops=tuple(_following(op, at) for op in ops))
+
+
+def _speculate_out_of_turn(plan: Plan) -> Mutants:
+    """A speculate ahead of the norm of its gradient, or after its settle."""
+    at = {(op.kind, op.block, op.chunk): i for i, op in enumerate(plan.ops) if op.micro_batch is None}
+    for i, op in enumerate(plan.ops):
+        if op.kind is Kind.SPECULATE:
+            norm, settle = at.get((Kind.NORM, op.block, op.chunk), i), at.get((Kind.SETTLE, op.block, op.chunk), i)
+            if norm < i:
+                with_waits = _with_op(plan, i, replace(op, waits=plan.ops[norm].waits))
+                yield f"before the norm, op {i}: {op}", _moved(with_waits, i, norm)
+            if settle > i:
+                yield f"after the settle, op {i}: {op}", _moved_to(plan, i, settle)
+
+
+def _settle_early(plan: Plan) -> Mutants:
+    """A settle before the last norm: just so, or as early as its speculate allows."""
+    last = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=0)
+    at = {(op.block, op.chunk): i for i, op in enumerate(plan.ops) if op.kind is Kind.SPECULATE}
+    for i, op in enumerate(plan.ops):
+        if op.kind is Kind.SETTLE and last < i:
+            yield f"before the last norm, op {i}: {op}", _moved(plan, i, last)
+            if at.get((op.block, op.chunk), last) < last:
+                yield f"after its speculate, op {i}: {op}", _moved(plan, i, at[op.block, op.chunk] + 1)
+
+
+def _other_shadow(plan: Plan) -> Mutants:
+    """A block speculates into the shadow of another one, and settles from there."""
+    slots = sorted({s for op in plan.ops for s in op.writes if s.arena == "shadows"})
+    for op in plan.ops:
+        if op.kind is Kind.SPECULATE:
+            for other in slots:
+                new = {op.writes[0]: other}
+                if other != op.writes[0]:
+                    ops = tuple(_renamed(o, new) if (o.block, o.chunk) == (op.block, op.chunk) else o for o in plan.ops)
+                    yield f"{op.writes[0]} -> {other}: {op}", replace(plan, ops=ops)
+
+
+def _renamed(op: Op, new: dict[Slot, Slot]) -> Op:
+    return replace(op, reads=tuple(new.get(s, s) for s in op.reads), writes=tuple(new.get(s, s) for s in op.writes))
+
+
+def _swap_chunks(plan: Plan) -> Mutants:
+    """Two chunks of a block trade places in one of their lanes: what they read and write goes with them, waits do not."""
+    for i, op in enumerate(plan.ops):
+        for j in range(i + 1, len(plan.ops)):
+            other = plan.ops[j]
+            if op.chunk is not None and (op.kind, op.block, op.chunk + 1) == (other.kind, other.block, other.chunk):
+                swapped = _with_op(plan, i, replace(other, waits=op.waits))
+                yield f"chunks of {i}: {op} and {j}: {other}", _with_op(swapped, j, replace(op, waits=other.waits))
+                break
+
+
+def _drop_chunk(plan: Plan) -> Mutants:
+    """No op of one chunk of a block, or none of one kind."""
+    chunks = sorted({(op.block, op.chunk) for op in plan.ops if op.chunk is not None})
+    for b, c in chunks:
+        for kinds in (set(Kind), *({kind} for kind in Kind)):
+            mutant = plan
+            for i in reversed(range(len(plan.ops))):
+                if (plan.ops[i].block, plan.ops[i].chunk) == (b, c) and plan.ops[i].kind in kinds:
+                    mutant = _without(mutant, i)
+            if mutant != plan:
+                yield f"no {'op' if len(kinds) > 1 else ' '.join(kinds)} of block {b}, chunk {c}", mutant
+
+
+def _change_chunk(plan: Plan) -> Mutants:
+    for i, op in enumerate(plan.ops):
+        for chunk in (None, 0, 1, 2):
+            if chunk != op.chunk:
+                yield f"op {i} for chunk {chunk}: {op}", _with_op(plan, i, replace(op, chunk=chunk))
+
+
+def _chunk_of_neighbour(plan: Plan) -> Mutants:
+    """A chunk uses a slot on the host that belongs to the chunk before or after it."""
+    sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
+    for i, op in enumerate(plan.ops):
+        for field in ("reads", "writes") if op.chunk is not None else ():
+            slots: tuple[Slot, ...] = getattr(op, field)
+            for n, slot in enumerate(slots):
+                for index in (slot.index - 1, slot.index + 1):
+                    if 0 <= index < sizes[slot.arena]:
+                        changed = (*slots[:n], Slot(slot.arena, index), *slots[n + 1 :])
+                        yield f"{field} {slot} -> [{index}] in op {i}: {op}", _with_op(plan, i, _with(op, field, changed))
+
+
+def _other_shared_slot(plan: Plan) -> Mutants:
+    """An output that is computed again lies in another slot of those that share, in forward or in backward: every op says so."""
+    n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "boundaries")
+    for op in plan.ops:
+        if op.kind is Kind.RECOMPUTE:
+            b, m = op.block, op.micro_batch
+            forward = {(Kind.FORWARD, b, m), (Kind.FORWARD, b + 1, m)}
+            backward = {(kind, block, m) for kind in (Kind.RECOMPUTE, Kind.BACKWARD) for block in (b, b + 1)}
+            for users in (forward, backward, forward | backward):
+                for index in range(n_slots):
+                    new = {op.writes[0]: Slot("boundaries", index)}
+                    if index != op.writes[0].index:
+                        ops = tuple(_renamed(o, new) if (o.kind, o.block, o.micro_batch) in users else o for o in plan.ops)
+                        yield f"{op.writes[0]} -> [{index}] in {len(users)} ops: {op}", replace(plan, ops=ops)
+
+
+def _recompute_other(plan: Plan) -> Mutants:
+    """Each recompute does the work of another one instead, from what is there and to where it was wanted, or all of it."""
+    again = [i for i, op in enumerate(plan.ops) if op.kind is Kind.RECOMPUTE]
+    for i in again:
+        for j in again:
+            if i != j:
+                op, other = plan.ops[i], plan.ops[j]
+                yield f"op {i} as {other}: {op}", _with_op(plan, i, replace(other, waits=op.waits))
+                for field in ("reads", "writes"):
+                    if getattr(op, field) != getattr(other, field):
+                        yield f"{field} of {other} in op {i}: {op}", _with_op(plan, i, _with(op, field, getattr(other, field)))
+
+
 SIBLINGS = (
     {"weights", "vocab_weights", "resident_weights"},
-    {"masters", "remainders", "host_weights", "moments"},
+    {"masters", "remainders", "host_weights", "moments", "shadows"},
     {"boundaries", "spilled"},
     {"sums", "gradients", "vocab_sums", "vocab_gradients"},
 )
@@ -214,12 +341,18 @@ def _other_arena(plan: Plan) -> Mutants:
 
 
 def _other_policy(plan: Plan) -> Mutants:
-    """The same ops under a policy that says otherwise of what is resident, what spills and how state is stored."""
+    """The same ops under a policy that says otherwise of what is resident, spills, speculates, is cut or stored how."""
     policy = plan.policy
     for b in range(len(plan.workload.blocks)):
         resident, spill = set(policy.resident_blocks) ^ {b}, set(policy.spill_blocks) ^ {b}
         yield f"resident {sorted(resident)}", replace(plan, policy=replace(policy, resident_blocks=tuple(sorted(resident))))
         yield f"spilled {sorted(spill)}", replace(plan, policy=replace(policy, spill_blocks=tuple(sorted(spill))))
+        speculating = tuple(sorted(set(policy.speculate_blocks) ^ {b}))
+        yield f"speculating {speculating}", replace(plan, policy=replace(policy, speculate_blocks=speculating))
+    for stride in {max(policy.boundary_stride - 1, 1), policy.boundary_stride + 1} - {policy.boundary_stride}:
+        yield f"stride {stride}", replace(plan, policy=replace(policy, boundary_stride=stride))
+    chunk_bytes = 1 if policy.transfer_chunk_bytes is None else None
+    yield f"chunks of {chunk_bytes}", replace(plan, policy=replace(policy, transfer_chunk_bytes=chunk_bytes))
     storage = "mirrored" if policy.storage == "split" else "split"
     yield f"storage {storage}", replace(plan, policy=replace(policy, storage=storage))  # type: ignore[arg-type]
 
@@ -269,9 +402,19 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "drop an offload": _drops({Kind.OFFLOAD}),
     "drop a spill": _drops({Kind.SPILL}),
     "drop a fetch": _drops({Kind.FETCH}),
-    "drop any other op": _drops(set(Kind) - {Kind.LOAD, Kind.OFFLOAD, Kind.SPILL, Kind.FETCH}),
+    "drop a recompute": _drops({Kind.RECOMPUTE}),
+    "drop a speculate or a settle": _drops({Kind.SPECULATE, Kind.SETTLE}),
+    "drop any other op": _drops(
+        set(Kind) - {Kind.LOAD, Kind.OFFLOAD, Kind.SPILL, Kind.FETCH, Kind.RECOMPUTE, Kind.SPECULATE, Kind.SETTLE}
+    ),
+    "drop a chunk": _drop_chunk,
     "fetch before the spill": _fetch_early,
     "another slot of the ring for one stay": _other_stay,
+    "another shared slot for one output": _other_shared_slot,
+    "do the work of another recompute": _recompute_other,
+    "speculate out of turn": _speculate_out_of_turn,
+    "settle before the norm of all": _settle_early,
+    "the shadow of another block": _other_shadow,
     "swap neighbours in a lane": _swap_neighbours,
     "swap two ops of a lane": _swap_anywhere,
     "move an op in its lane": _move_op,
@@ -282,147 +425,12 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "a slot of another arena": _other_arena,
     "another policy": _other_policy,
     "change the block": _change_block,
+    "change the chunk": _change_chunk,
+    "swap two chunks": _swap_chunks,
+    "a neighbour's slot for a chunk": _chunk_of_neighbour,
     "change the micro-batch": _change_micro_batch,
     "shrink an arena": _shrink_arena,
 }
-
-# --- the oracle ---------------------------------------------------------------------------------------------------------
-
-N_STEPS = 4
-Node = tuple[int, int]  # op, step
-
-
-def unrolled(plan: Plan, n_steps: int = N_STEPS) -> "nx.DiGraph[Node]":
-    """An edge from each op of each step to those that start after it: the next of its lane, and those that wait."""
-    graph: nx.DiGraph[Node] = nx.DiGraph()
-    last: dict[str, Node] = {}
-    for step in range(n_steps):
-        for i, op in enumerate(plan.ops):
-            graph.add_node((i, step))
-            if op.lane in last:
-                graph.add_edge(last[op.lane], (i, step))
-            last[op.lane] = (i, step)
-            graph.add_edges_from(((w.op, step - w.distance), (i, step)) for w in op.waits if step >= w.distance)
-    return graph
-
-
-def race(plan: Plan, graph: "nx.DiGraph[Node]") -> str | None:
-    """Two uses of a slot, one a write, that no path of the graph orders."""
-    after = {node: nx.descendants(graph, node) for node in graph}
-    uses: dict[Slot, list[tuple[Node, bool]]] = defaultdict(list)
-    for node in graph:
-        op = plan.ops[node[0]]
-        for slot in {*op.reads, *op.writes}:
-            uses[slot].append((node, slot in op.writes))
-    for slot, users in uses.items():
-        for n, (a, a_writes) in enumerate(users):
-            for b, b_writes in users[n + 1 :]:
-                if (a_writes or b_writes) and b not in after[a] and a not in after[b]:
-                    return f"{slot}: {a} and {b}"
-    return None
-
-
-Term = tuple[Any, ...]
-
-
-def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> list[Any]:
-    """What three steps of the plan compute, as terms: state of every block after each update, and the losses.
-
-    A term says which op made a value from which values; `names` numbers equal terms alike, across plans.
-    """
-
-    def name(*term: Any) -> int:
-        return names.setdefault(term, len(names))
-
-    tied, n_micro_batches = plan.workload.tied, plan.semantics.n_micro_batches
-    held: dict[Slot, Any] = {}
-    for arena in plan.arenas:
-        if arena.name in ("masters", "remainders", "moments", "host_weights"):
-            held.update({Slot(arena.name, b): name("initial", arena.name, b) for b in range(len(arena.slot_bytes))})
-    results: list[Any] = []
-    for node in nx.lexicographical_topological_sort(graph):
-        i, step = node
-        op = plan.ops[i]
-        b, m = op.block, op.micro_batch
-        values = [held.get(slot, name("garbage", str(slot), step)) for slot in op.reads]
-        n_inputs = 1 + (b > 0) if op.kind is Kind.LOSS else (3 if b else 1)  # of the math; what follows is the sum
-        new: list[Any] = [None] * len(op.writes)
-        match op.kind:
-            case Kind.LOAD:
-                new = [name("weights", b, *values)]
-            case Kind.FORWARD:
-                new = [name("forward", b, m, step, *values)]
-            case Kind.LOSS | Kind.BACKWARD:
-                inputs, sums = values[:n_inputs], values[n_inputs:]
-                term = name("gradients", op.kind, b, m, step, *inputs)
-                if op.kind is Kind.LOSS:
-                    results.append(("loss", step, m, term))
-                total = name("add", *(sums or [name("zero")]), term)
-                for n, slot in enumerate(op.writes):
-                    is_rounded = slot.arena == "gradients" or (slot.arena == "vocab_gradients" and not tied)
-                    new[n] = name("of input", term) if slot.arena == "boundaries" else total
-                    if is_rounded and plan.policy.group_micro_batches == n_micro_batches:
-                        new[n] = name("rounded", total)
-            case Kind.OFFLOAD | Kind.SPILL | Kind.FETCH:
-                new = values
-            case Kind.ACCUMULATE:
-                new = [name("add", name("zero") if m == 0 else values[1], values[0])]
-            case Kind.NORM:
-                so_far = values[-1] if isinstance(values[-1], tuple) and values[-1][0] == step else (step, frozenset())
-                new = [(step, so_far[1] | {name("squares", b, *values[:-1])})]
-            case Kind.UPDATE:
-                new = [name("updated", slot.arena, b, *values) for slot in op.writes]
-                results.append(("state", step, b, tuple(new)))
-                if Slot("norm", 0) not in op.reads:  # eager: its own norm comes first, for the log and to stop
-                    results.append(("after norm", step, b, any(plan.ops[i].block == b for i in _norms(plan, graph, node))))
-        held.update(zip(op.writes, new, strict=True))
-        if op.kind is Kind.NORM and len(new[0][1]) == len(plan.workload.blocks):
-            results.append(("norm", step, *sorted(new[0][1])))
-    return sorted(map(repr, results))
-
-
-def _norms(plan: Plan, graph: "nx.DiGraph[Node]", node: Node) -> list[int]:
-    """The norm ops of the step that are done before the node in every timing."""
-    return [i for i, step in nx.ancestors(graph, node) if step == node[1] and plan.ops[i].kind is Kind.NORM]
-
-
-def _misplaced(original: Plan, mutant: Plan) -> str | None:
-    """A slot that is too small for what goes into it, or that starts where tensors do not."""
-    blocks, group, spill = original.workload.blocks, original.policy.group_micro_batches, original.policy.spill_blocks
-    staying = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i not in spill for _ in range(group)]
-    leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
-    ring = [max(leaving)] * 3 * group if leaving else []
-    rounded_up = {"boundaries": staying + ring, "spilled": leaving}  # in the original
-    used = {slot for op in mutant.ops for slot in (*op.reads, *op.writes)}
-    for a, b in zip(original.arenas, mutant.arenas, strict=True):
-        starts = [0, *accumulate(b.slot_bytes)]
-        for i, (needed_bytes, n_bytes) in enumerate(zip(a.slot_bytes, b.slot_bytes, strict=True)):
-            if a.name in rounded_up:
-                needed_bytes = rounded_up[a.name][i]
-            if Slot(a.name, i) in used and (n_bytes < needed_bytes or starts[i] % 256):
-                return f"{a.name}[{i}] is too small or not aligned"
-    return None
-
-
-def same_training(original: Plan, mutant: Plan) -> str | None:
-    """None when the mutant trains exactly as the original for every timing; else why not."""
-    if mutant.arenas != original.arenas and (what := _misplaced(original, mutant)):
-        return what
-    graph, graph_before = unrolled(mutant), unrolled(original)
-    if not nx.is_directed_acyclic_graph(graph):
-        return "deadlock"
-    if what := race(mutant, graph):
-        return f"race: {what}"
-    names: dict[Term, int] = {}
-    if outcome(original, graph_before, names) != outcome(mutant, graph, names):
-        return "another result"
-    if original.policy.update is Update.BARRIER:
-        updates = [i for i, op in enumerate(mutant.ops) if op.kind is Kind.UPDATE]
-        loads = [i for i, op in enumerate(mutant.ops) if op.kind is Kind.LOAD]
-        if any(not nx.has_path(graph, (u, 0), (load, 1)) for u in updates for load in loads):
-            return "no barrier"
-    return None
-
 
 # --- counting -------------------------------------------------------------------------------------------------------------
 
@@ -446,42 +454,57 @@ def is_killed(mutant: Plan) -> bool:
     return False
 
 
+_SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, micro-batches, tied, compute dtype, policy
+    (3, 1, False, "bf16", {"keep_blocks": (2,)}),
+    (4, 1, True, "fp32", {"keep_blocks": (2,), "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.DEFERRED}),
+    (3, 2, False, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 2, "update": Update.EAGER}),
+    (5, 2, True, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 3, "offload_late_blocks": 2}),
+    (3, 3, False, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 2, "update": Update.DEFERRED}),
+    (3, 2, True, "fp32", {"keep_blocks": (2,), "update": Update.EAGER}),
+    (3, 1, False, "bf16", {"update": Update.DEFERRED, "storage": "split", "resident_blocks": (0, 2, 4), "spill_blocks": (0, 2)}),
+    (
+        3,
+        3,
+        True,
+        "bf16",
+        {"group_micro_batches": 2, "update": Update.DEFERRED, "resident_blocks": (0, 1, 4), "spill_blocks": (0, 2)},
+    ),
+    (
+        4,
+        2,
+        False,
+        "bf16",
+        {"group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.EAGER, "storage": "split"}
+        | {"resident_blocks": (3,), "spill_blocks": (0, 2, 3)},
+    ),
+    (3, 2, False, "fp32", {"keep_blocks": (2,), "spill_blocks": (0,)}),
+    (5, 2, False, "bf16", {"group_micro_batches": 2, "update": Update.DEFERRED, "boundary_stride": 3}),
+    (4, 3, True, "fp32", {"group_micro_batches": 2, "boundary_stride": 2, "resident_blocks": (1, 4)}),
+    (
+        3,
+        1,
+        True,
+        "bf16",
+        {"update": Update.DEFERRED, "speculate_blocks": (0, 2), "transfer_chunk_bytes": 1, "resident_blocks": (2,)},
+    ),
+    (2, 2, False, "bf16", {"update": Update.DEFERRED, "speculate_blocks": (1, 2, 3), "storage": "split", "boundary_stride": 2}),
+    (3, 1, False, "fp32", {"update": Update.EAGER, "transfer_chunk_bytes": 4000, "gradient_slots": 2, "offload_late_blocks": 1}),
+)
+
+
 def sample_plans() -> list[Plan]:
     """A few plans that differ in every knob: small enough to try all their mutants."""
     made = []
-    Row = tuple[int, int, bool, int, int, Update, str, str, tuple[int, ...], tuple[int, ...]]
-    rows: tuple[Row, ...] = (
-        (1, 1, False, 1, 0, Update.BARRIER, "bf16", "mirrored", (), ()),
-        (1, 1, True, 2, 1, Update.DEFERRED, "fp32", "mirrored", (), ()),
-        (2, 2, False, 2, 0, Update.EAGER, "bf16", "mirrored", (), ()),
-        (2, 2, True, 3, 2, Update.BARRIER, "bf16", "mirrored", (), ()),
-        (3, 2, False, 2, 0, Update.DEFERRED, "bf16", "mirrored", (), ()),
-        (2, 1, True, 1, 0, Update.EAGER, "fp32", "mirrored", (), ()),
-        (1, 1, False, 1, 0, Update.DEFERRED, "bf16", "split", (0, 2, 4), (0, 2)),
-        (3, 2, True, 1, 0, Update.DEFERRED, "bf16", "mirrored", (0, 1, 4), (0, 2)),
-        (2, 2, False, 2, 1, Update.EAGER, "bf16", "split", (3,), (0, 2, 3)),
-        (2, 1, False, 1, 0, Update.BARRIER, "fp32", "mirrored", (), (0,)),
-    )
-    for n_micro_batches, group, tied, gradient_slots, late, update, dtype, storage, resident, spill in rows:
+    for n_layers, n_micro_batches, tied, dtype, knobs in _SAMPLES:
+        policy = Policy(**{"prefetch_depth": 1 + knobs.get("offload_late_blocks", 0)} | knobs)
         semantics = Semantics(
             seq_len=4,
             batch_size=n_micro_batches,
             micro_batch=1,
             compute_dtype=dtype,  # type: ignore[arg-type]
-            clip_norm=None if update is Update.EAGER else 1.0,
+            clip_norm=None if policy.update is Update.EAGER else 1.0,
         )
-        policy = Policy(
-            prefetch_depth=1 + late,
-            gradient_slots=gradient_slots,
-            offload_late_blocks=late,
-            group_micro_batches=group,
-            keep_blocks=(2,),
-            update=update,
-            storage=storage,  # type: ignore[arg-type]
-            resident_blocks=resident,
-            spill_blocks=spill,
-        )
-        made.append(lower(MODEL, small_workload(3 + late, tied), semantics, policy, PROFILE))
+        made.append(lower(MODEL, small_workload(n_layers, tied), semantics, policy, PROFILE))
     return made
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.lower import lower
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
+from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")
 
@@ -91,6 +91,26 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
 
 
 @st.composite
+def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
+    """Every way to recompute, or none but the whole forward, or any of them."""
+    ways = [(saved, stop) for saved in Saved for stop in (False, True) if (saved, stop) != (Saved.BOUNDARY, False)]
+    chosen = draw(st.sampled_from([ways, ways, []]) | st.lists(st.sampled_from(ways), unique=True))
+    return tuple(
+        Tier(
+            saved,
+            stop,
+            saved_bytes=0 if saved is Saved.BOUNDARY else draw(st.integers(0, 10**5)),
+            transient_bytes=draw(st.integers(0, 10**6)),
+            n_matmuls=0 if saved is Saved.PRODUCTS else 1 if stop else 2,
+            attention=saved is Saved.BOUNDARY,
+            pointwise_bytes=draw(st.integers(0, 10**5)),
+            n_kernels=draw(st.integers(0, 9)),
+        )
+        for saved, stop in chosen
+    )
+
+
+@st.composite
 def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
     """An embedding, one to five layers of uneven sizes, and a head, tied or not."""
     tokens, item = of.tokens_per_micro_batch, ITEM_BYTES[of.compute_dtype]
@@ -108,12 +128,13 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
     layers = []
     for i in range(draw(st.integers(1, max_layers))):
         inner = draw(st.integers(1, 64))
-        parameters = [Parameter(f"layers.{i}.up.weight", (inner, width)), Parameter(f"layers.{i}.norm.weight", (width,))]
+        shapes: dict[str, tuple[int, ...]] = {"up": (inner, width), "norm": (width,), "down": (width, inner)}
+        parameters = [Parameter(f"layers.{i}.{name}.weight", shape) for name, shape in shapes.items()]
         layers.append(
             Block(
                 f"layer {i}",
                 BlockKind.LAYER,
-                tuple(parameters[: draw(st.integers(1, 2))]),
+                tuple(parameters[: draw(st.integers(1, 3))]),
                 matmuls=(Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
                 attention=draw(st.sampled_from([None, Attention(of.micro_batch, 2, 8, of.seq_len)])),
                 pointwise_bytes=draw(st.integers(0, 10**6)),
@@ -121,6 +142,8 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
                 boundary_bytes=boundary_bytes,
                 kept_bytes=draw(st.integers(0, 10**6)),
                 transient_bytes=draw(st.integers(0, 10**6)),
+                tile_sum_bytes=draw(st.sampled_from([0, 10**5])),
+                tiers=draw(tiers()),
             )
         )
     head = Block(
@@ -169,27 +192,45 @@ def _some(draw: st.DrawFn, blocks: range) -> tuple[int, ...]:
 
 
 @st.composite
+def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
+    """What of the activations is kept, spilled, saved in part and computed again."""
+    blocks, n = workload.blocks, workload.n_layers
+    stops = all(b.recompute(Saved.BOUNDARY, True) for b in blocks[1:-1]) and draw(st.booleans())
+    if draw(st.integers(0, 2)) == 0:
+        return {"early_stop": stops, "boundary_stride": draw(st.integers(1, n))}
+    spill = _some(draw, range(n))
+    knobs = {"attention_blocks": Saved.ATTENTION, "product_blocks": Saved.PRODUCTS}
+    saving: dict[str, list[int]] = {"keep_blocks": [], "attention_blocks": [], "product_blocks": [], "": []}
+    for b in range(1, n + 1):
+        can = ["", *(knob for knob, saved in knobs.items() if blocks[b].recompute(saved, stops))]
+        saving[draw(st.sampled_from(can if b - 1 in spill else [*can, "keep_blocks"]))].append(b)
+    return {"early_stop": stops, "spill_blocks": spill, **{knob: tuple(saving[knob]) for knob in saving if knob}}
+
+
+@st.composite
 def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     """Every legal combination of knobs, slots up to one more than there are layers."""
     n = workload.n_layers
     eager_is_legal = of.clip_norm is None and of.on_nonfinite == "stop"
     updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
+    update = draw(st.sampled_from(updates))
     gradient_slots = draw(st.integers(1, n + 1))
     group = draw(st.integers(1, of.n_micro_batches))
     one_group = group == of.n_micro_batches
-    spill = _some(draw, range(n))
     split_is_legal = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
+    chunk_bytes = st.none() | st.integers(1, 8000)  # from one weight each to all weights of a layer
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
-        # Unreduced gradients leave at once.
+        # Unreduced gradients leave at once, and whole.
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
+        transfer_chunk_bytes=draw(chunk_bytes) if one_group else None,
         group_micro_batches=group,
-        keep_blocks=tuple(b for b in range(1, n + 1) if b - 1 not in spill and draw(st.booleans())),
-        update=draw(st.sampled_from(updates)),
+        update=update,
+        speculate_blocks=_some(draw, range(n + 2)) if update is Update.DEFERRED else (),
         storage="split" if split_is_legal and draw(st.booleans()) else "mirrored",
         resident_blocks=_some(draw, range(n + 2)),
-        spill_blocks=spill,
+        **draw(_saving(workload)),
     )
 
 

@@ -9,51 +9,15 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from planner.check import N_STEPS, _Clocks, _legal_order, check, summary
-from planner.lower import lower
-from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Op, Place, Plan, PlanFile, Slot, Update, Wait
 from runtime.units import GB
 from runtime.workload import Parameter
-from tests.mutants import MUTATIONS, Count, is_killed, race, same_training, table, tally, unrolled
-from tests.strategies import MODEL, PROFILE, plans, small_workload
+from tests.edits import error_of, index, small, with_op, with_profile, with_value
+from tests.mutants import MUTATIONS, Count, is_killed, table, tally
+from tests.oracle import race, same_training, unrolled
+from tests.strategies import plans
 
 law = settings(deadline=None)  # a busy machine is no failure
-
-
-def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **policy: Any) -> Plan:
-    eager = policy.get("update") is Update.EAGER
-    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, clip_norm=None if eager else 1.0)
-    workload = small_workload(n_layers, tied)
-    return lower(MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE)
-
-
-def index(plan: Plan, name: str) -> int:
-    """The place of the first op of that name."""
-    return next(i for i, op in enumerate(plan.ops) if op.name == name)
-
-
-def with_op(plan: Plan, name: str, **changes: Any) -> Plan:
-    i = index(plan, name)
-    return replace(plan, ops=(*plan.ops[:i], replace(plan.ops[i], **changes), *plan.ops[i + 1 :]))
-
-
-def with_profile(plan: Plan, path: str, value: object) -> Plan:
-    """The plan with one value of its profile replaced."""
-    first, *rest = path.split(".")
-    return replace(plan, profile=_with(plan.profile, [first, *rest], value))
-
-
-def _with(tree: Any, path: list[str], value: object) -> Any:
-    return value if not path else {**tree, path[0]: _with(tree[path[0]], path[1:], value)}
-
-
-def error_of(plan: Plan, claim: dict[str, Any] | None = None) -> str:
-    with pytest.raises(PlanError) as caught:
-        check(plan, claim)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 600
-    return message
 
 
 # --- right plans pass -------------------------------------------------------------------------------------------------
@@ -87,7 +51,7 @@ def test_a_mutant_that_passes_trains_exactly_as_the_original(plan: Plan, kind: s
 
 @pytest.fixture(scope="module")
 def counted() -> tuple[dict[str, Count], set[str], list[str]]:
-    counts, survivors, condemned = tally(150)
+    counts, survivors, condemned = tally(25)
     print(f"\n{table(counts)}")
     return counts, set(survivors), condemned
 
@@ -98,7 +62,10 @@ def test_no_wrong_mutant_of_the_samples_survives(counted: tuple[dict[str, Count]
     assert all(count.made > 0 and count.killed > 0 for count in counts.values())
 
 
-@pytest.mark.parametrize("kind", sorted(k for k in MUTATIONS if not {"lane", "shrink", "stay"} & set(k.split())))
+MAY_BE_HARMLESS = {"lane", "shrink", "stay", "ops"}  # words of kinds: other orders, sizes rounded up, a slot that is free as well
+
+
+@pytest.mark.parametrize("kind", sorted(k for k in MUTATIONS if not MAY_BE_HARMLESS & set(k.split())))
 def test_no_mutant_survives_of_kind(counted: tuple[dict[str, Count], set[str], list[str]], kind: str) -> None:
     """All but reorderings: whatever is dropped, weakened or pointed elsewhere was needed."""
     count = counted[0][kind]
@@ -135,6 +102,17 @@ HARMLESS = {
     "spilled": "the last slot is rounded up, and still holds what goes into it",
     "loss": "different micro-batches",
     "boundaries": "the last boundary slot is rounded up, and still holds what goes into it",
+    "weights": "a weight slot that no other block has at that time, in any timing",
+    "recompute": "an output of another block or micro-batch, still in time; or of the last segment, while forward's is there too",
+    "recompute recompute": "as above",
+    "backward recompute": "as above, in different slots",
+    "loss recompute": "as above",
+    "accumulate speculate": "the sum of another block",
+    "norm speculate": "another block's norm",
+    "speculate": "still after the norm of its block",
+    "settle": "still after the norm of all",
+    "settle settle": "different blocks or chunks",
+    "settle update": "different blocks",
 }
 
 
@@ -196,7 +174,7 @@ def test_waits_in_a_circle_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOAD, Kind.ACCUMULATE}))
 def test_an_op_done_twice_is_refused(kind: Kind) -> None:
-    plan = small(spill_blocks=(1,))
+    plan = small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(spill_blocks=(1,), speculate_blocks=(2,))
     op = next(op for op in plan.ops if op.kind is kind)
     assert "twice" in error_of(replace(plan, ops=(*plan.ops, op)))
 
@@ -386,7 +364,13 @@ def test_an_eager_update_comes_after_the_norm_of_its_block() -> None:
 def test_gradients_leave_as_late_as_the_policy_says() -> None:
     plan = small(gradient_slots=2)
     assert "leaves before" in error_of(replace(plan, policy=replace(plan.policy, offload_late_blocks=1)))
-    check(small(gradient_slots=2, offload_late_blocks=1))
+    plan = small(gradient_slots=2, offload_late_blocks=1)
+    check(plan)
+    for b in (2, 3):  # the bottom layer has no backward to wait for
+        early, late = plan.ops[index(plan, f"offload d2h b{b}")], plan.ops[index(plan, f"offload d2h b{b - 1}")]
+        mutant = with_op(plan, early.name, waits=(Wait(index(plan, f"backward gpu b{b} m0")),))
+        mutant = with_op(mutant, late.name, waits=(*late.waits, *early.waits))
+        assert f"leaves before op {index(plan, f'backward gpu b{b - 1} m0')}" in error_of(mutant)
 
 
 def test_groups_come_one_after_another() -> None:
@@ -481,7 +465,7 @@ def test_outputs_that_pass_through_the_ring_fit_in_each_of_its_slots_and_on_the_
     plan = small(n_micro_batches=2, group_micro_batches=2, spill_blocks=(0, 2))
     blocks = tuple(replace(b, boundary_bytes=n) for b, n in zip(plan.workload.blocks, (100, 300, 200, 100, 0), strict=True))
     plan = replace(plan, workload=replace(plan.workload, blocks=blocks))
-    needed = {"boundaries": [300] * 2 + [100] * 2 + [200] * 6, "spilled": [100] * 2 + [200] * 2}
+    needed = {"boundaries": [300] * 2 + [100] * 2 + [200] * 5, "spilled": [100] * 2 + [200] * 2}
     arenas = [replace(a, slot_bytes=tuple(-(-n // 256) * 256 for n in needed.get(a.name, a.slot_bytes))) for a in plan.arenas]
     arenas = [b if b.name in needed else a for a, b in zip(plan.arenas, arenas, strict=True)]
     check(replace(plan, arenas=tuple(arenas)))
@@ -577,7 +561,7 @@ def test_what_spills_is_on_the_link_too(direction: str) -> None:
 @pytest.mark.parametrize("value", [None, "fast", float("inf"), -1, [], {}])
 def test_a_claim_with_a_hole_is_refused(key: str, value: object) -> None:
     plan = small()
-    assert "claim" in error_of(plan, _with(claim_of(plan), key.split("."), value))
+    assert "claim" in error_of(plan, with_value(claim_of(plan), key.split("."), value))
 
 
 @pytest.mark.parametrize("points", [None, [], [None], [{"rate": 1}], [{"n_bytes": 1, "rate": {"value": 0}}], {}])

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hwprofiles.schema import read_profile
 from planner.check import check
 from planner.cli import cli
+from planner.faster import group_of, with_quantities
 from planner.space import BASELINES
 from runtime.plan import Lane, PlanFile
 from runtime.timeline import Span, Timeline
@@ -36,7 +38,8 @@ def test_json_is_pure_and_has_the_fields_of_the_contract(tmp_path):
     result = invoke(*SMALL, "--json", "-o", tmp_path / "p.json")
     assert result.exit_code == 0
     said = json.loads(result.stdout)
-    assert set(said) == {"semantics", "policy", "prediction", "certificate", "baselines"}
+    assert set(said) == {"semantics", "policy", "prediction", "certificate", "baselines", "next_best"}
+    assert said["next_best"]["step_s"] >= said["prediction"]["step_s"]
     assert set(said["prediction"]) == {
         "step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s", "device_peak_bytes", "host_peak_bytes", "busy_s",
     }  # fmt: skip
@@ -63,6 +66,57 @@ def test_the_same_question_gives_the_same_file(tmp_path):
     for name in ("a.json", "b.json"):
         invoke(*SMALL, "-o", tmp_path / name)
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_measurements_are_ranked_only_where_they_are_asked_for():
+    """In JSON and in words alike, the one that narrows the interval most first."""
+    said, words = json.loads(invoke(*SMALL, "--measurements", "--json").stdout), invoke(*SMALL, "--measurements").stdout
+    found = said["measurements"]
+    shares = [m["shrink_fraction"] for m in found]
+    assert shares
+    assert shares == sorted(shares, reverse=True)
+    before, first = said["prediction"], found[0]
+    assert before["p10_step_s"] <= first["p10_step_s"] <= first["p90_step_s"] <= before["p90_step_s"]
+    head, *rows = words[words.index("measuring ") :].splitlines()
+    assert head.split() == ["measuring", "instead", "of", "narrows", "by", "to"]
+    assert [row.startswith(m["group"]) for row, m in zip(rows, found, strict=True)] == [True] * len(found)
+    assert f" {first['shrink_fraction']:.0%} " in rows[0]
+    assert "measurements" not in json.loads(invoke(*SMALL, "--json").stdout)
+    assert "narrows by" not in invoke(*SMALL).stdout
+
+
+def test_where_everything_is_measured_no_measurement_is_named(tmp_path):
+    def certain(place, quantity):
+        return quantity if group_of(place) is None else quantity.model_copy(update={"spread_fraction": 0.0})
+
+    known = with_quantities(read_profile("rtx4090-server"), certain)
+    path = tmp_path / "known.json"
+    path.write_text(json.dumps(known.to_json()))
+    args = [*SMALL[:3], path, *SMALL[4:], "--policy", "megatrain", "--measurements"]
+    assert json.loads(invoke(*args, "--json").stdout)["measurements"] == []
+    assert "No measurement would narrow" in invoke(*args).stdout
+
+
+def test_a_plan_that_run_cannot_perform_is_not_sent_to_run(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    assert f"then penstock run {path} --data FOLDER" in invoke(*SMALL, "-o", path).stderr
+    monkeypatch.setattr("runtime.performs.not_yet_performed", lambda semantics, policy: ["update", "storage"])
+    said = invoke(*SMALL, "-o", path).stderr
+    assert said.count("\n") == 1
+    assert "penstock check" in said
+    assert "--data" not in said
+    assert "`penstock run` cannot perform its update, storage yet" in said
+    assert "--runnable" in said
+
+
+def test_a_schedule_that_was_asked_for_and_is_slower_than_another_says_so():
+    words = invoke("plan", "qwen2.5-7b", "--machine", "gh200", "--policy", "megatrain").stdout
+    said = json.loads(invoke("plan", "qwen2.5-7b", "--machine", "gh200", "--policy", "megatrain", "--json").stdout)
+    ratio = said["next_best"]["step_s"] / said["prediction"]["step_s"]
+    assert ratio < 1
+    assert f"({ratio - 1:+.1%}), with " in words
+    assert "\nfaster " in words
+    assert "next best" not in words
 
 
 def test_words_name_what_a_reader_needs():

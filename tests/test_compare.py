@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.compare import TITLES, Misfit, Speed, TooLong, compare, hourly, smallest_host_bytes
 from planner.faster import Group, faster
-from planner.micro_batch import with_micro_batch
+from planner.micro_batch import SIZES, with_micro_batch
 from planner.remedy import MAX_PLAN_OPS, most_ops
 from planner.search import search
 from planner.workload import build_workload, read_model
@@ -44,7 +44,7 @@ def test_a_machine_is_ranked_by_what_its_own_plan_says():
     for candidate in found.candidates:
         profile = read_profile(candidate.machine)
         semantics, workload = with_micro_batch(MODEL, SEMANTICS, profile)
-        answer = search(MODEL, workload, semantics, profile, free_micro_batch=True)
+        answer = search(MODEL, workload, semantics, profile, free=SIZES)
         speed = candidate.outcome
         assert isinstance(speed, Speed)
         assert speed.step_s == answer.prediction.step_s
@@ -102,7 +102,7 @@ def test_machines_that_it_does_not_fit_come_last_with_the_reason_and_a_change_th
     assert isinstance(compare(MODEL, [enough], SEMANTICS).candidates[0].outcome, Speed)
 
 
-@pytest.mark.parametrize(("policy", "free"), [(None, True), (None, False), (DEFERRED, True)])
+@pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (None, frozenset()), (DEFERRED, SIZES)])
 def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     """With more than one micro-batch, policies differ in what they need of the host."""
 
@@ -179,12 +179,21 @@ def test_a_price_is_as_old_as_its_oldest_part():
 
 
 def test_a_given_micro_batch_is_kept_and_a_free_one_chosen():
-    kept, chosen = (
-        compare(MODEL, [H200], SEMANTICS, DEFERRED, free_micro_batch=free).candidates[0].outcome for free in (False, True)
-    )
+    kept, chosen = (compare(MODEL, [H200], SEMANTICS, DEFERRED, free=free).candidates[0].outcome for free in (frozenset(), SIZES))
     assert isinstance(kept, Speed)
     assert isinstance(chosen, Speed)
     assert (kept.micro_batch, chosen.micro_batch) == (1, 2)
+
+
+def test_tiles_that_were_named_are_those_that_are_planned():
+    named = replace(SEMANTICS, loss_tile_tokens=7, mlp_tile_tokens=16)
+    tiles = {"loss_tile_tokens", "mlp_tile_tokens"}
+    kept, chosen = (compare(MODEL, [H200], named, DEFERRED, free).candidates[0].outcome for free in (SIZES - tiles, SIZES))
+    pinned = replace(named, micro_batch=2)
+    assert isinstance(kept, Speed)
+    assert kept.step_s == search(MODEL, build_workload(MODEL, pinned), pinned, H200, DEFERRED).step_s
+    assert isinstance(chosen, Speed)
+    assert chosen.step_s < kept.step_s, "sixteen tokens at a time are slow"
 
 
 def test_what_no_plan_can_be_is_an_error_and_no_misfit():

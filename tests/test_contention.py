@@ -16,7 +16,7 @@ from planner.simulate import simulate
 from planner.system_costs import Software, SystemCosts
 from planner.workload import build_workload, read_model
 from runtime.plan import Kind, Lane, Op, Policy, Semantics, Update
-from runtime.region import Resource, rates
+from runtime.region import Demand, Resource, rates
 from tests.test_simulate import REGION, demanded
 
 LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX)
@@ -51,7 +51,7 @@ def test_a_gb300_halves_each_direction_when_both_are_busy():
     measured = {Kind.LOAD: (359.1e9, 175.4e9), Kind.OFFLOAD: (377.2e9, 171.8e9)}
     for kind, (alone, together) in copy_rates("gb300").items():
         assert alone == pytest.approx(measured[kind][0], rel=0.01)
-        assert together == pytest.approx(measured[kind][1], rel=0.1)
+        assert together == pytest.approx(measured[kind][1], rel=0.04)
         assert 0.44 < together / alone < 0.51
 
 
@@ -64,10 +64,8 @@ def test_a_machine_on_pcie_5_keeps_most_of_each_direction(name):
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_two_directions_together_move_no_more_than_was_measured_of_them(name):
     profile = read_profile(name)
-    simplex = [max(p.rate.value for p in curve.bytes_per_s) for curve in (profile.link.h2d, profile.link.d2h)]
     together = sum(rate for _, rate in copy_rates(name).values())
-    # On some machines one direction alone reaches more than both together; that much may still flow.
-    assert together <= max(profile.link.duplex_bytes_per_s.value, *simplex) * 1.01
+    assert together <= profile.link.duplex_bytes_per_s.value * 1.01
 
 
 # -- the smallest batch that hides everything -------------------------------------------------------------------------
@@ -107,6 +105,7 @@ def test_on_a_gh200_the_optimizer_and_not_the_link_sets_the_smallest_batch_that_
     assert spare > 1.2
     assert smallest_hiding_batch(faster(gh200, {Group.OPTIMIZER: spare})) <= batch / spare * 1.15
     assert smallest_hiding_batch(faster(gh200, {Group.OPTIMIZER: 4.0, Group.DRAM: 4.0})) <= batch / 2
+    assert smallest_hiding_batch(faster(gh200, {Group.OPTIMIZER: 4.0})) > batch / 2  # from there on DRAM binds
 
 
 # -- memory that is not pinned, or not there yet ----------------------------------------------------------------------
@@ -154,6 +153,18 @@ def test_a_copy_of_ordinary_memory_takes_longer_and_its_three_passes_fit_into_dr
         assert pageable_s >= profile.copy_s(direction, n_bytes)
         if profile.copy_bytes_per_s(direction, n_bytes) < 60e9:
             assert 3 * n_bytes / pageable_s <= profile.host.dram_bytes_per_s.value
+
+
+def test_a_copy_of_ordinary_memory_draws_three_times_its_bytes_and_slows_its_neighbours_accordingly():
+    """On a desktop one such copy leaves the optimizer less of DRAM than a pinned one that moves as much."""
+    costs = system_costs("rtx4090-desktop")
+    n_bytes = 10**9
+    pageable = costs.pageable("d2h", n_bytes)
+    assert dict(pageable.uses)[Resource.DRAM] * pageable.alone_s == pytest.approx(3 * n_bytes)
+    update = costs.update(10**9, 28)
+    pinned = Demand(0.0, pageable.alone_s, tuple((r, u / 3 if r is Resource.DRAM else u) for r, u in pageable.uses))
+    speeds = [rates([update, copy], costs.region)[0] for copy in (pinned, pageable)]
+    assert speeds[1] < 0.9 * speeds[0]
 
 
 def test_an_h100_copies_ordinary_memory_at_16_gb_per_s_where_pinned_memory_reaches_55():

@@ -6,6 +6,7 @@ import pytest
 
 from hwprofiles.schema import read_profile, shipped_profiles
 from planner.cost import CostModel, costs, region_of, update_bytes_per_param
+from planner.faster import Group, faster
 from planner.lower import lower
 from planner.memory import frame
 from planner.workload import build_workload, read_model
@@ -45,7 +46,18 @@ def test_no_op_asks_for_more_than_the_machine_has():
             for group in (1, 4):
                 workload = build_workload(model, SEMANTICS)
                 for d in costs(lower(model, workload, SEMANTICS, Policy(group_micro_batches=group), {}), profile):
-                    assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses), name
+                    # But for the link's sum, which may lie below one direction alone.
+                    assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses if r is not Resource.DUPLEX), name
+
+
+def test_an_optimizer_faster_than_its_memory_takes_as_long_as_the_memory():
+    profile = read_profile("h200-pcie5")
+    fast = faster(profile, {Group.OPTIMIZER: 100.0})
+    plan = plan_of()
+    d = demand(CostModel(fast), plan, Kind.UPDATE, 1)
+    n_bytes = 28 * plan.workload.blocks[1].n_params
+    assert d.alone_s == pytest.approx(n_bytes / profile.host.dram_bytes_per_s.value)
+    assert dict(d.uses)[Resource.DRAM] * d.alone_s == pytest.approx(n_bytes)
 
 
 def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):

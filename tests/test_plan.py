@@ -44,7 +44,7 @@ def small_plan() -> Plan:
     )
     embedding = Block("model.embed_tokens", BlockKind.EMBEDDING, (Parameter("embed", (96, 8)),), boundary_bytes=64)
     head = Block("lm_head", BlockKind.HEAD, (Parameter("lm_head", (96, 8), tied_to="embed"),))
-    sizes = {
+    sizes: dict[Place, dict[str, tuple[int, ...]]] = {
         Place.DEVICE: {"weights": (512, 512), "vocab_weights": (1536,), "boundaries": (64, 64), "gradients": (512,)},
         Place.HOST: dict.fromkeys(("host_weights", "host_gradients", "masters", "moments", "norm"), (1, 2, 3)),
     }
@@ -73,7 +73,8 @@ def ops(draw: st.DrawFn) -> Op:
     some_slots = st.lists(slots, max_size=4).map(tuple)
     micro_batch = draw(st.none() | naturals)
     reads, writes = draw(some_slots), draw(some_slots)
-    return Op(kind, LANE_OF[kind], draw(naturals), micro_batch, reads, writes, tuple(draw(st.lists(waits, max_size=4))))
+    some_waits = tuple(draw(st.lists(waits, max_size=4)))
+    return Op(kind, LANE_OF[kind], draw(naturals), micro_batch, reads, writes, some_waits, draw(st.none() | naturals))
 
 
 @st.composite
@@ -101,6 +102,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 tuple(draw(st.lists(places, max_size=3))),
                 tuple(draw(st.lists(places, max_size=3))),
                 tuple(draw(some_waits)) if others else (),
+                draw(st.none() | st.integers(0, 3)),
             )
         )
     semantics = Semantics(
@@ -110,7 +112,17 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.sampled_from(("bf16", "fp32"))),
         clip_norm=draw(st.none() | st.floats(1e-300, 1e300)),
     )
-    policy = Policy(draw(st.integers(1, 9)), update=draw(st.sampled_from(Update)), keep_blocks=tuple(range(n_layers)))
+    policy = Policy(
+        draw(st.integers(1, 9)),
+        update=draw(st.sampled_from(Update)),
+        keep_blocks=tuple(range(n_layers)),
+        early_stop=draw(st.booleans()),
+        attention_blocks=(1,),
+        product_blocks=tuple(range(draw(st.integers(0, n_layers)))),
+        boundary_stride=draw(st.integers(1, 9)),
+        speculate_blocks=tuple(range(draw(st.integers(0, n_layers)))),
+        transfer_chunk_bytes=draw(st.none() | st.integers(1, 2**40)),
+    )
     model = Model({"text": draw(st.text(max_size=9)), "n": draw(st.floats(allow_nan=False, allow_infinity=False))})
     return Plan(semantics, policy, model, Workload(blocks), {"name": draw(st.text(max_size=5))}, arenas, tuple(steps))
 
@@ -156,10 +168,27 @@ def test_the_line_of_an_op_is_the_one_in_the_documentation() -> None:
     assert op.slot("sums") is None
 
 
+def test_the_name_of_an_op_says_its_chunk() -> None:
+    op = Op.parse("settle cpu b3 c1 < masters[4] shadows[1] > masters[4] shadows[1] ^ 3@1")
+    assert (op.kind, op.lane, op.block, op.chunk, op.micro_batch) == (Kind.SETTLE, Lane.CPU, 3, 1, None)
+    assert op.name == "settle cpu b3 c1"
+    assert Op.parse("offload d2h b3 c0 m2").name == "offload d2h b3 c0 m2"
+    assert op != Op.parse(str(op).replace(" c1", ""))
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "",
+        "load h2d b1 c",
+        "load h2d b1 c-1",
+        "load h2d b1 m0 c1",
+        "load h2d c1 b1",
+        "load h2d b1 c1 c2",
+        "load h2d b1 c99999999999",
+        "recompute h2d b1 m0",
+        "speculate gpu b1",
+        "settle d2h b1",
         "load",
         "load h2d",
         "load h2d 3",
@@ -343,6 +372,10 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "clip zero": _put("semantics", "clip_norm", value=0.0),
     "rounding": _put("semantics", "weight_rounding", value="nearest"),
     "depth zero": _put("policy", "prefetch_depth", value=0),
+    "stride zero": _put("policy", "boundary_stride", value=0),
+    "chunk of no bytes": _put("policy", "transfer_chunk_bytes", value=0),
+    "early stop as number": _put("policy", "early_stop", value=1),
+    "speculating block below none": _put("policy", "speculate_blocks", value=[-1]),
     "update": _put("policy", "update", value="sometimes"),
     "no blocks": _put("workload", "blocks", value=[]),
     "kind of block": _put("workload", "blocks", 1, "kind", value="head"),
@@ -437,6 +470,33 @@ def test_parameters_lie_in_a_slot_in_order_aligned_and_apart(shapes: list[list[i
         starts = [*[offsets[p.name] for p in inside][1:], n_elements]
         assert all(end <= start < end + ALIGN_ELEMENTS for end, start in zip(ends, starts if inside else [], strict=True))
     assert block.n_params == sum(p.n_elements for p in parameters if not p.tied_to)
+
+
+@given(st.lists(st.lists(st.integers(1, 40), max_size=3), max_size=6), st.integers(1, 10**5), st.sampled_from(("bf16", "fp32")))
+def test_chunks_hold_every_weight_of_a_layer_once_and_whole(shapes: list[list[int]], most_bytes: int, dtype: Any) -> None:
+    """As many as fit, and at least one; vocabulary blocks are one chunk, and so is all without a policy."""
+    layer = Block("layer", BlockKind.LAYER, tuple(Parameter(f"p{i}", tuple(shape)) for i, shape in enumerate(shapes)))
+    workload = Workload((PLAN.workload.blocks[0], layer, PLAN.workload.blocks[2]))
+    plan = dataclasses.replace(PLAN, workload=workload, semantics=dataclasses.replace(PLAN.semantics, compute_dtype=dtype))
+    assert [plan.chunks(b) for b in range(3)] == [(range(block.slot_elements),) for block in workload.blocks]
+    plan = dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, transfer_chunk_bytes=most_bytes))
+    assert [plan.chunks(b) for b in (0, 2)] == [(range(workload.blocks[b].slot_elements),) for b in (0, 2)]
+
+    chunks = plan.chunks(1)
+    assert [at for chunk in chunks for at in chunk] == list(range(layer.slot_elements))
+    assert all(chunks) or (len(chunks) == 1 and layer.slot_elements == 0)
+    offsets = layer.offsets()[0]
+    sizes: dict[range, list[int]] = {}  # of the weights in each chunk, with what pads them
+    for p in layer.parameters:
+        (inside,) = (c for c in chunks if offsets[p.name] in c)
+        assert offsets[p.name] + p.n_elements - 1 in inside
+        sizes.setdefault(inside, []).append(-(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
+    item_bytes = {"bf16": 2, "fp32": 4}[dtype]
+    for n, (chunk, weights) in enumerate(sizes.items()):
+        assert len(chunk) == sum(weights)
+        assert len(chunk) * item_bytes <= most_bytes or len(weights) == 1
+        if n + 1 < len(chunks):
+            assert (len(chunk) + sizes[chunks[n + 1]][0]) * item_bytes > most_bytes  # the next one did not fit
 
 
 @given(st.integers(1, 40), st.none() | st.integers(1, 50))

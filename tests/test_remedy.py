@@ -7,9 +7,10 @@ import pytest
 
 from hwprofiles.schema import read_profile
 from planner.memory import footprint, frame
-from planner.remedy import MAX_PLAN_OPS, Request, does_not_fit, most_ops
+from planner.micro_batch import SIZES, with_micro_batch
+from planner.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
 from planner.search import search
-from planner.space import policies
+from planner.space import leanest
 from planner.workload import build_workload, read_model
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
@@ -18,21 +19,22 @@ from runtime.units import GB, MB, parse_bytes
 MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=1024, batch_size=8, micro_batch=1)
 DESKTOP = read_profile("rtx4090-desktop")
-# What policies need lies between 4.56 GB on the device with 15.1 GB on the host, and 13.7 GB on the host with more on the device.
-SIZES = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 458, 600) for n_host in (600, 1400, 1510, 10000)]
+SMALL = DESKTOP.with_memory(3 * GB, 64 * GB)
+# What policies need lies between 4.01 GB on the device with 15.1 GB on the host, and 4.76 GB with 13.7 GB.
+MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600) for n_host in (600, 1400, 1510, 10000)]
 
 
 def refusal(profile, semantics=SEMANTICS, fixed=None):
     """What a search would be told; None where a policy fits."""
     found = needs_of(profile, semantics, fixed)
-    return None if any(n.fits for n in found) else does_not_fit(Request(MODEL, semantics, profile, fixed, False), found)
+    return None if any(n.fits for n in found) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), found)
 
 
 def needs_of(profile, semantics=SEMANTICS, fixed=None):
     workload = build_workload(MODEL, semantics)
     if fixed is not None:
         return [footprint(frame(MODEL, workload, semantics, fixed), profile)]
-    return [needs for _, needs in policies(MODEL, workload, semantics, profile)]
+    return [needs for _, needs in leanest(MODEL, workload, semantics, profile)]
 
 
 def sizes_in(change):
@@ -40,7 +42,7 @@ def sizes_in(change):
     return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
 
 
-@pytest.mark.parametrize(("device", "host"), SIZES)
+@pytest.mark.parametrize(("device", "host"), MEMORY)
 @pytest.mark.parametrize("fixed", [None, Policy(spill_blocks=tuple(range(23)))])
 def test_the_missing_bytes_and_the_change_of_memory_are_those_of_the_nearest_policy(device, host, fixed):
     profile = DESKTOP.with_memory(device, host)
@@ -60,13 +62,13 @@ def test_the_missing_bytes_and_the_change_of_memory_are_those_of_the_nearest_pol
 
 
 def test_a_host_that_is_a_little_short_is_not_called_a_device_that_is_much_too_small():
-    """Boundaries of long sequences do not fit the device; spilled, they miss the host by 14.5 GB: that is what can be bought."""
-    model, semantics = read_model("qwen3-8b"), Semantics(seq_len=4096, batch_size=16, micro_batch=2)
+    """Boundaries of long sequences do not fit the device; spilled, they miss the host by 15.3 GB: that is what can be bought."""
+    model, semantics = read_model("qwen3-8b"), Semantics(seq_len=4096, batch_size=32, micro_batch=2)
     with pytest.raises(DoesNotFitError) as caught:
         search(model, build_workload(model, semantics), semantics, DESKTOP)
     assert caught.value.short_device_bytes == 0
-    assert "qwen3-8b does not fit rtx4090-desktop: host memory is 14.5 GB short" in str(caught.value)
-    assert "--host-memory 140GB" in caught.value.smallest_change
+    assert "qwen3-8b does not fit rtx4090-desktop: host memory is 15.3 GB short" in str(caught.value)
+    assert "--host-memory 150GB" in caught.value.smallest_change
     assert "--device-memory" not in caught.value.smallest_change
 
 
@@ -86,5 +88,40 @@ def test_no_change_is_proposed_that_makes_a_plan_too_long_to_write():
     assert most_ops(workload, semantics) > MAX_PLAN_OPS
     profile = DESKTOP.with_memory(None, GB)
     found = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
-    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), False), found)
+    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), found)
     assert "none of those tried" in error.smallest_change
+
+
+def proposals(request):
+    """Every change that may be named, and what would then be asked for, whether it fits or not."""
+    found = [footprint(frame(request.model, build_workload(request.model, request.semantics), request.semantics, Policy()), SMALL)]
+    return [*_changes(request, found), _with_memory(request, found[0])]
+
+
+@pytest.mark.parametrize("named", [frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}, SIZES])
+def test_no_change_resets_a_size_that_the_user_named(named):
+    """Four times the gradient's bytes, a device of 3 GB: every kind of change is tried, with and without fitting."""
+    model = read_model("qwen2.5-7b")
+    given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
+    free = SIZES - named
+    semantics, _ = with_micro_batch(model, given, SMALL, free)
+    changes = proposals(Request(model, semantics, SMALL, None, free))
+    assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
+    for text, changed in changes:
+        is_size = text.startswith("--micro-batch")
+        for field in named - ({"micro_batch"} if is_size else set()):
+            assert getattr(changed.semantics, field) == getattr(given, field), text
+        again, _ = with_micro_batch(model, changed.semantics, changed.profile, free - ({"micro_batch"} if is_size else set()))
+        assert again == changed.semantics, f"{text}: asked for anew, other sizes would be chosen"
+
+
+def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
+    """Half the gradient's bytes let micro-batches grow: then there are fewer than the policy has in a group."""
+    profile = DESKTOP.with_memory(8 * 10**9, 15 * 10**9)
+    semantics, _ = with_micro_batch(MODEL, replace(SEMANTICS, batch_size=64, gradient_dtype="fp32"), profile)
+    whole = Policy(group_micro_batches=semantics.n_micro_batches)
+    request = Request(MODEL, semantics, profile, whole, SIZES)
+    larger = replace(request, profile=DESKTOP.with_memory(10**12, 10**12))
+    assert semantics.n_micro_batches > 1
+    assert larger.fits()
+    assert not replace(larger, semantics=replace(semantics, micro_batch=2 * semantics.micro_batch)).fits()

@@ -1,6 +1,7 @@
 """Is the plan that the search returns as good as its certificate says?"""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from click.testing import CliRunner
@@ -8,19 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.bounds import _ops, machine_bound, policy_bound
+from planner.bounds import machine_bound, ops_at_least, policy_bound
+from planner.branch import Tree
 from planner.check import check
 from planner.cli import cli
 from planner.cost import CostModel, region_of
 from planner.lower import lower
 from planner.memory import footprint, frame
 from planner.micro_batch import divisors, with_micro_batch
+from planner.relax import Relaxation
 from planner.search import search
 from planner.simulate import simulate
-from planner.space import BASELINES, baseline, policies
+from planner.space import BASELINES, Family, Limits, baseline, families, leanest
 from planner.workload import build_workload, read_model
 from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Workload
+from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 ROUNDING = 1 - 1e-9
 NOBODY = Model({}, name="nobody")
@@ -54,13 +57,13 @@ widths = st.sampled_from([64, 256, 1024, 4096])
 
 
 @st.composite
-def workloads(draw, semantics):
+def workloads(draw, semantics, most_layers=5):
     """Blocks of any proportions: narrow and deep, wide and flat, tied or not."""
     tokens, width, vocab = semantics.tokens_per_micro_batch, draw(widths), draw(st.sampled_from([256, 32768]))
     table = Parameter("table", (vocab, width))
     boundary = tokens * width * 2
     layers = []
-    for i in range(draw(st.integers(1, 5))):
+    for i in range(draw(st.integers(1, most_layers))):
         inner = draw(widths)
         layers.append(
             Block(
@@ -73,6 +76,10 @@ def workloads(draw, semantics):
                 boundary_bytes=boundary,
                 kept_bytes=boundary * 3,
                 transient_bytes=boundary * 6,
+                tiers=(
+                    Tier(Saved.BOUNDARY, True, 0, boundary * 6, 1, True, boundary, 1),
+                    Tier(Saved.PRODUCTS, True, boundary * 2, boundary * 6, 0, False, boundary, 1),
+                ),
             )
         )
     tied = "table" if draw(st.booleans()) else None
@@ -104,17 +111,45 @@ def cases(draw):
     """Semantics, a workload for them, a legal policy, a machine."""
     s = draw(semantics())
     workload = draw(workloads(s))
-    n_slots, group = draw(st.integers(1, 3)), draw(st.integers(1, s.n_micro_batches))
+    group = draw(st.integers(1, s.n_micro_batches))
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
-    policy = Policy(
-        draw(st.integers(1, 4)),
-        n_slots,
-        draw(st.integers(0, n_slots - 1)) if group == s.n_micro_batches else 0,
-        group,
-        tuple(b for b in range(1, workload.n_layers + 1) if draw(st.booleans())),
-        draw(st.sampled_from(updates)),
-    )
+    stride = draw(st.sampled_from([1, 1, draw(st.integers(1, workload.n_layers))]))
+    family = Family(draw(st.sampled_from(updates)), group, stride)
+    policy = draw(members(family, s, workload))
     return s, workload, policy, MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
+
+
+@st.composite
+def members(draw, family, s, workload):
+    """Any policy of a family: buffers, and block by block what is saved, resident, spilled, speculated on."""
+    n_slots, n_layers = draw(st.integers(1, 3)), workload.n_layers
+    saving = [
+        draw(st.sampled_from(["boundary", "products", "keep"])) if family.boundary_stride == 1 else "boundary"
+        for _ in range(n_layers)
+    ]
+    kept = tuple(b for b, how in enumerate(saving, 1) if how == "keep")
+    one_group = family.group_micro_batches == s.n_micro_batches
+
+    def some(blocks):
+        return tuple(b for b in blocks if draw(st.booleans()))
+
+    spilled = some(b for b in range(n_layers) if b + 1 not in kept) if family.boundary_stride == 1 and draw(st.booleans()) else ()
+    return Policy(
+        prefetch_depth=draw(st.integers(1, 5)),
+        gradient_slots=n_slots,
+        offload_late_blocks=draw(st.integers(0, n_slots - 1)) if one_group else 0,
+        group_micro_batches=family.group_micro_batches,
+        keep_blocks=kept,
+        product_blocks=tuple(b for b, how in enumerate(saving, 1) if how == "products"),
+        update=family.update,
+        storage=draw(st.sampled_from(["mirrored", "split"])) if s.compute_dtype == "bf16" else "mirrored",
+        resident_blocks=some(range(n_layers + 2)) if draw(st.booleans()) else (),
+        spill_blocks=spilled,
+        early_stop="products" in saving or draw(st.booleans()),
+        boundary_stride=family.boundary_stride,
+        speculate_blocks=some(range(n_layers + 2)) if family.update is Update.DEFERRED and draw(st.booleans()) else (),
+        transfer_chunk_bytes=draw(st.sampled_from([None, 1, 10_000_000])) if one_group else None,
+    )
 
 
 @given(cases())
@@ -141,7 +176,7 @@ def test_bounds_count_no_more_ops_than_the_plan_has(case):
     in_plan: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
     for op, demand in zip(plan.ops, cost.demands(plan), strict=True):
         in_plan[op.kind] += demand.uncontended_s
-    for kind, _, demand, count in _ops(frame(NOBODY, workload, s, policy), cost):
+    for kind, _, demand, count in ops_at_least(frame(NOBODY, workload, s, policy), cost):
         in_plan[kind] -= count * demand.uncontended_s
     total = sum(d.uncontended_s for d in cost.demands(plan))
     for kind, left_s in in_plan.items():
@@ -151,22 +186,69 @@ def test_bounds_count_no_more_ops_than_the_plan_has(case):
             assert left_s == pytest.approx(0, abs=1e-9 * total)
 
 
+@given(cases(), st.floats(0.3, 1.5), st.sampled_from([None, 0.0, 0.3, 1.0]))
+@settings(deadline=None)
+def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, often):
+    """Whatever it chooses block by block, on a device on which it just fits or nearly so."""
+    s, workload, policy, profile = case
+    needed = footprint(frame(NOBODY, workload, s, policy), profile)
+    profile = profile.with_memory(int(needed.device_peak_bytes * max(1.0, tightness)), needed.host_peak_bytes)
+    cost = CostModel(profile)
+    family = Family(policy.update, policy.group_micro_batches, policy.boundary_stride)
+    relaxation = Relaxation(
+        NOBODY, workload, s, cost, Limits(clipped_fraction=often if often is not None or not policy.speculate_blocks else 0.5)
+    )
+    often = relaxation.limits.clipped_fraction or 0.0
+    plan = lower(NOBODY, workload, s, policy, {})
+    predictions = [
+        simulate(plan, CostModel(profile, clipped=clipped).demands(plan), region_of(profile)) for clipped in (False, True)
+    ]
+    if all(p.periodic for p in predictions):
+        step_s = (1 - often) * predictions[0].step_s + often * predictions[1].step_s
+        for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
+            relaxed = relaxation.solve(family, *buffers)
+            assert relaxed is not None, "the policy fits"
+            assert step_s >= relaxed.bound_s * ROUNDING, buffers
+
+
 @given(semantics(), st.data())
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """Within the 0.1 % at which the search is content."""
-    workload = data.draw(workloads(s))
+    """Within the 0.1 % at which the search is content. Brute force leaves out policies whose own bound is above the best found."""
+    workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
     answer = search(NOBODY, workload, s, profile)
-    cost, region = CostModel(profile), region_of(profile)
-    shortest_s = min(
-        simulate(plan := lower(NOBODY, workload, s, candidate.policy, {}), cost.demands(plan), region, 24).step_s
-        for candidate, needs in policies(NOBODY, workload, s, profile)
-        if needs.fits
-    )
+    cost, region, shortest_s = CostModel(profile), region_of(profile), float("inf")
+    bounds_s = {policy: policy_bound(frame(NOBODY, workload, s, policy), cost).seconds for policy in every_policy(s, workload)}
+    for policy in sorted(bounds_s, key=lambda policy: bounds_s[policy]):
+        if bounds_s[policy] < shortest_s:
+            plan = lower(NOBODY, workload, s, policy, {})
+            shortest_s = min(shortest_s, simulate(plan, cost.demands(plan), region, 24).step_s)
     assert answer.prediction.step_s <= shortest_s * 1.001 * (1 + 1e-9)
     assert answer.certificate.policy_bound_s <= shortest_s * (1 + 1e-9)
+
+
+def every_policy(s, workload):
+    """The whole space of a model so small that it can be listed, but for what memory that is not short makes pointless."""
+    layers = range(1, workload.n_layers + 1)
+    for family, depth, n_slots in product(families(s, workload), (1, 2, 3, 4), (1, 2, 3)):
+        one_group = family.group_micro_batches == s.n_micro_batches
+        lean = replace(family.policy(s), prefetch_depth=depth, gradient_slots=n_slots)
+        ways = (
+            product(("boundary", "products", "keep"), repeat=len(layers))
+            if family.boundary_stride == 1
+            else [("boundary",) * len(layers)]
+        )
+        for saving, resident, late in product(ways, (False, True), (0, 1)):
+            if late < n_slots and (late == 0 or one_group):
+                yield replace(
+                    lean,
+                    offload_late_blocks=late,
+                    keep_blocks=tuple(b for b in layers if saving[b - 1] == "keep"),
+                    product_blocks=tuple(b for b in layers if saving[b - 1] == "products"),
+                    resident_blocks=tuple(layers) if resident else (),
+                )
 
 
 def test_the_machine_bound_names_what_is_slow():
@@ -184,14 +266,13 @@ def test_the_machine_bound_names_what_is_slow():
 
 
 def test_the_answer_is_never_worse_than_a_static_candidate():
-    for name in ("h200-pcie5", "rtx4090-server", "gh200"):
+    for name, clip in (("h200-pcie5", 1.0), ("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
-        for clip in (1.0, None):
-            s, workload = with_micro_batch(model, Semantics(1024, 8, 1, clip_norm=clip), profile)
-            answer = search(model, workload, s, profile)
-            assert set(answer.baselines) == set(BASELINES)
-            for said in answer.baselines.values():
-                assert answer.prediction.step_s <= said.get("step_s", float("inf"))
+        s, workload = with_micro_batch(model, Semantics(1024, 8, 1, clip_norm=clip), profile)
+        answer = search(model, workload, s, profile)
+        assert set(answer.baselines) == set(BASELINES)
+        for said in answer.baselines.values():
+            assert answer.prediction.step_s <= said.get("step_s", float("inf"))
 
 
 def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice():
@@ -206,13 +287,39 @@ def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice():
     assert c.gap_fraction == pytest.approx(first.prediction.step_s / c.policy_bound_s - 1)
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a_true_gap(monkeypatch, opens):
+    """What was not simulated keeps its bound, opened or not: the lowest of all, here solved anew."""
+    if opens:
+        monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
+    else:
+        monkeypatch.setattr("planner.branch.MAX_SEARCHED_OPS", 0)
+    monkeypatch.setattr(Tree, "_scout", lambda self: None)
+    monkeypatch.setattr("planner.branch.CHUNKS_PER_LAYER", ())
+    model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
+    s, workload = with_micro_batch(model, Semantics(2048, 8, 1), profile)
+    answer = search(model, workload, s, profile)
+    baselines_s = [said["step_s"] for said in answer.baselines.values() if "step_s" in said]
+    assert answer.step_s == min(baselines_s)
+    assert answer.certificate.n_simulated == len(baselines_s)
+
+    relaxation = Relaxation(model, workload, s, CostModel(profile), Limits())
+    buffers = list(product((1, 2, 3, 4), (1, 2, 3))) if opens else [(None, None)]
+    below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
+    relaxed = [(below_s[family], relaxation.solve(family, *sizes)) for family in below_s for sizes in buffers]
+    lowest_s = min(max(family_s, r.bound_s) for family_s, r in relaxed if r is not None)
+    assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
+    assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
+    assert answer.certificate.gap_fraction > 0.05, "this machine gains from what no baseline does"
+
+
 def test_a_fixed_policy_is_the_answer():
     model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
     s, workload = with_micro_batch(model, Semantics(4096, 16, 1), profile)
     for name in BASELINES:
-        answer = search(model, workload, s, profile, baseline(name, s))
-        assert answer.plan.policy == baseline(name, s)
-        assert answer.certificate.n_policies == 1
+        answer = search(model, workload, s, profile, baseline(name, s, workload))
+        assert answer.plan.policy == baseline(name, s, workload)
+        assert answer.certificate.n_families == 0
         assert answer.prediction.step_s == answer.baselines[name]["step_s"]
 
 
@@ -220,30 +327,11 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     model, profile = read_model("qwen2.5-0.5b"), read_profile("gh200")
     for clip, nonfinite, legal in ((1.0, "stop", False), (None, "skip", False), (None, "stop", True)):
         s = Semantics(512, 2, 1, clip_norm=clip, on_nonfinite=nonfinite)
-        space = [plan.policy for plan, _ in policies(model, build_workload(model, s), s, profile)]
+        workload = build_workload(model, s)
+        space = [plan.policy for plan, _ in leanest(model, workload, s, profile)]
         assert (Update.EAGER in {p.update for p in space}) == legal
-        assert (baseline("slideformer", s).update is Update.EAGER) == legal
+        assert (baseline("slideformer", s, workload).update is Update.EAGER) == legal
         assert len(set(space)) == len(space)
-
-
-@given(cases(), st.floats(0.2, 1.0))
-@settings(deadline=None, max_examples=20)
-def test_policies_that_keep_activations_fit_and_one_layer_more_would_not(case, fraction):
-    s, workload, _, profile = case
-    everything = Policy(4, 3, 0, s.n_micro_batches, tuple(range(1, workload.n_layers + 1)))
-    most_bytes = footprint(frame(NOBODY, workload, s, everything), profile).device_peak_bytes
-    tight = profile.with_memory(max(1, int(most_bytes * fraction)), None)
-    kept: dict[Policy, int] = {}
-    for plan, needs in policies(NOBODY, workload, s, tight):
-        n_kept = len(plan.policy.keep_blocks)
-        assert needs.fits or n_kept == 0
-        if needs.fits and not plan.policy.resident_blocks and not plan.policy.spill_blocks:
-            base = replace(plan.policy, keep_blocks=())
-            kept[base] = max(n_kept, kept.get(base, 0))
-    for base, n_kept in kept.items():
-        if n_kept < workload.n_layers:
-            more = replace(base, keep_blocks=tuple(range(workload.n_layers - n_kept, workload.n_layers + 1)))
-            assert not footprint(frame(NOBODY, workload, s, more), tight).fits
 
 
 @pytest.mark.parametrize(

@@ -230,14 +230,24 @@ def test_speeds_are_max_min_fair(uses):
     demands = [Demand(0.0, 1.0, tuple(u)) for u in uses]
     speeds = rates(demands, REGION)
     capacity = dict(REGION.capacity)
-    drawn = Counter()
+    drawn, n_drawing = Counter(), Counter(r for demand in demands for r, _ in demand.uses)
     for demand, speed in zip(demands, speeds, strict=True):
         assert 0 < speed <= 1
         for resource, per_s in demand.uses:
-            drawn[resource] += per_s * speed
+            alone = n_drawing[resource] == 1 and resource in capacity  # then a capacity does not limit it
+            drawn[resource] += (min(per_s, capacity[resource]) if alone else per_s) * speed
     assert all(drawn[r] <= c * (1 + ROUNDING) for r, c in capacity.items())
     for demand, speed in zip(demands, speeds, strict=True):
         if speed < 1 - ROUNDING:
             full = [r for r, _ in demand.uses if r in capacity and drawn[r] >= capacity[r] * (1 - 1e-6)]
             users = {r: [s for d, s in zip(demands, speeds, strict=True) if r in dict(d.uses)] for r in full}
             assert any(speed >= max(users[r]) * (1 - 1e-6) for r in full)
+
+
+def test_a_copy_alone_is_as_fast_as_it_was_measured_alone_and_two_share_what_was_measured_of_both():
+    """A link of 10 and 12 units one way at a time and of 9 both ways: no ray of a region could say so."""
+    region = Region(((Resource.H2D, 10.0), (Resource.D2H, 12.0), (Resource.DUPLEX, 9.0)))
+    up = Demand(0.0, 1.0, ((Resource.H2D, 10.0), (Resource.DUPLEX, 10.0)))
+    down = Demand(0.0, 1.0, ((Resource.D2H, 12.0), (Resource.DUPLEX, 12.0)))
+    assert rates([up], region) == rates([down], region) == [1.0]
+    assert rates([up, down], region) == pytest.approx([9 / 22, 9 / 22])

@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import torch
@@ -42,6 +42,12 @@ def semantics_of(model_type: str, **fields) -> Semantics:
     attention = "eager" if model_type in EAGER_ONLY else "sdpa"
     defaults = {"seq_len": 16, "batch_size": 4, "micro_batch": 1, "clip_norm": 0.5, "loss_tile_tokens": 5, "attention": attention}
     return Semantics(**(defaults | {"experts": "eager"} | fields))
+
+
+def asked(thing) -> str:
+    """What a policy, or some semantics, asks for beyond the defaults: the name of a case."""
+    fields = thing if isinstance(thing, dict) else {k: v for k, v in asdict(thing).items() if v != getattr(Policy(), k)}
+    return " ".join(f"{key}={value}" for key, value in fields.items()) or "defaults"
 
 
 def plan_of(config: dict, semantics: Semantics, policy: Policy) -> Plan:
@@ -89,7 +95,10 @@ class Hostile(CpuMachine):
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
-    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
+    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last.
+
+    A load of a layer's later chunk adds to what the first one began.
+    """
     state = ("masters", "remainders", "moments", "host_weights", "norm")
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
@@ -102,7 +111,7 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
         for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
             if slot in plan.ops[index].reads:
                 readers.add(plan.ops[index].lane)
-            if slot not in plan.ops[following].reads:
+            if slot not in plan.ops[following].reads and not plan.ops[following].chunk:
                 if readers == {plan.ops[index].lane}:
                     released[index].append(slot)
                 readers = set()
@@ -119,12 +128,11 @@ def initial_masters(config: dict, semantics: Semantics, seed: int = 7) -> Tensor
 def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     """Masters, first and second moments by name, as copies."""
     masters, exp_avg, exp_avg_sq = {}, {}, {}
-    for number, block in enumerate(machine.plan.workload.blocks):
-        for p in block.parameters:
-            if p.tied_to is None:
-                m, v = machine.moments(number, p)
-                masters[p.name] = machine.master(number, p).clone().view(p.shape)
-                exp_avg[p.name], exp_avg_sq[p.name] = m.clone().view(p.shape), v.clone().view(p.shape)
+    for number in range(len(machine.plan.workload.blocks)):
+        for p in machine.host.owned(number):
+            m, v = machine.host.moments(p)
+            masters[p.name] = machine.host.master(p).clone().view(p.shape)
+            exp_avg[p.name], exp_avg_sq[p.name] = m.clone().view(p.shape), v.clone().view(p.shape)
     return masters, exp_avg, exp_avg_sq
 
 
@@ -146,6 +154,24 @@ def plain(model_type: str, semantics: Semantics, overrides: tuple = ()) -> refer
     config = tiny_config(model_type, **dict(overrides))
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     return reference.train(config, semantics, initial_masters(config, semantics), list(batches), settings_of_torch(N_STEPS))
+
+
+@lru_cache(maxsize=64)
+def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> reference.Reference:
+    """The same steps by a plan that keeps everything and computes nothing twice: what the plain loop is where dropout is drawn."""
+    config = tiny_config(model_type, **dict(overrides))
+    layers = tuple(range(1, config["num_hidden_layers"] + 1))
+    machine = streamed(config, semantics, Policy(keep_blocks=layers, group_micro_batches=semantics.n_micro_batches))
+    results = [machine.results[step] for step in range(N_STEPS)]
+    return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results])
+
+
+@lru_cache(maxsize=64)
+def clip_some_steps(model_type: str, semantics: Semantics, overrides: tuple = ()) -> Semantics:
+    """The semantics with a clip norm that some of the steps exceed and others do not."""
+    free = replace(semantics, clip_norm=None)
+    norms = plain(model_type, free, overrides).norms
+    return replace(semantics, clip_norm=(min(norms) + max(norms)) / 2)
 
 
 def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]:

@@ -1,0 +1,280 @@
+"""How is the space of policies searched?
+
+Branch and bound, best bound first. A node is a family, then a family with its buffers, then one policy. Families and buffers are
+bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and chain
+(`bounds.py`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
+proof whether or not the budget sufficed. Equal bounds are opened in the order in which they were found: the search is
+deterministic.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from hwprofiles.schema import Profile
+from runtime.plan import Plan, Policy, Semantics
+from runtime.workload import Model, Workload
+
+from .bounds import policy_bound
+from .cost import CostModel, region_of
+from .lower import lower
+from .memory import footprint, frame, short_of
+from .remedy import most_ops
+from .simulate import Prediction, simulate
+from .space import (
+    BASELINES,
+    CHUNKS_PER_LAYER,
+    GRADIENT_SLOTS,
+    OFFLOAD_LATE_BLOCKS,
+    PREFETCH_DEPTHS,
+    Family,
+    Limits,
+    baseline,
+    cut,
+    families,
+    filled,
+    speculated,
+)
+from .uncertainty import Interval, interval
+
+CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
+MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about four seconds on one core
+MAX_STEPS = 24
+ESTIMATED_GROUPS = 3  # of micro-batches: a step of so many, and of one fewer, tells about one of many
+FEWEST_ESTIMATED = 8
+LONGEST_DRAWN_OPS = 8000
+SCOUTED_FAMILIES, SCOUTED_BUFFERS = 3, ((1, 2), (2, 2), (1, 1))
+SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
+
+
+class Trial:
+    """Lowers and simulates policies of one workload, each once."""
+
+    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, limits: Limits) -> None:
+        self.model, self.workload, self.semantics, self.profile, self.limits = model, workload, semantics, profile, limits
+        self.profile_json = profile.to_json()
+        self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
+        self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
+        self.clipped: dict[Policy, float] = {}
+        self.estimated: dict[Policy, float] = {}
+        self.fewer: dict[int, tuple[Semantics, CostModel]] = {}  # by micro-batches: the same step, smaller
+        self.n_ops = 0
+
+    def step_s(self, policy: Policy) -> float:
+        """Seconds of a step, in the mean over those that are clipped and those that are not."""
+        if policy not in self.tried:
+            plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
+            self.n_ops += len(plan.ops)
+            self.tried[policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
+        step_s, often = self.tried[policy][1].step_s, self.limits.clipped_fraction
+        if not policy.speculate_blocks or not often:
+            return step_s
+        return (1 - often) * step_s + often * self.clipped_step_s(policy)
+
+    def estimate_s(self, policy: Policy) -> float | None:
+        """About how long a step takes, from steps of two and of three groups of micro-batches; None where it has few anyway."""
+        n_groups = self.semantics.n_micro_batches // policy.group_micro_batches
+        if n_groups < FEWEST_ESTIMATED:
+            return None
+        if policy not in self.estimated:
+            two_s, three_s = (self._step_of_groups_s(policy, n) for n in (ESTIMATED_GROUPS - 1, ESTIMATED_GROUPS))
+            self.estimated[policy] = three_s + (n_groups - ESTIMATED_GROUPS) * (three_s - two_s)
+        return self.estimated[policy]
+
+    def drawn(self, policy: Policy) -> Interval:
+        """The interval of a plan that was tried; of a very long one, that of a step of a few groups, in proportion."""
+        plan, prediction = self.tried[policy]
+        n_groups = self.semantics.n_micro_batches // policy.group_micro_batches
+        if len(plan.ops) <= LONGEST_DRAWN_OPS or n_groups < FEWEST_ESTIMATED:
+            return interval(plan, self.profile)
+        short, cost = self._of_groups(policy, ESTIMATED_GROUPS)
+        found = interval(short, self.profile)
+        longer = prediction.step_s / simulate(short, cost.demands(short), self.region, MAX_STEPS).step_s
+        percentiles = {name: getattr(found, name) * longer for name in ("p10_step_s", "p50_step_s", "p90_step_s")}
+        return replace(found, **percentiles)
+
+    def _step_of_groups_s(self, policy: Policy, n_groups: int) -> float:
+        plan, cost = self._of_groups(policy, n_groups)
+        return simulate(plan, cost.demands(plan), self.region, MAX_STEPS).step_s
+
+    def _of_groups(self, policy: Policy, n_groups: int) -> tuple[Plan, CostModel]:
+        """The plan of a step with fewer micro-batches, and what knows its costs."""
+        semantics, cost = self.fewer.setdefault(
+            n_groups * policy.group_micro_batches,
+            (
+                replace(self.semantics, batch_size=n_groups * policy.group_micro_batches * self.semantics.micro_batch),
+                CostModel(self.profile),
+            ),
+        )
+        return lower(self.model, self.workload, semantics, policy, self.profile_json), cost
+
+    def clipped_step_s(self, policy: Policy) -> float:
+        """Seconds of a step in which what was updated on speculation is updated again."""
+        if policy not in self.clipped:
+            plan = self.tried[policy][0]
+            self.clipped[policy] = simulate(plan, self.clipped_cost.demands(plan), self.region, MAX_STEPS).step_s
+        return self.clipped[policy]
+
+    def frame(self, policy: Policy) -> Plan:
+        return frame(self.model, self.workload, self.semantics, policy)
+
+    def fits(self, policy: Policy) -> bool:
+        return footprint(self.frame(policy), self.profile).fits
+
+    def baselines(self) -> dict[str, dict[str, Any]]:
+        """What each static candidate would take, or why it cannot run here."""
+        result: dict[str, dict[str, Any]] = {}
+        for name in BASELINES:
+            policy = baseline(name, self.semantics, self.workload)
+            needs = footprint(self.frame(policy), self.profile)
+            result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
+        return result
+
+    def next_best(self, best: Policy) -> tuple[Policy, float] | None:
+        """The fastest policy tried that differs from the best in more than buffers."""
+        others = [policy for policy in self.tried if _essence(policy) != _essence(best)]
+        found = min(others, key=self.step_s, default=None)
+        return None if found is None else (found, self.step_s(found))
+
+
+def _essence(policy: Policy) -> Policy:
+    """The policy without the sizes of its buffers, and with the counts of blocks in place of their names."""
+    named = ("keep_blocks", "resident_blocks", "spill_blocks", "attention_blocks", "product_blocks")
+    counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
+    counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
+    return replace(policy, prefetch_depth=1, gradient_slots=1, offload_late_blocks=0, transfer_chunk_bytes=None, **counts)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Node:
+    """A part of the space, and a bound for all of it. Ordered by bound, then by when it was found."""
+
+    bound_s: float
+    number: int
+    family: Family = field(compare=False)
+    buffers: tuple[int, int] | None = field(compare=False, default=None)  # prefetch depth (at least), gradient slots
+    policy: Policy | None = field(compare=False, default=None)
+
+
+class Tree:
+    """The search of one workload's space."""
+
+    def __init__(self, trial: Trial) -> None:
+        from .relax import Relaxation  # scipy takes a while to load, and a policy that is asked for by name needs none
+
+        self.trial = trial
+        self.relaxation = Relaxation(trial.model, trial.workload, trial.semantics, trial.cost, trial.limits)
+        self.families = families(trial.semantics, trial.workload)
+        self.best: Policy | None = None
+        self.bound_s = float("inf")  # of all that was not simulated
+        self.n_nodes = 0
+        self.open: list[_Node] = []
+
+    def explore(self, start: Iterable[Policy]) -> None:
+        """Find the best policy, beginning with those given; `bound_s` says what no other goes below."""
+        for policy in start:
+            self._take(policy)
+        self.trial.n_ops = 0  # these are not counted
+        for family in self.families:
+            relaxed = self.relaxation.solve(family)
+            if relaxed is not None:
+                self._push(relaxed.bound_s, family)
+        self._scout()
+        while self.open:
+            node = heapq.heappop(self.open)
+            out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
+            if self._close_to_best(node.bound_s) or out_of_budget:
+                self.bound_s = min(self.bound_s, node.bound_s)
+                break  # nothing that is open has a lower bound
+            self._expand(node)
+        self._speculate_more_or_less()
+        self._cut_transfers()
+
+    def _scout(self) -> None:
+        """Where plans are so long that few can be simulated, begin with one of each promising family."""
+        if most_ops(self.trial.workload, self.trial.semantics) <= MAX_SEARCHED_OPS // SCOUTED_FAMILIES:
+            return
+        for node in sorted(self.open)[:SCOUTED_FAMILIES]:
+            fitting = [
+                policy
+                for buffers in SCOUTED_BUFFERS
+                if self.relaxation.solve(node.family, *buffers) is not None
+                for policy in self._suggested(node.family, *buffers)
+                if self.trial.fits(policy)
+            ]
+            if fitting:
+                self._take(min(fitting, key=lambda policy: self.trial.estimate_s(policy) or 0.0))
+        self.trial.n_ops = 0
+
+    def _close_to_best(self, bound_s: float) -> bool:
+        return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
+
+    def _push(self, bound_s: float, family: Family, buffers: tuple[int, int] | None = None, policy: Policy | None = None) -> None:
+        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, buffers, policy))
+        self.n_nodes += 1
+
+    def _expand(self, node: _Node) -> None:
+        """Open a family into its buffers, buffers into policies, or simulate a policy."""
+        if node.policy is not None:
+            self._take(node.policy)
+        elif node.buffers is None:
+            for depth, slots in product((*PREFETCH_DEPTHS, max(PREFETCH_DEPTHS) + 1), GRADIENT_SLOTS):
+                relaxed = self.relaxation.solve(node.family, depth, slots)
+                if relaxed is not None:
+                    self._push(max(relaxed.bound_s, node.bound_s), node.family, (depth, slots))
+        else:
+            # The policies suggested are a few of those that the bound covers: it stays as what the others may reach.
+            self.bound_s = min(self.bound_s, node.bound_s)
+            for policy in self._suggested(node.family, *node.buffers):
+                if self.trial.fits(policy):
+                    bound_s = policy_bound(self.trial.frame(policy), self.trial.cost).seconds
+                    self._push(max(bound_s, node.bound_s), node.family, node.buffers, policy)
+
+    def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int) -> Iterator[Policy]:
+        """Policies of these buffers that use memory as the relaxation would, packed and spread."""
+        relaxed = self.relaxation.solve(family, prefetch_depth, gradient_slots)
+        assert relaxed is not None
+        lean = family.policy(self.trial.semantics)
+        one_group = family.group_micro_batches == self.trial.semantics.n_micro_batches
+        found: dict[Policy, None] = {}
+        for late in OFFLOAD_LATE_BLOCKS:
+            if late < gradient_slots and (late == 0 or one_group):
+                buffers = replace(
+                    lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, offload_late_blocks=late
+                )
+                for spread in (False, True):
+                    suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
+                    found[suggested] = None
+                    found[replace(suggested, speculate_blocks=())] = None  # what speculation costs the relaxation may not see
+        yield from found
+
+    def _take(self, policy: Policy) -> None:
+        step_s = self.trial.step_s(policy)
+        if self.best is None or step_s < self.trial.step_s(self.best):
+            self.best = policy
+
+    def _speculate_more_or_less(self) -> None:
+        """How many blocks to update early depends on what the relaxation leaves out, the order of the host's work: climb."""
+        n_blocks = len(self.trial.workload.blocks)
+        for n in SPECULATION_STRIDES:
+            while (best := self.best) is not None and best.speculate_blocks:
+                for n_early in (len(best.speculate_blocks) - n, len(best.speculate_blocks) + n):
+                    early = replace(best, speculate_blocks=speculated(n_early, n_blocks))
+                    if 0 < n_early <= n_blocks and self.trial.fits(early):
+                        self._take(early)
+                if self.best == best:
+                    break
+
+    def _cut_transfers(self) -> None:
+        """See whether the best plan gains from smaller transfers: more than nothing, for they are more ops."""
+        best = self.best
+        if best is None or best.group_micro_batches < self.trial.semantics.n_micro_batches:
+            return
+        if self._close_to_best(self.bound_s):
+            return
+        for n in CHUNKS_PER_LAYER:
+            smaller = cut(best, self.trial.frame(best), n)
+            if self.trial.fits(smaller) and self.trial.step_s(smaller) < self.trial.step_s(best) * (1 - CLOSE_FRACTION):
+                self._take(smaller)

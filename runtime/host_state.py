@@ -1,0 +1,119 @@
+"""Where on the host does what training has made of a model lie?"""
+
+import bisect
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from .memory import Arenas
+from .optimizer import CHUNK_ELEMENTS, Learned, SplitMaster, round_half_up
+from .plan import Plan, Slot
+from .workload import Parameter
+
+STATE_ARENAS = ("masters", "remainders", "moments", "host_weights")
+SHADOW = "shadow_"  # before an arena's name: the part of a shadow that stands for a slot of it
+
+
+class HostState:
+    """Masters, moments and compute weights: in one slot of each arena per block or, where layers are cut into chunks, per chunk.
+
+    A block that is updated on speculation has a second place for all of it, its shadow. Which of the two places is the state
+    changes with every update that turns out right: slots are names, and `commit` exchanges what they mean.
+    """
+
+    def __init__(self, plan: Plan, arenas: Arenas) -> None:
+        """Everything is zero until `set_weights`."""
+        self.plan, self.arenas = plan, arenas
+        self.n_updates = 0  # steps whose update was applied; sets the bias correction
+        self.chunks = [plan.chunks(b) for b in range(len(plan.workload.blocks))]
+        self._state = [arena for name in STATE_ARENAS if (arena := plan.arena(name)) is not None]
+        self._first: list[int] = []  # slot of each block's first chunk
+        self._owned: list[list[list[Parameter]]] = []  # of each block's chunks
+        self._places: dict[str, tuple[int, int]] = {}  # by parameter: its slot in every arena of the state, and element there
+        n_slots = 0
+        for block, chunks in zip(plan.workload.blocks, self.chunks, strict=True):
+            self._first.append(n_slots)
+            self._owned.append([[] for _ in chunks])
+            offsets = block.offsets(owned_only=True)[0]
+            for p in block.parameters:
+                if p.tied_to is None:
+                    chunk = bisect.bisect_right(chunks, offsets[p.name], key=lambda c: c.start) - 1
+                    self._owned[-1][chunk].append(p)
+                    self._places[p.name] = n_slots + chunk, offsets[p.name] - chunks[chunk].start
+            n_slots += len(chunks)
+        shadowed = [self._first[b] + chunk for b in plan.policy.speculate_blocks for chunk in range(len(self.chunks[b]))]
+        for i, number in enumerate(shadowed):
+            parts = {Slot(SHADOW + arena.name, number): arena.slot_bytes[number] for arena in self._state}
+            arenas.divide(Slot("shadows", i), parts)
+
+    def owned(self, block: int) -> list[Parameter]:
+        """The parameters that a block owns."""
+        return [p for chunk in self._owned[block] for p in chunk]
+
+    def of_chunk(self, block: int, chunk: int | None) -> list[Parameter]:
+        """Those of one of its chunks, or of the only one."""
+        return self._owned[block][chunk or 0]
+
+    # -- one parameter ----------------------------------------------------------------------------------------------
+
+    def _view(self, prefix: str, arena: str, dtype: str, p: Parameter) -> torch.Tensor:
+        number, at = self._places[p.name]
+        return self.arenas.view(Slot(prefix + arena, number), dtype, (p.n_elements,), at)
+
+    def learned(self, p: Parameter, prefix: str = "") -> Learned:
+        """All of an owned parameter's state; with `SHADOW` its shadow."""
+        semantics, (number, at) = self.plan.semantics, self._places[p.name]
+        moments = self.arenas.view(Slot(prefix + "moments", number), "fp32")
+        exp_avg, exp_avg_sq = (half[at : at + p.n_elements] for half in moments.view(2, -1))
+        weight = None
+        if self.plan.weights_arena == "host_weights":
+            weight = self._view(prefix, "host_weights", semantics.compute_dtype, p)
+        if self.plan.policy.storage == "split":
+            assert weight is not None
+            return Learned(SplitMaster(weight, self._view(prefix, "remainders", "int16", p)), exp_avg, exp_avg_sq)
+        return Learned(self._view(prefix, "masters", semantics.master_dtype, p), exp_avg, exp_avg_sq, weight)
+
+    def master(self, p: Parameter) -> torch.Tensor:
+        """The master of an owned parameter, flat; to be read only, as it may be a copy."""
+        master = self.learned(p).master
+        return master.joined(slice(None)) if isinstance(master, SplitMaster) else master
+
+    def moments(self, p: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and second moment of an owned parameter, flat fp32."""
+        learned = self.learned(p)
+        return learned.exp_avg, learned.exp_avg_sq
+
+    def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
+        """Put an owned parameter (any float dtype) into master and compute weight."""
+        learned, given = self.learned(p), given.reshape(-1)
+        for start in range(0, p.n_elements, CHUNK_ELEMENTS):
+            part = slice(start, start + CHUNK_ELEMENTS)
+            match learned.master:
+                case SplitMaster() as master:
+                    master.cut(part, given[part].float())
+                    continue
+                case master if master.dtype is torch.float32:
+                    master[part] = given[part]
+                case master:
+                    round_half_up(given[part].float(), master[part])
+            if learned.weight is not None:
+                round_half_up(master[part], learned.weight[part])
+
+    # -- all of it --------------------------------------------------------------------------------------------------
+
+    def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put a block's own weights into the store."""
+        for p in self.owned(block):
+            self.set_weight(p, weights[p.name])
+
+    def compute_weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
+        """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
+        for block in range(len(self.chunks)):
+            for p in self.owned(block):
+                yield p, self._view("", self.plan.weights_arena, self.plan.semantics.compute_dtype, p).view(p.shape)
+
+    def commit(self, block: int, chunk: int | None) -> None:
+        """The shadow of a chunk becomes its state, and the state the next shadow."""
+        number = self._first[block] + (chunk or 0)
+        for arena in self._state:
+            self.arenas.exchange(Slot(arena.name, number), Slot(SHADOW + arena.name, number))

@@ -1,0 +1,149 @@
+"""What does the host do with a step's gradients?"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import PenstockError
+from .host_state import SHADOW, HostState
+from .memory import DTYPE, Arenas
+from .optimizer import AdamW, SummedGradient, adamw_, clip_factor, sum_of_squares
+from .plan import Kind, Op, Plan, Slot, Update
+from .workload import Parameter
+
+
+class NonFiniteError(PenstockError):
+    """A gradient is infinite or not a number, and the plan says to stop."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step leaves behind."""
+
+    loss_sum: float = 0.0
+    n_supervised: int = 0
+    grad_norm: float = math.nan
+    skipped: bool = False
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's supervised tokens."""
+        return self.loss_sum / self.n_supervised
+
+
+class Updates:
+    """The ops of the host's own lane."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        state: HostState,
+        settings: Callable[[int], AdamW],
+        results: dict[int, StepResult],
+    ) -> None:
+        self.plan, self.arenas, self.state, self.settings, self.results = plan, arenas, state, settings, results
+        blocks = plan.workload.blocks
+        self._offsets = [b.offsets()[0] for b in blocks]  # in gradients, which hold those of tied weights too
+        self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
+        self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
+        self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
+        self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
+
+    def forget(self) -> None:
+        """Drop what a run that failed in the middle of a step has left."""
+        self._factor = None
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, op: Op) -> None:
+        staging, total = op.reads
+        n = self.plan.workload.blocks[op.block].slot_elements
+        running = self.arenas.view(total, "fp32", (n,))
+        if op.micro_batch == 0:
+            running.zero_()
+        running += self.arenas.view(staging, self.plan.gradient_dtype(op.block), (n,))
+
+    def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
+        """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
+        dtype = DTYPE[self.plan.semantics.gradient_dtype]
+        slots = [s for s in op.reads if s.arena == "host_gradients"]
+        at = self._offsets[op.block][p.name] - self.state.chunks[op.block][op.chunk or 0].start
+        own = self.arenas.view(slots[0], self.plan.host_gradient_dtype(op.block), (p.n_elements,), at)
+        tied = self._tied.get(p.name)
+        if tied is None:
+            return SummedGradient((own,), dtype)
+        head = len(self._offsets) - 1
+        other = self.arenas.view(slots[1], self.plan.host_gradient_dtype(head), (p.n_elements,), self._offsets[head][tied])
+        return SummedGradient((other, own), dtype)
+
+    def norm(self, index: int, op: Op, step: int) -> None:
+        sums = self.arenas.view(Slot("norm", 0), "fp64")
+        for p in self.state.of_chunk(op.block, op.chunk):
+            square = sum_of_squares(self._gradient(op, p))
+            if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
+                raise NonFiniteError(
+                    f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
+                )
+            sums[self._tensor_number[p.name]] = square
+        if index == self._last_norm:
+            total = 0.0
+            for square in sums[: len(self._tensor_number)].tolist():  # not `sum`, which compensates from Python 3.12 on
+                total += square
+            self.results[step].grad_norm = math.sqrt(total)
+
+    # -- updates ----------------------------------------------------------------------------------------------------
+
+    def _step_factor(self, step: int) -> float | None:
+        """The step's clip factor, or None if the step is skipped; counts the update when first asked."""
+        if self._factor is None or self._factor[0] != step:
+            result = self.results[step]
+            factor: float | None = 1.0
+            if self.plan.policy.update is not Update.EAGER:  # which runs before the norm is known, and is legal only without it
+                result.skipped = not math.isfinite(result.grad_norm)
+                factor = None if result.skipped else clip_factor(result.grad_norm, self.plan.semantics.clip_norm)
+            self.state.n_updates += not result.skipped
+            self._factor = (step, factor)
+        return self._factor[1]
+
+    def update(self, op: Op, step: int) -> None:
+        factor = self._step_factor(step)
+        if factor is None:
+            return
+        for p in self.state.of_chunk(op.block, op.chunk):
+            now, settings = self.state.learned(p), self.settings(step).of(p.name, p.shape)
+            adamw_(
+                now.master,
+                now.exp_avg,
+                now.exp_avg_sq,
+                self._gradient(op, p),
+                now.weight,
+                factor,
+                self.state.n_updates,
+                settings,
+            )
+
+    def speculate(self, op: Op, step: int) -> None:
+        """The update as it is if nothing is clipped or skipped, into the shadow."""
+        is_counted = self._factor is not None and self._factor[0] == step
+        n_updates = self.state.n_updates + (0 if is_counted else 1)
+        for p in self.state.of_chunk(op.block, op.chunk):
+            to, settings = self.state.learned(p, SHADOW), self.settings(step).of(p.name, p.shape)
+            adamw_(
+                to.master,
+                to.exp_avg,
+                to.exp_avg_sq,
+                self._gradient(op, p),
+                to.weight,
+                1.0,
+                n_updates,
+                settings,
+                start_from=self.state.learned(p),
+            )
+
+    def settle(self, op: Op, step: int) -> None:
+        """Take the shadow if it was right; else it was in vain."""
+        if self._step_factor(step) == 1.0:
+            self.state.commit(op.block, op.chunk)
+        else:
+            self.update(op, step)

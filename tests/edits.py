@@ -1,0 +1,48 @@
+"""How is a plan made wrong on purpose, and what is said of it?"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.check import check
+from planner.lower import lower
+from runtime.errors import PlanError
+from runtime.plan import Plan, Policy, Semantics, Update
+from tests.strategies import MODEL, PROFILE, small_workload
+
+
+def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **policy: Any) -> Plan:
+    eager = policy.get("update") is Update.EAGER
+    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, clip_norm=None if eager else 1.0)
+    workload = small_workload(n_layers, tied)
+    return lower(MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE)
+
+
+def index(plan: Plan, name: str) -> int:
+    """The place of the first op of that name."""
+    return next(i for i, op in enumerate(plan.ops) if op.name == name)
+
+
+def with_op(plan: Plan, name: str, **changes: Any) -> Plan:
+    i = index(plan, name)
+    return replace(plan, ops=(*plan.ops[:i], replace(plan.ops[i], **changes), *plan.ops[i + 1 :]))
+
+
+def with_profile(plan: Plan, path: str, value: object) -> Plan:
+    """The plan with one value of its profile replaced."""
+    first, *rest = path.split(".")
+    return replace(plan, profile=with_value(plan.profile, [first, *rest], value))
+
+
+def with_value(tree: Any, path: list[str], value: object) -> Any:
+    return value if not path else {**tree, path[0]: with_value(tree[path[0]], path[1:], value)}
+
+
+def error_of(plan: Plan, claim: dict[str, Any] | None = None) -> str:
+    with pytest.raises(PlanError) as caught:
+        check(plan, claim)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    return message

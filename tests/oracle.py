@@ -1,0 +1,174 @@
+"""Do two plans train the same, whatever the timing?
+
+Slow and obvious, and it shares nothing with the checker: reachability in a networkx graph of four steps, and the training state
+of every block written out as a term over everything it came from.
+"""
+
+from collections import defaultdict
+from itertools import accumulate
+from typing import Any
+
+import networkx as nx
+
+from runtime.plan import Kind, Plan, Slot, Update
+
+N_STEPS = 4
+Node = tuple[int, int]  # op, step
+
+
+def unrolled(plan: Plan, n_steps: int = N_STEPS) -> "nx.DiGraph[Node]":
+    """An edge from each op of each step to those that start after it: the next of its lane, and those that wait."""
+    graph: nx.DiGraph[Node] = nx.DiGraph()
+    last: dict[str, Node] = {}
+    for step in range(n_steps):
+        for i, op in enumerate(plan.ops):
+            graph.add_node((i, step))
+            if op.lane in last:
+                graph.add_edge(last[op.lane], (i, step))
+            last[op.lane] = (i, step)
+            graph.add_edges_from(((w.op, step - w.distance), (i, step)) for w in op.waits if step >= w.distance)
+    return graph
+
+
+def race(plan: Plan, graph: "nx.DiGraph[Node]") -> str | None:
+    """Two uses of a slot, one a write, that no path of the graph orders."""
+    bit = {node: 1 << n for n, node in enumerate(graph)}
+    after: dict[Node, int] = {}  # a bit for each node that some path leads to
+    for node in reversed(list(nx.topological_sort(graph))):
+        after[node] = 0
+        for follower in graph.successors(node):
+            after[node] |= bit[follower] | after[follower]
+    uses: dict[Slot, list[tuple[Node, bool]]] = defaultdict(list)
+    for node in graph:
+        op = plan.ops[node[0]]
+        for slot in {*op.reads, *op.writes}:
+            uses[slot].append((node, slot in op.writes))
+    for slot, users in uses.items():
+        for n, (a, a_writes) in enumerate(users):
+            for b, b_writes in users[n + 1 :]:
+                if (a_writes or b_writes) and not (after[a] & bit[b] or after[b] & bit[a]):
+                    return f"{slot}: {a} and {b}"
+    return None
+
+
+Term = tuple[Any, ...]
+
+
+def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> list[Any]:
+    """What three steps of the plan compute, as terms: state of every block after each update, and the losses.
+
+    A term says which op made a value from which values; `names` numbers equal terms alike, across plans.
+    """
+
+    def name(*term: Any) -> int:
+        return names.setdefault(term, len(names))
+
+    tied, n_micro_batches = plan.workload.tied, plan.semantics.n_micro_batches
+    held: dict[Slot, Any] = {}
+    for arena in plan.arenas:
+        if arena.name in ("masters", "remainders", "moments", "host_weights"):
+            held.update({Slot(arena.name, i): name("initial", arena.name, i) for i in range(len(arena.slot_bytes))})
+    n_norms = sum(len(plan.chunks(b)) for b in range(len(plan.workload.blocks)))
+    parts_of: dict[int, dict[tuple[int, int | None], int]] = {}  # of a weight slot's value: what each chunk holds
+    results: list[Any] = []
+    for node in nx.lexicographical_topological_sort(graph):
+        i, step = node
+        op = plan.ops[i]
+        b, c, m = op.block, op.chunk, op.micro_batch
+        values = [held.get(slot, name("garbage", str(slot), step)) for slot in op.reads]
+        n_inputs = 1 + (b > 0) if op.kind is Kind.LOSS else (3 if b else 1)  # of the math; what follows is the sum
+        new: list[Any] = [None] * len(op.writes)
+        match op.kind:
+            case Kind.LOAD:
+                before = parts_of.get(held.get(op.writes[0], -1), {})
+                parts = {key: part for key, part in before.items() if key[0] == b} | {(b, c): name("part", *values)}
+                new = [name("weights", *sorted(parts.items(), key=str))]
+                parts_of[new[0]] = parts
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                new = [name("forward", b, m, step, *values)]
+            case Kind.LOSS | Kind.BACKWARD:
+                inputs, sums = values[:n_inputs], values[n_inputs:]
+                term = name("gradients", op.kind, b, m, step, *inputs)
+                if op.kind is Kind.LOSS:
+                    results.append(("loss", step, m, term))
+                total = name("add", *(sums or [name("zero")]), term)
+                for n, slot in enumerate(op.writes):
+                    is_rounded = slot.arena == "gradients" or (slot.arena == "vocab_gradients" and not tied)
+                    new[n] = name("of input", term) if slot.arena == "boundaries" else total
+                    if is_rounded and plan.policy.group_micro_batches == n_micro_batches:
+                        new[n] = name("rounded", total)
+            case Kind.OFFLOAD:
+                new = [value if c is None else name("part", c, value) for value in values]
+            case Kind.SPILL | Kind.FETCH:
+                new = values
+            case Kind.ACCUMULATE:
+                new = [name("add", name("zero") if m == 0 else values[1], values[0])]
+            case Kind.NORM:
+                so_far = values[-1] if isinstance(values[-1], tuple) and values[-1][0] == step else (step, frozenset())
+                new = [(step, so_far[1] | {name("squares", b, c, *values[:-1])})]
+            case Kind.SPECULATE:
+                new = [name("speculated", b, c, *values)]
+            case Kind.UPDATE | Kind.SETTLE:
+                # Of a settle the term holds what either outcome comes from: the shadow, and the state with its gradient.
+                new = [name(op.kind, slot.arena, b, c, *values) for slot in op.writes]
+                results.append(("state", step, b, c, tuple(new)))
+                if Slot("norm", 0) not in op.reads:  # eager: its own norm comes first, for the log and to stop
+                    results.append(
+                        (
+                            "after norm",
+                            step,
+                            b,
+                            any((plan.ops[i].block, plan.ops[i].chunk) == (b, c) for i in _norms(plan, graph, node)),
+                        )
+                    )
+        held.update(zip(op.writes, new, strict=True))
+        if op.kind is Kind.NORM and len(new[0][1]) == n_norms:
+            results.append(("norm", step, *sorted(new[0][1])))
+    return sorted(map(repr, results))
+
+
+def _norms(plan: Plan, graph: "nx.DiGraph[Node]", node: Node) -> list[int]:
+    """The norm ops of the step that are done before the node in every timing."""
+    return [i for i, step in nx.ancestors(graph, node) if step == node[1] and plan.ops[i].kind is Kind.NORM]
+
+
+def _misplaced(original: Plan, mutant: Plan) -> str | None:
+    """A slot that is too small for what goes into it, or that starts where tensors do not."""
+    blocks, group, spill = original.workload.blocks, original.policy.group_micro_batches, original.policy.spill_blocks
+    stride, last = original.policy.boundary_stride, len(blocks) - 2
+    again = {i for i in range(last) if i % stride}
+    staying = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i not in {*spill, *again} for _ in range(group)]
+    for k in range(1, stride):
+        staying += [max(blocks[i].boundary_bytes for i in again if i % stride == k)] * group
+    leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
+    ring = [max(leaving)] * (2 * group + 1) if leaving else []
+    rounded_up = {"boundaries": staying + ring, "spilled": leaving}  # in the original
+    used = {slot for op in mutant.ops for slot in (*op.reads, *op.writes)}
+    for a, b in zip(original.arenas, mutant.arenas, strict=True):
+        starts = [0, *accumulate(b.slot_bytes)]
+        for i, (needed_bytes, n_bytes) in enumerate(zip(a.slot_bytes, b.slot_bytes, strict=True)):
+            if a.name in rounded_up:
+                needed_bytes = rounded_up[a.name][i]
+            if Slot(a.name, i) in used and (n_bytes < needed_bytes or starts[i] % 256):
+                return f"{a.name}[{i}] is too small or not aligned"
+    return None
+
+
+def same_training(original: Plan, mutant: Plan) -> str | None:
+    """None when the mutant trains exactly as the original for every timing; else why not."""
+    if mutant.arenas != original.arenas and (what := _misplaced(original, mutant)):
+        return what
+    graph, graph_before = unrolled(mutant), unrolled(original)
+    if not nx.is_directed_acyclic_graph(graph):
+        return "deadlock"
+    if what := race(mutant, graph):
+        return f"race: {what}"
+    names: dict[Term, int] = {}
+    if outcome(original, graph_before, names) != outcome(mutant, graph, names):
+        return "another result"
+    if original.policy.update is Update.BARRIER:
+        updates = [i for i, op in enumerate(mutant.ops) if op.kind is Kind.UPDATE]
+        loads = [i for i, op in enumerate(mutant.ops) if op.kind is Kind.LOAD]
+        if any(not nx.has_path(graph, (u, 0), (load, 1)) for u in updates for load in loads):
+            return "no barrier"
+    return None

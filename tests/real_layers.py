@@ -1,0 +1,156 @@
+"""What do transformers' own layers do, call by call and byte by byte?"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.workload import build_workload
+from runtime.plan import Semantics
+from runtime.workload import Block, Model
+
+from .tiny import EAGER_ONLY, EXPERT_TYPES, tiny_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WIDER = {"hidden_size": 128, "intermediate_size": 352}  # wide enough that no bookkeeping hides an error
+
+
+def hf_model(config: dict[str, Any], **options: Any) -> torch.nn.Module:
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), **options)
+
+
+def semantics(batch: int = 2, seq_len: int = 48, dtype: str = "fp32", **more: Any) -> Semantics:
+    return Semantics(seq_len=seq_len, batch_size=batch, micro_batch=batch, compute_dtype=dtype, **more)  # type: ignore[arg-type]
+
+
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "split",
+    "unbind",
+}
+VIEWS |= {"detach", "alias", "empty_like"}
+PRODUCTS = {"mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts library calls that do more than change a view, and the bytes of those that are no matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.calls[name] += 1
+            if name not in PRODUCTS:
+                self.n_bytes += sum(t.numel() * t.element_size() for t in tensors((args, kwargs, out)))
+        return out
+
+
+class Work(Traffic):
+    """Counts FLOP as PyTorch's own counter does, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flop = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.overloadpacket in flop_registry:
+            self.flop += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def tensors(tree: object) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def layer_calls(model: torch.nn.Module, vocab: int, batch: int, seq_len: int) -> list[tuple[Any, torch.Tensor, dict[str, Any]]]:
+    """What the model's own forward passes to each of its layers."""
+    calls: list[tuple[Any, torch.Tensor, dict[str, Any]]] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda m, a, k: calls.append((m, a[0].detach(), k)), with_kwargs=True)
+        for layer in model.model.layers  # type: ignore[union-attr]
+    ]
+    with torch.no_grad():
+        model(torch.randint(0, vocab, (batch, seq_len)), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dict[str, Any], weights: list[torch.Tensor]) -> int:
+    """Bytes of distinct storages that autograd saves of a forward, without those of weights and of what goes in."""
+    given = {t.untyped_storage().data_ptr() for t in (*weights, *tensors((x, kwargs)))}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = layer(x, **kwargs)
+    assert y is not None
+    return sum(s.nbytes() for at, s in saved.items() if at not in given)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that the allocator held beyond what it held before, as its own records tell."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = work()
+    assert result is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def cases(types: tuple[str, ...]) -> list[tuple[str, str, str, str]]:
+    """(model type, attention, dtype, experts) that transformers can run."""
+    return [
+        (t, attention, dtype, experts)
+        for t in types
+        for attention in ("sdpa", "eager")
+        for dtype in DTYPES
+        for experts in (("grouped_mm", "eager") if t in EXPERT_TYPES else ("grouped_mm",))
+        if attention == "eager" or t not in EAGER_ONLY
+    ]
+
+
+SIZES = ((2, 48), (1, 160))  # several sequences, and a long one
+
+
+def layers_of(
+    case: tuple[str, str, str, str], batch: int, seq_len: int
+) -> Iterator[tuple[Block, Any, torch.Tensor, dict[str, Any]]]:
+    """Each layer's prediction next to the real layer and its input."""
+    model_type, attention, dtype, experts = case
+    config = tiny_config(model_type, **WIDER)
+    options = {"experts_implementation": experts} if model_type in EXPERT_TYPES else {}
+    torch.manual_seed(0)
+    model = hf_model(config, attn_implementation=attention, **options).to(DTYPES[dtype]).train()
+    how = semantics(batch, seq_len, dtype, attention=attention, experts=experts)
+    blocks = build_workload(Model(config), how).blocks[1:-1]
+    for block, (layer, x, kwargs) in zip(blocks, layer_calls(model, config["vocab_size"], batch, seq_len), strict=True):
+        yield block, layer, x.requires_grad_(), kwargs
