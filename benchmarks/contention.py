@@ -17,7 +17,7 @@ from hwprofiles.schema import Profile, Share, read_profile
 from planner.cost import CostModel, region_of
 from planner.faster import Group, faster
 from planner.lower import lower
-from planner.micro_batch import with_micro_batch
+from planner.micro_batch import SIZES, with_micro_batch
 from planner.search import MAX_STEPS, Answer, search
 from planner.simulate import simulate
 from planner.workload import read_model, supported_attention
@@ -100,7 +100,7 @@ def compared(machine: str, work: Work) -> Row | None:
     semantics, workload = with_micro_batch(model, given, profile)
 
     def best(on: Profile) -> Answer:
-        return search(model, workload, semantics, on, free_micro_batch=True)
+        return search(model, workload, semantics, on, free=SIZES)
 
     try:
         seeing, blind = best(profile), best(unshared(profile))

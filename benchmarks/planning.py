@@ -1,47 +1,81 @@
-"""How long does planning take, and how close to its bounds are the plans?
+"""How long does planning take, and how does that grow with the layers of a model?
 
-    python benchmarks/planning.py [MODEL ...]
+    python benchmarks/planning.py > docs/benchmarks/planning_DATE.md
 
-One line per model and machine: wall seconds of the search on one core, ops of the plan, predicted step, gap to the policy bound
-and to the machine bound, gain over the best schedule of another system. Without arguments: a small, a large and a sparse model.
+Each figure is the median of fresh processes, start-up included; memory is the process's peak. The model is qwen2.5-72b with more or
+fewer layers, on h200-pcie5 with enough host memory, 65,536 tokens a step. Two to four minutes.
 """
 
+import json
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from hwprofiles.schema import read_profile
-from planner.micro_batch import with_micro_batch
-from planner.search import search
-from planner.workload import read_model, supported_attention
-from runtime.errors import DoesNotFitError
-from runtime.plan import Semantics
-from runtime.units import TB, show_seconds
+from planner.cost import CostModel, region_of
+from planner.lower import lower
+from planner.simulate import simulate
+from planner.workload import build_workload, read_model
+from runtime.plan import Policy, Semantics, Update
+from runtime.units import MB
 
-MODELS = ("qwen2.5-7b", "qwen2.5-72b", "gpt-oss-120b")
-MACHINES = ("h200-pcie5", "gh200", "h100-sxm", "rtx4090-server", "mi355x")
+MODEL, MACHINE = "qwen2.5-72b", "h200-pcie5"
+LAYERS = (20, 40, 80, 120, 160)
+N_RUNS = 3
+POLICIES = ("search", "megatrain", "slideformer")
+CHILD = "import resource, planner.cli\ntry: planner.cli.main()\nfinally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+
+
+def timed(model: Path, policy: str) -> tuple[float, float]:
+    """Wall seconds and peak bytes of one `penstock plan`, each the median of fresh processes."""
+    words = ["plan", str(model), "--machine", MACHINE, "--host-memory", "4TB", "--tokens-per-step", "65536"]
+    words += ["--policy", policy, "--json"]
+    seconds, peaks = [], []
+    for _ in range(N_RUNS):
+        start_s = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", CHILD, *words], check=True, capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start_s)
+        peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
+    return statistics.median(seconds), statistics.median(peaks)
+
+
+def simulation() -> str:
+    """Seconds of one simulation of a step of 80 layers and 8 micro-batches."""
+    model, profile = read_model(MODEL), read_profile(MACHINE)
+    semantics = Semantics(4096, 8, 1)
+    workload = build_workload(model, semantics)
+    lines = []
+    for group in (8, 1):
+        policy = Policy(2, 2, 0, group, update=Update.DEFERRED, storage="split", early_stop=True)
+        plan = lower(model, workload, semantics, policy, profile.to_json())
+        demands, region = CostModel(profile).demands(plan), region_of(profile)
+        times_s = []
+        for _ in range(9):
+            start_s = time.perf_counter()
+            simulate(plan, demands, region)
+            times_s.append(time.perf_counter() - start_s)
+        lines.append(f"| {group} | {len(plan.ops)} | {statistics.median(times_s) * 1e3:.0f} | {max(times_s) / min(times_s):.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    print(f"{'model':14} {'machine':16} {'search':>8} {'ops':>6} {'step':>8} {'policy gap':>10} {'machine gap':>11} {'gain':>6}")
-    for name in sys.argv[1:] or MODELS:
-        for machine in MACHINES:
-            model, profile = read_model(name), read_profile(machine).with_memory(None, 3 * TB)
-            start_s = time.perf_counter()
-            semantics = Semantics(4096, 16, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
-            semantics, workload = with_micro_batch(model, semantics, profile)
-            try:
-                answer = search(model, workload, semantics, profile, free_micro_batch=True)
-            except DoesNotFitError:
-                print(f"{name:14} {machine:16} does not fit")
-                continue
-            took_s = time.perf_counter() - start_s
-            step_s, certificate = answer.prediction.step_s, answer.certificate
-            others_s = [said["step_s"] for said in answer.baselines.values() if "step_s" in said]
-            gain = f"{min(others_s) / step_s:6.2f}" if others_s else "     -"
-            print(
-                f"{name:14} {machine:16} {took_s:6.1f} s {len(answer.plan.ops):6} {show_seconds(step_s):>8} "
-                f"{certificate.gap_fraction:10.1%} {step_s / certificate.machine_bound_s - 1:11.1%} {gain}"
-            )
+    config = read_model(MODEL).config
+    print("# How long does planning take?\n")
+    print(__doc__.split("\n\n", 2)[2])
+    print("| layers | policy | seconds | seconds per layer | peak MB |\n|---:|---|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        for n_layers in LAYERS:
+            path = Path(folder) / f"{n_layers}.json"
+            path.write_text(json.dumps(config | {"num_hidden_layers": n_layers, "layer_types": None}))
+            for policy in POLICIES:
+                seconds, peak_bytes = timed(path, policy)
+                print(f"| {n_layers} | {policy} | {seconds:.2f} | {seconds / n_layers:.3f} | {peak_bytes / MB:.0f} |", flush=True)
+    print("\nOne simulation of a step of 80 layers and 8 micro-batches, median of 9 (spread: slowest over fastest):\n")
+    print("| group | ops | ms | spread |\n|---:|---:|---:|---:|")
+    print(simulation())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""How near to optimal are the plans, and how much faster than other systems' schedules?
+
+    python benchmarks/grid.py > docs/benchmarks/grid_DATE.md
+
+Six machines, five models, three sizes of a step, sequences of 4096 tokens, 2 TB of host memory. About ten minutes on one core. A
+cell is a search, as `penstock plan` does it, and a check of its plan. Speed-ups are over the schedules of other systems under the
+same semantics and costs (docs/design.md); what those systems take as published is in docs/accuracy.md.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from hwprofiles.schema import read_profile
+from planner.check import check
+from planner.micro_batch import SIZES, with_micro_batch
+from planner.search import Answer, search
+from planner.workload import read_model, supported_attention
+from runtime.errors import DoesNotFitError
+from runtime.plan import Semantics
+from runtime.units import TB, show_count, show_seconds
+
+MACHINES = ("h200-pcie5", "gh200", "h100-sxm", "rtx4090-server", "rtx4090-desktop", "gb10")
+MODELS = ("qwen3-8b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "gpt-oss-120b")
+TOKENS_PER_STEP = (8192, 65536, 262144)
+SEQ_LEN = 4096
+OTHERS = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A machine, a model, a size of step, and what the search says; a text where it does not fit."""
+
+    model: str
+    machine: str
+    n_tokens: int
+    answer: Answer | str
+    search_s: float
+    check_s: float
+
+    @property
+    def gap_fraction(self) -> float | None:
+        return None if isinstance(self.answer, str) else self.answer.certificate.gap_fraction
+
+    def speed_up(self, name: str) -> float | None:
+        """How many times as fast as another system's schedule; None where that does not fit."""
+        if isinstance(self.answer, str) or "step_s" not in self.answer.baselines[name]:
+            return None
+        return float(self.answer.baselines[name]["step_s"]) / self.answer.step_s
+
+    def row(self) -> str:
+        head = f"| {self.model} | {self.machine} | {show_count(self.n_tokens)} |"
+        if isinstance(self.answer, str):
+            return f"{head} does not fit: {self.answer} |" + " |" * 11
+        a, c = self.answer, self.answer.certificate
+        ups = (self.speed_up(name) for name in OTHERS)
+        cells = (
+            str(a.plan.semantics.micro_batch),
+            f"{show_seconds(a.step_s)} ({show_seconds(a.p10_step_s)} to {show_seconds(a.p90_step_s)})",
+            f"{self.n_tokens / a.step_s:,.0f}",
+            f"{c.gap_fraction:.1%}",
+            f"{a.step_s / c.machine_bound_s - 1:.0%}",
+            c.binding,
+            *("-" if up is None else f"{up:.2f}" for up in ups),
+            f"{self.search_s:.1f}",
+            f"{self.check_s:.2f}",
+        )
+        return f"{head} {' | '.join(cells)} |"
+
+
+def cells() -> Iterator[Cell]:
+    """Every cell of the grid, searched."""
+    for name, machine, n_tokens in product(MODELS, MACHINES, TOKENS_PER_STEP):
+        model, profile = read_model(name), read_profile(machine).with_memory(None, 2 * TB)
+        start_s = time.perf_counter()
+        semantics = Semantics(SEQ_LEN, n_tokens // SEQ_LEN, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+        semantics, workload = with_micro_batch(model, semantics, profile)
+        try:
+            answer: Answer | str = search(model, workload, semantics, profile, free=SIZES)
+        except DoesNotFitError as error:
+            answer = str(error).split("; ")[0].split(": ", 1)[1]
+        search_s = time.perf_counter() - start_s
+        check_s = 0.0
+        if not isinstance(answer, str):
+            start_s = time.perf_counter()
+            check(answer.plan, answer.claim())
+            check_s = time.perf_counter() - start_s
+        yield Cell(name, machine, n_tokens, answer, search_s, check_s)
+
+
+def summary(found: list[Cell]) -> Iterator[str]:
+    """The figures that the grid was made for."""
+    gaps = sorted(cell.gap_fraction for cell in found if cell.gap_fraction is not None)
+    wide = sum(gap > 0.05 for gap in gaps)
+    yield f"- {len(gaps)} of {len(found)} cells fit."
+    yield f"- Policy gap: median {statistics.median(gaps):.1%}, worst {gaps[-1]:.1%}; above 5 %: {wide} cells."
+    for name in OTHERS:
+        ups = sorted(up for cell in found if (up := cell.speed_up(name)) is not None)
+        if ups:
+            spread = f"from {ups[0]:.2f} to {ups[-1]:.2f}, where it fits ({len(ups)} cells)"
+            yield f"- Over `{name}`: median {statistics.median(ups):.2f}, {spread}."
+    slower = sum((cell.speed_up(name) or 1.0) < 1.0 for cell in found for name in OTHERS)
+    yield f"- Cells in which another system's schedule is faster: {slower}."
+    searches, checks = sorted(cell.search_s for cell in found), sorted(cell.check_s for cell in found)
+    yield f"- Search: median {statistics.median(searches):.1f} s, longest {searches[-1]:.1f} s. Check: longest {checks[-1]:.2f} s."
+
+
+NOTES = """
+Gap: to the bound of every policy in the space. Above: what the step is longer than the machine bound, which leaves recompute out.
+`search` and `check` are seconds on one core.
+"""
+
+
+def main() -> None:
+    found = []
+    for cell in cells():
+        found.append(cell)
+        print(cell.row(), file=sys.stderr)
+    print("# How near to optimal are the plans, and how much faster than other schedules?\n")
+    print(__doc__.split("\n\n", 2)[2])
+    print("\n".join(summary(found)))
+    print(NOTES)
+    head = "| model | machine | tokens | micro-batch | step (P10 to P90) | tokens/s | gap | above | binding"
+    print(f"{head} | {' | '.join(OTHERS)} | search | check |")
+    print("|---|---|---" + "|---:" * 5 + "|---" + "|---:" * 6 + "|")
+    print("\n".join(cell.row() for cell in found))
+
+
+if __name__ == "__main__":
+    main()
