@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from hwprofiles.schema import Profile, Share, read_profile
+from planner.branch import MAX_STEPS
 from planner.cost import CostModel, region_of
 from planner.faster import Group, faster
 from planner.lower import lower
 from planner.micro_batch import SIZES, with_micro_batch
-from planner.search import MAX_STEPS, Answer, search
+from planner.search import Answer, search
 from planner.simulate import simulate
 from planner.workload import read_model, supported_attention
 from runtime.errors import DoesNotFitError

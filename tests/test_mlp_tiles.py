@@ -23,14 +23,6 @@ PACKED_BYTES = 64 * 1024  # the CPU's bf16 products rearrange their operands asi
 SHAPES = [{"hidden_size": 128, "intermediate_size": 352}, {"hidden_size": 32, "intermediate_size": 512}]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def blocks_of(config: dict[str, Any], tile: int | None, **how: Any) -> tuple[Block, ...]:
     return build_workload(Model(config), semantics(BATCH, SEQ_LEN, attention="eager", mlp_tile_tokens=tile, **how)).blocks[1:-1]
 

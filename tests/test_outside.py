@@ -22,14 +22,6 @@ from .training import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_loss_is_that_of_transformers(model_type):
     """On the same batch in fp32, within 1e-5 relative."""

@@ -21,14 +21,6 @@ WAYS = [(saved, early_stop) for saved in Saved for early_stop in (False, True)]
 Case = tuple[str, str, str, str]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def called(op: Any) -> str:
     return op.overloadpacket.__name__  # type: ignore[no-any-return]
 

@@ -1,7 +1,6 @@
 """Is what the runtime keeps and computes again what the plan says, in bits and in bytes?"""
 
 import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,14 +18,6 @@ from .real_layers import SIZES, Work, cases, tensors
 from .test_recompute import Case, Selection, checkpointed, gradients, watched, ways_of
 from .tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
 from .training import ADAMW, batches_of, plan_of, semantics_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved, early_stop: bool) -> tuple[torch.Tensor, Replay]:

@@ -33,14 +33,6 @@ from .training import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_an_infinite_loss_is_skipped_by_both():
     """One logit overflows in the second step: the plain loop finds the same norm and skips the same step."""
     semantics = semantics_of("llama", on_nonfinite="skip", compute_dtype="fp32", batch_size=2)

@@ -20,14 +20,6 @@ from .tiny import MODEL_TYPES, tiny_config
 from .training import plan_of, same_bits, scheduled, semantics_of, state_of
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def training(folder, policy: Policy, machine_type=CpuMachine, save_every=None, **fields) -> Training:
     semantics = semantics_of("llama", **fields)
     config = tiny_config("llama")

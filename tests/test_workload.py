@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 4, "attention_bias": True}),
     ("gpt_oss", {"attention_bias": False}),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def named_shapes(workload: Workload) -> list[tuple[str, tuple[int, ...]]]:
