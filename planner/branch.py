@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.plan import Plan, Policy, Semantics
+from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.workload import Model, Workload
 
 from .bounds import policy_bound
@@ -44,8 +44,10 @@ MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about fou
 MAX_STEPS = 24
 ESTIMATED_GROUPS = 3  # of micro-batches: a step of so many, and of one fewer, tells about one of many
 FEWEST_ESTIMATED = 8
+FEWEST_SCOUTED_OPS = 10_000
 LONGEST_DRAWN_OPS = 8000
 SCOUTED_FAMILIES, SCOUTED_BUFFERS = 3, ((1, 2), (2, 2), (1, 1))
+SPECULATION_STARTS = (0.25, 0.5, 0.75)  # of the blocks
 SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
 
 
@@ -194,9 +196,11 @@ class Tree:
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, begin with one of each promising family."""
-        if most_ops(self.trial.workload, self.trial.semantics) <= MAX_SEARCHED_OPS // SCOUTED_FAMILIES:
+        if most_ops(self.trial.workload, self.trial.semantics) <= FEWEST_SCOUTED_OPS:
             return
-        for node in sorted(self.open)[:SCOUTED_FAMILIES]:
+        # A barrier asks for the memory that a deferred update asks for, and only ever for more time.
+        promising = [node for node in sorted(self.open) if node.family.update is not Update.BARRIER]
+        for node in promising[:SCOUTED_FAMILIES]:
             fitting = [
                 policy
                 for buffers in SCOUTED_BUFFERS
@@ -258,14 +262,23 @@ class Tree:
     def _speculate_more_or_less(self) -> None:
         """How many blocks to update early depends on what the relaxation leaves out, the order of the host's work: climb."""
         n_blocks = len(self.trial.workload.blocks)
+        if self.best is None or self.best.update is Update.BARRIER or self.trial.limits.clipped_fraction is None:
+            return
+        for share in SPECULATION_STARTS:
+            self._take_early(self.best, round(share * n_blocks))
         for n in SPECULATION_STRIDES:
-            while (best := self.best) is not None and best.speculate_blocks:
-                for n_early in (len(best.speculate_blocks) - n, len(best.speculate_blocks) + n):
-                    early = replace(best, speculate_blocks=speculated(n_early, n_blocks))
-                    if 0 < n_early <= n_blocks and self.trial.fits(early):
-                        self._take(early)
+            while (best := self.best).speculate_blocks:
+                for more in (-n, n):
+                    self._take_early(best, len(best.speculate_blocks) + more)
                 if self.best == best:
                     break
+
+    def _take_early(self, policy: Policy, n_early: int) -> None:
+        """The policy with so many blocks updated before the norm is known, if that fits."""
+        n_blocks = len(self.trial.workload.blocks)
+        early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, n_blocks))
+        if 0 < n_early <= n_blocks and self.trial.fits(early):
+            self._take(early)
 
     def _cut_transfers(self) -> None:
         """See whether the best plan gains from smaller transfers: more than nothing, for they are more ops."""

@@ -75,7 +75,7 @@ class _Plan(click.Command):
 )
 @click.option("--loss-tile-tokens", type=COUNT, help="Tokens whose logits exist at a time.  [default: 1024, or what fits]")
 @click.option("--mlp-tile-tokens", type=COUNT, help="Tokens that go through an MLP at a time.  [default: all, or what fits]")
-@click.option("--runnable", is_flag=True, help="Only what `penstock run` performs today; see its page in docs.")
+@click.option("--runnable", is_flag=True, help="Only what `penstock run` performs today: MLPs are not cut into tiles.")
 @click.option(
     "--clipped-steps",
     type=click.FloatRange(0, 1),
