@@ -87,19 +87,6 @@ def _machine_facets(plan: Plan, cost: CostModel) -> Iterator[tuple[str, float]]:
 
 
 @dataclass(slots=True)
-class Work:
-    """What a step of a policy asks of lanes and shared resources: seconds of each, were there nothing else."""
-
-    total: dict[Key, float] = field(default_factory=nothing)
-    updates: dict[Key, float] = field(default_factory=nothing)
-    first_loads: dict[Key, float] = field(default_factory=nothing)
-    first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
-    seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)  # of one op; of updates in chunks all, of loads the last
-    last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
-    phases: "Phases | None" = None
-
-
-@dataclass(slots=True)
 class Phases:
     """What all groups of micro-batches ask for on their way up and down the layers, and how much of it can slip into another
     phase because slots hold it: the groups take turns, and so do their two ways."""
@@ -143,11 +130,23 @@ class Phases:
         return max(0.0, self.loads[key] - n_slots * self.largest_load.get(key, 0.0))
 
 
+@dataclass(slots=True)
+class Work:
+    """What a step of a policy asks of lanes and shared resources: seconds of each, were there nothing else."""
+
+    phases: Phases
+    total: dict[Key, float] = field(default_factory=nothing)
+    updates: dict[Key, float] = field(default_factory=nothing)
+    first_loads: dict[Key, float] = field(default_factory=nothing)
+    first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
+    seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)  # of one op; of updates in chunks all, of loads the last
+    last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
+
+
 def work_of(plan: Plan, cost: CostModel) -> Work:
     """Counted, not read off ops: the plan needs arenas only."""
     n_first = plan.policy.group_micro_batches
-    work = Work(phases=Phases(-(-plan.semantics.n_micro_batches // n_first)))
-    assert work.phases is not None
+    work = Work(Phases(-(-plan.semantics.n_micro_batches // n_first)))
     facets = Facets((plan,), cost)
     for kind, block, demand, count in ops_at_least(plan, cost):
         load = facets.of(kind, demand)
@@ -218,7 +217,6 @@ def _ring(plan: Plan, work: Work) -> Bound:
     update_s = [seconds[Kind.SETTLE if b in plan.policy.speculate_blocks else Kind.UPDATE, b] for b in blocks]
     last_s, compute_s = home_s(plan, seconds), work.total[Lane.GPU]
     phases = work.phases
-    assert phases is not None
     n_slots, turns_s = plan.policy.prefetch_depth + 1, _backwards_s(plan, work)
     n_chunks = 1 if plan.policy.transfer_chunk_bytes is None else max(len(plan.chunks(b)) for b in blocks[1:-1])
     up_s = phases.up_s(n_slots * n_chunks)

@@ -1,7 +1,7 @@
 """How is the space of policies searched?
 
 Branch and bound, best bound first. A node is a family, then a family with its buffers, then one policy. Families and buffers are
-bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and chain
+bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and ring
 (`bounds.py`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
 proof whether or not the budget sufficed. Equal bounds are opened in the order in which they were found: the search is
 deterministic.
@@ -30,7 +30,6 @@ from .space import (
     OFFLOAD_LATE_BLOCKS,
     PREFETCH_DEPTHS,
     Family,
-    Limits,
     baseline,
     cut,
     families,
@@ -43,10 +42,12 @@ CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched f
 MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about four seconds on one core
 MAX_STEPS = 24
 ESTIMATED_GROUPS = 3  # of micro-batches: a step of so many, and of one fewer, tells about one of many
-FEWEST_ESTIMATED = 8
-FEWEST_SCOUTED_OPS = 10_000
-LONGEST_DRAWN_OPS = 8000
-SCOUTED_FAMILIES, SCOUTED_BUFFERS = 3, ((1, 2), (2, 2), (1, 1))
+FEWEST_ESTIMATED = 8  # groups: a step of fewer is simulated as it is
+LONGEST_DRAWN_OPS = 8000  # of a plan whose interval is drawn on the plan itself: some seconds for longer ones
+LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the budget pays for few of them
+SCOUTED_FAMILIES = 3
+SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
+MOST_CLIMBED_OPS = 2 * MAX_SEARCHED_OPS  # of all plans, when the search for early updates ends wherever it is
 SPECULATION_STARTS = (0.25, 0.5, 0.75)  # of the blocks
 SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
 
@@ -54,8 +55,11 @@ SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neithe
 class Trial:
     """Lowers and simulates policies of one workload, each once."""
 
-    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, limits: Limits) -> None:
-        self.model, self.workload, self.semantics, self.profile, self.limits = model, workload, semantics, profile, limits
+    def __init__(
+        self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, clipped_fraction: float | None
+    ) -> None:
+        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
+        self.clipped_fraction = clipped_fraction  # of the steps; None: nobody knows, so nothing is updated before the norm is known
         self.profile_json = profile.to_json()
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
         self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
@@ -70,7 +74,7 @@ class Trial:
             plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
             self.n_ops += len(plan.ops)
             self.tried[policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
-        step_s, often = self.tried[policy][1].step_s, self.limits.clipped_fraction
+        step_s, often = self.tried[policy][1].step_s, self.clipped_fraction
         if not policy.speculate_blocks or not often:
             return step_s
         return (1 - often) * step_s + often * self.clipped_step_s(policy)
@@ -167,7 +171,7 @@ class Tree:
         from .relax import Relaxation  # scipy takes a while to load, and a policy that is asked for by name needs none
 
         self.trial = trial
-        self.relaxation = Relaxation(trial.model, trial.workload, trial.semantics, trial.cost, trial.limits)
+        self.relaxation = Relaxation(trial.model, trial.workload, trial.semantics, trial.cost, trial.clipped_fraction)
         self.families = families(trial.semantics, trial.workload)
         self.best: Policy | None = None
         self.bound_s = float("inf")  # of all that was not simulated
@@ -196,7 +200,7 @@ class Tree:
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, begin with one of each promising family."""
-        if most_ops(self.trial.workload, self.trial.semantics) <= FEWEST_SCOUTED_OPS:
+        if most_ops(self.trial.workload, self.trial.semantics) <= LONGEST_UNSCOUTED_OPS:
             return
         # A barrier asks for the memory that a deferred update asks for, and only ever for more time.
         promising = [node for node in sorted(self.open) if node.family.update is not Update.BARRIER]
@@ -262,7 +266,7 @@ class Tree:
     def _speculate_more_or_less(self) -> None:
         """How many blocks to update early depends on what the relaxation leaves out, the order of the host's work: climb."""
         n_blocks = len(self.trial.workload.blocks)
-        if self.best is None or self.best.update is Update.BARRIER or self.trial.limits.clipped_fraction is None:
+        if self.best is None or self.best.update is Update.BARRIER or self.trial.clipped_fraction is None:
             return
         for share in SPECULATION_STARTS:
             self._take_early(self.best, round(share * n_blocks))
@@ -277,7 +281,7 @@ class Tree:
         """The policy with so many blocks updated before the norm is known, if that fits."""
         n_blocks = len(self.trial.workload.blocks)
         early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, n_blocks))
-        if 0 < n_early <= n_blocks and self.trial.fits(early):
+        if 0 < n_early <= n_blocks and self.trial.n_ops < MOST_CLIMBED_OPS and self.trial.fits(early):
             self._take(early)
 
     def _cut_transfers(self) -> None:

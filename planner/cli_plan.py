@@ -117,7 +117,6 @@ def plan(
     from runtime.plan import PlanFile, Semantics
 
     from .search import search
-    from .space import Limits
     from .workload import read_model, supported_attention
 
     refuse_endless(machine)
@@ -145,7 +144,7 @@ def plan(
     semantics, workload = _sized(described, asked, profile, free)
     fixed = _policy(policy, semantics, workload)
     try:
-        answer = search(described, workload, semantics, profile, fixed, free, Limits(clipped_steps))
+        answer = search(described, workload, semantics, profile, fixed, free, clipped_steps)
     except DoesNotFitError as error:
         if as_json:
             short = {"device": error.short_device_bytes, "host": error.short_host_bytes}

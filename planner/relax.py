@@ -20,7 +20,7 @@ from .cost import CostModel
 from .facets import KEYS, MEETINGS, Facets, Key, add, nothing
 from .integer import Program
 from .memory import footprint, frame
-from .space import CHUNKS_PER_LAYER, GRADIENT_SLOTS, MOST_PREFETCH, PREFETCH_DEPTHS, Family, Fill, Limits, classes_of, cut, tiers_of
+from .space import CHUNKS_PER_LAYER, GRADIENT_SLOTS, MOST_PREFETCH, PREFETCH_DEPTHS, Family, Fill, classes_of, cut, tiers_of
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
@@ -40,8 +40,10 @@ class Relaxation:
     A prefetch depth above the usual ones stands for itself and all that are deeper.
     """
 
-    def __init__(self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel, limits: Limits) -> None:
-        self.model, self.workload, self.semantics, self.limits = model, workload, semantics, limits
+    def __init__(
+        self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel, clipped_fraction: float | None
+    ) -> None:
+        self.model, self.workload, self.semantics, self.clipped_fraction = model, workload, semantics, clipped_fraction
         self.cost, self.profile = cost, cost.profile
         self.classes = classes_of(workload)
         self.known: dict[tuple[Family, int | None, int | None], Relaxed | None] = {}
@@ -70,7 +72,7 @@ class _Builder:
         self.n_groups = -(-of.semantics.n_micro_batches // family.group_micro_batches)
         self.layers = [i for i, blocks in enumerate(self.classes) if self._kind(i) is BlockKind.LAYER]
         p, n_layers = self.program, self.workload.n_layers
-        often = of.limits.clipped_fraction
+        often = of.clipped_fraction
         self.step = p.variable(0, inf, integer=False, cost=1 - (often or 0.0))
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
         is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)

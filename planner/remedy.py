@@ -22,8 +22,9 @@ MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a lar
 
 
 def most_ops(workload: Workload, semantics: Semantics) -> int:
-    """Ops of the longest plan there can be: each micro-batch visits each block five times."""
-    return 5 * semantics.n_micro_batches * len(workload.blocks)
+    """More ops than any plan has. Of a block, for each micro-batch: two loads, forward, recompute or spill and fetch, backward,
+    offload, accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm, two of updating."""
+    return sum(8 * semantics.n_micro_batches + 6 * len(block.parameters) for block in workload.blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The answer to that: the best plan that branch and bound found (`branch.py`), wha
 from optimal it can be.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -19,7 +19,7 @@ from .cost import CostModel
 from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
 from .simulate import Prediction
-from .space import EVERYTHING, Limits, baseline, eager_is_legal, leanest
+from .space import baseline, eager_is_legal, leanest
 from .uncertainty import Interval
 
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
@@ -84,17 +84,18 @@ def search(
     profile: Profile,
     fixed: Policy | None = None,
     free: frozenset[str] = frozenset(),
-    limits: Limits = EVERYTHING,
+    clipped_fraction: float | None = None,
 ) -> Answer:
     """The fastest plan found, with its certificate; with a `fixed` policy, that one.
 
     DoesNotFitError when no policy fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
-    them again. PlanError for semantics or a policy that no plan can have.
+    them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: nobody knows, so nothing is updated before
+    the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have.
     """
     refuse_illegal(workload, semantics, fixed or Policy())
-    if limits.clipped_fraction is None and eager_is_legal(semantics):
-        limits = replace(limits, clipped_fraction=0.0)  # nothing is ever clipped or skipped
-    trial = Trial(model, workload, semantics, profile, limits)
+    if clipped_fraction is None and eager_is_legal(semantics):
+        clipped_fraction = 0.0  # nothing is ever clipped or skipped
+    trial = Trial(model, workload, semantics, profile, clipped_fraction)
     request = Request(model, semantics, profile, fixed, free)
     known = trial.baselines()
     if fixed is None:

@@ -28,17 +28,6 @@ MEGATRAIN_STRIDE = 4  # of its layers share a boundary
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the search may use. `clipped_fraction`: the share of steps whose gradient is clipped; None: nobody knows, so nothing is
-    updated before the norm is, unless the semantics never clip."""
-
-    clipped_fraction: float | None = None
-
-
-EVERYTHING = Limits()
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """What policies have in common whose other choices one relaxation bounds together."""
 

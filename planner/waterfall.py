@@ -80,7 +80,7 @@ class Sensitivity:
 
     def row(self) -> tuple[str, str, str]:
         """Resource, seconds saved by 10 % more of it, share of the step."""
-        return self.resource, show_seconds(self.saved_s), f"{self.saved_fraction + 0.0:.1%}".replace("-0.0%", "0.0%")
+        return self.resource, show_seconds(self.saved_s), f"{self.saved_fraction:.1%}".replace("-0.0%", "0.0%")
 
 
 def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Waterfall:

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
 from hwprofiles.schema import read_profile
 from planner.memory import footprint, frame
@@ -15,6 +16,8 @@ from planner.workload import build_workload, read_model
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.units import GB, MB, parse_bytes
+
+from .strategies import cases
 
 MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=1024, batch_size=8, micro_batch=1)
@@ -125,3 +128,9 @@ def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
     assert semantics.n_micro_batches > 1
     assert larger.fits()
     assert not replace(larger, semantics=replace(semantics, micro_batch=2 * semantics.micro_batch)).fits()
+
+
+@given(cases())
+@settings(deadline=None)
+def test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by(case):
+    assert len(case.plan.ops) <= most_ops(case.workload, case.semantics)

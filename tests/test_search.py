@@ -20,7 +20,7 @@ from planner.micro_batch import divisors, with_micro_batch
 from planner.relax import Relaxation
 from planner.search import search
 from planner.simulate import simulate
-from planner.space import BASELINES, Family, Limits, baseline, families, leanest
+from planner.space import BASELINES, Family, baseline, families, leanest
 from planner.workload import build_workload, read_model
 from runtime.plan import Kind, Policy, Semantics, Update
 from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -195,10 +195,8 @@ def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, of
     profile = profile.with_memory(int(needed.device_peak_bytes * max(1.0, tightness)), needed.host_peak_bytes)
     cost = CostModel(profile)
     family = Family(policy.update, policy.group_micro_batches, policy.boundary_stride)
-    relaxation = Relaxation(
-        NOBODY, workload, s, cost, Limits(clipped_fraction=often if often is not None or not policy.speculate_blocks else 0.5)
-    )
-    often = relaxation.limits.clipped_fraction or 0.0
+    relaxation = Relaxation(NOBODY, workload, s, cost, often if often is not None or not policy.speculate_blocks else 0.5)
+    often = relaxation.clipped_fraction or 0.0
     plan = lower(NOBODY, workload, s, policy, {})
     predictions = [
         simulate(plan, CostModel(profile, clipped=clipped).demands(plan), region_of(profile)) for clipped in (False, True)
@@ -303,7 +301,7 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
 
-    relaxation = Relaxation(model, workload, s, CostModel(profile), Limits())
+    relaxation = Relaxation(model, workload, s, CostModel(profile), None)
     buffers = list(product((1, 2, 3, 4), (1, 2, 3))) if opens else [(None, None)]
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     relaxed = [(below_s[family], relaxation.solve(family, *sizes)) for family in below_s for sizes in buffers]
