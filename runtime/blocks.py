@@ -102,11 +102,11 @@ class Templates:
         targets_BT: torch.Tensor,
         n_supervised: int,
         head_gradient_VD: torch.Tensor,
-    ) -> tuple[float, torch.Tensor, Weights]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
         """Forward and backward of the head, tile by tile: at most one tile of logits exists.
 
-        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order. Returns the summed (not averaged) loss, the
-        gradient of the hidden state, and the gradients of the head's other parameters.
+        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order. Returns the summed (not averaged) loss (fp64,
+        on the device), the gradient of the hidden state, and the gradients of the head's other parameters.
         """
         head_name = "lm_head.weight"
         norm_weights = {n.removeprefix("model.norm."): w.detach().requires_grad_() for n, w in weights.items() if n != head_name}
@@ -116,7 +116,7 @@ class Templates:
         normed_ND = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1])
         targets_N = targets_BT.reshape(-1)
         gradient_ND = torch.empty_like(normed_ND)
-        loss_sum = 0.0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         for tile in torch.arange(normed_ND.shape[0]).split(self.semantics.loss_tile_tokens):
             rows = slice(int(tile[0]), int(tile[-1]) + 1)
             loss, gradient_ND[rows], dw_VD = self._tile(weights[head_name], normed_ND[rows], targets_N[rows], n_supervised)
@@ -129,7 +129,7 @@ class Templates:
 
     def _tile(
         self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
-    ) -> tuple[float, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Summed loss of one tile and the gradients of its mean over the step's supervised tokens."""
         head_VD, normed_ND = head_VD.detach().requires_grad_(), normed_ND.detach().requires_grad_()
         with torch.enable_grad():
@@ -138,7 +138,7 @@ class Templates:
                 logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
             loss = nn.functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=UNSUPERVISED, reduction="sum")
             dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
-        return loss.item(), dx_ND, dw_VD
+        return loss.detach(), dx_ND, dw_VD
 
     def initial_weights(self, seed: int) -> Iterator[tuple[int, Weights]]:
         """Random weights as transformers would initialise them, fp32, block by block; the same for the same seed."""
@@ -183,18 +183,6 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
 def _materialised(module: nn.Module) -> nn.Module:
     """A copy of a meta module with real, uninitialised fp32 parameters."""
     return copy.deepcopy(module).float().to_empty(device="cpu")
-
-
-def shared(new: Any, old: Any) -> Any:
-    """`new`, with `old`'s tensors in the place of equal ones: the masks of all micro-batches are then one."""
-    match new, old:
-        case torch.Tensor(), torch.Tensor() if new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old):
-            return old
-        case dict(), dict():
-            return {key: shared(value, old.get(key)) for key, value in new.items()}
-        case ((list() | tuple()), (list() | tuple())) if len(new) == len(old):
-            return type(new)(shared(a, b) for a, b in zip(new, old, strict=True))
-    return new
 
 
 def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:

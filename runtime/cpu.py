@@ -1,32 +1,23 @@
 """How does a CPU perform an op in a GPU's place?
 
-With a "device" arena of its own, real copies and real mathematics. What `runtime/plan.py` says an op reads and writes is done here.
+With a "device" arena of its own, real copies and real mathematics.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import assert_never
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
-from .blocks import LayerInputs, Templates, Weights, op_seed, shared
 from .cores import split_cores
 from .data import Batch
-from .host_state import HostState
-from .memory import Arenas
 from .optimizer import AdamW
-from .performs import refuse_not_yet_performed
-from .plan import Kind, Lane, Op, Plan, Slot
-from .recompute import Graph, Replay, kept
-from .updates import StepResult, Updates
-from .workload import Saved
-
-WEIGHT_ARENAS = ("weights", "vocab_weights", "resident_weights")
+from .plan import Lane, Op, Plan
+from .timeline import Span
+from .torch_machine import TorchMachine
 
 
-class CpuMachine:
+class CpuMachine(TorchMachine):
     """Performs a plan on the CPU. Compute has cores of its own; copies and the optimizer share the rest."""
 
     def __init__(
@@ -38,32 +29,13 @@ class CpuMachine:
         pin_threads: bool = False,
     ) -> None:
         """Allocate every arena and build the templates; the host state is zero until weights are set."""
-        refuse_not_yet_performed(plan.semantics, plan.policy)
-        self.plan, self.batches, self.settings, self.seed = plan, batches, settings, seed
-        self.arenas = Arenas(plan.arenas, torch.device("cpu"))
-        self.host = HostState(plan, self.arenas)
-        self.templates = Templates(plan.model.config, plan.workload, plan.semantics)
-        self.results: dict[int, StepResult] = {}
+        super().__init__(plan, batches, settings, torch.device("cpu"), seed)
         self.pin_threads = pin_threads
-        self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
         self._cores = split_cores(sorted(os.sched_getaffinity(0)))
-        self._blocks = plan.workload.blocks
-        self._offsets = [b.offsets()[0] for b in self._blocks]
-        self._batch: tuple[int, Batch] | None = None
-        self._inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch
-        self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, by block and micro-batch
-        self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: where weights and input lie
-
-    def initialise(self, seed: int) -> None:
-        """Random weights, the same for the same seed."""
-        for block, weights in self.templates.initial_weights(seed):
-            self.host.set_weights(block, weights)
-
-    # -- the machine ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        self._forget(lane)
+        self.forget(lane)
         compute_cores, host_cores = self._cores
         cores = compute_cores if lane is Lane.GPU else host_cores
         if self.pin_threads:
@@ -72,242 +44,11 @@ class CpuMachine:
         with torch.no_grad():
             yield
 
-    def _forget(self, lane: Lane) -> None:
-        """Drop what a run that failed in the middle of a step has left in the lane's hands."""
-        if lane is Lane.GPU:
-            self._batch, self._site = None, None
-            self._graphs.clear()
-        elif lane is Lane.CPU:
-            self._updates.forget()
-
     def mark(self, op: Op) -> object:
         return None  # when `perform` returns, the work is done
 
     def follow(self, lane: Lane, token: object) -> None:
         pass
 
-    def perform(self, index: int, op: Op, step: int) -> None:
-        match op.kind:
-            case Kind.LOAD:
-                self._load(op)
-            case Kind.FORWARD | Kind.RECOMPUTE:
-                self._forward(op, step)
-            case Kind.LOSS:
-                self._loss(op, step)
-            case Kind.BACKWARD:
-                self._backward(op, step)
-            case Kind.OFFLOAD:
-                self._offload(op)
-            case Kind.SPILL | Kind.FETCH:
-                n_bytes = self._blocks[op.block].boundary_bytes
-                self.arenas.raw(op.writes[0])[:n_bytes].copy_(self.arenas.raw(op.reads[0])[:n_bytes])
-            case Kind.ACCUMULATE:
-                self._updates.accumulate(op)
-            case Kind.NORM:
-                self._updates.norm(index, op, step)
-            case Kind.UPDATE:
-                self._updates.update(op, step)
-            case Kind.SPECULATE:
-                self._updates.speculate(op, step)
-            case Kind.SETTLE:
-                self._updates.settle(op, step)
-            case _:
-                assert_never(op.kind)
-
-    # -- data -------------------------------------------------------------------------------------------------------
-
-    def _micro_batch(self, step: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._batch is None or self._batch[0] != step:
-            batch = self.batches(step)
-            self._batch = (step, batch)
-            self.results[step] = StepResult(n_supervised=batch.n_supervised)
-        rows = slice(m * self.plan.semantics.micro_batch, (m + 1) * self.plan.semantics.micro_batch)
-        return self._batch[1].input_ids[rows], self._batch[1].targets[rows]
-
-    # -- copies -----------------------------------------------------------------------------------------------------
-
-    def _load(self, op: Op) -> None:
-        dtype, block = self.plan.semantics.compute_dtype, self._blocks[op.block]
-        (to,) = op.writes
-        source, *tied = op.reads
-        if not tied:
-            part = self.arenas.view(source, dtype)
-            at = self.host.chunks[op.block][op.chunk or 0].start
-            self.arenas.view(to, dtype, tuple(part.shape), at).copy_(part)
-            return
-        owned = block.offsets(owned_only=True)[0]
-        shared_with = self._offsets[0]
-        for p in block.parameters:
-            if p.tied_to is None:
-                view = self.arenas.view(source, dtype, (p.n_elements,), owned[p.name])
-            else:
-                view = self.arenas.view(tied[0], dtype, (p.n_elements,), shared_with[p.tied_to])
-            self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name]).copy_(view)
-
-    def _offload(self, op: Op) -> None:
-        """The elements of one chunk of a gradient, or of all of it."""
-        dtype, part = self.plan.gradient_dtype(op.block), self.host.chunks[op.block][op.chunk or 0]
-        source = self.arenas.view(op.reads[0], dtype, (len(part),), part.start)
-        self.arenas.view(op.writes[0], dtype, (len(part),)).copy_(source)
-
-    def _weights(self, block: int, slot: Slot) -> Weights:
-        dtype = self.plan.semantics.compute_dtype
-        return {
-            p.name: self.arenas.view(slot, dtype, p.shape, self._offsets[block][p.name]) for p in self._blocks[block].parameters
-        }
-
-    def _boundary(self, slot: Slot) -> torch.Tensor:
-        s = self.plan.semantics
-        width = self._blocks[0].parameters[0].shape[1]
-        return self.arenas.view(slot, s.compute_dtype, (s.micro_batch, s.seq_len, width))
-
-    # -- compute ----------------------------------------------------------------------------------------------------
-
-    def _seed(self, step: int, op: Op) -> None:
-        torch.default_generator.manual_seed(op_seed(self.seed, step, op.micro_batch or 0, op.block))
-
-    def _forward(self, op: Op, step: int) -> None:
-        assert op.micro_batch is not None
-        m = op.micro_batch
-        self._seed(step, op)
-        weight_slot = op.slot(*WEIGHT_ARENAS)
-        assert weight_slot is not None
-        if op.block == 0:
-            weights = _leaves(self._weights(op.block, weight_slot))
-            with torch.enable_grad(), self._keeping(weight_slot):
-                output_BTD, inputs = self.templates.embed(weights, self._micro_batch(step, m)[0])
-            self._inputs[m] = [shared(new, old) for new, old in zip(inputs, self._inputs.get(0, inputs), strict=True)]
-            self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
-        elif (remembering := self._remembering(op, step, weight_slot)) is None:
-            weights, hidden_BTD = self._weights(op.block, weight_slot), self._boundary(op.reads[1])
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._inputs[m][op.block - 1])
-        else:
-            with remembering:
-                output_BTD = self._with_graph(op, weight_slot, op.reads[1])
-        self._boundary(op.writes[0]).copy_(output_BTD.detach())
-
-    def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot) -> torch.Tensor:
-        """A layer's forward with its graph, which is remembered for the backward."""
-        assert op.micro_batch is not None
-        weights, hidden_BTD = _leaves(self._weights(op.block, weight_slot)), self._boundary(input_slot).requires_grad_()
-        with torch.enable_grad():
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._inputs[op.micro_batch][op.block - 1])
-        graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
-        self._graphs[op.block, op.micro_batch] = graph
-        return output_BTD
-
-    def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
-        """What autograd keeps of a layer's forward; None: nothing, or enough has been kept before."""
-        policy, saved = self.plan.policy, self.plan.saved(op.block)
-        if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
-            return None
-        if op.block in policy.keep_blocks:
-            return self._keeping(weight_slot)
-        if saved is Saved.BOUNDARY and not policy.early_stop:
-            return None
-        return Replay(saved, policy.early_stop, lambda: self._again(op, step)).recording()
-
-    def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
-        def rebind(offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
-            assert self._site is not None, "a kept graph used weights while no backward was running"
-            flat = self.arenas.raw(self._site[0])[offset_bytes:].view(like.dtype)
-            return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
-
-        def offset_of(tensor: torch.Tensor) -> int | None:
-            return self.arenas.offset_in(weight_slot, tensor)
-
-        return kept(offset_of, rebind)
-
-    def _again(self, op: Op, step: int) -> None:
-        """A layer's forward a second time, while its backward runs: on weights and input where they lie by then."""
-        assert self._site is not None
-        assert op.micro_batch is not None
-        self._seed(step, op)
-        weights, hidden_BTD = _leaves(self._weights(op.block, self._site[0])), self._boundary(self._site[1]).requires_grad_()
-        self.templates.layer(op.block, weights, hidden_BTD, self._inputs[op.micro_batch][op.block - 1])
-
-    def _backward(self, op: Op, step: int) -> None:
-        assert op.micro_batch is not None
-        out_slot = op.slot("boundaries")
-        assert out_slot is not None
-        if op.block:
-            weight_slot, _, input_slot = op.reads[:3]
-            self._site = (weight_slot, input_slot)
-            if (op.block, op.micro_batch) not in self._graphs:
-                self._seed(step, op)
-                self._with_graph(op, weight_slot, input_slot)
-        graph = self._graphs.pop((op.block, op.micro_batch))
-        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(out_slot), allow_unused=True)
-        self._site = None
-        if op.block:
-            assert gradients[0] is not None
-            self._boundary(op.writes[0]).copy_(gradients[0])
-            gradients = gradients[1:]
-        found = {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None}
-        self._put_gradient(op, found)
-
-    def _loss(self, op: Op, step: int) -> None:
-        assert op.micro_batch is not None
-        self._seed(step, op)
-        weight_slot, boundary_slot = op.reads[:2]
-        weights = self._weights(op.block, weight_slot)
-        result = self.results[step]
-        targets_BT = self._micro_batch(step, op.micro_batch)[1]
-        total = op.slot("vocab_sums") or op.slot("vocab_gradients")
-        assert total is not None
-        first = total not in op.reads
-        running = self._gradient_views(op.block, total, "fp32")
-        head = running["lm_head.weight"]
-        # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
-        own = head.zero_() if first else torch.zeros_like(head)
-        loss_sum, hidden_gradient, others = self.templates.loss(
-            weights, self._boundary(boundary_slot), targets_BT, result.n_supervised, own
-        )
-        result.loss_sum += loss_sum
-        self._boundary(boundary_slot).copy_(hidden_gradient)
-        if not first:
-            head += own
-        for name, gradient in others.items():
-            running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
-        out = op.slot("vocab_gradients")
-        if out is not None and out in op.writes and out != total:
-            for name, view in self._gradient_views(op.block, out, self.plan.gradient_dtype(op.block)).items():
-                view.copy_(running[name])
-
-    def _gradient_views(self, block: int, slot: Slot, dtype: str) -> Weights:
-        return {
-            p.name: self.arenas.view(slot, dtype, p.shape, self._offsets[block][p.name]) for p in self._blocks[block].parameters
-        }
-
-    def _put_gradient(self, op: Op, found: Weights) -> None:
-        """Add a micro-batch's gradients to the running fp32 sum, or start it; the last one rounds the sum into the gradient slot.
-
-        A weight that nothing used (an expert without tokens) has gradient zero.
-        """
-        total, out = op.slot("sums", "vocab_sums"), op.slot("gradients", "vocab_gradients")
-        dtype = self.plan.gradient_dtype(op.block)
-        if total is None:  # the slot is itself the sum, or there is only one micro-batch to put there
-            assert out is not None
-            first = out not in op.reads
-            for name, view in self._gradient_views(op.block, out, dtype).items():
-                if name not in found:
-                    view.zero_() if first else None
-                elif first and view.dtype == found[name].dtype:
-                    view.copy_(found[name]).add_(0.0)  # the sum starts from zero: -0.0 becomes +0.0
-                elif first:
-                    view.copy_(found[name] + 0.0)  # before it is rounded
-                else:
-                    view += found[name]
-            return
-        rounded = self._gradient_views(op.block, out, dtype) if out is not None and out in op.writes else None
-        for name, view in self._gradient_views(op.block, total, "fp32").items():
-            if total not in op.reads:
-                view.zero_()
-            if name in found:
-                view += found[name]
-            if rounded is not None:
-                rounded[name].copy_(view)
-
-
-def _leaves(weights: Weights) -> Weights:
-    return {name: weight.requires_grad_() for name, weight in weights.items()}
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return spans

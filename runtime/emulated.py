@@ -15,6 +15,7 @@ from typing import Any
 from .cpu import CpuMachine
 from .plan import Lane, Op, Semantics
 from .region import Demand, Region, rates
+from .timeline import Span
 
 MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
 
@@ -158,3 +159,6 @@ class EmulatedMachine:
 
     def follow(self, lane: Lane, token: object) -> None:
         self.stand_in.follow(lane, token)
+
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return spans

@@ -108,7 +108,7 @@ def execute(
     if board.failure is not None:
         raise board.failure
     ordered = sorted((span for lane in entries for span in spans[lane]), key=lambda s: (s.step, s.op))
-    return Timeline(tuple(ordered))
+    return Timeline(tuple(machine.measured(ordered)))
 
 
 def _lanes(plan: Plan) -> dict[Lane, list[_Entry]]:

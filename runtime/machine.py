@@ -5,11 +5,12 @@ another machine's time, `NullMachine` only remembers. A CUDA machine takes the s
 lane's stream and its `follow` makes the other lane's stream, or host thread, wait for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from .plan import Lane, Op
+from .timeline import Span
 
 
 class Machine(Protocol):
@@ -26,6 +27,9 @@ class Machine(Protocol):
 
     def follow(self, lane: Lane, token: object) -> None:
         """Called on the thread of a lane that waits, with the token of what it waits for."""
+
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """When ops really ran, given when the lanes' threads were in `perform`. Called once all lanes have ended."""
 
 
 class NullMachine:
@@ -46,3 +50,6 @@ class NullMachine:
 
     def follow(self, lane: Lane, token: object) -> None:
         pass
+
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return spans

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .checkpoint import State, load_weights, save
-from .cpu import CpuMachine
 from .data import Tokens
 from .errors import CheckpointError
 from .executor import execute
@@ -22,6 +21,7 @@ from .files import write_whole
 from .machine import Machine
 from .plan import Plan
 from .timeline import Timeline
+from .torch_machine import TorchMachine
 from .workload import Parameter
 
 WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline; they are not compared with the prediction
@@ -53,7 +53,7 @@ class Training:
 
     plan: Plan
     machine: Machine  # performs the ops
-    store: CpuMachine  # holds the state; the machine itself, unless that is emulated
+    store: TorchMachine  # holds the state; the machine itself, unless that is emulated
     tokens: Tokens
     seed: int
     folder: Path
@@ -147,7 +147,7 @@ class Training:
         return state.optimizer[name]
 
 
-def load_model(store: CpuMachine, folder: Path) -> None:
+def load_model(store: TorchMachine, folder: Path) -> None:
     """Put a Hugging Face model's weights into the host store, one tensor at a time."""
     for number in range(len(store.plan.workload.blocks)):
         owned = {p.name: p for p in store.host.owned(number)}

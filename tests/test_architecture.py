@@ -46,7 +46,10 @@ HOME = {
         *(f"planner/{name}.py" for name in ("cli", "cli_plan")),
     },
     "torch": {
-        *(f"runtime/{name}.py" for name in ("memory", "blocks", "optimizer", "cpu", "recompute", "host_state")),
+        *(
+            f"runtime/{name}.py"
+            for name in ("memory", "blocks", "optimizer", "torch_machine", "cpu", "compute", "recompute", "host_state")
+        ),
         *(f"runtime/{name}.py" for name in ("trainer", "data", "checkpoint")),
         *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments", "cuda")),
     },

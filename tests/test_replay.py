@@ -112,7 +112,7 @@ def test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves(way: str) -
     before = n_tensors()
     execute(plan, machine, 6, first_step=2)
     assert n_tensors() == before
-    assert machine._graphs == {}
+    assert machine.compute._graphs == {}
 
 
 def n_tensors() -> int:

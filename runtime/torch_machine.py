@@ -1,0 +1,82 @@
+"""What do all machines have in common that compute with torch?
+
+Arenas, the host's state, and what `runtime/plan.py` says an op reads and writes. Where it computes, and how one lane learns of
+another's work, is each machine's own.
+"""
+
+from collections.abc import Callable
+from typing import assert_never
+
+import torch
+
+from .compute import Compute
+from .copies import Copies
+from .data import Batch
+from .host_state import HostState
+from .memory import Arenas
+from .optimizer import AdamW
+from .performs import refuse_not_yet_performed
+from .plan import Kind, Lane, Op, Plan
+from .updates import StepResult, Updates
+
+
+class TorchMachine:
+    """Performs a plan's ops on one device."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], AdamW],
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        """Allocate every arena and build the templates; the host state is zero until weights are set."""
+        refuse_not_yet_performed(plan.semantics, plan.policy)
+        self.plan, self.settings, self.seed, self.device = plan, settings, seed, device
+        self.results: dict[int, StepResult] = {}
+        self.arenas = Arenas(plan.arenas, device)
+        self.host = HostState(plan, self.arenas)
+        self.compute = Compute(plan, self.arenas, batches, self.results, seed)
+        self._copies = Copies(plan, self.arenas, self.host)
+        self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
+
+    def initialise(self, seed: int) -> None:
+        """Random weights, the same for the same seed."""
+        for block, weights in self.compute.templates.initial_weights(seed):
+            self.host.set_weights(block, weights)
+
+    def forget(self, lane: Lane) -> None:
+        """Drop what a run that failed in the middle of a step has left in the lane's hands."""
+        if lane is Lane.GPU:
+            self.compute.forget()
+        elif lane is Lane.CPU:
+            self._updates.forget()
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        """Do op number `index` of the plan, or issue it to the lane's stream."""
+        match op.kind:
+            case Kind.LOAD:
+                self._copies.load(op)
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                self.compute.forward(op, step)
+            case Kind.LOSS:
+                self.compute.loss(op, step)
+            case Kind.BACKWARD:
+                self.compute.backward(op, step)
+            case Kind.OFFLOAD:
+                self._copies.offload(op)
+            case Kind.SPILL | Kind.FETCH:
+                self._copies.move_boundary(op)
+            case Kind.ACCUMULATE:
+                self._updates.accumulate(op)
+            case Kind.NORM:
+                self._updates.norm(index, op, step)
+            case Kind.UPDATE:
+                self._updates.update(op, step)
+            case Kind.SPECULATE:
+                self._updates.speculate(op, step)
+            case Kind.SETTLE:
+                self._updates.settle(op, step)
+            case _:
+                assert_never(op.kind)
