@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.memory import DTYPE
-from runtime.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, sum_of_squares
+from runtime.optimizer import CHUNK_ELEMENTS, AdamW, Scratch, adamw_, sum_of_squares
 from runtime.units import KiB
 
 from .schema import Dtype
@@ -117,7 +117,11 @@ def walking_copy(to: torch.Tensor, source: torch.Tensor, n_bytes: int, n_copies:
 
 
 def walking_updates(n_params: int, piece: int, n_lanes: int) -> list[Work]:
-    """For each lane: the runtime's optimizer on `piece` parameters after another, of a state of its own, too large for a cache."""
+    """For each lane: the runtime's optimizer on `piece` parameters after another, of a state of its own, too large for a cache.
+
+    A lane is what one of the runtime's workers is: a thread with scratch memory of its own, on one task at a time. That these
+    wait for each other at an op's end is part of the overhead of an op.
+    """
     n_params -= n_params % piece
     assert n_params >= piece
     master, exp_avg = torch.randn(n_params), torch.randn(n_params) * 1e-3
@@ -130,11 +134,12 @@ def walking_updates(n_params: int, piece: int, n_lanes: int) -> list[Work]:
 
 def _walking_update(state: Sequence[torch.Tensor], piece: int) -> Work:
     master, exp_avg, exp_avg_sq, gradient, weight = state
-    n_params, at = master.numel(), [0]
+    n_params, at, own = master.numel(), [0], Scratch()
 
     def work() -> None:
         part = slice(at[0], at[0] + piece)
-        adamw_(master[part], exp_avg[part], exp_avg_sq[part], gradient[part], weight[part], CLIP_FACTOR, 10, SETTINGS)
+        learned = (master[part], exp_avg[part], exp_avg_sq[part])
+        adamw_(*learned, gradient[part], weight[part], CLIP_FACTOR, 10, SETTINGS, None, own)
         at[0] = (at[0] + piece) % n_params
 
     return work
@@ -144,4 +149,9 @@ def reductions(n_params: int, n_lanes: int) -> tuple[list[Work], int]:
     """For each lane the runtime's norm over a bf16 gradient of its own, of so many parameters; and the bytes that each reads."""
     first = torch.randn(n_params).bfloat16()
     gradients = [first, *(first.clone() for _ in range(n_lanes - 1))]
-    return [lambda gradient=gradient: sum_of_squares(gradient) for gradient in gradients], first.nbytes  # type: ignore[misc]
+    return [_reduction(gradient) for gradient in gradients], first.nbytes
+
+
+def _reduction(gradient: torch.Tensor) -> Work:
+    own = Scratch()
+    return lambda: sum_of_squares(gradient, own)

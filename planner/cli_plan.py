@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
-    from runtime.plan import Plan, Policy, Semantics
+    from runtime.plan import Policy, Semantics
     from runtime.workload import Model, Workload
 
     from .search import Answer
@@ -75,7 +75,7 @@ class _Plan(click.Command):
 )
 @click.option("--loss-tile-tokens", type=COUNT, help="Tokens whose logits exist at a time.  [default: 1024, or what fits]")
 @click.option("--mlp-tile-tokens", type=COUNT, help="Tokens that go through an MLP at a time.  [default: all, or what fits]")
-@click.option("--runnable", is_flag=True, help="Only what `penstock run` performs today: MLPs are not cut into tiles.")
+@click.option("--runnable", is_flag=True, expose_value=False, help="Only what `penstock run` performs: today that is everything.")
 @click.option(
     "--clipped-steps",
     type=click.FloatRange(0, 1),
@@ -102,7 +102,6 @@ def plan(
     attention: str | None,
     loss_tile_tokens: int | None,
     mlp_tile_tokens: int | None,
-    runnable: bool,
     clipped_steps: float | None,
     measurements: bool,
     output: Path | None,
@@ -139,8 +138,6 @@ def plan(
     )
     given = {"micro_batch": micro_batch, "loss_tile_tokens": loss_tile_tokens, "mlp_tile_tokens": mlp_tile_tokens}
     free = frozenset(name for name, value in given.items() if value is None)
-    if runnable:
-        free = _only_performed(asked, free)
     semantics, workload = _sized(described, asked, profile, free)
     fixed = _policy(policy, semantics, workload)
     try:
@@ -157,17 +154,8 @@ def plan(
     else:
         _show(answer, profile, measurements)
     if output is not None:
-        click.echo(_next(on_one_line(str(output)), answer.plan), err=True)
-
-
-def _only_performed(semantics: "Semantics", free: frozenset[str]) -> frozenset[str]:
-    """The sizes that may be proposed where `penstock run` is to perform the plan; PlanError where it cannot."""
-    from runtime.performs import not_yet_performed, refuse_not_yet_performed
-    from runtime.plan import Policy
-
-    refuse_not_yet_performed(semantics, Policy())
-    tiled = replace(semantics, mlp_tile_tokens=1)
-    return free - set(not_yet_performed(tiled, Policy()))
+        written = on_one_line(str(output))
+        click.echo(f"wrote {written}; next: penstock check {written}, then penstock run {written} --data FOLDER", err=True)
 
 
 def _sized(model: "Model", asked: "Semantics", profile: "Profile", free: frozenset[str]) -> "tuple[Semantics, Workload]":
@@ -212,16 +200,6 @@ def _show(answer: "Answer", profile: "Profile", measurements: bool) -> None:
 
     rows = measurement_rows(answer.plan, profile, answer.drawn) if measurements else None
     explain(answer, profile, Console(file=sys.stdout), rows)
-
-
-def _next(written: str, plan: "Plan") -> str:
-    """What to do with a plan that was written."""
-    from runtime.performs import not_yet_performed
-
-    check = f"wrote {written}; next: penstock check {written}"
-    if missing := not_yet_performed(plan.semantics, plan.policy):
-        return f"{check}; `penstock run` cannot perform its {', '.join(missing)} yet: plan with --runnable for a plan that it can"
-    return f"{check}, then penstock run {written} --data FOLDER"
 
 
 def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy | None":

@@ -8,7 +8,6 @@ in the layers' places, so every architecture keeps its own mathematics.
 # B sequences, T tokens, N = B * T, D width, V vocabulary
 import copy
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from .data import UNSUPERVISED
 from .errors import WorkloadError
 from .memory import DTYPE
-from .plan import Semantics
-from .workload import Block, Workload
+from .plan import Policy, Semantics
+from .tiles import TiledLayer
+from .workload import Workload
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
@@ -42,14 +42,26 @@ class _StandIn(nn.Module):
 class Templates:
     """Stateless templates of every block of one model. Only one thread at a time may use them."""
 
-    def __init__(self, config: dict[str, Any], workload: Workload, semantics: Semantics) -> None:
-        """Build the modules; WorkloadError when they do not have the parameters the workload counted."""
+    def __init__(
+        self,
+        config: dict[str, Any],
+        workload: Workload,
+        semantics: Semantics,
+        policy: Policy | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Build the modules; WorkloadError when they do not have the parameters the workload counted.
+
+        `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
+        (frequencies, scales) will lie on `device`; on the CPU, without one.
+        """
         self.workload, self.semantics = workload, semantics
         self.model = meta_model(config, semantics)
         body: Any = self.model.model
         self.layers: list[nn.Module] = list(body.layers)
         self._refuse_surprises()
         self.norm: nn.Module = body.norm
+        self._tiled = self._by_tiles(policy or Policy())
         stand_ins = [_StandIn() for _ in self.layers]
         for stand_in, layer in zip(stand_ins, self.layers, strict=True):
             for name in ("attention_type", "layer_type"):  # some models read these from the layer
@@ -60,12 +72,19 @@ class Templates:
         for part in list(body.modules()):
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta}
             for name, buffer in buffers.items():  # computed, not stored (inverse frequencies, scales): make them real
-                part.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+                part.register_buffer(name, torch.empty_like(buffer, device=device or "cpu"), persistent=False)
             if buffers:
                 self.model._init_weights(part)
         self.body: nn.Module = body
         self.stand_ins = stand_ins
         self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+
+    def _by_tiles(self, policy: Policy) -> list[TiledLayer] | None:
+        """The layers with MLPs that run by tiles; None where the semantics have none, or one would hold all tokens."""
+        tile_tokens = self.semantics.mlp_tile_tokens
+        if tile_tokens is None or tile_tokens >= self.semantics.tokens_per_micro_batch:
+            return None
+        return [TiledLayer(layer, tile_tokens, policy, block) for block, layer in enumerate(self.layers, start=1)]
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -88,12 +107,20 @@ class Templates:
         assert hidden_BTD is not None
         return hidden_BTD, [i for i in inputs if i is not None]
 
-    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
-        """The output (B, T, D) of decoder layer number `block` (1 is the first)."""
+    def layer(
+        self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs, again: bool = False
+    ) -> torch.Tensor:
+        """The output (B, T, D) of decoder layer number `block` (1 is the first).
+
+        With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
+        """
         prefix = f"model.layers.{block - 1}."
         short = {name.removeprefix(prefix): w for name, w in weights.items()}
-        out = functional_call(self.layers[block - 1], short, (hidden_BTD,), inputs, strict=True)
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        if self._tiled is not None:
+            out = self._tiled[block - 1](short, hidden_BTD, inputs, again)
+        else:
+            out = functional_call(self.layers[block - 1], short, (hidden_BTD,), inputs, strict=True)
+        return out[0] if isinstance(out, tuple) else out
 
     def loss(
         self,
@@ -140,26 +167,24 @@ class Templates:
             dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
         return loss.detach(), dx_ND, dw_VD
 
-    def initial_weights(self, seed: int) -> Iterator[tuple[int, Weights]]:
-        """Random weights as transformers would initialise them, fp32, block by block; the same for the same seed."""
+    def initial_weights(self, block: int, seed: int) -> Weights:
+        """A block's own random weights as transformers would initialise them, fp32; the same for the same seed."""
         body: Any = self.body
-        parts: list[tuple[Block, list[tuple[str, nn.Module]]]] = [
-            (self.workload.blocks[0], [("model.embed_tokens.", body.embed_tokens)]),
-            *[
-                (block, [(f"model.layers.{i}.", layer)])
-                for i, (block, layer) in enumerate(zip(self.workload.blocks[1:-1], self.layers, strict=True))
-            ],
-            (self.workload.blocks[-1], [("model.norm.", self.norm), ("lm_head.", self.model.get_output_embeddings())]),
-        ]
-        for index, (block, modules) in enumerate(parts):
-            torch.default_generator.manual_seed(op_seed(seed, 0, 0, index))
-            weights: Weights = {}
-            for prefix, module in modules:
-                real = _materialised(module)
-                for part in real.modules():
-                    self.model._init_weights(part)
-                weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
-            yield index, {p.name: weights[p.name] for p in block.parameters if p.tied_to is None}
+        modules: dict[str, nn.Module]
+        if block == 0:
+            modules = {"model.embed_tokens.": body.embed_tokens}
+        elif block <= len(self.layers):
+            modules = {f"model.layers.{block - 1}.": self.layers[block - 1]}
+        else:
+            modules = {"model.norm.": self.norm, "lm_head.": self.model.get_output_embeddings()}
+        torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
+        weights: Weights = {}
+        for prefix, module in modules.items():
+            real = _materialised(module)
+            for part in real.modules():
+                self.model._init_weights(part)
+            weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
+        return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
 
 
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:

@@ -16,21 +16,19 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import CheckpointError
+from .tensor_files import Made, Shards, write_new, write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face shards
 MAX_JSON_BYTES = 256 * 2**20
-CHUNK_BYTES = 64 * 2**20
 FORMAT_VERSION = 1
 STATE_FILE = "trainer_state.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,16 +36,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-}
 
 
 # How experts are stored. In the modules an expert weight is one tensor for all experts; in published files of these
@@ -82,7 +70,7 @@ def save(
     folder: Path,
     step: int,
     weights: Mapping[str, Tensor],
-    optimizer: Iterable[tuple[str, Mapping[str, Tensor]]],
+    optimizer: Iterable[tuple[str, Mapping[str, Tensor | Made]]],
     config: dict[str, Any],
     state: dict[str, Any],
     tokenizer_from: Path | None = None,
@@ -103,14 +91,14 @@ def save(
         for suffix, tensors in optimizer:
             assert re.fullmatch(r"[A-Za-z0-9_.-]+", suffix), suffix
             name = f"optimizer-{suffix}.safetensors"
-            files[name] = _write_tensors(partial / name, tensors)
+            files[name] = write_tensors(partial / name, tensors)
         for name in TOKENIZER_FILES:
             if tokenizer_from is not None and (tokenizer_from / name).is_file():
-                files[name] = _write(partial / name, [(tokenizer_from / name).read_bytes()])
+                files[name] = write_new(partial / name, [(tokenizer_from / name).read_bytes()])
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        files["config.json"] = _write(partial / "config.json", [_json_bytes(_published_config(config, dtype))])
+        files["config.json"] = write_new(partial / "config.json", [_json_bytes(_published_config(config, dtype))])
         fields = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": files}
-        _write(partial / STATE_FILE, [_json_bytes(fields)])
+        write_new(partial / STATE_FILE, [_json_bytes(fields)])
         _sync(partial)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -151,28 +139,6 @@ def latest(folder: Path) -> Path | None:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror}); choose another --out") from None
     return max((entry for entry in steps if (entry[1] / STATE_FILE).is_file()), default=(0, None))[1]
-
-
-class Shards(Mapping[str, Tensor]):
-    """The tensors of some safetensors files by name, each read when it is asked for."""
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files = {path: _open(path) for path in files}
-        self._at = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 not a dict
-
-    def __getitem__(self, name: str) -> Tensor:
-        path = self._at[name]
-        try:
-            tensor: Tensor = self._files[path].get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: {name}: cannot be read ({_first_line(error)}); copy it again") from None
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._at)
-
-    def __len__(self) -> int:
-        return len(self._at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,17 +271,6 @@ def _check_file(state_file: Path, name: object, expected: object) -> None:
         raise CheckpointError(f"{path}: its content is not what was saved (SHA-256); resume from another checkpoint")
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({_first_line(error)}); copy it again") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
-
-
 def _published_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The model's configuration with the dtype of its weights, which are no longer quantised whatever they were."""
     return {k: v for k, v in config.items() if k not in ("torch_dtype", "quantization_config")} | {"dtype": dtype}
@@ -341,44 +296,11 @@ def _write_weights(
     if len(shards) == 1:
         names = ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
-        yield name, _write_tensors(folder / name, dict(shard))
+        yield name, write_tensors(folder / name, dict(shard))
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        yield INDEX_FILE, _write(folder / INDEX_FILE, [_json_bytes(index)])
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a safetensors file. By hand, not by the library: it would hold all bytes in memory a second time."""
-    assert sys.byteorder == "little", "the format is little-endian"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
-    at = 0
-    for name in order:
-        tensor = tensors[name]
-        end = at + tensor.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _write(path, [len(text).to_bytes(8, "little"), text], (tensors[name] for name in order))
-
-
-def _write(path: Path, head: Iterable[bytes], tensors: Iterable[Tensor] = ()) -> dict[str, Any]:
-    """Write some bytes and then tensors to a new file, down to the disk; its size and SHA-256."""
-    digest = hashlib.sha256()
-    with path.open("xb") as file:
-        for piece in head:
-            file.write(piece)
-            digest.update(piece)
-        for tensor in tensors:
-            content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-            for at in range(0, len(content), CHUNK_BYTES):
-                file.write(content[at : at + CHUNK_BYTES])
-                digest.update(content[at : at + CHUNK_BYTES])
-        file.flush()
-        os.fsync(file.fileno())
-        return {"n_bytes": file.tell(), "sha256": digest.hexdigest()}
+        yield INDEX_FILE, write_new(folder / INDEX_FILE, [_json_bytes(index)])
 
 
 def _sync(folder: Path) -> None:

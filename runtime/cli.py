@@ -1,31 +1,27 @@
 """How does a user start a run?"""
 
 import math
-import resource
+import os
 import stat
-import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_outcome import Progress, demands_of, show_outcome
 from .errors import CheckpointError, DoesNotFitError, PlanError
-from .units import on_one_line, show_bytes, show_count, show_seconds
+from .units import show_bytes, show_count
 
 if TYPE_CHECKING:
-    from planner.simulate import Prediction
-
     from .cpu import CpuMachine
+    from .cuda import CudaMachine
     from .data import Tokens
-    from .emulated import EmulatedMachine
     from .optimizer import AdamW
     from .plan import Plan, PlanFile, Policy
-    from .region import Demand, Region
-    from .trainer import Metrics, Training
+    from .trainer import Training
 
 MAX_STEPS = 10**9
 MAX_NUMBER = 1e6
@@ -87,7 +83,10 @@ POSITIVE = Number(min=0, min_open=True, max=MAX_NUMBER)
     type=click.Choice(["auto", "cuda", "cpu", "emulated"]),
     default="auto",
     show_default=True,
-    help="What performs the plan: this CPU (auto), or the machine of the plan, emulated on a tiny stand-in model.",
+    help="What performs the plan: a GPU if there is one, else this CPU (auto), or the plan's machine, emulated on a tiny model.",
+)
+@click.option(
+    "--deterministic", is_flag=True, help="With a GPU: bits that do not depend on the plan, as on a CPU. Some kernels are slower."
 )
 @click.option(
     "--time-scale", type=POSITIVE, help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
@@ -104,6 +103,7 @@ def run(
     lr: float,
     weight_decay: float,
     device: str,
+    deterministic: bool,
     time_scale: float | None,
 ) -> None:
     """Train with PLAN and compare what was predicted with what was measured.
@@ -116,6 +116,8 @@ def run(
     file = _checked_plan(plan_file)
     device = _device(device, time_scale, resume, save_every)
     _refuse_odd_files(out)
+    if deterministic and device == "cuda":
+        _use_same_kernels()
     settings = AdamW(lr=lr, weight_decay=weight_decay)
     with _no_empty_folder(out):
         _train(plan_file, file, data, model, steps, out, save_every, resume, seed, settings, device, time_scale)
@@ -138,7 +140,7 @@ def _train(
     if device == "emulated":
         training, scale = _emulated(file.plan, data, out, seed, settings, time_scale)
     else:
-        training, scale = _real(file.plan, data, model, out, seed, settings, save_every), 1.0
+        training, scale = _real(file.plan, data, model, out, seed, settings, save_every, device), 1.0
     first_step = _first_step(training, out, resume)
     n_steps = steps or -(-training.tokens.n_sequences // training.tokens.batch_size)
     if first_step >= n_steps:
@@ -149,16 +151,15 @@ def _train(
         )
     click.echo(f"{_words(file.plan, training.tokens)}; steps {first_step + 1} to {n_steps}", err=True)
     speed_up = scale * file.plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
-    with _Progress(first_step, n_steps, speed_up) as progress:
+    with Progress(first_step, n_steps, speed_up) as progress:
         timeline, times_s = training.run(first_step, n_steps, progress.step)
-    _show_outcome(plan_file, file, training, device, scale, timeline, times_s)
+    show_outcome(plan_file, file.plan, training, device, scale, timeline, times_s)
 
 
 def _checked_plan(path: Path) -> "PlanFile":
     """The plan, proven by the checker; PlanError names what is wrong."""
     from planner.check import check
 
-    from .performs import refuse_not_yet_performed
     from .plan import PlanFile
 
     file = PlanFile.read(path)
@@ -166,7 +167,6 @@ def _checked_plan(path: Path) -> "PlanFile":
         check(file.plan, file.claim)
     except PlanError as error:
         raise PlanError(f"{path}: refused: {error}") from None
-    refuse_not_yet_performed(file.plan.semantics, file.plan.policy)
     return file
 
 
@@ -175,23 +175,36 @@ def _device(device: str, time_scale: float | None, resume: bool, save_every: int
         raise click.UsageError("an emulated run saves nothing: leave out --resume and --save-every, or --device emulated")
     if time_scale is not None and device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")
+    if device in ("cpu", "emulated"):
+        return device
+    from .streams import has_cuda
+
+    if has_cuda():
+        return "cuda"
     if device == "cuda":
-        raise PlanError("--device cuda: this version performs plans on the CPU only; use --device cpu, or --device emulated")
-    return "cpu" if device == "auto" else device
+        raise PlanError("--device cuda: torch sees no CUDA device; use --device cpu, or --device emulated")
+    return "cpu"
+
+
+def _use_same_kernels() -> None:
+    from .streams import use_same_kernels
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    use_same_kernels()
 
 
 def _real(
-    plan: "Plan", data: Path, model: Path | None, out: Path, seed: int, settings: "AdamW", save_every: int | None
+    plan: "Plan", data: Path, model: Path | None, out: Path, seed: int, settings: "AdamW", save_every: int | None, device: str
 ) -> "Training":
-    """A run of the plan's own model on this machine's CPU."""
+    """A run of the plan's own model on this machine's GPU or CPU."""
     from .checkpoint import has_weights, writable_folder
     from .trainer import Training, load_model
 
     folder = _model_folder(plan, model)
     tokens = _tokens(plan, data, folder, seed)
-    _refuse_what_does_not_fit(plan)
+    _refuse_what_does_not_fit(plan, device)
     writable_folder(out)
-    store = _cpu_machine(plan, tokens, settings, seed)
+    store = _cuda_machine(plan, tokens, settings, seed) if device == "cuda" else _cpu_machine(plan, tokens, settings, seed)
     if folder is not None and has_weights(folder):
         load_model(store, folder)
     else:
@@ -207,7 +220,7 @@ def _emulated(
     from .emulated import EmulatedMachine, time_scale_for
     from .trainer import Training
 
-    demands, region = _demands(plan)
+    demands, region = demands_of(plan)
     small = _stand_in(plan)
     tokens = _tokens(small, data, None, seed)
     writable_folder(out)
@@ -247,18 +260,16 @@ def _cut_alike(plan: "Plan", small: "Plan") -> "Policy":
     raise PlanError("the stand-in's layers cannot be moved in as many parts as this plan's; plan without transfer_chunk_bytes")
 
 
-def _demands(plan: "Plan") -> "tuple[list[Demand], Region]":
-    from hwprofiles.schema import Profile
-    from planner.cost import costs, region_of
-
-    profile = Profile.from_json(plan.profile, "the plan's profile")
-    return costs(plan, profile), region_of(profile)
-
-
 def _cpu_machine(plan: "Plan", tokens: "Tokens", settings: "AdamW", seed: int) -> "CpuMachine":
     from .cpu import CpuMachine
 
     return CpuMachine(plan, tokens.batch, lambda step: settings, seed, pin_threads=True)
+
+
+def _cuda_machine(plan: "Plan", tokens: "Tokens", settings: "AdamW", seed: int) -> "CudaMachine":
+    from .cuda import CudaMachine
+
+    return CudaMachine(plan, tokens.batch, lambda step: settings, seed)
 
 
 def _model_folder(plan: "Plan", given: Path | None) -> Path | None:
@@ -311,20 +322,32 @@ def _tokens(plan: "Plan", data: Path, folder: Path | None, seed: int) -> "Tokens
     return read_tokens(data, folder, vocab_size, semantics.seq_len, semantics.batch_size, shuffle_seed=seed)
 
 
-def _refuse_what_does_not_fit(plan: "Plan") -> None:
+def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
     from .memory import available_host_bytes
 
+    on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
+    if device == "cuda":
+        from .streams import free_cuda_bytes
+
+        short_device_bytes = max(0, on_device - free_cuda_bytes())
+        on_host, where = plan.host_arena_bytes, "of pinned memory"
+        if short_device_bytes:
+            raise _does_not_fit(f"{show_bytes(on_device)} of the GPU's memory", short_device_bytes, 0)
+    else:
+        on_host, where = plan.host_arena_bytes + on_device, "here"
     available_bytes = available_host_bytes()
-    needed_bytes = plan.device_arena_bytes + plan.host_arena_bytes + plan.kept_bytes + plan.transient_bytes
-    if available_bytes is not None and needed_bytes > available_bytes:
-        short_bytes = needed_bytes - available_bytes
-        remedy = "run it on a machine with more memory, or plan a smaller model or batch"
-        raise DoesNotFitError(
-            f"the plan needs {show_bytes(needed_bytes)} here, {show_bytes(short_bytes)} more than are free; {remedy}",
-            short_device_bytes=0,
-            short_host_bytes=short_bytes,
-            smallest_change=remedy,
-        )
+    if available_bytes is not None and on_host > available_bytes:
+        raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes)
+
+
+def _does_not_fit(what: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
+    remedy = "run it on a machine with more memory, or plan a smaller model or batch"
+    return DoesNotFitError(
+        f"the plan needs {what}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}",
+        short_device_bytes=short_device_bytes,
+        short_host_bytes=short_host_bytes,
+        smallest_change=remedy,
+    )
 
 
 def _first_step(training: "Training", out: Path, resume: bool) -> int:
@@ -350,120 +373,3 @@ def _words(plan: "Plan", tokens: "Tokens") -> str:
         f"{show_count(plan.workload.n_params)} parameters, {tokens.n_documents} documents{skipped}, "
         f"{tokens.n_sequences} sequences of {tokens.seq_len}, {tokens.batch_size} a step"
     )
-
-
-class _Progress:
-    """A bar on a terminal, a line per step elsewhere; both on stderr. `speed_up`: tokens/s shown over those of the run."""
-
-    def __init__(self, first_step: int, n_steps: int, speed_up: float) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self.n_steps, self.speed_up, self.plain = n_steps, speed_up, not console.is_terminal
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.bar = Progress(*columns, console=console, disable=self.plain)
-        self.task = self.bar.add_task("", total=n_steps, completed=first_step)
-
-    def __enter__(self) -> "_Progress":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def step(self, metrics: "Metrics") -> None:
-        words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s * self.speed_up:,.0f} tokens/s"
-        words += "  skipped: not finite" if metrics.skipped else ""
-        if self.plain:
-            click.echo(f"step {metrics.step}/{self.n_steps}  {words}", err=True)
-        self.bar.update(self.task, completed=metrics.step, description=words)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    name: str
-    predicted: float
-    measured: float
-    show: Callable[[float], str]
-
-    def cells(self) -> tuple[str, str, str, str]:
-        error = f"{self.measured / self.predicted - 1:+.1%}" if self.predicted > 0 else ""
-        return self.name, self.show(self.predicted), self.show(self.measured), error
-
-
-def _show_outcome(
-    plan_file: Path, file: "PlanFile", training: "Training", device: str, scale: float, timeline: Any, times_s: list[float]
-) -> None:
-    """The final table on stdout: predicted, measured, error; and where things lie."""
-    from planner.simulate import simulate
-
-    from .trainer import scaled, write_timeline
-
-    plan = file.plan
-    demands, region = _demands(plan)
-    prediction = simulate(plan, demands, region)
-    if scale != 1.0:
-        timeline, times_s = scaled(timeline, scale), [t / scale for t in times_s]
-        write_timeline(training.folder / "timeline.json", timeline)
-    _table(_rows(plan, prediction, timeline, times_s, training, device))
-    if times_s:
-        ordered = sorted(times_s)
-        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-        click.echo(f"step: median of {len(times_s)} after warm-up, P10 to P90 {show_seconds(low)} to {show_seconds(high)}")
-    _notes(plan_file, plan, training, device, scale)
-
-
-def _rows(
-    plan: "Plan", prediction: "Prediction", timeline: Any, times_s: list[float], training: "Training", device: str
-) -> list[_Row]:
-    step_s = statistics.median(times_s) if times_s else timeline.total_s
-    rows = [_Row("step", prediction.step_s, step_s, show_seconds)]
-    settled = timeline.from_step(min((s.step for s in timeline.spans), default=0) + 1) if times_s else timeline
-    predicted_busy_s, measured_busy_s = prediction.busy_s(plan), settled.busy_s(plan)
-    rows += [_Row(f"busy, {lane}", predicted_busy_s[lane], measured_busy_s[lane], show_seconds) for lane in predicted_busy_s]
-    n_tokens = plan.semantics.tokens_per_step
-    rows.append(_Row("tokens/s", n_tokens / prediction.step_s, n_tokens / step_s, lambda v: f"{v:.4g}"))
-    if device == "cpu":
-        by_arena = training.store.arenas.n_bytes
-        on_device = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
-        rows.append(_Row("device arenas", plan.device_arena_bytes, on_device, show_bytes))
-        rows.append(_Row("host arenas", plan.host_arena_bytes, sum(by_arena.values()) - on_device, show_bytes))
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        runtime_bytes = float(plan.profile["host"]["runtime_bytes"]["value"])
-        everything = plan.device_arena_bytes + plan.host_arena_bytes + plan.kept_bytes + plan.transient_bytes + runtime_bytes
-        rows.append(_Row("process, peak", everything, peak_bytes, show_bytes))
-    return rows
-
-
-def _table(rows: list[_Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    if not sys.stdout.isatty():
-        click.echo("\t".join(("", "predicted", "measured", "error")))
-        for row in rows:
-            click.echo("\t".join(row.cells()))
-        return
-    table = Table("", "predicted", "measured", "error")
-    for row in rows:
-        table.add_row(*row.cells())
-    Console().print(table)
-
-
-def _notes(plan_file: Path, plan: "Plan", training: "Training", device: str, scale: float) -> None:
-    from .checkpoint import latest
-
-    if device == "emulated":
-        machine: EmulatedMachine | Any = training.machine
-        bound = machine.n_real_work_binds / max(machine.n_performed, 1)
-        click.echo(
-            f"emulated {plan.profile['name']}, {scale:.3g} times slower: times and tokens/s above are that machine's; "
-            f"{bound:.1%} of the ops took this computer longer than that"
-        )
-    elif plan.profile["device"]["kind"] != "cpu":
-        click.echo(f"the plan was made for {plan.profile['name']}: its prediction is not comparable with this CPU")
-    if training.saves:
-        click.echo(f"checkpoint: {on_one_line(str(latest(training.folder)))}")
-    folder = on_one_line(str(training.folder))
-    click.echo(f"log: {folder}/metrics.jsonl   trace: penstock report {on_one_line(str(plan_file))} {folder} -o trace.json")

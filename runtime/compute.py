@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 
 from .blocks import LayerInputs, Templates, Weights, op_seed
 from .data import Batch
@@ -16,21 +19,51 @@ from .updates import StepResult
 from .workload import Saved
 
 WEIGHT_ARENAS = ("weights", "vocab_weights", "resident_weights")
+EMBEDDING = "model.embed_tokens."
+
+
+@dataclass(slots=True)
+class ComputedStep(StepResult):
+    """A step whose loss is added up on the device. Nobody looks at it from the host before the step is over."""
+
+    total: torch.Tensor | None = None  # fp64
+    is_there: Callable[[], None] = lambda: None  # returns once the device has added the last micro-batch's
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's supervised tokens."""
+        assert self.total is not None
+        self.is_there()
+        return self.total.item() / self.n_supervised
 
 
 class Compute:
     """The ops of the gpu lane. Only that lane's thread may use it."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], results: dict[int, StepResult], seed: int
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        batches: Callable[[int], Batch],
+        results: dict[int, StepResult],
+        seed: int,
+        generator: torch.Generator,
+        losses_are_there: Callable[[int], None],
     ) -> None:
-        """Build the templates; WorkloadError when transformers builds other modules than the plan counted."""
+        """Build the templates; WorkloadError when transformers builds other modules than the plan counted.
+
+        `batches` gives a step's tokens on the device, `generator` is what dropout draws from there, and `losses_are_there(step)`
+        returns once the device has added up the step's losses.
+        """
         self.plan, self.arenas, self.batches, self.results, self.seed = plan, arenas, batches, results, seed
-        self.templates = Templates(plan.model.config, plan.workload, plan.semantics)
+        self.generator, self.losses_are_there = generator, losses_are_there
+        self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
         self._blocks = plan.workload.blocks
         self._offsets = [b.offsets()[0] for b in self._blocks]
         self._batch: tuple[int, Batch] | None = None
-        self._inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch
+        self._first_inputs: list[LayerInputs] | None = None  # what the first micro-batch's layers were passed
+        self._other_inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch, of those whose layers are passed something else
+        self._is_alike = False  # whether the second one's were the same, and its embedding no more than the weight's rows
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, by block and micro-batch
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: where weights and input lie
 
@@ -45,7 +78,9 @@ class Compute:
         if self._batch is None or self._batch[0] != step:
             batch = self.batches(step)
             self._batch = (step, batch)
-            self.results[step] = StepResult(n_supervised=batch.n_supervised)
+            total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
+            is_there = partial(self.losses_are_there, step)
+            self.results[step] = ComputedStep(n_supervised=batch.n_supervised, total=total, is_there=is_there)
         rows = slice(m * self.plan.semantics.micro_batch, (m + 1) * self.plan.semantics.micro_batch)
         return self._batch[1].input_ids[rows], self._batch[1].targets[rows]
 
@@ -63,7 +98,7 @@ class Compute:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def _seed(self, step: int, op: Op) -> None:
-        torch.default_generator.manual_seed(op_seed(self.seed, step, op.micro_batch or 0, op.block))
+        self.generator.manual_seed(op_seed(self.seed, step, op.micro_batch or 0, op.block))
 
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
@@ -74,23 +109,53 @@ class Compute:
         if op.block == 0:
             weights = _leaves(self._weights(op.block, weight_slot))
             with torch.enable_grad(), self._keeping(weight_slot):
-                output_BTD, inputs = self.templates.embed(weights, self._micro_batch(step, m)[0])
-            self._inputs[m] = [_shared(new, old) for new, old in zip(inputs, self._inputs.get(0, inputs), strict=True)]
+                output_BTD = self._embed(weights, m, self._micro_batch(step, m)[0])
             self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
         elif (remembering := self._remembering(op, step, weight_slot)) is None:
             weights, hidden_BTD = self._weights(op.block, weight_slot), self._boundary(op.reads[1])
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._inputs[m][op.block - 1])
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
         else:
             with remembering:
                 output_BTD = self._with_graph(op, weight_slot, op.reads[1])
         self._boundary(op.writes[0]).copy_(output_BTD.detach())
 
-    def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot) -> torch.Tensor:
-        """A layer's forward with its graph, which is remembered for the backward."""
+    def _embed(self, weights: Weights, m: int, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """The first layer's input; what layers are passed besides is noted.
+
+        That is masks and positions, which depend on the shape alone where nothing is padded on the left or packed. The model's
+        own forward makes them anew each time and looks at them from the host, which on a GPU waits for all that was issued. So
+        it runs for the first two micro-batches; if both had the same, and nothing was done to the embedding but look it up,
+        looking it up is all that the others need.
+        """
+        if self._is_alike:
+            return self._looked_up(weights, tokens_BT)
+        hidden_BTD, inputs = self.templates.embed(weights, tokens_BT)
+        self._other_inputs.pop(m, None)
+        if self._first_inputs is None:
+            self._first_inputs = inputs
+        elif not _same(inputs, self._first_inputs):
+            self._other_inputs[m] = inputs
+        else:
+            self._is_alike = torch.equal(hidden_BTD, self._looked_up(weights, tokens_BT))
+        return hidden_BTD
+
+    def _looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
+        embedding: Any = self.templates.body.embed_tokens
+        short = {name.removeprefix(EMBEDDING): weight for name, weight in weights.items()}
+        return functional_call(embedding, short, (tokens_BT,))  # type: ignore[no-any-return]
+
+    def _layer_inputs(self, op: Op) -> LayerInputs:
+        """What the op's layer is passed besides the boundary."""
+        assert self._first_inputs is not None
+        assert op.micro_batch is not None
+        return self._other_inputs.get(op.micro_batch, self._first_inputs)[op.block - 1]
+
+    def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot, again: bool = False) -> torch.Tensor:
+        """A layer's forward with its graph, which is remembered for the backward; with `again` for nothing but that."""
         assert op.micro_batch is not None
         weights, hidden_BTD = _leaves(self._weights(op.block, weight_slot)), self._boundary(input_slot).requires_grad_()
         with torch.enable_grad():
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._inputs[op.micro_batch][op.block - 1])
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again)
         graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
         self._graphs[op.block, op.micro_batch] = graph
         return output_BTD
@@ -123,7 +188,7 @@ class Compute:
         assert op.micro_batch is not None
         self._seed(step, op)
         weights, hidden_BTD = _leaves(self._weights(op.block, self._site[0])), self._boundary(self._site[1]).requires_grad_()
-        self.templates.layer(op.block, weights, hidden_BTD, self._inputs[op.micro_batch][op.block - 1])
+        self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -136,7 +201,7 @@ class Compute:
             self._site = (weight_slot, input_slot)
             if (op.block, op.micro_batch) not in self._graphs:
                 self._seed(step, op)
-                self._with_graph(op, weight_slot, input_slot)
+                self._with_graph(op, weight_slot, input_slot, again=True)
         graph = self._graphs.pop((op.block, op.micro_batch))
         gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(out_slot), allow_unused=True)
         self._site = None
@@ -153,6 +218,7 @@ class Compute:
         weight_slot, boundary_slot = op.reads[:2]
         weights = self._weights(op.block, weight_slot)
         result = self.results[step]
+        assert isinstance(result, ComputedStep)
         targets_BT = self._micro_batch(step, op.micro_batch)[1]
         total = op.slot("vocab_sums") or op.slot("vocab_gradients")
         assert total is not None
@@ -164,7 +230,8 @@ class Compute:
         loss_sum, hidden_gradient, others = self.templates.loss(
             weights, self._boundary(boundary_slot), targets_BT, result.n_supervised, own
         )
-        result.loss_sum += loss_sum.item()
+        assert result.total is not None
+        result.total += loss_sum
         self._boundary(boundary_slot).copy_(hidden_gradient)
         if not first:
             head += own
@@ -210,16 +277,16 @@ class Compute:
                 rounded[name].copy_(view)
 
 
-def _shared(new: Any, old: Any) -> Any:
-    """`new`, with `old`'s tensors in the place of equal ones: the masks of all micro-batches are then one."""
+def _same(new: Any, old: Any) -> bool:
+    """Whether two layers are passed the same."""
     match new, old:
-        case torch.Tensor(), torch.Tensor() if new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old):
-            return old
+        case torch.Tensor(), torch.Tensor():
+            return new is old or (new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old))
         case dict(), dict():
-            return {key: _shared(value, old.get(key)) for key, value in new.items()}
-        case ((list() | tuple()), (list() | tuple())) if len(new) == len(old):
-            return type(new)(_shared(a, b) for a, b in zip(new, old, strict=True))
-    return new
+            return new.keys() == old.keys() and all(_same(new[key], old[key]) for key in new)
+        case ((list() | tuple()), (list() | tuple())):
+            return len(new) == len(old) and all(map(_same, new, old))
+    return bool(new is old or (type(new) is type(old) and new == old))
 
 
 def _leaves(weights: Weights) -> Weights:

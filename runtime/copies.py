@@ -20,7 +20,7 @@ class Copies:
         if not tied:
             part = self.arenas.view(source, dtype)
             at = self.host.chunks[op.block][op.chunk or 0].start
-            self.arenas.view(to, dtype, tuple(part.shape), at).copy_(part)
+            self.arenas.view(to, dtype, tuple(part.shape), at).copy_(part, non_blocking=True)
             return
         owned = block.offsets(owned_only=True)[0]
         shared_with = self._offsets[0]
@@ -29,15 +29,15 @@ class Copies:
                 view = self.arenas.view(source, dtype, (p.n_elements,), owned[p.name])
             else:
                 view = self.arenas.view(tied[0], dtype, (p.n_elements,), shared_with[p.tied_to])
-            self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name]).copy_(view)
+            self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name]).copy_(view, non_blocking=True)
 
     def offload(self, op: Op) -> None:
         """The elements of one chunk of a gradient, or of all of it."""
         dtype, part = self.plan.gradient_dtype(op.block), self.host.chunks[op.block][op.chunk or 0]
         source = self.arenas.view(op.reads[0], dtype, (len(part),), part.start)
-        self.arenas.view(op.writes[0], dtype, (len(part),)).copy_(source)
+        self.arenas.view(op.writes[0], dtype, (len(part),)).copy_(source, non_blocking=True)
 
     def move_boundary(self, op: Op) -> None:
         """Spill or fetch."""
         n_bytes = self._blocks[op.block].boundary_bytes
-        self.arenas.raw(op.writes[0])[:n_bytes].copy_(self.arenas.raw(op.reads[0])[:n_bytes])
+        self.arenas.raw(op.writes[0])[:n_bytes].copy_(self.arenas.raw(op.reads[0])[:n_bytes], non_blocking=True)

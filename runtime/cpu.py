@@ -5,16 +5,19 @@ With a "device" arena of its own, real copies and real mathematics.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
+from .chunks import Scratch
 from .cores import split_cores
 from .data import Batch
 from .optimizer import AdamW
 from .plan import Lane, Op, Plan
+from .slabs import give_back_freed, settle_allocator
 from .timeline import Span
 from .torch_machine import TorchMachine
+from .workers import Workers
 
 
 class CpuMachine(TorchMachine):
@@ -27,20 +30,42 @@ class CpuMachine(TorchMachine):
         settings: Callable[[int], AdamW],
         seed: int = 0,
         pin_threads: bool = False,
+        n_workers: int | None = None,
     ) -> None:
-        """Allocate every arena and build the templates; the host state is zero until weights are set."""
+        """Allocate every arena and build the templates; the host state is zero until weights are set.
+
+        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said.
+        """
+        settle_allocator()
         super().__init__(plan, batches, settings, torch.device("cpu"), seed)
         self.pin_threads = pin_threads
         self._cores = split_cores(sorted(os.sched_getaffinity(0)))
+        self._updates.workers = Workers(n_workers or len(self._cores[1]), Scratch)
+        self.arenas.touch(self._updates.workers.n_threads)
+
+    def initialise(self, seed: int) -> None:
+        super().initialise(seed)
+        give_back_freed()
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
         self.forget(lane)
         compute_cores, host_cores = self._cores
-        cores = compute_cores if lane is Lane.GPU else host_cores
+        with ExitStack() as until_the_lane_ends:
+            if lane is Lane.GPU:
+                until_the_lane_ends.enter_context(self._settled(compute_cores, len(compute_cores) if self.pin_threads else 1))
+            else:
+                until_the_lane_ends.enter_context(self._settled(host_cores, 1))
+            if lane is Lane.CPU:
+                until_the_lane_ends.enter_context(self._updates.workers.helped(lambda: self._settled(host_cores, 1)))
+            yield
+
+    @contextmanager
+    def _settled(self, cores: list[int], n_kernel_threads: int) -> Iterator[None]:
+        """The calling thread, which ends with the lane: its cores, its threads inside a kernel, and no autograd."""
         if self.pin_threads:
-            os.sched_setaffinity(0, cores)  # 0: the calling thread, which ends with the lane
-        torch.set_num_threads(len(cores) if lane is Lane.GPU and self.pin_threads else 1)
+            os.sched_setaffinity(0, cores)  # 0: the calling thread
+        torch.set_num_threads(n_kernel_threads)
         with torch.no_grad():
             yield
 

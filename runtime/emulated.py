@@ -77,12 +77,13 @@ class LiveRegion:
         self._at_s = time.perf_counter()
         self._changed = threading.Condition()
 
-    def begin(self, demand: Demand) -> _Share:
-        """Start serving a demand now."""
+    def begin(self, demand: Demand, due_s: float | None = None) -> _Share:
+        """Start serving a demand now. Its overhead began when it was due, if that is given; its work begins now at the earliest."""
         with self._changed:
             now_s = time.perf_counter()
             self._advance(now_s)
-            share = _Share(demand, now_s + demand.overhead_s, demand.alone_s)
+            overhead_from_s = now_s if due_s is None else min(due_s, now_s)
+            share = _Share(demand, max(now_s, overhead_from_s + demand.overhead_s), demand.alone_s)
             self._shares.append(share)
             self._solve()
             self._changed.notify_all()
@@ -129,7 +130,11 @@ class LiveRegion:
 
 
 class EmulatedMachine:
-    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model."""
+    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model.
+
+    A profile's overhead of an op is, above all, what it takes to hand over to its lane. Here lanes really hand over: what that
+    takes counts towards the overhead, for it would otherwise be paid twice. Only what is left of the overhead is waited for.
+    """
 
     def __init__(self, stand_in: CpuMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
         """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
@@ -137,6 +142,7 @@ class EmulatedMachine:
         self.time_scale = time_scale
         self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]
         self._live = LiveRegion(region)
+        self._due_s: dict[Lane, float] = {}  # when the lane's next op could begin, if lanes took no time to wake
         self.n_performed = 0
         self.n_real_work_binds = 0  # ops whose stand-in's work lasted longer than the emulated op
 
@@ -146,19 +152,21 @@ class EmulatedMachine:
             yield
 
     def perform(self, index: int, op: Op, step: int) -> None:
-        share = self._live.begin(self._demands[index])
+        share = self._live.begin(self._demands[index], self._due_s.get(op.lane))
         self.stand_in.perform(index, op, step)
         done_s = time.perf_counter()
         self._live.wait(share)
         assert share.served_s is not None
+        self._due_s[op.lane] = max(share.served_s, done_s)
         self.n_performed += 1
         self.n_real_work_binds += done_s > share.served_s
 
     def mark(self, op: Op) -> object:
-        return self.stand_in.mark(op)
+        return self._due_s[op.lane]  # when this op ended
 
     def follow(self, lane: Lane, token: object) -> None:
-        self.stand_in.follow(lane, token)
+        assert isinstance(token, float)
+        self._due_s[lane] = max(self._due_s.get(lane, token), token)
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         return spans

@@ -2,22 +2,29 @@
 
 Each lane is a thread that walks its ops in plan order, step after step: wait, perform, signal. Nothing joins the lanes between
 steps; the plan's waits are all there is.
+
+A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
+that nobody waits for rings no bell, and the caller's thread is woken once a step. So an op costs a few microseconds where no lane
+has to be woken, and where one has, what waking a thread costs (`benchmarks/executor.py`).
 """
 
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 
 from .errors import PenstockError
 from .machine import Machine
 from .plan import Lane, Op, Plan
 from .timeline import Span, Timeline
 
-STALL_S = 600.0  # an op that takes longer than this without any lane moving is taken for a hang
+QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
-_LOOK_S = 0.5  # how often a waiting lane looks whether another has failed, should a signal be lost
+_LOOK_S = 0.5  # how often a waiting lane looks whether another has failed, should a bell not be heard
 
 
 class StallError(RuntimeError):
@@ -32,39 +39,65 @@ class _Stopped(Exception):
     """Another lane failed; this one ends quietly."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An op in its lane: its number in the plan, and for each wait the track, the position there, and the step distance."""
+
+    index: int
+    op: Op
+    waits: tuple[tuple["_Track", int, int], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Track:
+    """What the others may know of a lane. Positions count its ops over all steps."""
+
+    lane: Lane
+    bell: SimpleQueue[None]  # wakes this lane
+    entries: list[_Entry] = field(default_factory=list)
+    n_done: int = 0
+    n_in_all: int = 0
+    tokens: dict[int, object] = field(default_factory=dict)  # by position, where the machine left one
+    asked: dict["_Track", int] = field(default_factory=dict)  # who sleeps until the op at which position is done
+    wants: tuple["_Track", int] | None = None  # what this lane sleeps for
+
+    def ring(self) -> None:
+        """Wake those whose wish has come true."""
+        for other, position in list(self.asked.items()):
+            if self.n_done > position and self.asked.pop(other, None) is not None:
+                other.bell.put(None)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it sleeps, and what it sleeps for has not come."""
+        wants = self.wants
+        return wants is not None and wants[0].n_done <= wants[1]
+
+    def __str__(self) -> str:
+        name, wants = self.entries[self.n_done % len(self.entries)].op.name, self.wants
+        if wants is None:
+            return f"{self.lane}: is at {name}"
+        other, position = wants
+        return f"{self.lane}: {name} waits for {other.entries[position % len(other.entries)].op.name}"
+
+
 @dataclass(slots=True)
 class _Board:
-    """What every lane may know of the others: how many ops each has done, and whether one has failed."""
+    """All lanes, what the caller's thread sleeps for, and the first failure."""
 
-    done: dict[Lane, int] = field(default_factory=dict)
-    tokens: dict[Lane, dict[int, object]] = field(default_factory=dict)  # by position in the lane, where a lane waits for it
-    waiting: dict[Lane, "_Want"] = field(default_factory=dict)
-    moved: dict[Lane, threading.Condition] = field(default_factory=dict)
+    tracks: list[_Track]
+    news: SimpleQueue[None] = field(default_factory=SimpleQueue)  # a step's end in some lane, or a failure
     failure: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
-        for condition in self.moved.values():
-            with condition:
-                condition.notify_all()
+        for track in self.tracks:
+            track.bell.put(None)
+        self.news.put(None)
 
-
-@dataclass(frozen=True, slots=True)
-class _Want:
-    """What a lane waits for: a position in another lane, counted over all steps; and that in words."""
-
-    lane: Lane
-    position: int
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An op in its lane: its number in the plan, and for each wait the lane, the position there, and the step distance."""
-
-    index: int
-    op: Op
-    waits: tuple[tuple[Lane, int, int], ...]
+    def who(self) -> str:
+        """What each lane that has not ended does or waits for."""
+        return "; ".join(str(track) for track in self.tracks if track.n_done < track.n_in_all)
 
 
 def execute(
@@ -73,168 +106,191 @@ def execute(
     n_steps: int,
     first_step: int = 0,
     on_step: Callable[[int, float], None] | None = None,
-    stall_s: float = STALL_S,
+    quiet_s: float = QUIET_S,
     keep_steps: int = KEEP_STEPS,
 ) -> Timeline:
     """Perform `n_steps` steps and return when each op of the last `keep_steps` ran, in seconds since the start.
 
     `on_step(step, seconds)` is called in the caller's thread when a step's last op is done. The first failure of any lane stops
-    them all and is raised here: errors of the user as they are, others as OpError naming the op. StallError when all wait.
+    them all and is raised here, once each has ended the op that it was in: errors of the user as they are, others as OpError
+    naming the op. StallError when all lanes wait for each other. An op that hangs cannot be told from a long one: after
+    `quiet_s` without the end of any op, stderr says what each lane is at.
     """
-    entries = _lanes(plan)
-    board = _Board(
-        done=dict.fromkeys(entries, 0),
-        tokens={lane: {} for lane in entries},
-        moved={lane: threading.Condition() for lane in entries},
-    )
-    spans: dict[Lane, deque[Span]] = {lane: deque(maxlen=keep_steps * len(mine)) for lane, mine in entries.items()}
+    board = _Board(_tracks(plan, n_steps))
     start_s = time.perf_counter()
+    workers: list[_Worker] = []
     threads: list[threading.Thread] = []
     try:
-        for lane in sorted(entries, key=lambda lane: lane is Lane.GPU):  # compute last: its thread settings are to stay
-            ready = threading.Event()
-            worker = _Worker(lane, entries, machine, board, spans[lane], range(first_step, first_step + n_steps), start_s, ready)
-            threads.append(threading.Thread(target=worker.run, name=f"lane-{lane}", daemon=True))
+        for track in sorted(
+            board.tracks, key=lambda track: track.lane is Lane.GPU
+        ):  # compute last: its thread settings are to stay
+            workers.append(_Worker(track, machine, board, range(first_step, first_step + n_steps), keep_steps))
+            threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
             threads[-1].start()
-            ready.wait()
-        _watch(entries, board, threads, first_step, n_steps, start_s, on_step, stall_s)
+            workers[-1].ready.wait()
+        _watch(board, first_step, n_steps, start_s, on_step, quiet_s)
     except BaseException as error:
         board.fail(error)
         raise
     finally:
-        for thread in threads:
-            if thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
-                thread.join(timeout=stall_s)
+        _join(threads, board, quiet_s)
+        for track in board.tracks:
+            track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
     if board.failure is not None:
         raise board.failure
-    ordered = sorted((span for lane in entries for span in spans[lane]), key=lambda s: (s.step, s.op))
-    return Timeline(tuple(machine.measured(ordered)))
+    spans = [Span(op, step, began_s - start_s, ended_s - start_s) for w in workers for step, op, began_s, ended_s in w.records]
+    return Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op)))))
 
 
-def _lanes(plan: Plan) -> dict[Lane, list[_Entry]]:
-    """The ops of each lane that has any, with waits by position in the other lane."""
-    position: dict[int, int] = {}
-    counts: dict[Lane, int] = {}
+def _tracks(plan: Plan, n_steps: int) -> list[_Track]:
+    """The lanes that have ops, with waits by position in the other lane."""
+    tracks = {op.lane: _Track(op.lane, SimpleQueue()) for op in plan.ops}
+    counts = dict.fromkeys(tracks, 0)
+    positions: list[int] = []
+    for op in plan.ops:
+        positions.append(counts[op.lane])
+        counts[op.lane] += 1
     for index, op in enumerate(plan.ops):
-        position[index] = counts.get(op.lane, 0)
-        counts[op.lane] = position[index] + 1
-    entries: dict[Lane, list[_Entry]] = {lane: [] for lane in counts}
-    for index, op in enumerate(plan.ops):
-        waits = tuple((plan.ops[w.op].lane, position[w.op], w.distance) for w in op.waits)
-        entries[op.lane].append(_Entry(index, op, waits))
-    return entries
+        waits = tuple((tracks[plan.ops[w.op].lane], positions[w.op], w.distance) for w in op.waits)
+        tracks[op.lane].entries.append(_Entry(index, op, waits))
+    for track in tracks.values():
+        track.n_in_all = n_steps * len(track.entries)
+    return list(tracks.values())
 
 
 @dataclass(slots=True)
 class _Worker:
     """One lane's thread."""
 
-    lane: Lane
-    entries: dict[Lane, list[_Entry]]
+    track: _Track
     machine: Machine
     board: _Board
-    spans: deque[Span]
     steps: range
-    start_s: float
-    ready: threading.Event
+    keep_steps: int
+    records: deque[tuple[int, int, float, float]] = field(init=False)  # step, op, and when it began and ended
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.records = deque(maxlen=self.keep_steps * len(self.track.entries))
 
     def run(self) -> None:
-        mine, condition = self.entries[self.lane], self.board.moved[self.lane]
-        entry: _Entry | None = None
+        at = "its set-up"
         step = self.steps.start
         try:
-            with self.machine.lane(self.lane):
+            with self.machine.lane(self.track.lane):
                 self.ready.set()
                 for turn, step in enumerate(self.steps):
                     self._forget_tokens()
-                    for entry in mine:
-                        if self.board.failure is not None:
-                            raise _Stopped
-                        for lane, at, distance in entry.waits:
-                            if turn >= distance:
-                                self._wait_for(entry, lane, (turn - distance) * len(self.entries[lane]) + at)
-                        began_s = time.perf_counter()
-                        self.machine.perform(entry.index, entry.op, step)
-                        ended_s = time.perf_counter()
-                        self.spans.append(Span(entry.index, step, began_s - self.start_s, ended_s - self.start_s))
-                        token = self.machine.mark(entry.op)
-                        with condition:
-                            if token is not None:
-                                self.board.tokens[self.lane][self.board.done[self.lane]] = token
-                            self.board.done[self.lane] += 1
-                            condition.notify_all()
+                    for entry in self.track.entries:
+                        at = entry.op.name
+                        self._do(entry, turn, step)
+                    self.board.news.put(None)
+                at = "its end"
         except _Stopped:
             pass
         except PenstockError as error:
             self.board.fail(error)
         except BaseException as error:
-            name = entry.op.name if entry is not None else "its set-up"
-            failure = OpError(f"step {step + 1}, lane {self.lane}: {name} failed: {type(error).__name__}: {error}")
+            failure = OpError(f"step {step + 1}, lane {self.track.lane}: {at} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.board.fail(failure)
         finally:
             self.ready.set()
 
+    def _do(self, entry: _Entry, turn: int, step: int) -> None:
+        track, board = self.track, self.board
+        for other, at, distance in entry.waits:
+            if turn >= distance:
+                position = (turn - distance) * len(other.entries) + at
+                if other.n_done <= position:
+                    self._sleep_until(other, position)
+                if (token := other.tokens.get(position)) is not None:
+                    self.machine.follow(track.lane, token)
+        if board.failure is not None:
+            raise _Stopped
+        began_s = time.perf_counter()
+        self.machine.perform(entry.index, entry.op, step)
+        self.records.append((step, entry.index, began_s, time.perf_counter()))
+        token = self.machine.mark(entry.op)
+        if token is not None:
+            track.tokens[track.n_done] = token
+        track.n_done += 1
+        if track.asked:
+            track.ring()
+
+    def _sleep_until(self, other: _Track, position: int) -> None:
+        """Until the op at this position of the other lane is done."""
+        track, board = self.track, self.board
+        track.wants = (other, position)
+        while True:
+            other.asked[track] = position  # first ask, then look: else what comes between the two would ring no bell
+            if other.n_done > position or board.failure is not None:
+                break
+            with suppress(Empty):
+                track.bell.get(
+                    timeout=_LOOK_S
+                )  # perhaps for a wish that was granted before this lane slept: then look and sleep again
+        other.asked.pop(track, None)
+        track.wants = None
+
     def _forget_tokens(self) -> None:
         """Drop those that no lane can ask for any more: a lane in step n asks for steps n and n - 1."""
-        tokens = self.board.tokens[self.lane]
+        tokens = self.track.tokens
         if tokens:
-            n_steps_done = min(self.board.done[lane] // len(mine) for lane, mine in self.entries.items())
-            for position in [p for p in tokens if p < (n_steps_done - 1) * len(self.entries[self.lane])]:
+            n_steps_done = min(track.n_done // len(track.entries) for track in self.board.tracks)
+            for position in [p for p in tokens if p < (n_steps_done - 1) * len(self.track.entries)]:
                 del tokens[position]
-
-    def _wait_for(self, entry: _Entry, lane: Lane, position: int) -> None:
-        """Until the op at `position` of the lane, counted over all steps, is done."""
-        condition = self.board.moved[lane]
-        if self.board.done[lane] <= position:
-            other = self.entries[lane][position % len(self.entries[lane])]
-            self.board.waiting[self.lane] = _Want(lane, position, f"{entry.op.name} waits for {other.op.name}")
-            with condition:
-                while self.board.done[lane] <= position and self.board.failure is None:
-                    condition.wait(_LOOK_S)
-            self.board.waiting.pop(self.lane, None)
-        if self.board.failure is not None:
-            raise _Stopped
-        token = self.board.tokens[lane].get(position)
-        if token is not None:
-            self.machine.follow(self.lane, token)
 
 
 def _watch(
-    entries: dict[Lane, list[_Entry]],
     board: _Board,
-    threads: list[threading.Thread],
     first_step: int,
     n_steps: int,
     start_s: float,
     on_step: Callable[[int, float], None] | None,
-    stall_s: float,
+    quiet_s: float,
 ) -> None:
-    """Report finished steps, and see a stall: every lane waits for what is not done, or nothing moves for `stall_s`."""
-    reported, last_done, n_idle_looks, n_stuck_looks = 0, -1, 0, 0
+    """Report finished steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
+    reported, last_done, n_quiet_looks, n_stuck_looks, say_at_s = 0, -1, 0, 0, quiet_s
     while True:
-        seen = dict(board.done)
-        while reported < n_steps and all(seen[lane] >= (reported + 1) * len(entries[lane]) for lane in entries):
+        while reported < min(track.n_done // len(track.entries) for track in board.tracks):
             if on_step is not None:
                 on_step(first_step + reported, time.perf_counter() - start_s)
             reported += 1
         if reported == n_steps or board.failure is not None:
             return
-        slowest = min(entries, key=lambda lane: seen[lane] / len(entries[lane]))
-        condition = board.moved[slowest]
-        with condition:
-            if board.done[slowest] == seen[slowest] and board.failure is None:  # else its signal has been already
-                condition.wait(_LOOK_S if any(t.is_alive() for t in threads) else 0.001)
-        total = sum(board.done.values())
-        if total != last_done:
-            last_done, n_idle_looks, n_stuck_looks = total, 0, 0
+        with suppress(Empty):
+            board.news.get(timeout=_LOOK_S)
             continue
-        n_idle_looks += 1  # counted in looks: a process that was suspended for an hour has not stalled for one
-        unfinished = [lane for lane in entries if board.done[lane] < n_steps * len(entries[lane])]
-        wants = [board.waiting.get(lane) for lane in unfinished]
-        stuck = unfinished and all(want is not None and board.done[want.lane] <= want.position for want in wants)
-        n_stuck_looks = n_stuck_looks + 1 if stuck else 0
-        if n_stuck_looks >= 2 or n_idle_looks * _LOOK_S > stall_s:
-            words = [want.words if want is not None else "is performing an op" for want in wants]
-            who = "; ".join(f"{lane}: {word}" for lane, word in zip(unfinished, words, strict=True))
-            raise StallError(f"no lane moves any more: {who}")
+        n_done = sum(track.n_done for track in board.tracks)
+        if n_done != last_done:
+            last_done, n_quiet_looks, n_stuck_looks, say_at_s = n_done, 0, 0, quiet_s
+            continue
+        n_quiet_looks += 1  # counted in looks: a process that was suspended for an hour has not been quiet for one
+        is_stuck = all(track.is_stuck for track in board.tracks if track.n_done < track.n_in_all)
+        n_stuck_looks = n_stuck_looks + 1 if is_stuck else 0
+        if n_stuck_looks >= 2:
+            raise StallError(f"no lane moves any more: {board.who()}")
+        if n_quiet_looks * _LOOK_S > say_at_s:
+            _say(f"no op has ended for {n_quiet_looks * _LOOK_S:.0f} s, and the run goes on: {board.who()}")
+            say_at_s *= 2
+
+
+def _join(threads: list[threading.Thread], board: _Board, quiet_s: float) -> None:
+    """Wait until every lane has ended. After a failure, for `quiet_s` at most: an op that hangs never ends."""
+    deadline_s = time.perf_counter() + quiet_s
+    for thread in threads:
+        while thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
+            thread.join(timeout=max(0.0, deadline_s - time.perf_counter()))
+            if not thread.is_alive():
+                break
+            if board.failure is not None:
+                _say(f"the run has failed, and waits no longer for {thread.name}: {board.who()}")
+                return
+            _say(f"every op is done, but {thread.name} does not end; the run waits for it")
+            deadline_s = time.perf_counter() + quiet_s
+
+
+def _say(words: str) -> None:
+    """Something a person should know at once, while nothing is known to be wrong."""
+    print(words, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """What performs an op?
 
 `Machine` is what the executor asks for: `CpuMachine` does the real work with the CPU in the GPU's place, `EmulatedMachine` keeps
-another machine's time, `NullMachine` only remembers. A CUDA machine takes the same place: its `mark` records an event on the
+another machine's time, `NullMachine` only remembers. `CudaMachine` takes the same place: its `mark` records an event on the
 lane's stream and its `follow` makes the other lane's stream, or host thread, wait for it.
 """
 

@@ -3,17 +3,21 @@
 Arenas are allocated once, each as one slab of exactly the bytes the plan says. Tensors are made on the fly as views of a slot.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from . import slabs as host_memory
 from .errors import PlanError
 from .plan import Arena, Place, Slot
+from .units import show_bytes
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
-SLAB_ALIGN_BYTES = 64  # results of matrix products depend on alignment below 16 bytes
+SLAB_ALIGN_BYTES = {"cpu": 64, "cuda": 256}  # results of matrix products depend on alignment below 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +37,52 @@ class Arenas:
         self._slabs: dict[str, torch.UntypedStorage] = {}
         self._regions: dict[Slot, _Region] = {}
         self._parts: dict[Slot, tuple[Slot, ...]] = {}  # of slots that were divided
+        self._in_host_memory: dict[str, torch.Tensor] = {}  # by arena: those of the device too, if that is the processor
+        self._places: dict[str, Place] = {}
         for arena in arenas:
             at = 0
             for index, n_bytes in enumerate(arena.slot_bytes):
                 self._regions[Slot(arena.name, index)] = _Region(arena.name, at, n_bytes)
                 at += n_bytes
-            try:
-                slab = torch.zeros(at, dtype=torch.uint8, device=device if arena.place is Place.DEVICE else "cpu")
-            except RuntimeError as error:  # the allocator's own out-of-memory error
-                raise PlanError(
-                    f"arena {arena.name} of {at} bytes cannot be allocated ({str(error).splitlines()[0][:120]})"
-                ) from None
-            assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES == 0
-            self._slabs[arena.name] = slab.untyped_storage()
+            slab = self._slab(arena, device if arena.place is Place.DEVICE else torch.device("cpu"))
+            assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(slab.device.type, 64) == 0
+            self._slabs[arena.name], self._places[arena.name] = slab.untyped_storage(), arena.place
+        where = host_memory.placement(sum(slab.numel() for slab in self._in_host_memory.values()), os.sched_getaffinity(0))
+        self.placement = where if where is not None and host_memory.place(self._in_host_memory.values(), where) else None
+
+    def _slab(self, arena: Arena, device: torch.device) -> torch.Tensor:
+        try:
+            if device.type != "cpu":
+                return torch.zeros(arena.n_bytes, dtype=torch.uint8, device=device)
+            slab = self._in_host_memory[arena.name] = host_memory.host_slab(arena.n_bytes)
+        except (RuntimeError, MemoryError) as error:  # the allocator's own out-of-memory error, or the system's
+            reason = (str(error).splitlines() or ["no memory"])[0][:120]
+            raise PlanError(f"arena {arena.name} of {arena.n_bytes} bytes cannot be allocated ({reason})") from None
+        return slab
+
+    def touch(self, n_threads: int) -> None:
+        """Fault in all host memory, to which nobody has written yet: no step shall wait for the system to find pages."""
+        host_memory.touch(self._in_host_memory.values(), n_threads)
+
+    def host_slabs(self) -> dict[str, torch.Tensor]:
+        """The bytes of each arena of the host: what a device may be let to read and write by itself."""
+        return {name: slab for name, slab in self._in_host_memory.items() if self._places[name] is Place.HOST}
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Where each slab begins, by arena."""
+        return {name: slab.data_ptr() for name, slab in self._slabs.items()}
+
+    def host_words(self) -> str:
+        """What kind of host memory was had, in a few words."""
+        slabs = self._in_host_memory.values()
+        n_bytes = sum(slab.numel() for slab in slabs)
+        huge = host_memory.huge_bytes(slabs)
+        nodes = ""
+        if self.placement is not None:
+            named = " and ".join(map(str, self.placement.nodes))
+            nodes = f", in turn on memory nodes {named}" if self.placement.interleaved else f", on memory node {named}"
+        return f"{show_bytes(n_bytes)} in {len(slabs)} slabs, {huge / max(n_bytes, 1):.0%} of it in huge pages{nodes}"
 
     @property
     def n_bytes(self) -> dict[str, int]:
@@ -110,6 +147,14 @@ class Arenas:
         slab = self._slabs[region.slab]
         view = torch.empty(0, dtype=torch.uint8, device=slab.device)
         return view.set_(slab, region.offset_bytes, (region.n_bytes,), (1,))
+
+
+def register_for_dma(arenas: Arenas, cudart: Any = None) -> list[tuple[int, int]]:
+    """Lock the host's arenas in memory, so that copies to and from a CUDA device neither block nor pass through a buffer.
+
+    (address, bytes) of what was registered, for `slabs.unregister`; PlanError where so much may not be locked.
+    """
+    return host_memory.register_for_dma(arenas.host_slabs(), cudart)
 
 
 def available_host_bytes() -> int | None:

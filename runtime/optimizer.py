@@ -1,17 +1,23 @@
 """How does a gradient change the weights?
 
 All work is on flat fp32 or bf16 views of one parameter, in chunks whose bits do not depend on where the chunk lies: the kernels
-see the same elements in the same places as if they were given the parameter whole.
+see the same elements in the same places as if they were given the parameter whole. Tasks are what workers share: a task is some
+chunks of one parameter, and needs nothing but a thread's own scratch memory.
 """
 
-import functools
-import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-CHUNK_ELEMENTS = 65_536  # of the norm's definition; also the optimizer's unit: 1 MiB of fp32 state, which stays in a core's cache
+from .chunks import CHUNK_ELEMENTS as CHUNK_ELEMENTS
+from .chunks import UPDATE_ELEMENTS, cut, halves, nan_of, round_up_half, run_adamw, run_add, run_squares
+from .chunks import Scratch as Scratch
+
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+TASK_ELEMENTS = 16 * CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
+
+Task = Callable[[Scratch], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +48,50 @@ class SummedGradient:
     def numel(self) -> int:
         return self.parts[0].numel()
 
-    def __getitem__(self, part: slice) -> torch.Tensor:
-        return functools.reduce(torch.add, [whole[part] for whole in self.parts]).to(self.dtype)
+
+def _ranges(n_elements: int) -> list[tuple[int, int]]:
+    """The elements of each task."""
+    return [(at, min(at + TASK_ELEMENTS, n_elements)) for at in range(0, n_elements, TASK_ELEMENTS)]
 
 
-def sum_of_squares(gradient: torch.Tensor | SummedGradient) -> float:
-    """Sum of squares of a flat gradient: fp32 sums over fixed chunks, the chunk sums added in fp64."""
+def _rounded(gradient: SummedGradient, scratch: Scratch) -> torch.Tensor | None:
+    """Scratch of the dtype to which the gradient's sum is rounded; None where that changes nothing."""
+    assert gradient.dtype in (torch.bfloat16, torch.float32)
+    found = gradient.parts[0].dtype
+    assert len(gradient.parts) == 1 or found is torch.float32, "sums of bf16 parts would be rounded at every addition"
+    return scratch.rounded if gradient.dtype is torch.bfloat16 and found is not torch.bfloat16 else None
+
+
+def squares_tasks(gradient: SummedGradient) -> list[Callable[[Scratch], list[float]]]:
+    """For the sum of squares of a flat gradient: the fp32 sums of its chunks, to be added in fp64, in order."""
+
+    def task(start: int, end: int) -> Callable[[Scratch], list[float]]:
+        return lambda own: run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), _rounded(gradient, own), own.gradient)
+
+    return [task(start, end) for start, end in _ranges(gradient.numel())]
+
+
+def added(chunk_sums: Iterable[float]) -> float:
+    """The chunks' sums, one after another; not `sum`, which compensates from Python 3.12 on."""
     total = 0.0
-    for start in range(0, gradient.numel(), CHUNK_ELEMENTS):
-        wide = gradient[start : start + CHUNK_ELEMENTS].float()
-        total += float((wide * wide).sum())
+    for square in chunk_sums:
+        total += square
     return total
+
+
+def sum_of_squares(gradient: torch.Tensor | SummedGradient, scratch: Scratch | None = None) -> float:
+    """Sum of squares of a flat gradient: fp32 sums over fixed chunks, the chunk sums added in fp64. All on this thread."""
+    own = scratch or Scratch()
+    return added(square for task in squares_tasks(_summed(gradient)) for square in task(own))
+
+
+def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
+    """Add a flat gradient of any dtype to the running fp32 sum, which begins at zero with the first."""
+
+    def task(start: int, end: int) -> Task:
+        return lambda own: run_add(start, end, UPDATE_ELEMENTS, total, part, is_first, own.gradient)
+
+    return [task(start, end) for start, end in _ranges(total.numel())]
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
@@ -63,19 +102,13 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
     return min(1.0, float(ratio))
 
 
-def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> bool:
-    """Round fp32 to bf16, ties away from zero, into `out`; NaN stays NaN (its payload could otherwise carry into the sign).
-
-    Returns whether there may be a NaN.
+def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> None:
+    """Round fp32 to bf16, ties away from zero, into `out`; NaN stays NaN.
 
     Half-up keeps a split into a bf16 weight and a 16-bit remainder exact, which rounding to even does not.
     """
-    bits = torch.add(wide.view(torch.int32), 0x8000).bitwise_right_shift_(16)
-    may_have_nan = not math.isfinite(wide.sum().item())  # rare, and a finite sum proves that there is none
-    if may_have_nan:
-        bits = torch.where(wide == wide, bits, 0x7FC0)
-    out.view(torch.int16).copy_(bits)
-    return may_have_nan
+    bits = torch.empty_like(wide, dtype=torch.int32)
+    round_up_half(wide.view(torch.int32), bits, halves(), nan_of(wide), out.view(torch.int16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +126,23 @@ class SplitMaster:
 
     def joined(self, part: slice) -> torch.Tensor:
         """The master, fp32, as a copy."""
-        bits = self.weight[part].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-        return bits.add_(self.remainder[part]).view(torch.float32)
+        wide = self.weight[part].float()
+        bits = wide.view(torch.int32)
+        for at in range(0, wide.numel(), CHUNK_ELEMENTS):  # or torch would widen all remainders at once
+            bits[at : at + CHUNK_ELEMENTS] += self.remainder[part][at : at + CHUNK_ELEMENTS]
+        return wide
 
     def cut(self, part: slice, wide: torch.Tensor) -> None:
         """Store an fp32 master."""
-        weight, remainder = self.weight[part], self.remainder[part]
-        may_have_nan = round_half_up(wide, weight)
-        remainder.copy_(wide.view(torch.int32) - weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16))
-        if may_have_nan:
-            remainder[wide != wide] = 0  # the weight is NaN there, and so must the whole be
+        bits = torch.empty_like(wide, dtype=torch.int32)
+        cut(wide, wide.view(torch.int32), bits, halves(), self.weight[part].view(torch.int16), self.remainder[part])
+
+
+def pieces_of(master: torch.Tensor | SplitMaster) -> Iterator[torch.Tensor]:
+    """A flat master in pieces, one after another: whole, those halves would be a second master."""
+    for at in range(0, master.numel(), UPDATE_ELEMENTS):
+        part = slice(at, at + UPDATE_ELEMENTS)
+        yield master.joined(part) if isinstance(master, SplitMaster) else master[part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +155,37 @@ class Learned:
     weight: torch.Tensor | None = None
 
 
+def adamw_tasks(
+    to: Learned, gradient: SummedGradient, factor: float, n_updates: int, settings: AdamW, start_from: Learned | None = None
+) -> list[Task]:
+    """One AdamW step on one flat parameter: in place, or `start_from` what lies elsewhere and stays as it is.
+
+    `gradient` (any dtype) is widened and multiplied by `factor` in scratch memory. The master is fp32, or bf16 and then
+    rounded half up, or split. Where the compute weight lies apart it is written too. `n_updates` counts from 1 (bias correction).
+    """
+    master, remainder = _halves(to.master)
+    master_bits = master.view(torch.int32 if master.dtype is torch.float32 else torch.int16)
+    weight_bits = to.weight.view(torch.int16) if to.weight is not None and remainder is None else None
+    before: list[torch.Tensor] = []
+    if start_from is not None:
+        before_master, before_remainder = _halves(start_from.master)
+        before = [before_master, start_from.exp_avg, start_from.exp_avg_sq]
+        before += [] if before_remainder is None else [before_remainder]
+
+    def task(start: int, end: int) -> Task:
+        def work(own: Scratch) -> None:
+            run_adamw(
+                start, end, UPDATE_ELEMENTS, master, master_bits, remainder, to.exp_avg, to.exp_avg_sq, weight_bits, before,
+                list(gradient.parts), _rounded(gradient, own), factor, torch.tensor(float(n_updates)),
+                settings.lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps,
+                own.wide, own.wide_bits, own.bits, own.gradient, [[own.wide], [own.wide], [own.wide], [own.wide]],
+            )  # fmt: skip
+
+        return work
+
+    return [task(start, end) for start, end in _ranges(master.numel())]
+
+
 def adamw_(
     master: torch.Tensor | SplitMaster,
     exp_avg: torch.Tensor,
@@ -125,53 +196,21 @@ def adamw_(
     n_updates: int,
     settings: AdamW,
     start_from: Learned | None = None,
+    scratch: Scratch | None = None,
 ) -> None:
-    """One AdamW step on one flat parameter, chunk by chunk: in place, or `start_from` what lies elsewhere and stays as it is.
+    """The same, all on this thread."""
+    own = scratch or Scratch()
+    to = Learned(master, exp_avg, exp_avg_sq, weight)
+    for task in adamw_tasks(to, _summed(gradient), factor, n_updates, settings, start_from):
+        task(own)
 
-    `gradient` (any dtype) is widened and multiplied by `factor` in scratch memory. `master` is fp32, or bf16 and then
-    rounded half up, or split. `weight`, if given, receives the compute weight. `n_updates` counts from 1 (bias correction).
-    """
-    step = torch.tensor(float(n_updates))
-    before = start_from or Learned(master, exp_avg, exp_avg_sq)
-    for start in range(0, master.numel(), CHUNK_ELEMENTS):
-        part = slice(start, min(start + CHUNK_ELEMENTS, master.numel()))
-        wide_gradient = gradient[part].to(torch.float32, copy=True)
-        if factor != 1.0:
-            wide_gradient *= factor
-        if start_from is not None:
-            exp_avg[part].copy_(before.exp_avg[part])
-            exp_avg_sq[part].copy_(before.exp_avg_sq[part])
-        match before.master:
-            case SplitMaster():
-                wide_master = before.master.joined(part)
-            case _ if isinstance(master, torch.Tensor) and master.dtype is torch.float32:
-                wide_master = master[part]  # the kernel works in place
-                if start_from is not None:
-                    wide_master.copy_(before.master[part])
-            case _:
-                wide_master = before.master[part].float()
-        torch._fused_adamw_(
-            [wide_master],
-            [wide_gradient],
-            [exp_avg[part]],
-            [exp_avg_sq[part]],
-            [],
-            [step],
-            lr=settings.lr,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            weight_decay=settings.weight_decay,
-            eps=settings.eps,
-            amsgrad=False,
-            maximize=False,
-        )
-        match master:
-            case SplitMaster():
-                master.cut(part, wide_master)
-            case _ if master.dtype is not torch.float32:
-                round_half_up(wide_master, master[part])
-        if weight is not None:
-            round_half_up(wide_master, weight[part])
+
+def _halves(master: torch.Tensor | SplitMaster) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (master.weight, master.remainder) if isinstance(master, SplitMaster) else (master, None)
+
+
+def _summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
+    return gradient if isinstance(gradient, SummedGradient) else SummedGradient((gradient,), gradient.dtype)
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:

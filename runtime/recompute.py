@@ -68,8 +68,9 @@ def kept(
 class Replay:
     """Autograd's memory of one forward, empty until its backward asks for the first tensor: then the forward runs again.
 
-    What the tier saves is not computed a second time. With an early stop the second run ends with the last tensor that autograd
-    asks for, and results that come after it are not saved.
+    That is inside a hook of autograd's, on the thread that runs backward: the lane's own, on a GPU too, and so on its stream and
+    with its random numbers. What the tier saves is not computed a second time. With an early stop the second run ends with the last
+    tensor that autograd asks for, and results that come after it are not saved.
     """
 
     def __init__(self, saved: Saved, early_stop: bool, again: Callable[[], object]) -> None:

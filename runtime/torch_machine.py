@@ -15,7 +15,6 @@ from .data import Batch
 from .host_state import HostState
 from .memory import Arenas
 from .optimizer import AdamW
-from .performs import refuse_not_yet_performed
 from .plan import Kind, Lane, Op, Plan
 from .updates import StepResult, Updates
 
@@ -30,21 +29,32 @@ class TorchMachine:
         settings: Callable[[int], AdamW],
         device: torch.device,
         seed: int = 0,
+        losses_are_there: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Allocate every arena and build the templates; the host state is zero until weights are set."""
-        refuse_not_yet_performed(plan.semantics, plan.policy)
+        """Allocate every arena and build the templates; the host state is zero until weights are set.
+
+        `losses_are_there(step)` returns once the device has added up the losses of a step whose ops have all been issued.
+        """
         self.plan, self.settings, self.seed, self.device = plan, settings, seed, device
         self.results: dict[int, StepResult] = {}
         self.arenas = Arenas(plan.arenas, device)
         self.host = HostState(plan, self.arenas)
-        self.compute = Compute(plan, self.arenas, batches, self.results, seed)
+        self.compute = Compute(plan, self.arenas, batches, self.results, seed, _generator(device), losses_are_there)
         self._copies = Copies(plan, self.arenas, self.host)
         self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
-        for block, weights in self.compute.templates.initial_weights(seed):
-            self.host.set_weights(block, weights)
+        for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
+            self.host.set_weights(block, self.compute.templates.initial_weights(block, seed))
+
+    def device_peak_bytes(self) -> int | None:
+        """The most that the process has had of the device's memory; None where that is the host's."""
+        return None
+
+    def device_name(self) -> str | None:
+        """As its maker calls it; None for a CPU."""
+        return None
 
     def forget(self, lane: Lane) -> None:
         """Drop what a run that failed in the middle of a step has left in the lane's hands."""
@@ -80,3 +90,8 @@ class TorchMachine:
                 self._updates.settle(op, step)
             case _:
                 assert_never(op.kind)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What dropout on the device draws from. Seeding it is the host's own affair: no device is waited for."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from .errors import CheckpointError
 from .executor import execute
 from .files import write_whole
 from .machine import Machine
+from .memory import DTYPE
+from .optimizer import pieces_of
 from .plan import Plan
+from .slabs import give_back_freed
+from .tensor_files import Made
 from .timeline import Timeline
 from .torch_machine import TorchMachine
 from .workload import Parameter
@@ -107,12 +112,13 @@ class Training:
         }
         return save(self.folder, step, weights, self._optimizer_files(), self.plan.model.config, state, self.tokenizer_from)
 
-    def _optimizer_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def _optimizer_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor | Made]]]:
         for number in range(len(self.plan.workload.blocks)):
-            tensors: dict[str, torch.Tensor] = {}
+            tensors: dict[str, torch.Tensor | Made] = {}
             for p in self.store.host.owned(number):
                 exp_avg, exp_avg_sq = self.store.host.moments(p)
-                tensors |= {f"master.{p.name}": self.store.host.master(p).view(p.shape)}
+                master, dtype = self.store.host.learned(p).master, DTYPE[self.plan.semantics.master_dtype]
+                tensors |= {f"master.{p.name}": Made(dtype, p.shape, partial(pieces_of, master))}
                 tensors |= {f"exp_avg.{p.name}": exp_avg.view(p.shape), f"exp_avg_sq.{p.name}": exp_avg_sq.view(p.shape)}
             yield f"{number:05d}", tensors
 
@@ -153,6 +159,7 @@ def load_model(store: TorchMachine, folder: Path) -> None:
         owned = {p.name: p for p in store.host.owned(number)}
         for name, weight in load_weights(folder, owned, {name: p.shape for name, p in owned.items()}):
             store.host.set_weight(owned[name], weight)
+    give_back_freed()
 
 
 class _Clock:

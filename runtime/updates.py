@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .chunks import Scratch
 from .errors import PenstockError
 from .host_state import SHADOW, HostState
 from .memory import DTYPE, Arenas
-from .optimizer import AdamW, SummedGradient, adamw_, clip_factor, sum_of_squares
+from .optimizer import AdamW, SummedGradient, adamw_tasks, add_tasks, added, clip_factor, squares_tasks
 from .plan import Kind, Op, Plan, Slot, Update
+from .workers import Workers
 from .workload import Parameter
 
 
@@ -32,7 +34,7 @@ class StepResult:
 
 
 class Updates:
-    """The ops of the host's own lane."""
+    """The ops of the host's own lane. Several threads share each of them, which changes no bit of what comes out."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Updates:
         results: dict[int, StepResult],
     ) -> None:
         self.plan, self.arenas, self.state, self.settings, self.results = plan, arenas, state, settings, results
+        self.workers = Workers(1, Scratch)  # a machine that has more cores for this lane gives it more
         blocks = plan.workload.blocks
         self._offsets = [b.offsets()[0] for b in blocks]  # in gradients, which hold those of tied weights too
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
@@ -59,10 +62,8 @@ class Updates:
     def accumulate(self, op: Op) -> None:
         staging, total = op.reads
         n = self.plan.workload.blocks[op.block].slot_elements
-        running = self.arenas.view(total, "fp32", (n,))
-        if op.micro_batch == 0:
-            running.zero_()
-        running += self.arenas.view(staging, self.plan.gradient_dtype(op.block), (n,))
+        part = self.arenas.view(staging, self.plan.gradient_dtype(op.block), (n,))
+        self.workers.run(add_tasks(self.arenas.view(total, "fp32", (n,)), part, is_first=op.micro_batch == 0))
 
     def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
         """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
@@ -79,8 +80,11 @@ class Updates:
 
     def norm(self, index: int, op: Op, step: int) -> None:
         sums = self.arenas.view(Slot("norm", 0), "fp64")
-        for p in self.state.of_chunk(op.block, op.chunk):
-            square = sum_of_squares(self._gradient(op, p))
+        owned = self.state.of_chunk(op.block, op.chunk)
+        shared = [squares_tasks(self._gradient(op, p)) for p in owned]
+        done = iter(self.workers.run([task for tasks in shared for task in tasks]))
+        for p, tasks in zip(owned, shared, strict=True):
+            square = added(chunk for _ in tasks for chunk in next(done))
             if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
                 raise NonFiniteError(
                     f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
@@ -110,36 +114,22 @@ class Updates:
         factor = self._step_factor(step)
         if factor is None:
             return
+        tasks = []
         for p in self.state.of_chunk(op.block, op.chunk):
-            now, settings = self.state.learned(p), self.settings(step).of(p.name, p.shape)
-            adamw_(
-                now.master,
-                now.exp_avg,
-                now.exp_avg_sq,
-                self._gradient(op, p),
-                now.weight,
-                factor,
-                self.state.n_updates,
-                settings,
-            )
+            settings = self.settings(step).of(p.name, p.shape)
+            tasks += adamw_tasks(self.state.learned(p), self._gradient(op, p), factor, self.state.n_updates, settings)
+        self.workers.run(tasks)
 
     def speculate(self, op: Op, step: int) -> None:
         """The update as it is if nothing is clipped or skipped, into the shadow."""
         is_counted = self._factor is not None and self._factor[0] == step
         n_updates = self.state.n_updates + (0 if is_counted else 1)
+        tasks = []
         for p in self.state.of_chunk(op.block, op.chunk):
-            to, settings = self.state.learned(p, SHADOW), self.settings(step).of(p.name, p.shape)
-            adamw_(
-                to.master,
-                to.exp_avg,
-                to.exp_avg_sq,
-                self._gradient(op, p),
-                to.weight,
-                1.0,
-                n_updates,
-                settings,
-                start_from=self.state.learned(p),
-            )
+            now, shadow = self.state.learned(p), self.state.learned(p, SHADOW)
+            settings = self.settings(step).of(p.name, p.shape)
+            tasks += adamw_tasks(shadow, self._gradient(op, p), 1.0, n_updates, settings, start_from=now)
+        self.workers.run(tasks)
 
     def settle(self, op: Op, step: int) -> None:
         """Take the shadow if it was right; else it was in vain."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.plan import Semantics
@@ -40,6 +41,49 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
     ).train()
 
 
+class ByTiles(torch.nn.Module):
+    """Position-wise modules, one after the other, on tiles of tokens: each tile has weights of its own, equal to those of all.
+
+    Autograd then finds each tile's gradient by itself.
+    """
+
+    def __init__(self, parts: list[tuple[str, torch.nn.Module]], tile_tokens: int) -> None:
+        super().__init__()
+        self.parts, self.tile_tokens = parts, tile_tokens
+        self.of_tiles: list[dict[str, torch.Tensor]] = []  # one forward's weights, tile by tile, named as within the layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.of_tiles.clear()
+        return torch.cat([self.of_tile(rows) for rows in x.flatten(0, 1).split(self.tile_tokens)]).view_as(x)
+
+    def of_tile(self, rows: torch.Tensor) -> torch.Tensor:
+        own = {f"{part}.{n}": p.detach().requires_grad_() for part, module in self.parts for n, p in module.named_parameters()}
+        for part, module in self.parts:
+            short = {n.removeprefix(f"{part}."): w for n, w in own.items() if n.startswith(f"{part}.")}
+            rows = functional_call(module, short, (rows,))
+        self.of_tiles.append(own)
+        return rows
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """fp32 sums over the tiles in ascending order, from zero, rounded once to the weights' dtype."""
+        sums = {name: torch.zeros(w.shape) for name, w in self.of_tiles[0].items()}
+        for own in self.of_tiles:
+            for name, w in own.items():
+                sums[name] += w.grad
+        return {name: total.to(self.of_tiles[0][name].dtype) for name, total in sums.items()}
+
+
+def cut_into_tiles(model: torch.nn.Module, semantics: Semantics) -> None:
+    """Let the MLPs run by tiles, if the semantics ask for it. A norm that comes after an MLP works on its tile."""
+    if semantics.mlp_tile_tokens is None:
+        return
+    for layer in model.model.layers:
+        parts = [(n, m) for n, m in layer.named_children() if n in ("mlp", "post_feedforward_layernorm")]
+        layer.mlp = ByTiles(sorted(parts), semantics.mlp_tile_tokens)
+        if len(parts) == 2:
+            layer.post_feedforward_layernorm = torch.nn.Identity()
+
+
 def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: list[dict]) -> Reference:
     """Take one step per batch from the given masters, by name; `settings` are each step's keywords of torch.optim.AdamW.
 
@@ -48,6 +92,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     compute, gradient_dtype = DTYPE[semantics.compute_dtype], DTYPE[semantics.gradient_dtype]
     model = build(config, semantics, compute)
     parameters = dict(model.named_parameters())
+    cut_into_tiles(model, semantics)
     masters = {name: torch.nn.Parameter(masters[name].float().clone()) for name in parameters}
     first = dict(settings[0])
     decay = first.pop("weight_decay", 0.0)
@@ -67,7 +112,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         with torch.no_grad():
             for name, p in parameters.items():
                 p.copy_(half_up(masters[name].data) if compute is torch.bfloat16 else masters[name])
-        sums, loss = micro_batch_sums(model, semantics, batch)
+        sums, loss = micro_batch_sums(model, parameters, semantics, batch)
         gradients = {name: sums[name].to(gradient_dtype).float() for name in parameters}
         norm = 0.0
         for g in gradients.values():
@@ -96,9 +141,10 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     return result
 
 
-def micro_batch_sums(model: torch.nn.Module, semantics: Semantics, batch) -> tuple[dict[str, torch.Tensor], float]:
+def micro_batch_sums(
+    model: torch.nn.Module, parameters: dict[str, torch.Tensor], semantics: Semantics, batch
+) -> tuple[dict[str, torch.Tensor], float]:
     """fp32 sums of the micro-batches' gradients, by name, and the mean loss; a tied weight gets its two sums added at the end."""
-    parameters = dict(model.named_parameters())
     body, head = model.model, model.lm_head.weight
     cap = getattr(model.config, "final_logit_softcapping", None)
     n_supervised = int((batch.targets != -100).sum())
@@ -121,6 +167,10 @@ def micro_batch_sums(model: torch.nn.Module, semantics: Semantics, batch) -> tup
             loss_sum += loss.item()
         hidden.backward(torch.cat(d_hidden).view_as(hidden))
         head_sum += d_head
+        for i, layer in enumerate(body.layers):
+            if isinstance(layer.mlp, ByTiles):
+                for name, gradient in layer.mlp.gradients().items():
+                    parameters[f"model.layers.{i}.{name}"].grad = gradient
         for name, p in parameters.items():
             if p.grad is not None:
                 sums[name] += p.grad

@@ -36,26 +36,29 @@ MAY_IMPORT = {
 }
 
 # Where each third-party library lives: replacing one is then the work of these files.
-_COMMANDS = {*(f"planner/{name}.py" for name in ("cli_plan", "cli_compare")), "runtime/cli.py", "hwprofiles/cli.py"}
+_COMMANDS = {*(f"planner/{name}.py" for name in ("cli_plan", "cli_compare")), "hwprofiles/cli.py"}
 HOME = {
-    "click": {*_COMMANDS, *(f"planner/{name}.py" for name in ("cli", "cli_options", "cli_validate"))},
-    "rich": {*_COMMANDS, "planner/explain.py"},
+    "click": {
+        *_COMMANDS,
+        "runtime/cli.py",
+        "runtime/cli_outcome.py",
+        *(f"planner/{name}.py" for name in ("cli", "cli_options", "cli_validate")),
+    },
+    "rich": {*_COMMANDS, "runtime/cli_outcome.py", "planner/explain.py"},
     "pydantic": {
         *(f"runtime/{name}.py" for name in ("plan", "ops", "policy", "workload")),
         "hwprofiles/schema.py",
         *(f"planner/{name}.py" for name in ("cli", "cli_plan")),
     },
     "torch": {
-        *(
-            f"runtime/{name}.py"
-            for name in ("memory", "blocks", "optimizer", "torch_machine", "cpu", "compute", "recompute", "host_state")
-        ),
-        *(f"runtime/{name}.py" for name in ("trainer", "data", "checkpoint")),
+        *(f"runtime/{name}.py" for name in ("memory", "slabs", "host_state", "optimizer", "chunks")),
+        *(f"runtime/{name}.py" for name in ("blocks", "tiles", "recompute", "compute", "torch_machine", "cpu")),
+        *(f"runtime/{name}.py" for name in ("cuda", "streams", "staging", "trainer", "data", "checkpoint", "tensor_files")),
         *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments", "cuda")),
     },
     "scipy": {"hwprofiles/fit.py", "planner/integer.py"},
     "transformers": {"runtime/blocks.py"},
-    "safetensors": {"runtime/checkpoint.py"},
+    "safetensors": {"runtime/tensor_files.py"},
     "tokenizers": {"runtime/data.py"},
     "numpy": {"runtime/data.py", "planner/integer.py"},
 }
@@ -65,7 +68,7 @@ TORCH_FREE_ROOMS = ("planner",)
 TORCH_FREE_FILES = (
     *(
         f"runtime/{name}.py"
-        for name in ("plan", "ops", "policy", "workload", "timeline", "units", "errors", "region", "cores", "cli", "performs")
+        for name in ("plan", "ops", "policy", "workload", "timeline", "units", "errors", "region", "cores", "cli")
     ),
     *(f"hwprofiles/{name}.py" for name in ("schema", "curves", "cli", "samples", "stopwatch", "device", "gpu", "gpu_link")),
     *(f"hwprofiles/{name}.py" for name in ("cliffs", "nvbandwidth", "pci")),

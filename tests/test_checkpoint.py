@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime import checkpoint as room
+from runtime import tensor_files
 from runtime.checkpoint import Shards, has_weights, latest, load_state, load_weights, save, writable_folder
 from runtime.errors import CheckpointError
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
@@ -148,7 +148,7 @@ def test_tensors_are_written_as_the_safetensors_library_reads_them(
     if "t0" in tensors and tensors["t0"].dim():
         tensors["view"] = tensors["t0"].transpose(0, -1)
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
-    written = room._write_tensors(path, tensors)
+    written = tensor_files.write_tensors(path, tensors)
     assert written == {"n_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     for found in (load_file(path), dict(Shards([path]))):
         assert found.keys() == tensors.keys()
@@ -157,7 +157,7 @@ def test_tensors_are_written_as_the_safetensors_library_reads_them(
 
 def test_every_tensor_of_a_file_starts_aligned_to_its_items(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.ones(1, dtype=torch.uint8)}
-    room._write_tensors(tmp_path / "x", tensors)
+    tensor_files.write_tensors(tmp_path / "x", tensors)
     content = (tmp_path / "x").read_bytes()
     n = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + n])

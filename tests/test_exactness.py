@@ -125,19 +125,21 @@ def test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then(
     assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
 
 
-def test_every_op_draws_random_numbers_of_its_own():
+def test_every_op_draws_random_numbers_of_its_own(monkeypatch):
     seeds = {op_seed(*key) for key in itertools.product(range(3), repeat=4)}
     assert len(seeds) == 3**4
     seen = []
 
-    class Listening(Hostile):
-        def _seed(self, step, op):
-            super()._seed(step, op)
-            seen.append((step, op.block, op.micro_batch, torch.default_generator.initial_seed()))
-
     config, semantics = tiny_config("llama"), semantics_of("llama")
-    machine = Listening(plan_of(config, semantics, Policy()), lambda step: batches_of(96, 4, 16)[step], scheduled)
+    machine = Hostile(plan_of(config, semantics, Policy()), lambda step: batches_of(96, 4, 16)[step], scheduled)
     machine.initialise(7)
+    seed = machine.compute._seed
+
+    def listening(step, op):
+        seed(step, op)
+        seen.append((step, op.block, op.micro_batch, torch.default_generator.initial_seed()))
+
+    monkeypatch.setattr(machine.compute, "_seed", listening)
     execute(machine.plan, machine, 2)
     assert len(set(seen)) == len({seed for *_, seed in seen}) == 2 * 4 * 4  # steps, micro-batches, blocks; recompute repeats
 
@@ -288,7 +290,8 @@ def test_the_norm_is_of_this_step_whichever_block_comes_last():
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_hosts_work_on_a_gradient_makes_nothing_larger_than_a_chunk(tied, monkeypatch):
     """Whole copies of a vocabulary's gradient would be gigabytes that no plan counts."""
-    monkeypatch.setattr(optimizer, "CHUNK_ELEMENTS", 256)
+    for name in ("CHUNK_ELEMENTS", "UPDATE_ELEMENTS"):
+        monkeypatch.setattr(optimizer, name, 256)
     semantics = semantics_of("llama")
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))  # gradients are summed on the host in fp32
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics, policy)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import given, settings
@@ -200,17 +201,51 @@ def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
     """What it waits for is done: the computer is busy with something else."""
     monkeypatch.setattr(executor, "_LOOK_S", 0.005)
 
-    class Late(threading.Condition):
-        def wait(self, timeout=None):
-            found = super().wait(timeout)
-            if threading.current_thread().name == "lane-gpu":
-                self.release()
-                time.sleep(0.06)
-                self.acquire()
+    class Late(SimpleQueue):
+        def get(self, block=True, timeout=None):
+            try:
+                return super().get(block, timeout)
+            finally:
+                if threading.current_thread().name == "lane-gpu":
+                    time.sleep(0.06)
+
+    monkeypatch.setattr(executor, "SimpleQueue", Late)
+    execute(tiny_plan(), NullMachine(), 1)
+
+
+def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
+    """Lanes look for themselves from time to time."""
+    monkeypatch.setattr(executor, "_LOOK_S", 0.001)
+
+    class Mute(SimpleQueue):
+        def put(self, item, block=True, timeout=None):
+            pass
+
+    monkeypatch.setattr(executor, "SimpleQueue", Mute)
+    machine, plan = NullMachine(), tiny_plan()
+    execute(plan, machine, 2)
+    assert len(machine.performed) == 2 * len(plan.ops)
+
+
+def test_a_lane_is_woken_only_for_what_it_waits_for(monkeypatch):
+    """One bell per wait at most: waking everybody at every op would cost each of them the processor."""
+    woken = []
+
+    class Counted(SimpleQueue):
+        def get(self, block=True, timeout=None):
+            found = super().get(block, timeout)
+            woken.append(threading.current_thread())
             return found
 
-    monkeypatch.setattr(executor.threading, "Condition", Late)
-    execute(tiny_plan(), NullMachine(), 1)
+    monkeypatch.setattr(executor, "SimpleQueue", Counted)
+    plan = plan_of(
+        tiny_config("llama", num_hidden_layers=8), semantics_of("llama"), Policy(prefetch_depth=4, group_micro_batches=4)
+    )
+    execute(plan, Jittery(Lane.GPU), 10)
+    lanes = [thread for thread in woken if thread is not threading.main_thread()]
+    n_waits = sum(10 - wait.distance for op in plan.ops for wait in op.waits)
+    assert len(lanes) <= n_waits
+    assert len(woken) - len(lanes) <= 4 * 10 + 1, "the caller is woken when a lane ends a step"
 
 
 def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
@@ -237,20 +272,75 @@ def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
     execute(tiny_plan(), Suspended(), 1)
 
 
-def test_a_lane_that_hangs_in_an_op_is_named_after_the_time_allowed(monkeypatch):
+def test_a_lane_that_is_long_in_an_op_is_named_after_a_while_and_not_killed(monkeypatch, capsys):
+    """A hang cannot be told from an op on a trillion parameters; a person can."""
     monkeypatch.setattr(executor, "_LOOK_S", 0.005)
-    ended = threading.Event()
+    said = threading.Event()
+
+    class Long(NullMachine):
+        def perform(self, index, op, step):
+            if op.kind is Kind.LOSS:
+                said.wait(20)
+            super().perform(index, op, step)
+
+    def say(words):
+        lines.append(words)
+        if len(lines) == 3:
+            said.set()
+
+    lines, plan = [], tiny_plan()
+    monkeypatch.setattr(executor, "_say", say)
+    machine = Long()
+    execute(plan, machine, 1, quiet_s=0.02)
+    assert len(machine.performed) == len(plan.ops)
+    assert len(lines) >= 3
+    for line in lines:
+        assert "no op has ended for" in line
+        assert "gpu: is at loss gpu b5 m0" in line
+        assert "d2h: offload d2h b5 m0 waits for loss gpu b5 m0" in line
+
+
+def test_an_error_comes_out_though_another_lane_hangs(monkeypatch, capsys):
+    hangs, ended = threading.Event(), threading.Event()
 
     class Hanging(NullMachine):
         def perform(self, index, op, step):
-            if op.kind is Kind.LOSS:
+            if op.kind is Kind.FORWARD and op.block == 2:
+                hangs.set()
                 ended.wait(20)
+            if op.kind is Kind.LOAD and op.block == 3:
+                hangs.wait(20)
+                raise KeyError("boom")
 
     try:
-        with pytest.raises(StallError, match="gpu: is performing an op"):
-            execute(tiny_plan(), Hanging(), 1, stall_s=0.05)
+        with pytest.raises(OpError, match="load h2d b3 failed"):
+            execute(tiny_plan(prefetch_depth=2), Hanging(), 1, quiet_s=0.05)
     finally:
         ended.set()
+    assert "gpu: is at forward gpu b2" in capsys.readouterr().err
+
+
+def test_a_lane_that_is_long_in_its_end_is_waited_for_and_named(monkeypatch):
+    """What it gives back there may still be in use."""
+    lines, said = [], threading.Event()
+
+    def say(words):
+        lines.append(words)
+        said.set()
+
+    class Lingers(NullMachine):
+        @contextmanager
+        def lane(self, lane):
+            yield
+            if lane is Lane.D2H:
+                said.wait(20)
+                ended.append(lane)
+
+    ended: list[Lane] = []
+    monkeypatch.setattr(executor, "_say", say)
+    execute(tiny_plan(), Lingers(), 1, quiet_s=0.02)
+    assert ended == [Lane.D2H]
+    assert "lane-d2h does not end" in lines[0]
 
 
 def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):

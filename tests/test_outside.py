@@ -114,7 +114,7 @@ def test_a_tile_of_the_loss_is_part_of_the_meaning_and_only_rounds():
         targets = torch.randint(0, 96, (1, 16), generator=generator)
         total = torch.zeros(96, 32)
         loss, d_hidden, _ = templates.loss(weights, hidden, targets, 16, total)
-        results.append((loss, d_hidden, total))
+        results.append((float(loss), d_hidden, total))
         normed = F.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6)
         expected = F.cross_entropy(F.linear(normed, weights["lm_head.weight"])[0], targets[0])
         assert loss / 16 == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,180 @@
+"""Does the executor keep the time that the simulator predicts, and is the searched plan as much faster as predicted?
+
+`python -m benchmarks.emulated` prints a page of Markdown: plans of models with 24 to 80 layers, for three machines that are not
+here, performed at their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two quiet cores; `--only` takes some
+rows.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.predicted_and_measured import Compared, compared, penstock
+from demo.demo import standard_library
+from hwprofiles.schema import Profile
+from planner.cost import costs
+from runtime.emulated import MEDIAN_OP_S
+from runtime.plan import PlanFile
+
+N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared
+MOST_OVER_PREDICTION, MOST_OFF_RATIO = 1.03, 0.05
+AGAINST = ("search", "megatrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model on a machine, and the policies under which it is performed: names, or what a policy file holds."""
+
+    model: str
+    machine: str
+    sizes: str
+    policies: tuple[str | dict[str, object], ...] = AGAINST
+
+
+# Of the 66 blocks of qwen2.5-32b; what the search has no use for on these machines is performed too.
+SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "keep_blocks": [*range(1, 33)]}
+SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
+EVERYTHING: dict[str, object] = {
+    **SPILLS,
+    "transfer_chunk_bytes": 500 * 10**6,
+    "speculate_blocks": [*range(0, 66, 2)],
+    "storage": "split",
+    "early_stop": True,
+    "product_blocks": [*range(1, 65, 4)],
+}
+SHORT, TWICE = "--seq-len 1024 --batch-size 4 --micro-batch 4", "--seq-len 1024 --batch-size 8 --micro-batch 4"
+CELLS = (
+    Cell("qwen2.5-0.5b", "h200-pcie5", SHORT),
+    Cell("qwen2.5-14b", "gh200", TWICE),
+    Cell("qwen2.5-32b", "h200-pcie5", SHORT),
+    Cell("qwen2.5-72b", "rtx4090-server", SHORT),
+    Cell("qwen2.5-32b", "h200-pcie5", SHORT, (SPECULATES, SPILLS, EVERYTHING)),
+)
+
+
+def named(policy: str | dict[str, object]) -> str:
+    """A policy in a few words."""
+    if isinstance(policy, str):
+        return policy
+    found = {
+        "speculate_blocks": "speculates",
+        "spill_blocks": "spills",
+        "transfer_chunk_bytes": "in chunks",
+        "resident_blocks": "resident",
+    }
+    return ", ".join(word for field, word in found.items() if field in policy)
+
+
+def used(plan: Path) -> str:
+    """What a plan makes use of, besides uploads and offloads."""
+    policy = PlanFile.read(plan).plan.policy
+    blocks = {
+        "kept": policy.keep_blocks,
+        "spilled": policy.spill_blocks,
+        "speculated": policy.speculate_blocks,
+        "resident": policy.resident_blocks,
+        "products saved": policy.product_blocks,
+        "attention saved": policy.attention_blocks,
+    }
+    words = [str(policy.update), *(f"{len(found)} {name}" for name, found in blocks.items() if found)]
+    return ", ".join([*words, *(["in chunks"] if policy.transfer_chunk_bytes is not None else [])])
+
+
+def time_scale(plan: Path) -> float:
+    """At which the median op lasts as long as it should; below 1 where the machine is slower than need be."""
+    described = PlanFile.read(plan).plan
+    demands = costs(described, Profile.from_json(described.profile, str(plan)))
+    return MEDIAN_OP_S / median(demand.uncontended_s for demand in demands)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy of a cell, performed."""
+
+    cell: Cell
+    policy: str
+    n_layers: int
+    n_ops: int
+    scale: float
+    bound_fraction: str  # of the ops, whose real work took longer than the emulated op
+    uses: str
+    times: Compared
+
+    @property
+    def over_prediction(self) -> float:
+        return median(self.times.times_s) / self.times.predicted_s
+
+    def line(self) -> str:
+        low, high = min(self.times.times_s), max(self.times.times_s)
+        return (
+            f"| {self.cell.model}, {self.n_layers} layers | {self.cell.machine} | {self.policy} | {self.uses} | {self.n_ops} | "
+            f"{self.scale:.3g} | {self.times.predicted_s:.4g} | {median(self.times.times_s):.4g} | "
+            f"{self.over_prediction - 1:+.2%} | {low:.4g} to {high:.4g} | {self.bound_fraction} |"
+        )
+
+
+def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: int) -> Row:
+    """Plan, perform at the machine's pace, compare."""
+    name = named(policy)
+    plan, out = home / "plan.json", home / "out"
+    if isinstance(policy, dict):
+        (home / "policy.json").write_text(json.dumps(policy))
+    asked = home / "policy.json" if isinstance(policy, dict) else policy
+    sizes = (*cell.sizes.split(), "--host-memory", "2TB")
+    penstock("plan", cell.model, "--machine", cell.machine, *sizes, "--policy", asked, "-o", plan)
+    scale, described = time_scale(plan), PlanFile.read(plan).plan
+    options = ("--data", home / "data.jsonl", "--steps", n_steps, "--out", out, "--device", "emulated", "--time-scale", scale)
+    said = penstock("run", plan, *options)
+    bound = next(line for line in said.splitlines() if line.startswith("emulated")).rpartition("; ")[2].split()[0]
+    times = compared(name, plan, out)
+    shutil.rmtree(out)
+    return Row(cell, name, len(described.workload.blocks) - 2, len(described.ops), scale, bound, used(plan), times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=N_STEPS)
+    parser.add_argument("--only", help="rows whose model, machine or policy holds this word")
+    asked = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    print(f"commit {commit}; {machine}\n")
+    print("| model | machine | policy | uses | ops | slower | predicted, s | measured, s | over | range | real binds |")
+    print("|---|---|---|---|---:|---:|---:|---:|---:|---|---:|", flush=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        standard_library(Path(folder) / "data.jsonl")
+        for cell in CELLS:
+            for policy in cell.policies:
+                if asked.only is None or asked.only in f"{cell.model} {cell.machine} {named(policy)}":
+                    rows.append(performed(cell, policy, Path(folder), asked.steps))
+                    print(rows[-1].line(), flush=True)
+    over = median(row.over_prediction for row in rows)
+    print(f"\nMeasured over predicted: {over:.4f} in the median of {len(rows)} policies; asked: at most {MOST_OVER_PREDICTION}.")
+    off = [ratio_off(rows, cell) for cell in CELLS]
+    sys.exit(over > MOST_OVER_PREDICTION or any(abs(x) > MOST_OFF_RATIO for x in off))
+
+
+def ratio_off(rows: list[Row], cell: Cell) -> float:
+    """How far off, as a fraction, the predicted ratio of the two policies was; 0 where only one of them was performed."""
+    times = {row.policy: row.times for row in rows if row.cell == cell and row.policy in AGAINST}
+    if len(times) < len(AGAINST):
+        return 0.0
+    searched, other = (times[name] for name in AGAINST)
+    predicted, measured = other.predicted_s / searched.predicted_s, median(other.times_s) / median(searched.times_s)
+    off = measured / predicted - 1
+    where = f"{cell.model} on {cell.machine}"
+    print(f"{where}: searched {measured:.3f} times as fast as megatrain, predicted {predicted:.3f} ({off:+.2%}).")
+    return off
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What does the executor cost per op?
+
+`python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers performed by a machine that does nothing, in
+turns with bare hand-overs between two threads, which are what waking a lane costs at least. A minute on a quiet computer.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from statistics import median
+
+from hwprofiles.schema import read_profile
+from planner.lower import lower
+from planner.workload import build_workload, read_model
+from runtime.executor import execute
+from runtime.machine import NullMachine
+from runtime.plan import Plan, Policy, Semantics, Update
+
+MOST_US_PER_OP = 40.0
+N_MICRO_BATCHES = 4
+MODELS = {
+    "qwen2.5-0.5b": 6 * 10**6,
+    "qwen2.5-72b": 200 * 10**6,
+}  # 24 and 80 layers; bytes of a chunk, a fifth to an eighth of a layer
+Wake, Sleep = Callable[[], object], Callable[[], object]
+
+
+def plans() -> dict[str, Plan]:
+    """Row-major, layer-major, and layer-major in chunks, by a name."""
+    profile, found = read_profile("h200-pcie5").to_json(), {}
+    semantics = Semantics(seq_len=4096, batch_size=N_MICRO_BATCHES, micro_batch=1)
+    for name, chunk_bytes in MODELS.items():
+        model = read_model(name)
+        workload = build_workload(model, semantics)
+        whole = N_MICRO_BATCHES
+        policies = {
+            "row-major": Policy(update=Update.DEFERRED),
+            "layer-major": Policy(update=Update.DEFERRED, group_micro_batches=whole),
+            "in chunks": Policy(update=Update.DEFERRED, group_micro_batches=whole, transfer_chunk_bytes=chunk_bytes),
+        }
+        for order, policy in policies.items():
+            found[f"{len(workload.blocks) - 2} layers, {order}"] = lower(model, workload, semantics, policy, profile)
+    return found
+
+
+def by_condition() -> tuple[Wake, Sleep]:
+    condition, n = threading.Condition(), [0, 0]
+
+    def wake() -> None:
+        with condition:
+            n[0] += 1
+            condition.notify_all()
+
+    def sleep() -> None:
+        with condition:
+            while n[0] <= n[1]:
+                condition.wait(0.5)
+        n[1] += 1
+
+    return wake, sleep
+
+
+def by_queue() -> tuple[Wake, Sleep]:
+    queue: SimpleQueue[None] = SimpleQueue()
+    return lambda: queue.put(None), lambda: queue.get(timeout=0.5)
+
+
+def by_lock() -> tuple[Wake, Sleep]:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock.release, lambda: lock.acquire(timeout=0.5)
+
+
+HAND_OVERS = {"a condition": by_condition, "a queue, as the executor": by_queue, "a bare lock": by_lock}
+
+
+def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int] | None = None) -> float:
+    """One of n hand-overs, there and back between two threads; each on a core of its own, or where the system puts them."""
+    (wake_there, sleep_there), (wake_here, sleep_here) = make(), make()
+    ready = threading.Event()
+
+    def other() -> None:
+        if cores:
+            os.sched_setaffinity(0, {cores[0]})
+        ready.set()
+        for _ in range(n // 2):
+            sleep_there()
+            wake_here()
+
+    def this() -> None:
+        if cores:
+            os.sched_setaffinity(0, {cores[1]})
+        ready.wait()
+        began_s = time.perf_counter()
+        for _ in range(n // 2):
+            wake_there()
+            sleep_here()
+        took_s.append(time.perf_counter() - began_s)
+
+    took_s: list[float] = []
+    threads = [threading.Thread(target=other), threading.Thread(target=this)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took_s[0] / n * 1e6
+
+
+def op_us(plan: Plan, n_ops: int) -> float:
+    """An op, in a run of about so many. Threads are started and ended within the time."""
+    n_steps = max(2, n_ops // len(plan.ops))
+    began_s = time.perf_counter()
+    execute(plan, NullMachine(), n_steps)
+    return (time.perf_counter() - began_s) / n_steps / len(plan.ops) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=11)
+    parser.add_argument("--ops", type=int, default=10_000, help="ops, or hand-overs, in each run")
+    asked = parser.parse_args()
+    named, cores = plans(), sorted(os.sched_getaffinity(0))[:2]
+    jobs: dict[str, Callable[[], float]] = {}
+    for name, make in HAND_OVERS.items():
+        jobs[f"hand-over by {name}"] = lambda make=make: hand_over_us(make, asked.ops)  # type: ignore[misc]
+        if len(cores) == 2:
+            jobs[f"hand-over by {name}, between two cores"] = lambda make=make: hand_over_us(make, asked.ops, cores)  # type: ignore[misc]
+    for name, plan in named.items():
+        jobs[f"an op: {name}, {len(plan.ops)} ops"] = lambda plan=plan: op_us(plan, asked.ops)  # type: ignore[misc]
+    times_us: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(asked.runs):  # in turns: what disturbs the computer for a while disturbs all of them
+        for name, job in jobs.items():
+            times_us[name].append(job())
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    print(f"commit {commit}; {machine}; median of {asked.runs} interleaved runs of about {asked.ops}\n")
+    print("| what | µs, median | P10 to P90 |\n|---|---:|---|")
+    for name, found in times_us.items():
+        ordered = sorted(found)
+        print(f"| {name} | {median(found):.1f} | {ordered[len(ordered) // 10]:.1f} to {ordered[-1 - len(ordered) // 10]:.1f} |")
+    most_us = max(median(found) for name, found in times_us.items() if name.startswith("an op"))
+    print(f"\nThe dearest: {most_us:.1f} µs per op; asked: at most {MOST_US_PER_OP:.0f}.")
+    sys.exit(most_us > MOST_US_PER_OP)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""How much device memory does a long context take, planned and measured, with and without tiles and spilled boundaries?
+
+`python -m benchmarks.long_context` prints two tables of Markdown: a narrow model trained on this CPU, where every byte that the
+allocator hands to the gpu lane is seen; and what `penstock plan` and `penstock check` say of a large model and half a million
+tokens.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.check import check
+from planner.lower import lower
+from planner.workload import build_workload
+from runtime.plan import Plan, Policy, Semantics
+from runtime.units import show_bytes, show_seconds
+from runtime.workload import Model
+from tests.strategies import PROFILE
+from tests.test_replay import device_bytes
+from tests.tiny import tiny_config
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+N_LAYERS = 6
+# An MLP 5.3 times as wide as the model, as in Qwen2.5-7B
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 344, "vocab_size": 1024}
+TILE_TOKENS = 256
+SPILLED = Policy(early_stop=True, spill_blocks=tuple(range(N_LAYERS)))
+WAYS = {
+    "whole": (None, Policy(early_stop=True)),
+    "MLP by tiles": (TILE_TOKENS, Policy(early_stop=True)),
+    "boundaries spilled": (None, SPILLED),
+    "tiles and spilled": (TILE_TOKENS, SPILLED),
+}
+LARGE = "qwen2.5-7b"
+LARGE_SEQ_LEN = 2**19
+MACHINES = ("gh200", "h200-pcie5")
+
+
+def plan_of(seq_len: int, tile: int | None, policy: Policy) -> Plan:
+    """One sequence in a micro-batch, in fp32: with bf16 a CPU's products and sums lay operands aside that a GPU's do not."""
+    model = Model(tiny_config("llama", **SHAPE, num_hidden_layers=N_LAYERS))
+    of = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile, experts="eager")
+    plan = lower(model, build_workload(model, of), of, policy, PROFILE)
+    check(plan)
+    return plan
+
+
+def measured_row(seq_len: int, way: str) -> str:
+    """Arenas are allocated as planned; the rest is the most that two steps of the gpu lane held in the allocator."""
+    plan = plan_of(seq_len, *WAYS[way])
+    planned_bytes = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
+    measured_bytes = plan.device_arena_bytes + device_bytes(plan)[1]
+    sizes = " | ".join(f"{n / 1e6:.1f}" for n in (plan.device_arena_bytes, planned_bytes, measured_bytes))
+    return f"| {seq_len:,} | {way} | {sizes} | {measured_bytes / planned_bytes:.3f} | {measured_bytes / seq_len:,.0f} |"
+
+
+def predicted_row(machine: str, folder: Path) -> str:
+    path = folder / f"{machine}.json"
+    sizes = ("--seq-len", LARGE_SEQ_LEN, "--batch-size", 1)
+    said = json.loads(_penstock("plan", LARGE, "--machine", machine, *sizes, "-o", path, "--json"))
+    _penstock("check", path)  # fails unless the plan is right
+    semantics, policy, prediction = said["semantics"], said["policy"], said["prediction"]
+    tile, n_spilled = semantics["mlp_tile_tokens"], len(policy["spill_blocks"])
+    sizes_of = f"{show_bytes(prediction['device_peak_bytes'])} | {show_bytes(prediction['host_peak_bytes'])}"
+    return (
+        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(prediction['step_s'])} | "
+        f"{prediction['tokens_per_s']:.0f} | {said['certificate']['gap_fraction']:.1%} |"
+    )
+
+
+def _penstock(*words: object) -> str:
+    return subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True, text=True).stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[1024, 4096, 16384])
+    seq_lens = parser.parse_args(arguments).seq_lens
+    print("| tokens | how | arenas, MB | planned, MB | measured, MB | measured / planned | measured bytes a token |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
+    for seq_len in seq_lens:
+        for way in WAYS:
+            print(measured_row(seq_len, way), flush=True)
+    print("\n| machine | MLP tile, tokens | boundaries spilled | device | host | step | tokens/s | gap |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        for machine in MACHINES:
+            print(predicted_row(machine, Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What does a model of a billion parameters need on a small computer, and how fast does it go?
+
+`python -m benchmarks.one_billion` probes this machine, plans a model of 1.1 G parameters (random weights, split masters), takes a
+few steps, and prints a page of Markdown: tokens/s, what binds, and the process's memory, sampled all along, beside the plan's.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from demo.demo import standard_library
+from hwprofiles.schema import Profile
+from runtime.plan import PlanFile
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+SAMPLE_S = 0.2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+}
+SIZES = ("--seq-len", "512", "--batch-size", "4", "--device-memory", "3GB", "--host-memory", "20GB")
+
+
+def watched(words: list[str]) -> tuple[str, list[int]]:
+    """A command's standard output, and samples of its resident set in bytes."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    samples: list[int] = []
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        try:
+            samples += [int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmRSS:")]
+        except OSError:  # it has just ended
+            break
+        time.sleep(SAMPLE_S)
+    assert process.stdout is not None
+    said = process.stdout.read()
+    if process.wait():
+        sys.exit(f"{' '.join(words)} left with exit code {process.returncode}")
+    return said, samples
+
+
+def planned(home: Path) -> tuple[Path, dict[str, Any]]:
+    """A plan for this machine, from a profile measured just now; and what the planner says of it."""
+    (home / "model").mkdir()
+    (home / "model" / "config.json").write_text(json.dumps(CONFIG))
+    subprocess.run([PENSTOCK, "probe", "--device", "cpu", "-o", home / "profile.json"], check=True, stdout=subprocess.DEVNULL)
+    words = [PENSTOCK, "plan", home / "model", "--machine", home / "profile.json", *SIZES, "-o", home / "plan.json", "--json"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return home / "plan.json", json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=4)
+    n_steps = parser.parse_args().steps
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        path, said = planned(home)
+        standard_library(home / "stdlib.jsonl")
+        plan = PlanFile.read(path).plan
+        runtime_bytes = Profile.from_json(plan.profile, str(path)).host.runtime_bytes.value
+        planned_bytes = plan.device_arena_bytes + plan.host_arena_bytes + plan.kept_bytes + plan.transient_bytes + runtime_bytes
+        proof = said["certificate"]
+        print(f"{plan.workload.n_params:,} parameters; binding: {proof['binding']}; gap {proof['gap_fraction']:.1%}\n")
+        words = [
+            str(PENSTOCK),
+            "run",
+            str(path),
+            "--data",
+            str(home / "stdlib.jsonl"),
+            "--steps",
+            str(n_steps),
+            "--out",
+            str(home / "out"),
+        ]
+        table, samples = watched(words)
+    print("```\n" + table.rstrip().replace(str(folder), "") + "\n```\n")
+    peak_bytes = max(samples)
+    print(f"| resident set | GB | against the plan's {planned_bytes / 1e9:.2f} GB |\n|---|---:|---:|")
+    middle = sorted(samples[len(samples) // 2 :])[len(samples) // 4]
+    for name, n_bytes in (("peak of all samples", peak_bytes), ("median of the second half of the run", middle)):
+        print(f"| {name} | {n_bytes / 1e9:.2f} | {n_bytes / planned_bytes - 1:+.1%} |")
+
+
+if __name__ == "__main__":
+    main()

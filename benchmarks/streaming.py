@@ -1,0 +1,199 @@
+"""What does streaming cost, against the same model resident?
+
+`python -m benchmarks.streaming` prints a page of Markdown: steps of a streamed model and of a plain PyTorch loop that keeps
+everything in memory and checkpoints the same layers, in interleaved pairs on the same cores.
+"""
+
+# N tokens of a micro-batch, V vocabulary
+import argparse
+import os
+import platform
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from demo.demo import CONFIG
+from hwprofiles.schema import read_profile
+from planner.check import check
+from planner.lower import lower
+from planner.workload import build_workload
+from runtime.cpu import CpuMachine
+from runtime.data import Batch
+from runtime.executor import execute
+from runtime.optimizer import AdamW
+from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.workload import Model
+
+N_PAIRS = 5
+STEPS_PER_TURN = 2  # of each of the two, after one that warms up
+SETTINGS = AdamW(lr=1e-4)
+POLICY = Policy(update=Update.DEFERRED, early_stop=True)  # PyTorch's own checkpointing stops early too
+DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is compared: sizes and precision, and the cores of both (compute, then copies and optimizer)."""
+
+    compute_dtype: str
+    seq_len: int
+    batch_size: int
+    micro_batch: int
+    compute_cores: tuple[int, ...]
+    host_cores: tuple[int, ...]
+
+    @property
+    def semantics(self) -> Semantics:
+        attention = {"attention": "sdpa", "experts": "eager"}
+        sizes = {"seq_len": self.seq_len, "batch_size": self.batch_size, "micro_batch": self.micro_batch}
+        gradients = {"gradient_dtype": self.compute_dtype, "compute_dtype": self.compute_dtype}
+        return Semantics(**(sizes | gradients | attention))  # type: ignore[arg-type]
+
+
+class Placed(CpuMachine):
+    """A CpuMachine with its lanes on the cores of a case."""
+
+    def __init__(self, case: Case, plan: Plan, batch: Batch) -> None:
+        super().__init__(plan, lambda step: batch, lambda step: SETTINGS, pin_threads=True)
+        self._cores = (list(case.compute_cores), list(case.host_cores))
+
+
+class Resident:
+    """The plain loop: transformers' model, its gradient checkpointing, fp32 masters, clipping and PyTorch's fused AdamW."""
+
+    def __init__(self, case: Case, batch: Batch) -> None:
+        self.case, self.batch = case, batch
+        fields = {k: v for k, v in CONFIG.items() if k != "model_type"}
+        config = AutoConfig.for_model(CONFIG["model_type"], **fields)
+        dtype = DTYPE[case.compute_dtype]
+        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.weights = list(self.model.parameters())
+        self.masters = [w.detach().float().clone() for w in self.weights] if dtype is not torch.float32 else self.weights
+        self.optimizer = torch.optim.AdamW(self.masters, lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay, fused=True)
+
+    def step(self) -> float:
+        """One step; its mean loss."""
+        n_supervised = int((self.batch.targets != -100).sum())
+        total = 0.0
+        for rows in torch.arange(self.case.batch_size).split(self.case.micro_batch):
+            logits_NV = self.model(input_ids=self.batch.input_ids[rows], use_cache=False).logits.flatten(0, 1).float()
+            loss = F.cross_entropy(logits_NV, self.batch.targets[rows].flatten(), ignore_index=-100, reduction="sum") / n_supervised
+            loss.backward()
+            total += loss.item()
+        with torch.no_grad():
+            if self.masters is not self.weights:
+                for master, weight in zip(self.masters, self.weights, strict=True):
+                    assert weight.grad is not None
+                    master.grad, weight.grad = weight.grad.float(), None
+            torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.masters is not self.weights:
+                for master, weight in zip(self.masters, self.weights, strict=True):
+                    weight.copy_(master)
+        return total
+
+
+def batch_of(case: Case) -> Batch:
+    """Random tokens, every next one a target."""
+    tokens = torch.randint(0, CONFIG["vocab_size"], (case.batch_size, case.seq_len), generator=torch.Generator().manual_seed(0))
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = tokens[:, 1:]
+    return Batch(tokens, targets)
+
+
+def streamed(case: Case, batch: Batch) -> Placed:
+    """The model cut into blocks, with seeded weights."""
+    model = Model(CONFIG)
+    semantics = case.semantics
+    storage = "split" if case.compute_dtype == "bf16" else "mirrored"
+    policy = replace(POLICY, group_micro_batches=semantics.n_micro_batches, storage=storage)
+    plan = lower(model, build_workload(model, semantics), semantics, policy, read_profile("cpu-2core").to_json())
+    check(plan)
+    machine = Placed(case, plan, batch)
+    machine.initialise(0)
+    return machine
+
+
+def on_cores(cores: Sequence[int], work: Callable[[], None]) -> None:
+    """Do it on a thread that has these cores and as many compute threads."""
+
+    def placed() -> None:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        work()
+
+    thread = threading.Thread(target=placed)
+    thread.start()
+    thread.join()
+
+
+def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
+    """Mean step of each turn, streamed and resident, in seconds."""
+    batch = batch_of(case)
+    machine, resident = streamed(case, batch), Resident(case, batch)
+    streamed_s: list[float] = []
+    resident_s: list[float] = []
+    done = 0
+
+    def resident_turn() -> None:
+        resident.step()
+        began_s = time.perf_counter()
+        for _ in range(STEPS_PER_TURN):
+            resident.step()
+        resident_s.append((time.perf_counter() - began_s) / STEPS_PER_TURN)
+
+    for _ in range(n_pairs):
+        timeline = execute(machine.plan, machine, 1 + STEPS_PER_TURN, done)
+        done += 1 + STEPS_PER_TURN
+        times_s = timeline.step_times_s
+        streamed_s.append(sum(times_s[-STEPS_PER_TURN:]) / STEPS_PER_TURN)
+        on_cores(sorted({*case.compute_cores, *case.host_cores}), resident_turn)
+    return streamed_s, resident_s
+
+
+def row(case: Case, streamed_s: Sequence[float], resident_s: Sequence[float]) -> str:
+    """One line of the page's table."""
+    ratios = sorted(a / b for a, b in zip(streamed_s, resident_s, strict=True))
+    n_tokens = case.seq_len * case.batch_size
+    cores = sorted({*case.compute_cores, *case.host_cores})
+    return (
+        f"| {case.compute_dtype} | {n_tokens} in {case.batch_size // case.micro_batch} | {len(cores)} | {median(streamed_s):.3f} | "
+        f"{median(resident_s):.3f} | **{median(ratios):.3f}** | {ratios[0]:.3f} to {ratios[-1]:.3f} |"
+    )
+
+
+def cases(cores: Sequence[int]) -> Iterable[Case]:
+    """All work on one core; and on all cores, compute too."""
+    for dtype in ("fp32", "bf16"):
+        for micro_batch in (4, 1):
+            yield Case(dtype, 512, 4, micro_batch, (cores[0],), (cores[0],))
+    if len(cores) > 1:
+        for dtype in ("fp32", "bf16"):
+            yield Case(dtype, 512, 4, 4, tuple(cores), tuple(cores))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=N_PAIRS)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"))
+    arguments = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
+    print("| compute | tokens in micro-batches | cores | streamed, s | resident, s | ratio | lowest to highest |")
+    print("|---|---|---:|---:|---:|---:|---|")
+    for case in cases(sorted(os.sched_getaffinity(0))):
+        if arguments.dtype in (None, case.compute_dtype):
+            print(row(case, *pairs(case, arguments.pairs)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""How does a GPU perform an op?
+
+The lanes of compute and of the link's two directions each own a stream. Their threads only issue ops; that one op is done before
+another is left to events: `mark` records one on the lane's stream, `follow` makes the other stream, or the host's own lane, wait
+for it. So an executor's "done" means issued, and how far the host runs ahead is bounded by what its own lane, which does real
+work, waits for.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from .chunks import Scratch
+from .data import Batch
+from .optimizer import AdamW
+from .plan import Kind, Lane, Op, Plan
+from .staging import Staging
+from .stopwatch import Stopwatch
+from .streams import CudaStreams, Event, Stream, Streams
+from .timeline import Span
+from .torch_machine import TorchMachine
+from .workers import Workers
+
+ISSUING_CORES = 1  # of three lanes, one at a time has the interpreter; the optimizer has the other cores, as when probed
+
+
+class _Token:
+    """An event that others may wait for. It goes back to the pool when nobody can ask for it any more."""
+
+    __slots__ = ("event", "pool")
+
+    def __init__(self, event: Event, pool: list[Event]) -> None:
+        self.event, self.pool = event, pool
+
+    def __del__(self) -> None:
+        self.pool.append(self.event)
+
+
+class _Losses:
+    """For each step whose loss nobody has asked for: an event, reached when all of it that was issued has been added up."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.tokens: dict[int, _Token] = {}
+
+    def are_there(self, step: int) -> None:
+        if (token := self.tokens.pop(step, None)) is not None:
+            self._streams.wait(token.event)
+
+
+class CudaMachine(TorchMachine):
+    """Performs a plan on a GPU. The optimizer has the host's cores; a lane that only issues needs little of one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], AdamW],
+        seed: int = 0,
+        streams: Streams | None = None,
+    ) -> None:
+        """Allocate and pin every arena and build the templates; the host state is zero until weights are set."""
+        torch.set_float32_matmul_precision("highest")  # fp32 products are fp32, whatever the process did before
+        self.streams = streams or CudaStreams()
+        self._stream: dict[Lane, Stream] = {lane: self.streams.stream() for lane in Lane if lane is not Lane.CPU}
+        with self.streams.current(self._stream[Lane.GPU]):
+            self._staging = Staging(plan.semantics, batches, self.streams, self._stream[Lane.GPU])
+            self._losses = _Losses(self.streams)
+            super().__init__(plan, self._staging.upload, settings, self.streams.device, seed, self._losses.are_there)
+        self.streams.finish(self._stream[Lane.GPU])  # which has filled the arenas with zeros
+        cores = sorted(os.sched_getaffinity(0))
+        self.arenas.touch(len(cores))
+        self.streams.lock(self.arenas)
+        self._stopwatch = Stopwatch(plan, self.streams, self._stream)
+        self._awaited = {wait.op for op in plan.ops for wait in op.waits}
+        self._last: dict[Lane, int] = {}  # the op that each lane has performed last
+        self._cores = (cores[:ISSUING_CORES], cores[ISSUING_CORES:]) if len(cores) > ISSUING_CORES else (cores, cores)
+        self._updates.workers = Workers(len(self._cores[1]), Scratch)
+        self._events: list[Event] = []  # which no token holds
+
+    @contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        self.forget(lane)
+        issuing_cores, host_cores = self._cores
+        if lane is Lane.CPU:
+            with self._settled(host_cores), self._updates.workers.helped(lambda: self._settled(host_cores)):
+                yield
+            return
+        stream = self._stream[lane]
+        with self._settled(issuing_cores), self.streams.current(stream):
+            try:
+                yield
+            finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
+                self.streams.finish(stream)
+
+    @contextmanager
+    def _settled(self, cores: list[int]) -> Iterator[None]:
+        """The calling thread, which ends with the lane: its cores, one thread inside a kernel of the CPU, and no autograd."""
+        os.sched_setaffinity(0, cores)  # 0: the calling thread
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            yield
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        self._last[op.lane] = index
+        if op.lane is Lane.CPU:
+            self.work(index, op, step)
+            return
+        streams, stream = self.streams, self._stream[op.lane]
+        if op.lane is Lane.GPU:
+            self._staging.fill(step)
+        begin, end = self._stopwatch.around(index, step)
+        streams.record(begin, stream)
+        streams.issue(stream, op.name, partial(self.work, index, op, step))
+        streams.record(end, stream)
+        if op.kind is Kind.LOSS or (op.kind is Kind.FORWARD and op.block == 0):  # which read tokens
+            self._staging.issued(step)
+        if op.kind is Kind.LOSS:
+            self._losses.tokens[step] = self._recorded(op.lane)
+
+    def work(self, index: int, op: Op, step: int) -> None:
+        """What an op does, in its stream where it has one."""
+        super().perform(index, op, step)
+
+    def _recorded(self, lane: Lane) -> _Token:
+        """Reached when the lane's stream has done all that it was given so far."""
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = self.streams.event()
+        self.streams.record(event, self._stream[lane])
+        return _Token(event, self._events)
+
+    def mark(self, op: Op) -> object:
+        if op.lane is Lane.CPU or self._last[op.lane] not in self._awaited:
+            return None  # what the host did is done
+        return self._recorded(op.lane)
+
+    def follow(self, lane: Lane, token: object) -> None:
+        assert isinstance(token, _Token)
+        if lane is Lane.CPU:
+            self.streams.wait(token.event)
+        else:
+            self.streams.order(self._stream[lane], token.event)
+
+    def device_peak_bytes(self) -> int | None:
+        return self.streams.peak_bytes()
+
+    def device_name(self) -> str | None:
+        return self.streams.name
+
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return self._stopwatch.read(spans)

@@ -1,0 +1,248 @@
+"""What can befall a run, and how is it brought about?"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from runtime import checkpoint
+from runtime.cpu import CpuMachine
+from runtime.plan import Kind, Lane, Op, Plan
+from runtime.torch_machine import TorchMachine
+
+ENDED_S = 120  # far beyond what any of these runs takes: only waiting for ever is longer
+# What a step makes anew, and the next one does not read: NaN there is an accident of one step.
+PASSING = (
+    "weights",
+    "vocab_weights",
+    "resident_weights",
+    "boundaries",
+    "spilled",
+    "gradients",
+    "vocab_gradients",
+    "sums",
+    "vocab_sums",
+)
+PASSING += ("host_gradients", "staging")
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises, on a thread of its own; AssertionError where it hangs."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ENDED_S)
+    assert not thread.is_alive(), "it hangs"
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+class Struck(CpuMachine):
+    """A machine on which one op of one step meets `error`: before, in the middle of, or after its work, or at a hand-over."""
+
+    at: tuple[int, int]  # step, op
+    where: str  # before, middle, after, mark, follow
+    error: BaseException
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_over = False
+        self._here = threading.local()
+
+    def _strike(self, where: str, at: object) -> None:
+        if (where, at) == (self.where, self.at) and not self.is_over:
+            self.is_over = True
+            raise self.error
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        self._here.at = (step, index)
+        self._strike("before", (step, index))
+        super().perform(index, op, step)
+        if self.where == "middle" and self.at == (step, index) and not self.is_over:
+            for slot in op.writes:
+                self.arenas.poison(slot)  # half of it is done, and what there is of the rest is anything
+        self._strike("middle", (step, index))
+        self._strike("after", (step, index))
+
+    def mark(self, op: Op) -> object:
+        self._strike("mark", self._here.at)
+        return self._here.at
+
+    def follow(self, lane: Lane, token: object) -> None:
+        self._strike("follow", token)
+
+
+class Poisoned(CpuMachine):
+    """What one op of one step writes is not a number."""
+
+    at: tuple[int, int]
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        super().perform(index, op, step)
+        if (step, index) == self.at:
+            for slot in op.writes:
+                self.arenas.poison(slot)
+
+
+def can_be_poisoned(plan: Plan) -> list[int]:
+    """Ops all of whose results are read again in the same step, and by nobody later."""
+    return [i for i, op in enumerate(plan.ops) if op.writes and all(slot.arena in PASSING for slot in op.writes)]
+
+
+class LeavesOut(CpuMachine):
+    """No update happens in one step."""
+
+    left_out: int
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        if step != self.left_out or op.kind not in (Kind.UPDATE, Kind.SETTLE):
+            super().perform(index, op, step)
+
+
+# -- of whole processes -------------------------------------------------------------------------------------------------
+# What follows runs in a process of its own: `python -m tests.accidents killed|full_disk FOLDER SEED`. The folder holds plans
+# (plan-*.json), a folder `data`, and takes the outputs.
+
+N_STEPS = 4
+PAGE_BYTES = 4096  # a small disk in memory gives a file whole pages
+
+
+def penstock(*args: object) -> tuple[int, str]:
+    """Exit code of a command in this process, and everything it said."""
+    from planner.cli import cli
+
+    done = CliRunner().invoke(cli, [str(a) for a in args])
+    return done.exit_code, done.output
+
+
+def forked(args: list[object], what: str = "op", n: int | None = None) -> bool:
+    """Run a command, which must succeed, in a process of its own; it kills itself in, or soon after, the n-th op that it begins,
+    or the n-th time that it makes sure of a file. False: it ended before."""
+    child = os.fork()
+    if child == 0:
+        code, said = 1, ""
+        try:
+            count = iter(range(n if n is not None else 10**9))
+            if what == "op":
+                TorchMachine.perform = _counted(TorchMachine.perform, count)  # type: ignore[method-assign]
+            else:
+                os.fsync = _counted(os.fsync, count)
+            code, said = penstock(*args)
+        finally:
+            print(said if code else "", end="", flush=True)
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def _counted(work: Callable[..., Any], count: Iterator[int]) -> Callable[..., Any]:
+    """The same work; once the count is used up, the process soon kills itself."""
+
+    def begun(*given: Any, **named: Any) -> Any:
+        if next(count, None) is None:
+            threading.Timer(random.random() * 0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return work(*given, **named)
+
+    return begun
+
+
+def whole_checkpoints(out: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, every one of which must be whole."""
+    found = [path for path in out.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(checkpoint.load_state(path).step for path in found)
+
+
+def left_by(out: Path) -> dict[str, object]:
+    """What a run leaves that must not depend on what befell it: the last checkpoint's bytes, and what was logged of each step."""
+    last = checkpoint.latest(out)
+    assert last is not None
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in last.iterdir()}
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {**sums, "logged": [(line["step"], line["loss"], line["grad_norm"], line["skipped"]) for line in logged]}
+
+
+def run_of(plan: Path, out: Path, *more: object) -> list[object]:
+    data = plan.with_name("data")
+    return ["run", plan, "--data", data, "--out", out, "--steps", N_STEPS, "--lr", "1e-3", "--save-every", 1, *more]
+
+
+def killed(home: Path, rng: random.Random, n_trials: int = 6) -> None:
+    """Runs that are killed at random, again when they go on, and then go on under another plan to the undisturbed end."""
+    plans, ever = sorted(home.glob("plan-*.json")), 0
+    forked(run_of(plans[0], home / "undisturbed"))
+    expected = left_by(home / "undisturbed")
+    for trial in range(n_trials):
+        out = home / f"killed-{trial}"
+        for _ in range(2):
+            what = rng.choice(["op", "file"])
+            ever += forked(run_of(rng.choice(plans), out, "--resume"), what, rng.randrange(200 if what == "op" else 20))
+            stands = whole_checkpoints(out)
+            if stands[-1:] == [N_STEPS]:
+                break
+        if stands[-1:] != [N_STEPS]:
+            forked(run_of(rng.choice(plans), out, "--resume"))
+        assert whole_checkpoints(out)[-1] == N_STEPS
+        found = left_by(out)
+        assert found == expected, {key for key in expected if expected[key] != found.get(key)}
+    assert ever > n_trials, "most of them were not killed: nothing is shown"
+    print(f"killed {ever} times")
+
+
+def full_disk(home: Path, rng: random.Random, n_trials: int = 5) -> None:
+    """Runs on a disk that is full after some random number of bytes, and go on when there is room."""
+    plans, disk, size = sorted(home.glob("plan-*.json")), home / "disk", 16 * 2**20
+    codes, names, stood = list[int](), list[str](), list[list[int]]()
+    assert penstock(*run_of(plans[0], home / "undisturbed"))[0] == 0
+    expected = left_by(home / "undisturbed")
+    sizes = [path.stat().st_size for path in (home / "undisturbed").rglob("*") if path.is_file()]
+    needed = sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in sizes)
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=True)
+    for trial in range(n_trials):
+        out, filler = disk / f"{trial}", disk / "filler"
+        free = {0: 0, 1: needed - PAGE_BYTES}.get(trial, rng.randrange(needed))  # no room for the log; for the timeline; at random
+        filler.write_bytes(bytes(size - free))
+        code, said = penstock(*run_of(rng.choice(plans), out, "--resume"))
+        codes.append(code)
+        line = said.splitlines()[-1]
+        assert code == 0 or (code == 2 and line.startswith("error: ") and "make room" in line), said
+        names.append(line.removeprefix("error: ").split(":")[0].rsplit("/", 1)[-1])
+        assert "Traceback" not in said
+        stood.append(stands := whole_checkpoints(out))
+        assert not list(out.rglob("*.partial"))
+        filler.unlink()
+        if stands[-1:] != [N_STEPS]:
+            code, said = penstock(*run_of(rng.choice(plans), out, "--resume"))
+            assert code == 0, said
+        assert left_by(out) == expected
+        shutil.rmtree(out)
+    assert codes.count(2) > n_trials / 2, "most of them had room: nothing is shown"
+    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the log is the first thing written, the timeline the last"
+    print(f"full at: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    {"killed": killed, "full_disk": full_disk}[sys.argv[1]](Path(sys.argv[2]), random.Random(int(sys.argv[3])))

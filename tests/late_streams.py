@@ -1,0 +1,170 @@
+"""What is the worst that streams may do?
+
+Streams without a GPU. What is issued to one is done later, in order, by whichever thread waits for it: as late as events allow, or
+at random. So whatever is read too early, or written over too early, is seen. Whether it is ever a device's own memory model that
+saves a program, these streams cannot tell.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from planner.check import check
+from runtime.cuda import CudaMachine
+from runtime.plan import Plan
+
+from .training import N_STEPS, batches_of, plan_of, released_slots, scheduled
+
+
+class LateStream:
+    def __init__(self) -> None:
+        self.todo: deque[Callable[[], None]] = deque()
+        self.n_issued = 0
+        self.names: list[str] = []
+
+
+class Mark:
+    """One recording of an event."""
+
+    def __init__(self, stream: LateStream) -> None:
+        self.stream, self.reached_s = stream, None
+
+
+class LateEvent:
+    def __init__(self) -> None:
+        self.mark: Mark | None = None
+
+
+class LateStreams:
+    """Performs `runtime.streams.Streams` on the CPU.
+
+    `haste` is how likely each call runs something of some stream: at 0 nothing is done before somebody waits for it. One stream,
+    the seed says which, is never hasty.
+    """
+
+    device = torch.device("cpu")
+    name = None
+
+    def __init__(self, seed: int = 0, haste: float = 0.0) -> None:
+        self.rng, self.haste, self.sleepy = random.Random(seed), haste, seed % 4
+        self.streams: list[LateStream] = []
+        self.n_events = self.n_waits = 0
+        self.broken: BaseException | None = None
+        self._one_at_a_time = threading.RLock()
+        self._current = threading.local()
+
+    def stream(self) -> LateStream:
+        self.streams.append(LateStream())
+        return self.streams[-1]
+
+    def event(self) -> LateEvent:
+        self.n_events += 1
+        return LateEvent()
+
+    timer = event
+
+    @contextmanager
+    def current(self, stream: LateStream) -> Iterator[None]:
+        self._current.stream = stream
+        yield
+        del self._current.stream
+
+    def issue(self, stream: LateStream, name: str, work: Callable[[], None]) -> None:
+        assert self._current.stream is stream, "issued on a thread whose stream is another one"
+        stream.n_issued += 1
+        stream.names.append(name)
+
+        def quietly() -> None:
+            with torch.no_grad():
+                work()
+
+        self._append(stream, quietly)
+
+    def record(self, event: LateEvent, stream: LateStream) -> None:
+        mark = event.mark = Mark(stream)
+
+        def reach() -> None:
+            mark.reached_s = time.perf_counter()
+
+        self._append(stream, reach)
+
+    def order(self, stream: LateStream, event: LateEvent) -> None:
+        mark = event.mark
+        assert mark is not None, "an event that was never recorded orders nothing"
+        self._append(stream, lambda: self._run_until(mark))
+
+    def wait(self, event: LateEvent) -> None:
+        self.n_waits += 1
+        with self._one_at_a_time:
+            if event.mark is not None:
+                self._run_until(event.mark)
+
+    def finish(self, stream: LateStream) -> None:
+        with self._one_at_a_time:
+            while stream.todo:
+                self._run_next(stream)
+
+    def elapsed_s(self, first: LateEvent, last: LateEvent) -> float:
+        assert first.mark is not None
+        assert last.mark is not None
+        assert last.mark.reached_s >= first.mark.reached_s, "a device need not tell a negative time"
+        return last.mark.reached_s - first.mark.reached_s
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def lock(self, arenas: Any) -> None:
+        pass
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def _append(self, stream: LateStream, work: Callable[[], None]) -> None:
+        with self._one_at_a_time:
+            stream.todo.append(work)
+            while self.rng.random() < self.haste:
+                hasty = self.rng.randrange(len(self.streams))
+                if hasty != self.sleepy and self.streams[hasty].todo:
+                    self._run_next(self.streams[hasty])
+
+    def _run_until(self, mark: Mark) -> None:
+        while mark.reached_s is None:
+            self._run_next(mark.stream)
+
+    def _run_next(self, stream: LateStream) -> None:
+        if self.broken is not None:
+            raise RuntimeError(f"CUDA error: {self.broken}")
+        work = stream.todo.popleft()
+        try:
+            work()
+        except BaseException as error:
+            self.broken = self.broken or error
+            raise
+
+
+class Poisoned(CudaMachine):
+    """Fills a slot with NaN, in the stream that used it last, when it is released."""
+
+    def __init__(self, plan: Plan, *args, **kwargs) -> None:
+        super().__init__(plan, *args, **kwargs)
+        self.released = released_slots(plan)
+
+    def work(self, index, op, step):
+        super().work(index, op, step)
+        for slot in self.released[index]:
+            self.arenas.poison(slot)
+
+
+def machine_of(config, semantics, policy, seed=0, haste=0.0, machine_type=Poisoned):
+    plan = plan_of(config, semantics, policy)
+    check(plan)
+    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, streams=LateStreams(seed, haste))
+    machine.initialise(7)
+    return machine
