@@ -9,7 +9,8 @@ from runtime.workload import ITEM_BYTES, Saved, Workload
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
-BOUNDARY_ALIGN_BYTES = 256
+SLOT_ALIGN_BYTES = 256
+SQUARE_BYTES = 8  # the sum of a tensor's squares, fp64
 REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 MOMENT_BYTES = 8  # AdamW's two, fp32
 
@@ -35,6 +36,11 @@ def can_split(semantics: Semantics) -> bool:
     return (semantics.compute_dtype, semantics.master_dtype) == ("bf16", "fp32")
 
 
+def can_square(workload: Workload) -> range:
+    """The blocks whose gradients are whole on the device: where a weight is tied, the host adds up what its two uses give."""
+    return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
+
+
 def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
     """How gradients move must suit the groups of micro-batches."""
     if policy.group_micro_batches > semantics.n_micro_batches:
@@ -48,6 +54,8 @@ def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
             raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
         if policy.transfer_chunk_bytes is not None:
             raise PlanError("gradients that are summed on the host leave whole; chunks need all micro-batches in one group")
+        if policy.square_blocks:
+            raise PlanError("gradients that are summed on the host are only whole there; square_blocks need them in one group")
 
 
 def _refuse_blocks(workload: Workload, policy: Policy) -> None:
@@ -64,6 +72,7 @@ def _refuse_blocks(workload: Workload, policy: Policy) -> None:
         ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
         ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
         ("spill_blocks", policy.spill_blocks, range(n_layers)),
+        ("square_blocks", policy.square_blocks, can_square(workload)),
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
@@ -123,6 +132,16 @@ def _state_bytes(plan: Plan) -> dict[str, int]:
     return state
 
 
+def _squares_bytes(plan: Plan) -> tuple[int, ...]:
+    """Of the slots for sums of squares, one fp64 per parameter of the block."""
+    blocks = plan.workload.blocks
+    return tuple(_aligned(SQUARE_BYTES * len(blocks[b].parameters)) for b in plan.policy.square_blocks)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+
 def arenas_of(plan: Plan) -> Iterator[Arena]:
     """Every arena of the plan, with exact slot sizes."""
     yield from _device_arenas(plan)
@@ -151,10 +170,12 @@ def _device_arenas(plan: Plan) -> Iterator[Arena]:
         yield Arena("sums", Place.DEVICE, (layer_elements * 4,))
     if not vocab_slot_is_sum(plan):
         yield Arena("vocab_sums", Place.DEVICE, (vocab_elements * 4,))
+    if squares := _squares_bytes(plan):
+        yield Arena("squares", Place.DEVICE, squares)
 
 
 def _boundary_bytes(plan: Plan) -> list[int]:
-    return [-(-b.boundary_bytes // BOUNDARY_ALIGN_BYTES) * BOUNDARY_ALIGN_BYTES for b in plan.workload.blocks[:-1]]
+    return [_aligned(b.boundary_bytes) for b in plan.workload.blocks[:-1]]
 
 
 def _host_arenas(plan: Plan) -> Iterator[Arena]:
@@ -182,4 +203,6 @@ def _host_arenas(plan: Plan) -> Iterator[Arena]:
         aligned = _boundary_bytes(plan)
         spilled = tuple(aligned[b] for b in policy.spill_blocks for _ in range(policy.group_micro_batches))
         yield Arena("spilled", Place.HOST, spilled)
-    yield Arena("norm", Place.HOST, (8 * sum(len(b.parameters) for b in blocks),))  # one fp64 sum of squares per tensor
+    if squares := _squares_bytes(plan):
+        yield Arena("host_squares", Place.HOST, squares)
+    yield Arena("norm", Place.HOST, (SQUARE_BYTES * sum(len(b.parameters) for b in blocks),))  # one fp64 sum of squares per tensor

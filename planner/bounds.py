@@ -8,12 +8,14 @@ they allow and all computing to the norm that the next updates wait for. Content
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import inf
 
 from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Update
 from runtime.region import Demand, Resource
 from runtime.workload import ITEM_BYTES, BlockKind
 
-from .arenas import N_STAGING_SLOTS, can_split
+from .arenas import N_STAGING_SLOTS, can_split, can_square
 from .cost import CostModel, update_bytes_per_param
 from .facets import KEYS, MEETINGS, UPDATES, Facets, Key, add, nothing
 
@@ -37,28 +39,41 @@ class Bound:
 
 
 def machine_bound(plan: Plan, cost: CostModel) -> Bound:
-    """Valid for every policy under the plan's semantics; only its blocks, semantics and micro-batch are looked at."""
-    facets = dict(_machine_facets(plan, cost))
-    binding = max(facets, key=lambda name: facets[name])
-    return Bound(facets[binding], binding)
+    """Valid for every policy under the plan's semantics; only its blocks, semantics and micro-batch are looked at.
+
+    Any share of the gradients may be squared on the device, and what a facet needs is linear in that share. So the largest facet is
+    least with none, with all, or where two facets are equal.
+    """
+    host, device = (dict(_machine_facets(plan, cost, squared)) for squared in ((), can_square(plan.workload)))
+    shares = {0.0, 1.0}
+    for a, b in combinations(host, 2):
+        apart_s, closing_s = host[a] - host[b], (host[a] - host[b]) - (device[a] - device[b])
+        if 0 < apart_s / (closing_s or inf) < 1:
+            shares.add(apart_s / closing_s)
+    facets = [{name: (1 - share) * host[name] + share * device[name] for name in host} for share in sorted(shares)]
+    least = min(facets, key=lambda of: max(of.values()))
+    binding = max(least, key=lambda name: least[name])
+    return Bound(least[binding], binding)
 
 
-def _machine_facets(plan: Plan, cost: CostModel) -> Iterator[tuple[str, float]]:
-    """Seconds that each facet needs for the work that no schedule avoids."""
+def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Seconds that each facet needs for the work that no schedule avoids, if the device squares these blocks' gradients."""
     profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
     dtype, n_micro_batches = semantics.compute_dtype, semantics.n_micro_batches
     capacity = cost.capacity
 
     # Every block forward and backward, no recompute; the head does both in one.
     compute_s = sum(cost.forward_s(b, dtype) + cost.backward_s(b, dtype) for b in blocks[:-1]) + cost.loss_s(plan)
-    yield "device compute", n_micro_batches * compute_s
+    gradient = ITEM_BYTES[semantics.gradient_dtype]
+    squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
+    yield "device compute", n_micro_batches * compute_s + squares_s
 
     # The host updates every weight in every step, so each goes up at least once. What a layer's backward needs and
     # does not fit beside the rest goes up again.
     item = ITEM_BYTES[dtype]
     layer_bytes = sum(b.n_params for b in blocks[1:-1]) * item
     up_bytes = plan.workload.n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
-    down_bytes = plan.workload.n_params * ITEM_BYTES[semantics.gradient_dtype]
+    down_bytes = plan.workload.n_params * gradient
     link = profile.link
     drawn: dict[Resource, float] = defaultdict(float)
     for resource, n_bytes in ((Resource.H2D, up_bytes), (Resource.D2H, down_bytes)):
@@ -70,14 +85,12 @@ def _machine_facets(plan: Plan, cost: CostModel) -> Iterator[tuple[str, float]]:
             drawn[shared] += copy_s * min(rate, capacity[shared])
         drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
 
-    # Norm and update of every parameter, on all host cores.
-    norm_bytes = plan.workload.n_params * ITEM_BYTES[semantics.gradient_dtype]
+    # Update of every parameter, on all host cores, and the norm of what the device does not sum.
+    norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient
     update_s = plan.workload.n_params / profile.optimizer_params_per_s(profile.host.n_cores)
     norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
     leanest = replace(plan, policy=Policy(storage="split" if can_split(semantics) else "mirrored"))
-    per_param = (
-        update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + ITEM_BYTES[semantics.gradient_dtype]
-    )
+    per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient
     update_bytes = plan.workload.n_params * per_param
     drawn[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
     drawn[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
@@ -160,7 +173,7 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
             add(work.first_forwards, load, n_first)
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
         work.seconds[kind, block] = earlier_s + demand.uncontended_s
-        leaves = kind is Kind.OFFLOAD or (kind is Kind.BACKWARD and not plan.reduced)
+        leaves = kind in (Kind.SQUARE, Kind.OFFLOAD) or (kind is Kind.BACKWARD and not plan.reduced)
         if leaves and plan.workload.blocks[block].kind is BlockKind.LAYER:
             work.last_backwards_s += count * demand.uncontended_s
     if plan.reduced:
@@ -181,7 +194,7 @@ def add_to_phases(phases: Phases, plan: Plan, kind: Kind, block: int, load: Mapp
     match kind:
         case Kind.FORWARD:
             add(phases.up, load, count)
-        case Kind.BACKWARD | Kind.RECOMPUTE:
+        case Kind.BACKWARD | Kind.RECOMPUTE | Kind.SQUARE:
             add(phases.down, load, count)
         case Kind.LOAD if block not in plan.policy.resident_blocks:
             add(phases.loads, load, 1)
@@ -268,7 +281,7 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
     """What a step of this policy contains at least: kind, block, demand, how often; of one block `only`, if given."""
     n_micro_batches, policy = plan.semantics.n_micro_batches, plan.policy
     n_groups = -(-n_micro_batches // policy.group_micro_batches)
-    n_layers = plan.workload.n_layers
+    n_layers, squared = plan.workload.n_layers, set(policy.square_blocks)
     # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
     n_turns = 2 * n_groups - 1
     spared = Counter(dict.fromkeys(_spared_layers(plan), n_turns))
@@ -305,7 +318,10 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
             yield Kind.OFFLOAD, b, _demand(plan, cost, Kind.OFFLOAD, b, 0), n_micro_batches
             yield Kind.ACCUMULATE, b, _demand(plan, cost, Kind.ACCUMULATE, b, 0), n_micro_batches
         updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
-        for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), Kind.NORM, *updates):
+        if b in squared:
+            yield Kind.SQUARE, b, _demand(plan, cost, Kind.SQUARE, b, None), 1
+        norm = () if b in squared and b else (Kind.NORM,)
+        for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), *norm, *updates):
             for chunk in chunks(b):
                 yield kind, b, _demand(plan, cost, kind, b, None, chunk), 1
 

@@ -17,6 +17,7 @@ from hwprofiles.schema import Profile
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.workload import Model, Workload
 
+from .arenas import can_square
 from .bounds import policy_bound
 from .cost import CostModel, region_of
 from .lower import lower
@@ -146,11 +147,12 @@ class Trial:
 
 
 def _essence(policy: Policy) -> Policy:
-    """The policy without the sizes of its buffers, and with the counts of blocks in place of their names."""
+    """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
     named = ("keep_blocks", "resident_blocks", "spill_blocks", "attention_blocks", "product_blocks")
     counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
     counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
-    return replace(policy, prefetch_depth=1, gradient_slots=1, offload_late_blocks=0, transfer_chunk_bytes=None, **counts)
+    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1, "offload_late_blocks": 0, "transfer_chunk_bytes": None}
+    return replace(policy, **buffers, square_blocks=(), **counts)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -196,6 +198,7 @@ class Tree:
                 break  # nothing that is open has a lower bound
             self._expand(node)
         self._speculate_more_or_less()
+        self._norm_elsewhere()
         self._cut_transfers()
 
     def _scout(self) -> None:
@@ -264,12 +267,13 @@ class Tree:
             self.best = policy
 
     def _speculate_more_or_less(self) -> None:
-        """How many blocks to update early depends on what the relaxation leaves out, the order of the host's work: climb."""
+        """How many blocks to update early depends on what the relaxation leaves out, the order of the host's work: climb. The more
+        are, the more the host gains from norms that it need not make."""
         n_blocks = len(self.trial.workload.blocks)
         if self.best is None or self.best.update is Update.BARRIER or self.trial.clipped_fraction is None:
             return
-        for share in SPECULATION_STARTS:
-            self._take_early(self.best, round(share * n_blocks))
+        for share, policy in product(SPECULATION_STARTS, (self.best, *self._squared(self.best)[-1:])):
+            self._take_early(policy, round(share * n_blocks))
         for n in SPECULATION_STRIDES:
             while (best := self.best).speculate_blocks:
                 for more in (-n, n):
@@ -283,6 +287,20 @@ class Tree:
         early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, n_blocks))
         if 0 < n_early <= n_blocks and self.trial.n_ops < MOST_CLIMBED_OPS and self.trial.fits(early):
             self._take(early)
+
+    def _norm_elsewhere(self) -> None:
+        """See whether the best plan gains from more norms on the device, or fewer: bounds may not tell them apart."""
+        if self.best is not None:
+            for other in self._squared(self.best):
+                if self.trial.fits(other):
+                    self._take(other)
+
+    def _squared(self, policy: Policy) -> list[Policy]:
+        """The policy with no gradient squared on the device, with the one that comes last, and with all that may be."""
+        can = can_square(self.trial.workload)
+        if policy.group_micro_batches < self.trial.semantics.n_micro_batches:
+            return []
+        return [replace(policy, square_blocks=tuple(blocks)) for blocks in ((), can[:1], can)]
 
     def _cut_transfers(self) -> None:
         """See whether the best plan gains from smaller transfers: more than nothing, for they are more ops."""

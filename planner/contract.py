@@ -75,6 +75,10 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         "host_gradients": host(lambda i: parts[i][1] * (vocab_wire if shape.vocab(parts[i][0]) else kept)),
         "norm": _Need(Place.HOST, 1, lambda _: NORM_BYTES * sum(len(b.parameters) for b in blocks)),
     }
+    if shape.squared:
+        squares = [NORM_BYTES * len(blocks[b].parameters) for b in shape.squared]
+        for name, place in (("squares", Place.DEVICE), ("host_squares", Place.HOST)):
+            needs[name] = _Need(place, len(squares), lambda i: squares[i])
     if "masters" in shape.state:
         needs["masters"] = host(lambda i: owned[i] * master)
     else:
@@ -145,25 +149,32 @@ def _expected_slots(shape: Shape, op: Op) -> tuple[_Slots, _Slots]:
     state: _Slots = [(arena, part) for arena in shape.state]
     copy = own if shape.upload not in shape.state else []
     shadow: _Slots = [("shadows", shape.shadows[b] + (op.chunk or 0))] if b in shape.shadows else []
+    squares: _Slots = [("squares", shape.squared[b])] if b in shape.squared else []
+    sums: _Slots = [("host_squares", shape.squared[b])] if b in shape.squared else []
     match op.kind:
         case Kind.LOAD:
             return own + ([(shape.upload, 0)] if b == shape.head and shape.tied else []), weights
         case Kind.FORWARD:
             return weights + below, above
         case Kind.LOSS:
-            sums, gradients = _expected_sums(shape, op, gradient)
-            return weights + below + sums, below + gradients
+            running, gradients = _expected_sums(shape, op, gradient)
+            return weights + below + running, below + gradients
         case Kind.BACKWARD:
-            sums, gradients = _expected_sums(shape, op, gradient)
-            return (weights if b else []) + above + below + sums, below + gradients
-        case Kind.OFFLOAD:
-            return gradient, host_gradient if shape.reduced else [("staging", -1 if vocab else None)]
+            running, gradients = _expected_sums(shape, op, gradient)
+            return (weights if b else []) + above + below + running, below + gradients
+        case Kind.SQUARE:
+            return gradient, squares
+        case Kind.OFFLOAD if not shape.reduced:
+            return gradient, [("staging", -1 if vocab else None)]
+        case Kind.OFFLOAD:  # the sums go with the first chunk
+            return (gradient, host_gradient) if op.chunk else (gradient + squares, host_gradient + sums)
         case Kind.ACCUMULATE:
             return [("staging", -1 if vocab else None), *host_gradient], host_gradient
         case Kind.NORM:
-            return [*both, ("norm", 0)], [("norm", 0)]
+            every: _Slots = [("host_squares", i) for i in shape.squared.values()] if b == 0 else []
+            return [*([] if squares else both), *every, ("norm", 0)], [("norm", 0)]
         case Kind.UPDATE:
-            return both + ([] if shape.eager else [("norm", 0)]) + state, state + copy
+            return both + (sums if shape.eager else [("norm", 0)]) + state, state + copy
         case Kind.SPECULATE:
             return both + state, shadow
         case Kind.SETTLE:
@@ -199,13 +210,16 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
     """Every op a step must have exactly once, most loads aside. Lazy: a hostile plan may promise 2^50 micro-batches."""
     for b in range(shape.n_blocks):
         for c in range(len(shape.chunks[b])):
-            yield Kind.NORM, b, c, None
+            if shape.has_norm(b):
+                yield Kind.NORM, b, c, None
             for kind in (Kind.SPECULATE, Kind.SETTLE) if b in shape.shadows else (Kind.UPDATE,):
                 yield kind, b, c, None
             if b in shape.resident:
                 yield Kind.LOAD, b, c, None
             if shape.reduced:
                 yield Kind.OFFLOAD, b, c, None
+        if b in shape.squared:
+            yield Kind.SQUARE, b, 0, None
         for m in range(shape.n_micro_batches):
             if b == shape.head:
                 yield Kind.LOSS, b, 0, m
@@ -266,7 +280,11 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
         raise wrong(i, op, "under this policy the block has no shadow")
     if kind is Kind.UPDATE and b in shape.shadows:
         raise wrong(i, op, "under this policy the block is updated by speculate and settle")
-    has_micro_batch = kind not in _IN_CHUNKS or (kind is Kind.OFFLOAD and not shape.reduced)
+    if kind is Kind.SQUARE and b not in shape.squared:
+        raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the host")
+    if kind is Kind.NORM and not shape.has_norm(b):
+        raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the device")
+    has_micro_batch = kind not in (*_IN_CHUNKS, Kind.SQUARE) or (kind is Kind.OFFLOAD and not shape.reduced)
     if (op.micro_batch is not None) != has_micro_batch or (kind is Kind.ACCUMULATE and shape.reduced):
         raise wrong(i, op, f"no such op in a plan with groups of {shape.group} micro-batches")
 

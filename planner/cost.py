@@ -13,11 +13,14 @@ from runtime.region import Demand, Region, Resource, Uses
 from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
+SQUARE_BYTES = 8  # a sum of squares, fp64
 MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
 # What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
 # fitted from three published runs (docs/accuracy.md). A CPU's profile is probed with the calls that the modules make.
 EAGER_FRACTION = 0.841
+NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
+SQUARE_KERNELS = 4  # of `runtime/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
 BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
@@ -57,7 +60,7 @@ def update_bytes_per_param(plan: Plan, block: int) -> int:
 
 
 # Kind, block, chunk; first and last micro-batch; what of the policy matters to one op
-_Key = tuple[Kind, int, int | None, bool, bool, bool, Saved, bool, bool, str, int | None]
+_Key = tuple[Kind, int, int | None, bool, bool, bool, Saved, bool, bool, str, int | None, bool, bool]
 
 
 @dataclass(slots=True)
@@ -94,7 +97,8 @@ class CostModel:
         kept, saved = b in policy.keep_blocks, plan.saved(b)
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
         stop, cut = policy.early_stop, policy.transfer_chunk_bytes
-        key = (op.kind, b, op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut)
+        squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
+        key = (op.kind, b, op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -108,7 +112,9 @@ class CostModel:
             case Kind.LOAD:
                 return self._copy("h2d", _elements(plan, op) * item)
             case Kind.OFFLOAD:
-                return self._copy("d2h", _elements(plan, op) * ITEM_BYTES[plan.gradient_dtype(op.block)])
+                with_squares = op.block in plan.policy.square_blocks and not op.chunk
+                n_bytes = _elements(plan, op) * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
             case Kind.SPILL:
                 return self._copy("d2h", block.boundary_bytes)
             case Kind.FETCH:
@@ -131,11 +137,17 @@ class CostModel:
                 # Read what was staged and the sum, write the sum.
                 staged = ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._reduce(block.slot_elements * (staged + 2 * FP32_BYTES))
+            case Kind.SQUARE:
+                n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._compute(self.square_s(block, n_bytes), n_bytes)
             case Kind.NORM:
+                ends_sum = op.block == 0 and plan.policy.square_blocks
+                n_sums = sum(len(b.parameters) for b in plan.workload.blocks) if ends_sum else 0
                 # A tied weight has two gradients: the embedding's own, and the head's.
-                n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
+                n_gradients = 0 if op.block in plan.policy.square_blocks else 2 if op.block == 0 and plan.workload.tied else 1
                 n_elements = block.host_elements if op.chunk is None else _elements(plan, op)
-                return self._reduce(n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
+                gradient_bytes = n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)]
+                return self._reduce(gradient_bytes + n_sums * SQUARE_BYTES)
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places
@@ -170,6 +182,21 @@ class CostModel:
             + (BACKWARD_POINTWISE * block.pointwise_bytes + block.tile_sum_bytes) / self._memory_rate
             + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
+
+    def square_s(self, block: Block, n_bytes: int) -> float:
+        """Seconds of summing the squares of a block's gradient on the device."""
+        if self.profile.device.kind == "cpu":
+            return n_bytes / self.square_bytes_per_s
+        sizes = [p.n_elements for p in block.parameters]  # a kernel for the whole chunks of a tensor, one for what is left
+        n_kernels = SQUARE_KERNELS + sum((n >= NORM_CHUNK_ELEMENTS) + (n % NORM_CHUNK_ELEMENTS > 0) for n in sizes)
+        return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
+
+    @property
+    def square_bytes_per_s(self) -> float:
+        """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
+        if self.profile.device.kind == "cpu":
+            return self.profile.host.reduce_bytes_per_s.value
+        return self._memory_rate
 
     def loss_s(self, plan: Plan) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
@@ -232,7 +259,8 @@ class CostModel:
         uses = {Resource.DRAM: n_bytes / seconds} if self.profile.device.kind == "cpu" and seconds > 0 else {}
         return self._demand(0.0, seconds, uses)
 
-    def _copy(self, direction: Direction, n_bytes: int) -> Demand:
+    def _copy(self, direction: Direction, n_bytes: int, n_copies: int = 1) -> Demand:
+        """A large copy, and so many in all: what goes along is too small to take more than its latency."""
         link = self.profile.link
         curve = link.h2d if direction == "h2d" else link.d2h
         rate = self.profile.copy_bytes_per_s(direction, n_bytes)
@@ -242,7 +270,7 @@ class CostModel:
             Resource.DRAM: rate * link.dram_bytes_per_byte,
             Resource.CORES: link.host_cores_per_copy.value,
         }
-        return self._demand(curve.latency_s.value, n_bytes / rate, uses)
+        return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
     def _reduce(self, n_bytes: int) -> Demand:
         rate = self.profile.host.reduce_bytes_per_s.value

@@ -80,9 +80,15 @@ class _Memory:
             case Kind.FETCH:
                 self.need(op.reads[0], "spilled output", b, m)
                 self.put(op.writes[0], "fetched output", m)
+            case Kind.SQUARE:
+                self.need(op.reads[0], "gradient", b)
+                self.put(op.writes[0], "squares")
             case Kind.OFFLOAD:
                 self.need(op.reads[0], "gradient", b, m)
                 self.put(op.writes[0], "gradient", m, c)
+                for slot, to in zip(op.reads[1:], op.writes[1:], strict=True):
+                    self.need(slot, "squares", b)
+                    self.put(to, "squares")
             case Kind.ACCUMULATE:
                 self.need(op.reads[0], "gradient", b, m)
                 if m:
@@ -92,7 +98,8 @@ class _Memory:
                 self.need_gradients()
                 so_far = self.held.get(op.writes[0])
                 n_done = so_far.block if so_far and so_far.step == step else 0
-                self.held[op.writes[0]] = _Held("norm", n_done + 1, None, step)
+                n_more = self.need_squares(list(shape.squared) if b == 0 else []) + (b not in shape.squared)
+                self.held[op.writes[0]] = _Held("norm", n_done + n_more, None, step)
                 self.normed[b, c] = step
             case Kind.UPDATE:
                 self.need_gradients()
@@ -150,10 +157,19 @@ class _Memory:
         for slot, block in zip(gradients, (self.op.block, self.shape.head), strict=False):
             self.need(slot, "gradient", block, None, self.op.chunk)  # only layers are cut, and only vocabulary blocks tied
 
+    def need_squares(self, blocks: list[int]) -> int:
+        """The sums of these blocks' squares on the host, in this order, and nobody else's; how many they are."""
+        slots = [slot for slot in self.op.reads if slot.arena == "host_squares"]
+        for slot, block in zip(slots, blocks, strict=True):
+            self.need(slot, "squares", block)
+        return len(slots)
+
     def need_norm(self, of_all: bool = True) -> None:
-        """The norm of all gradients of the step; or that the norm of this one, at least, is done."""
+        """The norm of all gradients of the step; or that the norm of this one, at least, is done, or its squares are known."""
         if of_all and not self.shape.eager:
-            self.need(Slot("norm", 0), "norm", len(self.shape.parts))
+            self.need(Slot("norm", 0), "norm", self.shape.n_normed)
+        elif self.op.block in self.shape.squared:
+            self.need_squares([self.op.block] if of_all else [])  # a speculation that is in vain does no harm
         elif self.normed.get((self.op.block, self.op.chunk)) != self.step:
             raise wrong(self.i, self.op, "updates a block before its norm")
 

@@ -135,6 +135,8 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
         said["storage"] = "masters split into bf16 and 16 bits"
     if policy.transfer_chunk_bytes is not None:
         said["transfers"] = f"layers moved {show_bytes(policy.transfer_chunk_bytes)} at a time"
+    if policy.square_blocks:
+        said["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
     early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
     return said | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
 

@@ -96,11 +96,13 @@ def _demands(plan: Plan, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     reduced, last = plan.reduced, plan.semantics.n_micro_batches - 1
     if kind in (Kind.SPECULATE, Kind.SETTLE) or (kind is Kind.ACCUMULATE and reduced):
         return
+    squared = set(plan.policy.square_blocks)
     several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD and not reduced)
     micro_batches = sorted({0, min(1, last), last}) if several else [None]
     chunked = plan.policy.transfer_chunk_bytes is not None and kind in (Kind.LOAD, Kind.OFFLOAD, Kind.NORM, Kind.UPDATE)
     for b, block in enumerate(plan.workload.blocks):
-        if kind not in _NOT_OF[block.kind]:
+        without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
+        if kind not in (*_NOT_OF[block.kind], *without):
             n_chunks = len(plan.chunks(b)) if chunked else 1
             for micro_batch, chunk in product(micro_batches, range(n_chunks) if n_chunks > 1 else (None,)):
                 demand = cost.demand(plan, Op(kind, LANE_OF[kind], b, micro_batch, chunk=chunk))

@@ -54,6 +54,11 @@ def check_policy(plan: Plan, shape: Shape) -> None:
     _check_saving(plan, shape)
     _check_stride(policy, shape)
     _check_speculation(policy, shape)
+    on_host = {0, shape.head} if shape.tied else set()  # where the gradients of a weight's two uses meet
+    if not _ascend(policy.square_blocks, range(shape.n_blocks)) or on_host & {*policy.square_blocks}:
+        raise PlanError(f"policy: square_blocks must name blocks whose gradients are whole on the device, in order, once; {AGAIN}")
+    if policy.square_blocks and not shape.reduced:
+        raise PlanError(f"policy: with square_blocks all micro-batches must be in one group, for the device to have sums; {AGAIN}")
     if policy.transfer_chunk_bytes is not None and not shape.reduced:
         raise PlanError(
             f"policy: transfer_chunk_bytes is {policy.transfer_chunk_bytes}, but layers go in chunks only where all micro-batches "

@@ -234,6 +234,7 @@ class _Gradients:
         self.head = len(plan.workload.blocks) - 1
         self.numbers = host_slots(plan)
         self.shadows = _shadow_slots(plan, self.numbers)
+        self.squares = {b: Slot("squares", i) for i, b in enumerate(plan.policy.square_blocks)}
         self.n_layer_slots = 0  # gradient slots handed out to layers so far
         self.n_staged = 0
         host = next(a for a in plan.arenas if a.name == "host_gradients")
@@ -271,13 +272,20 @@ class _Gradients:
         if not plan.reduced:
             self._offload_unreduced(block, m, last)
         elif last and plan.workload.blocks[block].kind is BlockKind.LAYER:
+            backward = Wait(len(self.program.ops) - 1)
+            self._square(block)
             self.waiting.append(block)
             while self.waiting and self.waiting[0] - plan.policy.offload_late_blocks >= block:
-                self._offload(self.waiting.pop(0), Wait(len(self.program.ops) - 1))
+                self._offload(self.waiting.pop(0), backward)
         elif last:
+            self._square(block)
             while self.waiting:  # the first layers have no further layer to wait for
                 self._offload(self.waiting.pop(0))
             self._offload(block)
+
+    def _square(self, block: int) -> None:
+        if block in self.squares:
+            self.program.add(Kind.SQUARE, block, None, [self.device_slot[block]], [self.squares[block]])
 
     def _offload(self, block: int, after: Wait | None = None) -> None:
         slots = [Slot("host_gradients", number) for number in self.numbers[block]]
@@ -287,7 +295,10 @@ class _Gradients:
         self.arrived[block] = slots
         for chunk, to in enumerate(slots):
             name = _named(chunk, slots)
-            self.program.add(Kind.OFFLOAD, block, None, [self.device_slot[block]], [to], late if chunk == 0 else None, name)
+            first = chunk == 0
+            reads = [self.device_slot[block], *([self.squares[block]] if first and block in self.squares else [])]
+            writes = [to, *(self._sums_of(block) if first else [])]
+            self.program.add(Kind.OFFLOAD, block, None, reads, writes, late if first else None, name)
             self._complete(block, chunk)
 
     def _offload_unreduced(self, block: int, m: int, last: bool) -> None:
@@ -311,13 +322,20 @@ class _Gradients:
     def _complete(self, block: int, chunk: int) -> None:
         """The chunk's gradient is whole on the host."""
         norm, name = Slot("norm", 0), _named(chunk, self.numbers[block])
-        self.program.add(Kind.NORM, block, None, [*self._whole(block, chunk), norm], [norm], chunk=name)
+        if block == 0 or block not in self.squares:
+            own = [] if block in self.squares else self._whole(block, chunk)
+            sums = [slot for b in self.squares for slot in self._sums_of(b)] if block == 0 else []
+            self.program.add(Kind.NORM, block, None, [*own, *sums, norm], [norm], chunk=name)
         if self.plan.policy.update is Update.EAGER:
             self._update(block, chunk)
         elif block in self.shadows:
             shadow = self.shadows[block][chunk]
             state = self._state(self.numbers[block][chunk])
             self.program.add(Kind.SPECULATE, block, None, [*self._whole(block, chunk), *state], [shadow], chunk=name)
+
+    def _sums_of(self, block: int) -> list[Slot]:
+        """Where on the host the sums of the block's squares arrive, if the device makes them."""
+        return [Slot("host_squares", self.squares[block].index)] if block in self.squares else []
 
     def _state(self, number: int) -> list[Slot]:
         """What the host has learned: master (as it is stored) and moments."""
@@ -327,7 +345,7 @@ class _Gradients:
     def _update(self, block: int, chunk: int) -> None:
         plan, number = self.plan, self.numbers[block][chunk]
         state = self._state(number)
-        norm = [] if plan.policy.update is Update.EAGER else [Slot("norm", 0)]
+        norm = self._sums_of(block) if plan.policy.update is Update.EAGER else [Slot("norm", 0)]
         copied = plan.weights_arena == "host_weights" and plan.policy.storage == "mirrored"
         copy = [Slot("host_weights", number)] if copied else []
         shadow = [self.shadows[block][chunk]] if block in self.shadows else []

@@ -14,7 +14,7 @@ from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Updat
 from runtime.region import Demand, Resource
 from runtime.workload import BlockKind, Model, Saved, Workload
 
-from .arenas import BOUNDARY_ALIGN_BYTES, N_STAGING_SLOTS, spill_ring_slots, state_bytes_per_param
+from .arenas import N_STAGING_SLOTS, SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
 from .bounds import Phases, add_to_phases, ops_at_least
 from .cost import CostModel
 from .facets import KEYS, MEETINGS, Facets, Key, add, nothing
@@ -68,7 +68,7 @@ class _Builder:
         self.lean = replace(family.policy(of.semantics), gradient_slots=gradient_slots or 1)
         self.take_turns = gradient_slots == 1  # with more slots, or none said, they need not
         self.plan = of.frame(self.lean)
-        self.facets = Facets((self.plan, *self._cut()), of.cost)
+        self.facets = Facets((self.plan, *self._squared(), *self._cut()), of.cost)
         self.n_groups = -(-of.semantics.n_micro_batches // family.group_micro_batches)
         self.layers = [i for i, blocks in enumerate(self.classes) if self._kind(i) is BlockKind.LAYER]
         p, n_layers = self.program, self.workload.n_layers
@@ -90,12 +90,35 @@ class _Builder:
         self.resident = [p.variable(0, len(blocks)) for blocks in self.classes]
         speculates = family.update is Update.DEFERRED and often is not None
         self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
+        legal = can_square(self.workload) if self.plan.reduced else ()
+        self.square = [p.variable(0, len(blocks) if blocks[0] in legal else 0) for blocks in self.classes]
+        loads = [self._squaring(blocks[0]) if blocks[0] in legal else (nothing(), nothing(), 0.0) for blocks in self.classes]
+        self.squares, self.squaring = [load[0] for load in loads], [load[1] for load in loads]
+        self.home = {self.square[0]: loads[0][2]}  # the embedding's gradient is the last to come home
 
     def _cut(self) -> Iterator[Plan]:
         """The same policy with smaller transfers, which draw less on what is shared."""
         if self.plan.reduced:
             for n in CHUNKS_PER_LAYER:
                 yield self.of.frame(cut(self.lean, self.plan, n))
+
+    def _squared(self) -> Iterator[Plan]:
+        """The same policy with every gradient squared on the device that may be."""
+        if self.plan.reduced:
+            yield self.of.frame(replace(self.lean, square_blocks=tuple(can_square(self.workload))))
+
+    def _squaring(self, block: int) -> tuple[dict[Key, float], dict[Key, float], float]:
+        """What a block's square costs; what is more to do with it than without, or less; and how much longer the gradient's way
+        home is then."""
+        square, more, home_s = nothing(), nothing(), 0.0
+        squared = self.of.frame(replace(self.lean, square_blocks=(block,)))
+        for plan, sign in ((squared, 1), (self.plan, -1)):
+            for kind, _, demand, count in ops_at_least(plan, self.of.cost, only=block):
+                if kind in (Kind.SQUARE, Kind.OFFLOAD, Kind.NORM):
+                    add(more, self.facets.of(kind, demand), sign * count)
+                    add(square, self.facets.of(kind, demand), kind is Kind.SQUARE)
+                    home_s += sign * demand.uncontended_s * (kind is not Kind.SQUARE)
+        return square, more, home_s
 
     def _kind(self, i: int) -> BlockKind:
         return self.workload.blocks[self.classes[i][0]].kind
@@ -115,7 +138,7 @@ class _Builder:
 
         fill = Fill(
             tier(None), tier(Saved.PRODUCTS), tier(Saved.ATTENTION), tuple(round(x[r]) for r in self.resident),
-            tuple(round(x[s]) for s in self.speculate), round(x[self.n_spilled]),
+            tuple(round(x[s]) for s in self.speculate), tuple(round(x[s]) for s in self.square), round(x[self.n_spilled]),
         )  # fmt: skip
         return Relaxed(bound * self.scale_s * (1 - SLACK), round(x[self.depth]), fill)
 
@@ -162,6 +185,7 @@ class _Builder:
         for kind in (Kind.SPILL, Kind.FETCH):
             add(moved, self.facets.of(kind, self._demand(kind, 0, 0)), n_micro_batches)
         variable[self.n_spilled] = moved
+        variable |= dict(zip(self.square, self.squaring, strict=True))
         self._phases(first)
         for step, clipped in ((self.step, False), (self.clipped_step, True)):
             if clipped:
@@ -208,13 +232,13 @@ class _Builder:
         load_s = [self._demand(Kind.LOAD, b).uncontended_s for b in blocks]
         last_s = self._demand(Kind.NORM, 0).uncontended_s
         last_s += self._demand(Kind.OFFLOAD, 0, None if self.plan.reduced else 0).uncontended_s
-        compute = {n: load.get(Lane.GPU, 0.0) for n, load in variable.items()}
+        computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
         match self.family.update:
             case Update.EAGER:
-                self._at_least(step, load_s[0] + total[Lane.GPU] + last_s + update_s[0], compute)
+                self._at_least(step, load_s[0] + total[Lane.GPU] + last_s + update_s[0], computed)
                 self._phases_at_least(step, 0.0, True, {})
             case Update.BARRIER:
-                self._at_least(step, load_s[0] + total[Lane.GPU] + last_s + sum(update_s), compute)
+                self._at_least(step, load_s[0] + total[Lane.GPU] + last_s + sum(update_s), computed)
                 updates = self._sum(Kind.UPDATE, blocks)
                 for key, seconds in total.items():
                     per_unit = {n: load.get(key, 0.0) for n, load in variable.items()}
@@ -235,7 +259,7 @@ class _Builder:
         last_s: float,
     ) -> None:
         blocks, n_first = range(len(self.workload.blocks)), self.family.group_micro_batches
-        compute = {n: load.get(Lane.GPU, 0.0) for n, load in variable.items()}
+        computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
         # What was speculated on need not be done when the norm is known; more than there is cannot be taken off.
         early: dict[int, dict[Key, float]] = {}
         if not clipped:
@@ -247,7 +271,7 @@ class _Builder:
             updated_s += update_s[b]
             # Transfers in chunks begin before the block's last update; only the vocabulary blocks are never cut.
             load_after_s = load if b in (0, blocks[-1]) else 0.0
-            self._at_least(step, last_s + updated_s + load_after_s + total[Lane.GPU] - before_s, compute | sooner)
+            self._at_least(step, last_s + updated_s + load_after_s + total[Lane.GPU] - before_s, computed | sooner)
             if b <= self.workload.n_layers:
                 before_s += n_first * self._demand(Kind.FORWARD, b, 0).uncontended_s
         updates, first_loads = self._sum(Kind.UPDATE, blocks), self._sum(Kind.LOAD, blocks)
@@ -264,7 +288,7 @@ class _Builder:
             self._phases_at_least(step, until_s, False, less)
             for key, seconds in total.items():
                 after_s = seconds - updates[key] - first_loads[key] - n_first * forwards[key]
-                per_unit = {n: load.get(key, 0.0) for n, load in variable.items()}
+                per_unit = {n: load.get(key, 0.0) for n, load in variable.items()} if key is not Lane.GPU else dict(computed)
                 per_unit[self.n_spilled] -= n_first * spill.get(key, 0.0)
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
@@ -292,6 +316,7 @@ class _Builder:
             for row, seconds in ((with_loads, phases.up[key] + loads_s), ({}, phases.up[key])):
                 self._at_least(self.up, seconds, row)
             backward = {n: load.get(key, 0.0) for n, load in self.backward.items()}
+            backward |= {self.square[i]: self.squares[i][key] for i in self.layers}
             n_left = (self.lean.gradient_slots if self.take_turns else max(GRADIENT_SLOTS)) + N_STAGING_SLOTS
             leaving_s = phases.leaving[key] - self.n_groups * n_left * phases.largest_leaving.get(key, 0.0)
             for more, more_s in (({}, 0.0), (with_loads, loads_s)):
@@ -304,7 +329,7 @@ class _Builder:
             self._at_least(step, until_s + self.turns_s, {**self.turns, **less})
 
     def _turns(self) -> tuple[float, dict[int, float]]:
-        """Every layer's last backward, by tier, and every layer's gradient leaving."""
+        """Every layer's last backward, by tier, and squares, and every layer's gradient leaving."""
         last = self.of.semantics.n_micro_batches - 1
         often = 1 if self.plan.reduced else self.of.semantics.n_micro_batches
         offloads = self._sum(Kind.OFFLOAD, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
@@ -312,6 +337,7 @@ class _Builder:
         for (i, tier), (n, _) in self.saving.items():
             plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
             backward[n] = often * self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, last)).uncontended_s
+        backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
         return often * offloads[Lane.D2H], backward
 
     def _sum(self, kind: Kind, blocks: range, micro_batch: int | None = None) -> dict[Key, float]:
@@ -333,7 +359,7 @@ class _Builder:
         weights = self.plan.arena("weights")
         assert weights is not None
         device_bytes, host_bytes = float(needs.device_memory_bytes), float(needs.host_memory_bytes)
-        boundary_bytes = group * -(-blocks[0].boundary_bytes // BOUNDARY_ALIGN_BYTES) * BOUNDARY_ALIGN_BYTES
+        boundary_bytes = group * -(-blocks[0].boundary_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         item = weights.slot_bytes[0] / max(b.slot_elements for b in blocks[1:-1])
         device = {self.depth: weights.slot_bytes[0], self.transient: device_bytes}
         device |= {self.n_spilled: -boundary_bytes, self.spills: spill_ring_slots(group) * boundary_bytes / group}

@@ -23,7 +23,8 @@ MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a lar
 
 def most_ops(workload: Workload, semantics: Semantics) -> int:
     """More ops than any plan has. Of a block, for each micro-batch: two loads, forward, recompute or spill and fetch, backward,
-    offload, accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm, two of updating."""
+    offload, accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm (of all chunks a
+    square), two of updating."""
     return sum(8 * semantics.n_micro_batches + 6 * len(block.parameters) for block in workload.blocks)
 
 

@@ -60,6 +60,7 @@ class Shape:
     chunks: tuple[tuple[Chunk, ...], ...]  # of each block
     first_part: tuple[int, ...]  # block: the slot of its first chunk in the arenas of the host
     shadows: dict[int, int]  # speculating block: the slot of its first chunk in `shadows`
+    squared: dict[int, int]  # block whose gradient's squares the device sums: its slot in `squares` and `host_squares`
 
     @staticmethod
     def of(plan: Plan) -> "Shape":
@@ -91,6 +92,7 @@ class Shape:
             chunks=chunks,
             first_part=_starts([len(c) for c in chunks]),
             shadows=dict(zip(speculating, _starts([len(chunks[b]) for b in speculating]), strict=True)),
+            squared={b: i for i, b in enumerate(sorted(set(policy.square_blocks))) if b < n_blocks},
         )
 
     @property
@@ -112,6 +114,15 @@ class Shape:
     def parts(self) -> list[tuple[int, int]]:
         """Block and chunk of each slot of an arena of the host."""
         return [(b, c) for b, chunks in enumerate(self.chunks) for c in range(len(chunks))]
+
+    @property
+    def n_normed(self) -> int:
+        """Gradients that the norm of a step is made of: a block's squares, or each chunk that the host reads."""
+        return len(self.squared) + sum(len(c) for b, c in enumerate(self.chunks) if b not in self.squared)
+
+    def has_norm(self, block: int) -> bool:
+        """Whether there is a norm op for the block: that of block 0 is also there to end the sum."""
+        return block == 0 or block not in self.squared
 
     def vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""

@@ -1,8 +1,9 @@
 """Which policies are there to choose from?
 
 The space is cut into *families*: when the host updates, how many micro-batches go through a layer at a time, how many layers
-share a boundary. Inside a family the rest is free: buffers, and block by block what is saved, spilled, resident, or updated
-on speculation. A baseline is a known system's *schedule* under the user's own semantics: the bits of the result are the same.
+share a boundary. Inside a family the rest is free: buffers, and block by block what is saved, spilled, resident, updated on
+speculation, or squared on the device for the norm. A baseline is a known system's *schedule* under the user's own semantics: the
+bits of the result are the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ class Fill:
     attention: tuple[int, ...]
     resident: tuple[int, ...]
     speculate: tuple[int, ...]
+    square: tuple[int, ...]
     n_spilled: int
 
 
@@ -130,16 +132,18 @@ def tiers_of(block: Block, family: Family) -> list[Saved | None]:
 
 def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
     """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
-    the first. `spread`: evenly over the layers, so that uploads between them are spaced."""
+    the first. `spread`: evenly over the layers, so that uploads between them are spaced. Squared are the first layers: their
+    gradients come last, when the step waits for the norm."""
     classes = classes_of(workload)
     place = _spread if spread else _packed
-    keep, products, attention, resident = [], [], [], []
+    keep, products, attention, resident, square = [], [], [], [], []
     for i, blocks in enumerate(classes):
         saving = place(blocks, fill.keep[i] + fill.products[i] + fill.attention[i])
         attention += saving[: fill.attention[i]]
         products += saving[fill.attention[i] : fill.attention[i] + fill.products[i]]
         keep += saving[fill.attention[i] + fill.products[i] :]
         resident += _spread(blocks, fill.resident[i]) if spread else blocks[: fill.resident[i]]
+        square += blocks[: fill.square[i]]
     kept_inputs = {b - 1 for b in keep}
     return replace(
         policy,
@@ -147,6 +151,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         product_blocks=tuple(sorted(products)),
         attention_blocks=tuple(sorted(attention)),
         resident_blocks=tuple(sorted(resident)),
+        square_blocks=tuple(sorted(square)),
         speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),
         spill_blocks=tuple([b for b in range(workload.n_layers) if b not in kept_inputs][: fill.n_spilled]),
     )

@@ -43,7 +43,7 @@ RESOURCES: dict[str, tuple[Group, ...]] = {
 class Waterfall:
     """Seconds of a step by what they are spent on. None is negative, and together they are the step."""
 
-    ideal_compute_s: float  # forward and backward on the device, once each, without a launch
+    ideal_compute_s: float  # forward and backward on the device, once each, without a launch, and norms if it makes them
     recompute_s: float  # forwards again, for activations that were not kept
     link_s: float  # waiting for copies, were host memory infinitely fast and the optimizer free
     host_dram_s: float  # what copies and optimizer slow each other, for want of host memory rate

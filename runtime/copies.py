@@ -32,10 +32,12 @@ class Copies:
             self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name]).copy_(view, non_blocking=True)
 
     def offload(self, op: Op) -> None:
-        """The elements of one chunk of a gradient, or of all of it."""
+        """The elements of one chunk of a gradient, or of all of it; and the sums of its squares, if they go along."""
         dtype, part = self.plan.gradient_dtype(op.block), self.host.chunks[op.block][op.chunk or 0]
         source = self.arenas.view(op.reads[0], dtype, (len(part),), part.start)
         self.arenas.view(op.writes[0], dtype, (len(part),)).copy_(source, non_blocking=True)
+        for squares, to in zip(op.reads[1:], op.writes[1:], strict=True):
+            self.arenas.raw(to).copy_(self.arenas.raw(squares), non_blocking=True)
 
     def move_boundary(self, op: Op) -> None:
         """Spill or fetch."""

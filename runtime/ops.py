@@ -42,6 +42,7 @@ class Kind(StrEnum):
     SPECULATE = "speculate"
     SETTLE = "settle"
     RECOMPUTE = "recompute"
+    SQUARE = "square"
 
 
 LANE_OF = {
@@ -58,6 +59,7 @@ LANE_OF = {
     Kind.SPECULATE: Lane.CPU,
     Kind.SETTLE: Lane.CPU,
     Kind.RECOMPUTE: Lane.GPU,
+    Kind.SQUARE: Lane.GPU,
 }
 
 

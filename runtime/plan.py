@@ -23,6 +23,7 @@ of decoder layers; block 0 is the embedding, blocks 1..L the layers, block L+1 t
     speculate b   R those gradients, `masters[b]`, `moments[b]`.  W the block's slot of `shadows`
     settle b      R those gradients, `norm[0]`, `masters[b]`, `moments[b]`, the slot of `shadows`.  W `masters[b]`, `moments[b]`,
                   `host_weights[b]` where there is one, the slot of `shadows`
+    square b      R the device gradient slot.  W the block's slot of `squares`
     recompute b m R the weight slot, the boundary of b-1.  W the boundary of b
     spill b m     R the boundary slot of (b, m).  W one slot of `spilled` (on the host)
     fetch b m     R that slot of `spilled`.  W a slot of `boundaries`
@@ -52,6 +53,15 @@ ascending order, and wherever above a host arena (`masters`, `remainders`, `mome
 `shadows`) has one slot for a layer it has one per chunk. An op names its chunk where its block has more than one. Vocabulary
 blocks are one chunk; all micro-batches must be in one
 group. The ring of eager updates has as many slots as two layers have chunks, each of the size of the largest chunk.
+
+Of a block in `policy.square_blocks` the device sums the squares of the gradient, once that is whole: all micro-batches must be in
+one group, and where the vocabulary's weight is tied, neither of its blocks can be among them, for the host adds up its gradient.
+`squares` on the device and `host_squares` on the host have one slot for each, in ascending order of blocks, of one fp64 per
+parameter. square b follows the micro-batch that completes the gradient; the block's first (or only) offload reads its slot of
+`squares` too, after the gradient, and writes that of `host_squares`, after `host_gradients`. The block has no `norm`, and is
+speculated on, or updated eagerly, when its gradient has arrived; an eager update reads its slot of `host_squares` where others
+read `norm[0]`, and stops at what is not finite. There is a norm 0 all the same: it reads the gradients that it would read were
+block 0 not squared (none, if it is), then all slots of `host_squares`, then `norm[0]`.
 
 A block in `policy.resident_blocks` has a weight slot of its own in `resident_weights` (of exact size, in ascending order of
 blocks), loaded once a step, before its first use. With storage `split` there is no `masters` but `remainders` (16 bits per

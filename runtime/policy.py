@@ -74,4 +74,5 @@ class Policy:
     boundary_stride: Count = 1  # of so many layers only the last one's output stays; the others' are computed again in backward
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
     transfer_chunk_bytes: Count | None = None  # compute weights per transfer of a layer; None: a layer at a time
+    square_blocks: tuple[Natural, ...] = ()  # blocks of whose gradients the device sums the squares for the norm
     __pydantic_config__ = FILE

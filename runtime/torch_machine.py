@@ -14,6 +14,7 @@ from .copies import Copies
 from .data import Batch
 from .host_state import HostState
 from .memory import Arenas
+from .norms import Squares
 from .optimizer import AdamW
 from .plan import Kind, Lane, Op, Plan
 from .updates import StepResult, Updates
@@ -40,6 +41,7 @@ class TorchMachine:
         self.arenas = Arenas(plan.arenas, device)
         self.host = HostState(plan, self.arenas)
         self.compute = Compute(plan, self.arenas, batches, self.results, seed, _generator(device), losses_are_there)
+        self._squares = Squares(plan, self.arenas)
         self._copies = Copies(plan, self.arenas, self.host)
         self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
 
@@ -74,6 +76,8 @@ class TorchMachine:
                 self.compute.loss(op, step)
             case Kind.BACKWARD:
                 self.compute.backward(op, step)
+            case Kind.SQUARE:
+                self._squares.square(op)
             case Kind.OFFLOAD:
                 self._copies.offload(op)
             case Kind.SPILL | Kind.FETCH:

@@ -1,7 +1,7 @@
 """What does the host do with a step's gradients?"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .chunks import Scratch
@@ -80,21 +80,34 @@ class Updates:
 
     def norm(self, index: int, op: Op, step: int) -> None:
         sums = self.arenas.view(Slot("norm", 0), "fp64")
-        owned = self.state.of_chunk(op.block, op.chunk)
-        shared = [squares_tasks(self._gradient(op, p)) for p in owned]
-        done = iter(self.workers.run([task for tasks in shared for task in tasks]))
-        for p, tasks in zip(owned, shared, strict=True):
-            square = added(chunk for _ in tasks for chunk in next(done))
-            if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
-                raise NonFiniteError(
-                    f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
-                )
+        squares = dict(self._arrived(op))
+        if op.block not in self.plan.policy.square_blocks:
+            owned = self.state.of_chunk(op.block, op.chunk)
+            shared = [squares_tasks(self._gradient(op, p)) for p in owned]
+            done = iter(self.workers.run([task for tasks in shared for task in tasks]))
+            for p, tasks in zip(owned, shared, strict=True):
+                squares[p] = added(chunk for _ in tasks for chunk in next(done))
+        for p, square in squares.items():
+            self._refuse_infinite(p, square, step)
             sums[self._tensor_number[p.name]] = square
         if index == self._last_norm:
             total = 0.0
             for square in sums[: len(self._tensor_number)].tolist():  # not `sum`, which compensates from Python 3.12 on
                 total += square
             self.results[step].grad_norm = math.sqrt(total)
+
+    def _arrived(self, op: Op) -> Iterator[tuple[Parameter, float]]:
+        """The parameters of whose gradients the op reads sums that the device made, and these."""
+        for slot in op.reads:
+            if slot.arena == "host_squares":
+                owned = self.state.owned(self.plan.policy.square_blocks[slot.index])
+                yield from zip(owned, self.arenas.view(slot, "fp64", (len(owned),)).tolist(), strict=True)
+
+    def _refuse_infinite(self, p: Parameter, square: float, step: int) -> None:
+        if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
+            )
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -111,6 +124,8 @@ class Updates:
         return self._factor[1]
 
     def update(self, op: Op, step: int) -> None:
+        for p, square in self._arrived(op):  # of an eager update, which comes before the norm
+            self._refuse_infinite(p, square, step)
         factor = self._step_factor(step)
         if factor is None:
             return

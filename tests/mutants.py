@@ -220,6 +220,54 @@ def _speculate_out_of_turn(plan: Plan) -> Mutants:
                 yield f"after the settle, op {i}: {op}", _moved_to(plan, i, settle)
 
 
+def _square_out_of_turn(plan: Plan) -> Mutants:
+    """A square ahead of the op that completes its gradient, or after the next one that writes the gradient's slot."""
+    for i, op in enumerate(plan.ops):
+        if op.kind is Kind.SQUARE:
+            before = [j for j in range(i) if op.reads[0] in plan.ops[j].writes]
+            after = [j for j in range(i + 1, len(plan.ops)) if op.reads[0] in plan.ops[j].writes]
+            if before:
+                yield f"before its gradient, op {i}: {op}", _moved(plan, i, before[-1])
+            for j in after[:1]:
+                yield f"after the next gradient, op {i}: {op}", _moved_to(plan, i, j)
+
+
+def _squares_left_behind(plan: Plan) -> Mutants:
+    """Sums that do not go along with their gradient, or go along with another chunk; a norm, or an update, that lacks some."""
+    for i, op in enumerate(plan.ops):
+        carried = [s for s in (*op.reads, *op.writes) if s.arena in ("squares", "host_squares")]
+        if not carried or op.kind is Kind.SQUARE:
+            continue
+        for slot in carried:
+            reads, writes = (tuple(s for s in slots if s != slot) for slots in (op.reads, op.writes))
+            yield f"without {slot} in op {i}: {op}", _with_op(plan, i, replace(op, reads=reads, writes=writes))
+        bare = replace(
+            op, reads=tuple(s for s in op.reads if s not in carried), writes=tuple(s for s in op.writes if s not in carried)
+        )
+        for j, other in enumerate(plan.ops):
+            if (other.kind, other.block) == (op.kind, op.block) and other.chunk != op.chunk:
+                more = replace(
+                    other,
+                    reads=(*other.reads, *(s for s in op.reads if s in carried)),
+                    writes=(*other.writes, *(s for s in op.writes if s in carried)),
+                )
+                yield f"with op {j}, not {i}: {op}", _with_op(_with_op(plan, i, bare), j, more)
+
+
+def _other_squares(plan: Plan) -> Mutants:
+    """The sums of two blocks change places: on the device, on the host, or only where one of their ops reads or writes them."""
+    for arena in ("squares", "host_squares"):
+        slots = sorted({s for op in plan.ops for s in op.writes if s.arena == arena})
+        for n, a in enumerate(slots):
+            for b in slots[n + 1 :]:
+                exchange = {a: b, b: a}
+                users = [i for i, op in enumerate(plan.ops) if {a, b} & {*op.reads, *op.writes}]
+                ops = tuple(_renamed(op, exchange) for op in plan.ops)
+                yield f"{a} <-> {b} everywhere", replace(plan, ops=ops)
+                for i in users:
+                    yield f"{a} <-> {b} in op {i}: {plan.ops[i]}", _with_op(plan, i, _renamed(plan.ops[i], exchange))
+
+
 def _settle_early(plan: Plan) -> Mutants:
     """A settle before the last norm: just so, or as early as its speculate allows."""
     last = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=0)
@@ -325,6 +373,7 @@ SIBLINGS = (
     {"masters", "remainders", "host_weights", "moments", "shadows"},
     {"boundaries", "spilled"},
     {"sums", "gradients", "vocab_sums", "vocab_gradients"},
+    {"squares", "host_squares", "norm"},
 )
 
 
@@ -341,12 +390,14 @@ def _other_arena(plan: Plan) -> Mutants:
 
 
 def _other_policy(plan: Plan) -> Mutants:
-    """The same ops under a policy that says otherwise of what is resident, spills, speculates, is cut or stored how."""
+    """The same ops under a policy that says otherwise of what is resident, spills, speculates, is squared, is cut or stored how."""
     policy = plan.policy
     for b in range(len(plan.workload.blocks)):
         resident, spill = set(policy.resident_blocks) ^ {b}, set(policy.spill_blocks) ^ {b}
         yield f"resident {sorted(resident)}", replace(plan, policy=replace(policy, resident_blocks=tuple(sorted(resident))))
         yield f"spilled {sorted(spill)}", replace(plan, policy=replace(policy, spill_blocks=tuple(sorted(spill))))
+        squared = tuple(sorted(set(policy.square_blocks) ^ {b}))
+        yield f"squared {squared}", replace(plan, policy=replace(policy, square_blocks=squared))
         speculating = tuple(sorted(set(policy.speculate_blocks) ^ {b}))
         yield f"speculating {speculating}", replace(plan, policy=replace(policy, speculate_blocks=speculating))
     for stride in {max(policy.boundary_stride - 1, 1), policy.boundary_stride + 1} - {policy.boundary_stride}:
@@ -414,6 +465,9 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "do the work of another recompute": _recompute_other,
     "speculate out of turn": _speculate_out_of_turn,
     "settle before the norm of all": _settle_early,
+    "square out of turn": _square_out_of_turn,
+    "squares left behind": _squares_left_behind,
+    "the squares of another block": _other_squares,
     "the shadow of another block": _other_shadow,
     "swap neighbours in a lane": _swap_neighbours,
     "swap two ops of a lane": _swap_anywhere,
@@ -489,6 +543,27 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
     ),
     (2, 2, False, "bf16", {"update": Update.DEFERRED, "speculate_blocks": (1, 2, 3), "storage": "split", "boundary_stride": 2}),
     (3, 1, False, "fp32", {"update": Update.EAGER, "transfer_chunk_bytes": 4000, "gradient_slots": 2, "offload_late_blocks": 1}),
+    (
+        3,
+        2,
+        False,
+        "bf16",
+        {"square_blocks": (0, 1, 2, 3, 4), "group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1},
+    ),
+    (2, 1, False, "bf16", {"square_blocks": (1, 3), "update": Update.EAGER, "transfer_chunk_bytes": 1, "gradient_slots": 2}),
+    (
+        3,
+        1,
+        True,
+        "bf16",
+        {
+            "square_blocks": (1, 2, 3),
+            "update": Update.DEFERRED,
+            "speculate_blocks": (0, 2),
+            "transfer_chunk_bytes": 1,
+            "storage": "split",
+        },
+    ),
 )
 
 

@@ -68,7 +68,9 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
     for arena in plan.arenas:
         if arena.name in ("masters", "remainders", "moments", "host_weights"):
             held.update({Slot(arena.name, i): name("initial", arena.name, i) for i in range(len(arena.slot_bytes))})
-    n_norms = sum(len(plan.chunks(b)) for b in range(len(plan.workload.blocks)))
+    # Of a block that the device squares only block 0 has a norm, which ends the sum.
+    normed = [b for b in range(len(plan.workload.blocks)) if b == 0 or b not in plan.policy.square_blocks]
+    n_norms = sum(len(plan.chunks(b)) for b in normed)
     parts_of: dict[int, dict[tuple[int, int | None], int]] = {}  # of a weight slot's value: what each chunk holds
     results: list[Any] = []
     for node in nx.lexicographical_topological_sort(graph):
@@ -97,8 +99,10 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                     new[n] = name("of input", term) if slot.arena == "boundaries" else total
                     if is_rounded and plan.policy.group_micro_batches == n_micro_batches:
                         new[n] = name("rounded", total)
+            case Kind.SQUARE:
+                new = [name("squared", b, *values)]
             case Kind.OFFLOAD:
-                new = [value if c is None else name("part", c, value) for value in values]
+                new = [values[0] if c is None else name("part", c, values[0]), *values[1:]]
             case Kind.SPILL | Kind.FETCH:
                 new = values
             case Kind.ACCUMULATE:
@@ -142,7 +146,8 @@ def _misplaced(original: Plan, mutant: Plan) -> str | None:
         staying += [max(blocks[i].boundary_bytes for i in again if i % stride == k)] * group
     leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
     ring = [max(leaving)] * (2 * group + 1) if leaving else []
-    rounded_up = {"boundaries": staying + ring, "spilled": leaving}  # in the original
+    squared = [8 * len(blocks[b].parameters) for b in original.policy.square_blocks]
+    rounded_up = {"boundaries": staying + ring, "spilled": leaving, "squares": squared, "host_squares": squared}  # in the original
     used = {slot for op in mutant.ops for slot in (*op.reads, *op.writes)}
     for a, b in zip(original.arenas, mutant.arenas, strict=True):
         starts = [0, *accumulate(b.slot_bytes)]

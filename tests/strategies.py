@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from planner.arenas import can_square
 from planner.lower import lower
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -225,6 +226,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
         # Unreduced gradients leave at once, and whole.
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
         transfer_chunk_bytes=draw(chunk_bytes) if one_group else None,
+        square_blocks=_some(draw, can_square(workload)) if one_group else (),
         group_micro_batches=group,
         update=update,
         speculate_blocks=_some(draw, range(n + 2)) if update is Update.DEFERRED else (),

@@ -51,7 +51,7 @@ HOME = {
         *(f"planner/{name}.py" for name in ("cli", "cli_plan")),
     },
     "torch": {
-        *(f"runtime/{name}.py" for name in ("memory", "slabs", "host_state", "optimizer", "chunks")),
+        *(f"runtime/{name}.py" for name in ("memory", "slabs", "host_state", "optimizer", "chunks", "norms")),
         *(f"runtime/{name}.py" for name in ("blocks", "tiles", "recompute", "compute", "torch_machine", "cpu")),
         *(f"runtime/{name}.py" for name in ("cuda", "streams", "staging", "trainer", "data", "checkpoint", "tensor_files")),
         *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments", "cuda")),

@@ -101,6 +101,10 @@ HARMLESS = {
     "spill": "as above",
     "spilled": "the last slot is rounded up, and still holds what goes into it",
     "loss": "different micro-batches",
+    "squares": "the last slot is rounded up, and still holds what goes into it",
+    "host_squares": "as above",
+    "backward square": "the gradient of another block, in another slot",
+    "square": "before its gradient's slot is written again; or the sums of different blocks",
     "boundaries": "the last boundary slot is rounded up, and still holds what goes into it",
     "weights": "a weight slot that no other block has at that time, in any timing",
     "recompute": "an output of another block or micro-batch, still in time; or of the last segment, while forward's is there too",
@@ -174,7 +178,8 @@ def test_waits_in_a_circle_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOAD, Kind.ACCUMULATE}))
 def test_an_op_done_twice_is_refused(kind: Kind) -> None:
-    plan = small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(spill_blocks=(1,), speculate_blocks=(2,))
+    knobs: dict[str, Any] = {"spill_blocks": (1,), "speculate_blocks": (2,), "square_blocks": (0, 2)}
+    plan = small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(**knobs)
     op = next(op for op in plan.ops if op.kind is kind)
     assert "twice" in error_of(replace(plan, ops=(*plan.ops, op)))
 

@@ -71,8 +71,11 @@ def go_on(run: Training, to: int = N_STEPS) -> int:
     """Resume from the last checkpoint, or begin again where there is none; the step it went on from."""
     found = latest(run.folder)
     if found is None:
+        host = run.store.host
         run.store.initialise(7)
-        run.store.host.n_updates = 0
+        for moment in (m for b in range(len(run.plan.workload.blocks)) for p in host.owned(b) for m in host.moments(p)):
+            moment.zero_()
+        host.n_updates = 0
         run.run(0, to, lambda metrics: None)
         return 0
     state = load_state(found)

@@ -187,6 +187,7 @@ OTHER_POLICY = {
     "boundary_stride": 2,
     "speculate_blocks": (1,),
     "transfer_chunk_bytes": 2048,
+    "square_blocks": (1,),
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
+from planner.arenas import can_square
 from planner.bounds import machine_bound, ops_at_least, policy_bound
 from planner.branch import Tree
 from planner.check import check
@@ -149,6 +150,7 @@ def members(draw, family, s, workload):
         boundary_stride=family.boundary_stride,
         speculate_blocks=some(range(n_layers + 2)) if family.update is Update.DEFERRED and draw(st.booleans()) else (),
         transfer_chunk_bytes=draw(st.sampled_from([None, 1, 10_000_000])) if one_group else None,
+        square_blocks=some(can_square(workload)) if one_group and draw(st.booleans()) else (),
     )
 
 

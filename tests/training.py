@@ -14,7 +14,7 @@ from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
-from runtime.plan import Lane, Op, Plan, Policy, Semantics, Slot
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot
 from runtime.workload import Model
 
 from . import reference
@@ -109,7 +109,7 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
     for slot, indices in uses.items():
         readers: set[Lane] = set()
         for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
-            if slot in plan.ops[index].reads:
+            if slot in plan.ops[index].reads and plan.ops[index].kind is not Kind.SQUARE:  # the offload waits for it
                 readers.add(plan.ops[index].lane)
             if slot not in plan.ops[following].reads and not plan.ops[following].chunk:
                 if readers == {plan.ops[index].lane}:
