@@ -22,7 +22,7 @@ from .device import Buffer, DeviceError, DeviceFacts, DeviceOutOfMemory, Event, 
 from .instruments import on_cores
 from .pci import pci_folder, pci_link
 from .schema import Direction, Dtype
-from .works import Work, attention, filled, products
+from .works import Work, attention, products, slab
 
 DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 COPIES_AHEAD = 2  # in a stream's queue while copies run without end
@@ -110,7 +110,7 @@ class CudaDevice:
             if place == "device":
                 memory = torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
             else:
-                memory = filled(n_bytes) if cores is None else on_cores(cores, 1, lambda: filled(n_bytes))
+                memory = slab(n_bytes) if cores is None else on_cores(cores, 1, lambda: slab(n_bytes))
             torch.cuda.synchronize(self._device)
         pinned = place == "pinned" and self._pin(memory)
         try:

@@ -35,7 +35,7 @@ from .samples import (
     together_per_second,
 )
 from .schema import Dtype, Profile
-from .works import Work, attention, filled, pointwise, product_stream, products, walking_copy
+from .works import Work, attention, pointwise, product_stream, products, slab, walking_copy
 
 Progress = Callable[[str, float], None]  # what is measured now, and the fraction done
 
@@ -197,7 +197,7 @@ def _sources(bench: Bench, cpu: str, resident_bytes: int, cliffs: Sequence[Cliff
 
 def _link(bench: Bench, effort: Effort, processor: Processor) -> tuple[dict[str, Any], list[Work]]:
     """Copies over sizes, under the optimizer, and both ways at once; and one endless copy each way, to load the machine with."""
-    host_memory, slots = filled(effort.cold_bytes), filled(SLOTS_BYTES)
+    host_memory, slots = slab(effort.cold_bytes), slab(SLOTS_BYTES)
     ways = {"h2d": (slots, host_memory), "d2h": (host_memory, slots)}
     works = [walking_copy(to, source, COPY_BYTES) for to, source in ways.values()]
     cores = bench.host_cores

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from runtime.memory import DTYPE
 from runtime.optimizer import CHUNK_ELEMENTS, AdamW, Scratch, adamw_, sum_of_squares
+from runtime.slabs import host_slab
 from runtime.units import KiB
 
 from .schema import Dtype
@@ -98,6 +99,11 @@ def product_stream() -> Work:
 def filled(n_bytes: int) -> torch.Tensor:
     """Memory that was written to, so that every page of it is there."""
     return torch.empty(n_bytes, dtype=torch.uint8).fill_(1)
+
+
+def slab(n_bytes: int) -> torch.Tensor:
+    """Memory as the runtime takes it, with pages of its own, all of them there."""
+    return host_slab(n_bytes).fill_(1)
 
 
 def walking_copy(to: torch.Tensor, source: torch.Tensor, n_bytes: int, n_copies: int = 1) -> Work:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 10**9
 MAX_NUMBER = 1e6
+CUDA_OWN_BYTES = 2**30  # what no plan counts: kernels, loaded when first used, and workspaces of products
 
 
 class Number(click.FloatRange):
@@ -329,10 +330,11 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
     if device == "cuda":
         from .streams import free_cuda_bytes
 
-        short_device_bytes = max(0, on_device - free_cuda_bytes())
+        needed_bytes = on_device + CUDA_OWN_BYTES
+        short_device_bytes = max(0, needed_bytes - free_cuda_bytes())
         on_host, where = plan.host_arena_bytes, "of pinned memory"
         if short_device_bytes:
-            raise _does_not_fit(f"{show_bytes(on_device)} of the GPU's memory", short_device_bytes, 0)
+            raise _does_not_fit(f"{show_bytes(needed_bytes)} of the GPU's memory", short_device_bytes, 0)
     else:
         on_host, where = plan.host_arena_bytes + on_device, "here"
     available_bytes = available_host_bytes()

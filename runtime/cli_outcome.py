@@ -159,6 +159,8 @@ def _notes(plan_file: Path, plan: "Plan", training: "Training", device: str, sca
         click.echo(f"the plan was made for {plan.profile['name']}: its prediction is not comparable with this {here}")
     elif (name := training.store.device_name()) is not None and name != plan.profile["device"]["name"]:
         click.echo(f"the plan was made for {plan.profile['name']} ({plan.profile['device']['name']}); this is {name}")
+    if device != "emulated":
+        click.echo(f"host memory: {training.store.arenas.host_words()}")
     if training.saves:
         click.echo(f"checkpoint: {on_one_line(str(latest(training.folder)))}")
     folder = on_one_line(str(training.folder))

@@ -1,6 +1,7 @@
 """Where do tensors live?
 
-Arenas are allocated once, each as one slab of exactly the bytes the plan says. Tensors are made on the fly as views of a slot.
+Arenas are allocated once, each as one slab of exactly the bytes the plan says, or a few. Tensors are made on the fly as views of a
+slot.
 """
 
 import os
@@ -37,24 +38,26 @@ class Arenas:
         self._slabs: dict[str, torch.UntypedStorage] = {}
         self._regions: dict[Slot, _Region] = {}
         self._parts: dict[Slot, tuple[Slot, ...]] = {}  # of slots that were divided
-        self._in_host_memory: dict[str, torch.Tensor] = {}  # by arena: those of the device too, if that is the processor
+        self._in_host_memory: dict[str, torch.Tensor] = {}  # by slab: the device's too, if that is the processor
         self._places: dict[str, Place] = {}
+        self._arena_of: dict[str, str] = {}  # by slab
         for arena in arenas:
-            at = 0
-            for index, n_bytes in enumerate(arena.slot_bytes):
-                self._regions[Slot(arena.name, index)] = _Region(arena.name, at, n_bytes)
-                at += n_bytes
-            slab = self._slab(arena, device if arena.place is Place.DEVICE else torch.device("cpu"))
-            assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(slab.device.type, 64) == 0
-            self._slabs[arena.name], self._places[arena.name] = slab.untyped_storage(), arena.place
+            for number, slots in enumerate(_slabs_of(arena)):
+                name, at = f"{arena.name}.{number}" if number else arena.name, 0
+                for index in slots:
+                    self._regions[Slot(arena.name, index)] = _Region(name, at, arena.slot_bytes[index])
+                    at += arena.slot_bytes[index]
+                slab = self._slab(arena, name, at, device if arena.place is Place.DEVICE else torch.device("cpu"))
+                assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(slab.device.type, 64) == 0
+                self._slabs[name], self._places[name], self._arena_of[name] = slab.untyped_storage(), arena.place, arena.name
         where = host_memory.placement(sum(slab.numel() for slab in self._in_host_memory.values()), os.sched_getaffinity(0))
         self.placement = where if where is not None and host_memory.place(self._in_host_memory.values(), where) else None
 
-    def _slab(self, arena: Arena, device: torch.device) -> torch.Tensor:
+    def _slab(self, arena: Arena, name: str, n_bytes: int, device: torch.device) -> torch.Tensor:
         try:
             if device.type != "cpu":
-                return torch.zeros(arena.n_bytes, dtype=torch.uint8, device=device)
-            slab = self._in_host_memory[arena.name] = host_memory.host_slab(arena.n_bytes)
+                return torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+            slab = self._in_host_memory[name] = host_memory.host_slab(n_bytes)
         except (RuntimeError, MemoryError) as error:  # the allocator's own out-of-memory error, or the system's
             reason = (str(error).splitlines() or ["no memory"])[0][:120]
             raise PlanError(f"arena {arena.name} of {arena.n_bytes} bytes cannot be allocated ({reason})") from None
@@ -65,12 +68,12 @@ class Arenas:
         host_memory.touch(self._in_host_memory.values(), n_threads)
 
     def host_slabs(self) -> dict[str, torch.Tensor]:
-        """The bytes of each arena of the host: what a device may be let to read and write by itself."""
+        """The slabs of the host's arenas: what a device may be let to read and write by itself."""
         return {name: slab for name, slab in self._in_host_memory.items() if self._places[name] is Place.HOST}
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Where each slab begins, by arena."""
+        """Where each slab begins, by its name: its arena's, with a number from the second on."""
         return {name: slab.data_ptr() for name, slab in self._slabs.items()}
 
     def host_words(self) -> str:
@@ -87,7 +90,10 @@ class Arenas:
     @property
     def n_bytes(self) -> dict[str, int]:
         """Allocated bytes, by arena."""
-        return {name: slab.nbytes() for name, slab in self._slabs.items()}
+        total: dict[str, int] = dict.fromkeys(self._arena_of.values(), 0)
+        for name, slab in self._slabs.items():
+            total[self._arena_of[name]] += slab.nbytes()
+        return total
 
     def view(self, slot: Slot, dtype: str, shape: tuple[int, ...] | None = None, offset_elements: int = 0) -> torch.Tensor:
         """A tensor over part of a slot: `shape` from `offset_elements` on, or flat over all of the slot.
@@ -147,6 +153,19 @@ class Arenas:
         slab = self._slabs[region.slab]
         view = torch.empty(0, dtype=torch.uint8, device=slab.device)
         return view.set_(slab, region.offset_bytes, (region.n_bytes,), (1,))
+
+
+def _slabs_of(arena: Arena) -> list[list[int]]:
+    """The slots of each of an arena's slabs: one slab, or on the host as many as a driver takes, each of whole slots."""
+    slabs: list[list[int]] = [[]]
+    n_bytes = 0
+    for index, slot_bytes in enumerate(arena.slot_bytes):
+        if slabs[-1] and arena.place is Place.HOST and n_bytes + slot_bytes > host_memory.REGISTER_BYTES:
+            slabs.append([])
+            n_bytes = 0
+        slabs[-1].append(index)
+        n_bytes += slot_bytes
+    return slabs
 
 
 def register_for_dma(arenas: Arenas, cudart: Any = None) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import platform
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,12 @@ from .errors import PlanError
 from .units import KiB, MiB, show_bytes
 from .workers import Workers
 
-HUGE_PAGE_BYTES = 2 * MiB  # below it a slab has no huge pages to gain, and is taken from the allocator
+HUGE_PAGE_BYTES = 2 * MiB  # below it a slab has no huge pages to gain
 TOUCH_BYTES = 64 * MiB  # what one thread faults in at a time
-REGISTER_BYTES = 2**32  # pieces of a slab that a driver does not register whole
+# Drivers since 580 refuse 2**39 bytes at once (their table of pages, 16 B for each of 4 KiB, would be 2**31 B). A refused call
+# leaves an error behind that the thread's next kernel reports as its own: so none is tried that would be. No smaller than need
+# be: a copy from two pieces may be refused too.
+REGISTER_BYTES = 2**39 - 2**30
 NODES = Path("/sys/devices/system/node")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers of the C library's `mallopt`
 LARGE_BYTES = 8 * MiB  # what is freed from here on goes back to the system at once
@@ -36,10 +39,10 @@ def host_slab(n_bytes: int) -> torch.Tensor:
     """So many bytes, zero; MemoryError where there are not so many. Pages come when they are touched, or with `touch`.
 
     A process that forks leaves its slabs to itself: a child's copy would make the parent's next write a page fault, and move pages
-    that a device reads.
+    that a device reads. No page is shared, with other slabs or with anything else: a driver locks whole pages, and none twice.
     """
-    if n_bytes < HUGE_PAGE_BYTES:
-        return torch.zeros(n_bytes, dtype=torch.uint8)
+    if n_bytes == 0:
+        return torch.zeros(0, dtype=torch.uint8)
     try:
         pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
@@ -170,42 +173,26 @@ def huge_bytes(slabs: Iterable[torch.Tensor], maps: Path = Path("/proc/self/smap
 def register_for_dma(slabs: Mapping[str, torch.Tensor], cudart: Any = None) -> list[tuple[int, int]]:
     """Lock host slabs, by name, in memory, so that a CUDA device reads and writes them itself, and copies do not block.
 
-    Returns (address, bytes) of each registered piece, for `unregister`: a slab, or pieces of one that the driver does not take
-    whole. PlanError when memory may not be locked; nothing is registered then.
+    Returns (address, bytes) of each registered piece, for `unregister`: a slab, or pieces of one that no driver takes whole.
+    PlanError when memory may not be locked; nothing is registered then.
     """
     cudart = cudart if cudart is not None else torch.cuda.cudart()
     done: list[tuple[int, int]] = []
     for name, slab in slabs.items():
-        if slab.numel() == 0:
-            continue
-        whole = [(slab.data_ptr(), slab.numel())]
-        pieces = [(slab.data_ptr() + at, min(REGISTER_BYTES, slab.numel() - at)) for at in range(0, slab.numel(), REGISTER_BYTES)]
-        error = _registered(whole, cudart, done)
-        if error and len(pieces) > 1:
-            error = _registered(pieces, cudart, done)
-        if error:
-            unregister(done, cudart)
-            total = sum(each.numel() for each in slabs.values())
-            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            allowed = "unlimited" if limit == resource.RLIM_INFINITY else show_bytes(limit)
-            raise PlanError(
-                f"arena {name}: {show_bytes(slab.numel())} of {show_bytes(total)} cannot be locked in memory for the device "
-                f"(CUDA error {error}); the limit of locked memory (memlock, `ulimit -l`) is {allowed}: raise it, or free memory"
-            )
+        for at in range(0, slab.numel(), REGISTER_BYTES):
+            address, n_bytes = slab.data_ptr() + at, min(REGISTER_BYTES, slab.numel() - at)
+            if error := int(cudart.cudaHostRegister(address, n_bytes, 0)):
+                unregister(done, cudart)
+                total = sum(each.numel() for each in slabs.values())
+                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                allowed = "unlimited" if limit == resource.RLIM_INFINITY else show_bytes(limit)
+                raise PlanError(
+                    f"arena {name}: {show_bytes(slab.numel())} of {show_bytes(total)} cannot be locked in memory for the device "
+                    f"(CUDA error {error}); the limit of locked memory (memlock, `ulimit -l`) is {allowed}: "
+                    "raise it, or free memory"
+                )
+            done.append((address, n_bytes))
     return done
-
-
-def _registered(pieces: Sequence[tuple[int, int]], cudart: Any, done: list[tuple[int, int]]) -> int:
-    """Register all of the pieces and add them to `done`, or none; the error's number, 0 if there is none."""
-    mine: list[tuple[int, int]] = []
-    for address, n_bytes in pieces:
-        error = int(cudart.cudaHostRegister(address, n_bytes, 0))
-        if error:
-            unregister(mine, cudart)
-            return error
-        mine.append((address, n_bytes))
-    done += mine
-    return 0
 
 
 def unregister(pieces: Iterable[tuple[int, int]], cudart: Any = None) -> None:

@@ -7,6 +7,7 @@ taken, so the state on the host is that of one step.
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,24 +69,24 @@ class Training:
 
     def run(self, first_step: int, n_steps: int, on_step: Callable[[Metrics], None]) -> tuple[Timeline, list[float]]:
         """Perform steps first_step .. n_steps - 1. Returns the last stretch's timeline, and step times after the warm-up."""
-        keep_metrics_up_to(self.folder / "metrics.jsonl", first_step)
+        log = self.folder / "metrics.jsonl"
+        keep_metrics_up_to(log, first_step)
         timeline, times_s = Timeline(()), list[float]()
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as log:
-            while first_step < n_steps:
-                stretch = min(self.save_every or n_steps, n_steps - first_step)
-                clock = _Clock()
+        while first_step < n_steps:
+            stretch = min(self.save_every or n_steps, n_steps - first_step)
+            clock = _Clock()
 
-                def finished(step: int, at_s: float, clock: _Clock = clock) -> None:
-                    metrics = self._metrics(step, clock.lap_s(at_s))
-                    log.write(metrics.to_json() + "\n")
-                    log.flush()
-                    on_step(metrics)
+            def finished(step: int, at_s: float, clock: _Clock = clock) -> None:
+                metrics = self._metrics(step, clock.lap_s(at_s))
+                with _writing(log), log.open("a", encoding="utf-8") as lines:
+                    lines.write(metrics.to_json() + "\n")
+                on_step(metrics)
 
-                timeline = execute(self.plan, self.machine, stretch, first_step, finished)
-                times_s += timeline.step_times_s[max(0, WARM_UP_STEPS - 1) :] or timeline.step_times_s
-                first_step += stretch
-                if self.saves:
-                    self.save(first_step)
+            timeline = execute(self.plan, self.machine, stretch, first_step, finished)
+            times_s += timeline.step_times_s[max(0, WARM_UP_STEPS - 1) :] or timeline.step_times_s
+            first_step += stretch
+            if self.saves:
+                self.save(first_step)
         write_timeline(self.folder / "timeline.json", timeline)
         return timeline, times_s
 
@@ -185,12 +186,22 @@ def keep_metrics_up_to(path: Path, n_steps: int) -> None:
             continue  # the line that was being written when the run was stopped
         if isinstance(fields, dict) and isinstance(fields.get("step"), int) and fields["step"] <= n_steps:
             kept.append(line + "\n")
-    write_whole(path, "".join(kept))
+    with _writing(path):
+        write_whole(path, "".join(kept))
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
     """Write the spans as JSON, whole or not at all."""
-    write_whole(path, json.dumps({"spans": [asdict(span) for span in timeline.spans]}))
+    with _writing(path):
+        write_whole(path, json.dumps({"spans": [asdict(span) for span in timeline.spans]}))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, then go on with --resume") from None
 
 
 def scaled(timeline: Timeline, time_scale: float) -> Timeline:

@@ -242,6 +242,7 @@ def full_disk(home: Path, rng: random.Random, n_trials: int = 5) -> None:
         assert left_by(out) == expected
         shutil.rmtree(out)
     assert codes.count(2) > n_trials / 2, "most of them had room: nothing is shown"
+    assert names[:2] == ["metrics.jsonl", "timeline.json"], "the line names the file"
     assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the log is the first thing written, the timeline the last"
     print(f"full at: {', '.join(names)}")
 

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     },
     "hwprofiles": {"runtime.units", "runtime.errors"},
     # What is timed is the runtime's own work, on the cores that it would use.
-    "hwprofiles.works": {"runtime.memory", "runtime.optimizer", "runtime.units"},
+    "hwprofiles.works": {"runtime.memory", "runtime.optimizer", "runtime.slabs", "runtime.units"},
     "hwprofiles.measure": {"runtime.cores", "runtime.units", "runtime.errors"},
     "runtime": set[str](),
 }

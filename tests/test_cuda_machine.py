@@ -264,7 +264,7 @@ def home(tmp_path, monkeypatch):
     """A plan, some text, and a "GPU" whose streams dawdle."""
     monkeypatch.setattr("runtime.cuda.CudaStreams", lambda: LateStreams(1, 0.5))
     monkeypatch.setattr("runtime.streams.has_cuda", lambda: True)
-    monkeypatch.setattr("runtime.streams.free_cuda_bytes", lambda: 10**9)
+    monkeypatch.setattr("runtime.streams.free_cuda_bytes", lambda: 10**10)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
     (tmp_path / "data").mkdir()
