@@ -28,7 +28,7 @@ from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
-from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan import Policy, Semantics, Update
 from runtime.workload import Model
 
 N_PAIRS = 5
@@ -55,14 +55,6 @@ class Case:
         sizes = {"seq_len": self.seq_len, "batch_size": self.batch_size, "micro_batch": self.micro_batch}
         gradients = {"gradient_dtype": self.compute_dtype, "compute_dtype": self.compute_dtype}
         return Semantics(**(sizes | gradients | attention))  # type: ignore[arg-type]
-
-
-class Placed(CpuMachine):
-    """A CpuMachine with its lanes on the cores of a case."""
-
-    def __init__(self, case: Case, plan: Plan, batch: Batch) -> None:
-        super().__init__(plan, lambda step: batch, lambda step: SETTINGS, pin_threads=True)
-        self._cores = (list(case.compute_cores), list(case.host_cores))
 
 
 class Resident:
@@ -110,7 +102,7 @@ def batch_of(case: Case) -> Batch:
     return Batch(tokens, targets)
 
 
-def streamed(case: Case, batch: Batch) -> Placed:
+def streamed(case: Case, batch: Batch) -> CpuMachine:
     """The model cut into blocks, with seeded weights."""
     model = Model(CONFIG)
     semantics = case.semantics
@@ -118,7 +110,8 @@ def streamed(case: Case, batch: Batch) -> Placed:
     policy = replace(POLICY, group_micro_batches=semantics.n_micro_batches, storage=storage)
     plan = lower(model, build_workload(model, semantics), semantics, policy, read_profile("cpu-2core").to_json())
     check(plan)
-    machine = Placed(case, plan, batch)
+    cores = (list(case.compute_cores), list(case.host_cores))
+    machine = CpuMachine(plan, lambda step: batch, lambda step: SETTINGS, pin_threads=True, n_workers=1, cores=cores)
     machine.initialise(0)
     return machine
 

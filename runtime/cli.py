@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 10**9
 MAX_NUMBER = 1e6
-CUDA_OWN_BYTES = 2**30  # what no plan counts: kernels, loaded when first used, and workspaces of products
+CUDA_OWN_BYTES = 2**30  # assumed: kernels, loaded when first used, and workspaces of products, which no plan counts
 
 
 class Number(click.FloatRange):

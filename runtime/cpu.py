@@ -31,15 +31,17 @@ class CpuMachine(TorchMachine):
         seed: int = 0,
         pin_threads: bool = False,
         n_workers: int | None = None,
+        cores: tuple[list[int], list[int]] | None = None,
     ) -> None:
         """Allocate every arena and build the templates; the host state is zero until weights are set.
 
-        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said.
+        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `cores` are
+        those of compute, and those of copies and the optimizer; if nothing is said, half of the process's cores each.
         """
         settle_allocator()
         super().__init__(plan, batches, settings, torch.device("cpu"), seed)
         self.pin_threads = pin_threads
-        self._cores = split_cores(sorted(os.sched_getaffinity(0)))
+        self._cores = cores or split_cores(sorted(os.sched_getaffinity(0)))
         self._updates.workers = Workers(n_workers or len(self._cores[1]), Scratch)
         self.arenas.touch(self._updates.workers.n_threads)
 

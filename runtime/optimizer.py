@@ -71,10 +71,10 @@ def squares_tasks(gradient: SummedGradient) -> list[Callable[[Scratch], list[flo
     return [task(start, end) for start, end in _ranges(gradient.numel())]
 
 
-def added(chunk_sums: Iterable[float]) -> float:
-    """The chunks' sums, one after another; not `sum`, which compensates from Python 3.12 on."""
+def added(sums: Iterable[float]) -> float:
+    """The sums of a tensor's chunks, or of a model's tensors, in order; not `sum`, which compensates from Python 3.12 on."""
     total = 0.0
-    for square in chunk_sums:
+    for square in sums:
         total += square
     return total
 

@@ -201,7 +201,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, then go on with --resume") from None
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None
 
 
 def scaled(timeline: Timeline, time_scale: float) -> Timeline:

@@ -91,10 +91,7 @@ class Updates:
             self._refuse_infinite(p, square, step)
             sums[self._tensor_number[p.name]] = square
         if index == self._last_norm:
-            total = 0.0
-            for square in sums[: len(self._tensor_number)].tolist():  # not `sum`, which compensates from Python 3.12 on
-                total += square
-            self.results[step].grad_norm = math.sqrt(total)
+            self.results[step].grad_norm = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
 
     def _arrived(self, op: Op) -> Iterator[tuple[Parameter, float]]:
         """The parameters of whose gradients the op reads sums that the device made, and these."""

@@ -29,6 +29,7 @@ from .late_streams import LateStreams, Poisoned, machine_of
 from .strategies import policies
 from .tiny import tiny_config
 from .training import (
+    EVERYTHING,
     N_STEPS,
     batches_of,
     clip_some_steps,
@@ -39,14 +40,6 @@ from .training import (
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 HASTE = (0.0, 0.5, 0.9)
-EVERYTHING = Policy(
-    product_blocks=(1,),
-    spill_blocks=(2, 3),
-    group_micro_batches=4,
-    update=Update.DEFERRED,
-    speculate_blocks=(0, 2),
-    gradient_slots=2,
-)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])

@@ -194,7 +194,9 @@ def test_an_op_that_outlasts_many_looks_is_no_stall(monkeypatch):
                 time.sleep(0.05)
             super().perform(index, op, step)
 
-    execute(plan, Slow(), 1)
+    machine = Slow()
+    execute(plan, machine, 1)
+    assert len(machine.performed) == len(plan.ops)
 
 
 def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
@@ -210,7 +212,9 @@ def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
                     time.sleep(0.06)
 
     monkeypatch.setattr(executor, "SimpleQueue", Late)
-    execute(tiny_plan(), NullMachine(), 1)
+    machine, plan = NullMachine(), tiny_plan()
+    execute(plan, machine, 1)
+    assert len(machine.performed) == len(plan.ops)
 
 
 def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
@@ -269,7 +273,9 @@ def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
                 time.sleep(0.02)
             super().perform(index, op, step)
 
-    execute(tiny_plan(), Suspended(), 1)
+    machine, plan = Suspended(), tiny_plan()
+    execute(plan, machine, 1)
+    assert len(machine.performed) == len(plan.ops)
 
 
 def test_a_lane_that_is_long_in_an_op_is_named_after_a_while_and_not_killed(monkeypatch, capsys):

@@ -21,7 +21,7 @@ from runtime.cuda import CudaMachine
 from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics
 from runtime.recompute import FUSED_ATTENTION, Replay
 from runtime.streams import CudaStreams, use_same_kernels
 from runtime.workload import Model, Saved
@@ -30,6 +30,7 @@ from . import reference
 from .strategies import policies
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from .training import (
+    EVERYTHING,
     N_STEPS,
     batches_of,
     initial_masters,
@@ -48,14 +49,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 ROOT = Path(__file__).parents[1]
 LONGEST_SLEEP_CYCLES = 2_000_000  # about a millisecond
-EVERYTHING = Policy(
-    product_blocks=(1,),
-    spill_blocks=(2, 3),
-    group_micro_batches=4,
-    update=Update.DEFERRED,
-    speculate_blocks=(0, 2),
-    gradient_slots=2,
-)
 
 
 @pytest.fixture(autouse=True)

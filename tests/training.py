@@ -14,7 +14,7 @@ from runtime.cpu import CpuMachine
 from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update
 from runtime.workload import Model
 
 from . import reference
@@ -24,6 +24,15 @@ from .tiny import EAGER_ONLY, tiny_config
 N_STEPS = 3
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
+# Most of what a policy can ask for at once, of a model of at least four layers.
+EVERYTHING = Policy(
+    product_blocks=(1,),
+    spill_blocks=(2, 3),
+    group_micro_batches=4,
+    update=Update.DEFERRED,
+    speculate_blocks=(0, 2),
+    gradient_slots=2,
+)
 
 
 def scheduled(step: int) -> AdamW:
