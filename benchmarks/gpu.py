@@ -62,7 +62,7 @@ def batches_of(plan: Any) -> Callable[[int], Any]:
     """Random tokens, all of them supervised but the last."""
     import torch
 
-    from runtime.data import UNSUPERVISED, Batch
+    from runtime.batch import UNSUPERVISED, Batch
 
     s, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runtime.data import UNSUPERVISED, Batch
+from runtime.batch import UNSUPERVISED, Batch
 from runtime.plan import Plan
 
 LR = 1e-5

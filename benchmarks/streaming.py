@@ -24,8 +24,8 @@ from hwprofiles.schema import read_profile
 from planner.check import check
 from planner.lower import lower
 from planner.workload import build_workload
+from runtime.batch import Batch
 from runtime.cpu import CpuMachine
-from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
 from runtime.plan import Policy, Semantics, Update

@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .data import UNSUPERVISED
+from .batch import UNSUPERVISED
 from .errors import WorkloadError
 from .memory import DTYPE
 from .plan import Policy, Semantics

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
+from .batch import Batch
 from .blocks import LayerInputs, Templates, Weights, op_seed
-from .data import Batch
 from .memory import Arenas
 from .plan import Op, Plan, Slot
 from .recompute import Graph, Replay, kept

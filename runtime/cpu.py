@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from .batch import Batch
 from .chunks import Scratch
 from .cores import split_cores
-from .data import Batch
 from .optimizer import AdamW
 from .plan import Lane, Op, Plan
 from .slabs import give_back_freed, settle_allocator

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
+from .batch import Batch
 from .chunks import Scratch
-from .data import Batch
 from .optimizer import AdamW
 from .plan import Kind, Lane, Op, Plan
 from .staging import Staging

@@ -23,29 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
+from .batch import UNSUPERVISED, Batch
 from .errors import DataError
 
 # B sequences of a batch, T positions of a sequence
-
-UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy leave out
 MAX_DOCUMENT_BYTES = 2**30  # a document is tokenised in memory, at a hundred times its size
 MAX_CONFIG_BYTES = 64 * 2**20
 JSONL = (".jsonl", ".ndjson")
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The sequences of one step, both (B, T) int64: `targets[b, t]` is the token after `input_ids[b, t]`, or -100."""
-
-    input_ids: Tensor
-    targets: Tensor
-
-    @property
-    def n_supervised(self) -> int:
-        return int((self.targets != UNSUPERVISED).sum())
 
 
 class Encoder(Protocol):

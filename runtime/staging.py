@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .data import Batch
+from .batch import Batch
 from .plan import Semantics
 from .streams import Event, Stream, Streams
 
@@ -17,7 +17,7 @@ from .streams import Event, Stream, Streams
 class UploadedBatch(Batch):
     """A batch on the device. How many targets are supervised was counted before."""
 
-    n_counted: int
+    n_counted: int = 0
 
     @property
     def n_supervised(self) -> int:
@@ -33,6 +33,7 @@ class _Buffer:
     read: Event  # reached when the device has read it
     step: int | None = None  # whose tokens it holds
     n_supervised: int = 0
+    document_tokens: tuple[tuple[int, ...], ...] | None = None
 
 
 class Staging:
@@ -61,7 +62,7 @@ class Staging:
         batch = self._batches(step)
         buffer.input_ids.copy_(batch.input_ids)
         buffer.targets.copy_(batch.targets)
-        buffer.step, buffer.n_supervised = step, batch.n_supervised
+        buffer.step, buffer.n_supervised, buffer.document_tokens = step, batch.n_supervised, batch.document_tokens
 
     def upload(self, step: int) -> Batch:
         """The step's tokens on the device, once the stream has come so far. Part of the work of one of the step's ops."""
@@ -69,7 +70,7 @@ class Staging:
         assert buffer.step == step, f"the tokens of step {step} are not there"
         self._input_ids.copy_(buffer.input_ids, non_blocking=True)
         self._targets.copy_(buffer.targets, non_blocking=True)
-        return UploadedBatch(self._input_ids, self._targets, buffer.n_supervised)
+        return UploadedBatch(self._input_ids, self._targets, buffer.document_tokens, buffer.n_supervised)
 
     def issued(self, step: int) -> None:
         """An op that may have uploaded the step's tokens has been issued."""

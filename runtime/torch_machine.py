@@ -9,9 +9,9 @@ from typing import assert_never
 
 import torch
 
+from .batch import Batch
 from .compute import Compute
 from .copies import Copies
-from .data import Batch
 from .host_state import HostState
 from .memory import Arenas
 from .norms import Squares

@@ -46,14 +46,17 @@ HOME = {
     },
     "rich": {*_COMMANDS, "runtime/cli_outcome.py", "planner/explain.py"},
     "pydantic": {
-        *(f"runtime/{name}.py" for name in ("plan", "ops", "policy", "workload")),
+        *(f"runtime/{name}.py" for name in ("plan", "ops", "policy", "workload", "settings")),
         "hwprofiles/schema.py",
         *(f"planner/{name}.py" for name in ("cli", "cli_plan")),
     },
     "torch": {
         *(f"runtime/{name}.py" for name in ("memory", "slabs", "host_state", "optimizer", "chunks", "norms")),
         *(f"runtime/{name}.py" for name in ("blocks", "tiles", "recompute", "compute", "torch_machine", "cpu")),
-        *(f"runtime/{name}.py" for name in ("cuda", "streams", "staging", "trainer", "data", "checkpoint", "tensor_files")),
+        *(
+            f"runtime/{name}.py"
+            for name in ("cuda", "streams", "staging", "trainer", "batch", "data", "checkpoint", "tensor_files")
+        ),
         *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments", "cuda")),
     },
     "scipy": {"hwprofiles/fit.py", "planner/integer.py"},
@@ -68,7 +71,7 @@ TORCH_FREE_ROOMS = ("planner",)
 TORCH_FREE_FILES = (
     *(
         f"runtime/{name}.py"
-        for name in ("plan", "ops", "policy", "workload", "timeline", "units", "errors", "region", "cores", "cli")
+        for name in ("plan", "ops", "policy", "workload", "timeline", "units", "errors", "region", "cores", "cli", "settings")
     ),
     *(f"hwprofiles/{name}.py" for name in ("schema", "curves", "cli", "samples", "stopwatch", "device", "gpu", "gpu_link")),
     *(f"hwprofiles/{name}.py" for name in ("cliffs", "nvbandwidth", "pci")),

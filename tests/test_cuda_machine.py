@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from planner.cli import cli
 from planner.workload import build_workload
-from runtime.data import Batch
+from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import OpError, execute
 from runtime.plan import Kind, Lane, Policy, Update

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from runtime import data as data_room
-from runtime.data import UNSUPERVISED, Tokens, read_tokens
+from runtime.batch import UNSUPERVISED
+from runtime.data import Tokens, read_tokens
 from runtime.errors import DataError
 
 END = 256  # of a model that reads bytes

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.workload import build_workload
+from runtime.batch import Batch
 from runtime.cuda import CudaMachine
-from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics
@@ -250,7 +250,7 @@ def test_an_illegal_access_ends_a_run_with_a_line_that_says_so():
     """In a process of its own: a device that has failed is gone for the whole process."""
     code = """
 from tests.test_on_a_gpu import *
-from runtime.data import Batch
+from runtime.batch import Batch
 plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
 bad = torch.full((4, 16), 10**6)
 machine = CudaMachine(plan, lambda step: Batch(bad, bad), scheduled)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from runtime.data import Batch
+from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import execute
 from runtime.host_state import SHADOW

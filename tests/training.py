@@ -10,8 +10,8 @@ import torch
 from planner.check import check
 from planner.lower import lower
 from planner.workload import build_workload
+from runtime.batch import Batch
 from runtime.cpu import CpuMachine
-from runtime.data import Batch
 from runtime.executor import execute
 from runtime.optimizer import AdamW
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update

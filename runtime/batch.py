@@ -1,0 +1,26 @@
+"""What does a step train on?"""
+
+from dataclasses import dataclass
+
+import torch
+
+# B sequences of a batch, T positions of a sequence
+
+UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy leave out
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one step, both (B, T) int64: `targets[b, t]` is the token after `input_ids[b, t]`, or -100.
+
+    `document_tokens`, where given, are the lengths of the documents of which each sequence is packed, padding included: T in all.
+    A token then attends to its own document alone, and positions begin anew in each.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    document_tokens: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def n_supervised(self) -> int:
+        return int((self.targets != UNSUPERVISED).sum())

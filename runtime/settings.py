@@ -1,0 +1,108 @@
+"""What does a user choose for a run?
+
+A plan says what a step computes and when; everything else about a training run is here: data, learning rate, checkpoints,
+evaluation. `run_config.py` reads it from a file and from flags, and writes it beside the run.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .workload import FILE, Count, Natural
+
+Above0 = Annotated[float, Field(gt=0, le=1e6)]
+AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+
+Format = Literal["auto", "text", "messages", "alpaca", "sharegpt"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What is trained on, and how sequences are made of it."""
+
+    path: Text  # a folder, or a file: text, .jsonl, .parquet
+    format: Format = "auto"  # auto: by the columns of the first row
+    # How documents share a sequence. joined: cut from one long row of tokens, and attention sees across; documents: packed whole,
+    # each attends to itself alone; one: a sequence each, padded.
+    packing: Literal["auto", "joined", "documents", "one"] = "auto"  # auto: joined for text, documents for chats where possible
+    too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
+    unsupervised: Literal["refuse", "skip"] = "skip"  # a sample with nothing to learn from; skipped ones are counted
+    shuffle: bool = True  # the order of sequences, anew in each epoch
+    streaming: bool = False  # read as it is needed, for sets larger than the disk's cache; shuffles within a buffer
+    shuffle_buffer: Count = 10_000  # samples, when streaming
+    workers: Natural = 0  # processes that prepare batches ahead; started anew, never forked
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """How the learning rate changes. Steps are optimizer steps."""
+
+    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "constant"
+    warmup_steps: Natural = 0
+    decay_steps: Natural = 0  # of warmup-stable-decay
+    min_lr_fraction: Fraction = 0.0  # where cosine and warmup-stable-decay end
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW. Biases, norms and other vectors never decay; `no_decay` names more, by parts of their names."""
+
+    lr: Above0 = 1e-5
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    weight_decay: AtLeast0 = 0.0
+    no_decay: tuple[Text, ...] = ()
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """When the state is saved, and how much of the past is kept."""
+
+    every: Count | None = None  # steps; None: only at the end
+    keep: Count | None = None  # the last so many; None: all
+    background: bool = True  # write while training goes on
+    copy_bytes: Natural | None = None  # host memory for blocks that change before they are written; None: what the plan leaves free
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """What is looked at while training goes on."""
+
+    data: Text | None = None  # held-out data, in the format of the training data
+    every: Count | None = None  # steps; None: only at the end
+    max_sequences: Count = 256
+    prompts: tuple[Text, ...] = ()  # what the model is asked to continue or, with a chat template, to answer
+    max_new_tokens: Count = 64
+    temperature: AtLeast0 = 0.0  # 0: always the likeliest token
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """A run, but for its plan."""
+
+    data: DataSettings
+    plan: Text | None = None
+    model: Text | None = None  # folder with weights and tokenizer; None: the plan's
+    out: Text = "penstock-run"
+    steps: Count | None = None
+    epochs: Above0 | None = None  # None for both: once through the data
+    seed: Seed = 0
+    device: Literal["auto", "cuda", "cpu", "emulated"] = "auto"
+    deterministic: bool = False
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    monitors: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # besides metrics.jsonl, which is always written
+    __pydantic_config__ = FILE
