@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.predicted_and_measured import Compared, compared, penstock
-from demo.demo import standard_library
+from benchmarks.text import standard_library
 from hwprofiles.schema import Profile
 from planner.cost import costs
 from runtime.emulated import MEDIAN_OP_S

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from demo.demo import standard_library
+from benchmarks.text import standard_library
 from hwprofiles.schema import Profile
 from runtime.plan import PlanFile
 

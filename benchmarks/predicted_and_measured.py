@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from demo.demo import CONFIG, standard_library
+from benchmarks.text import standard_library
+from demo.demo import CONFIG
 from hwprofiles.schema import Profile
 from planner.cost import costs, region_of
 from planner.simulate import simulate

@@ -5,6 +5,7 @@ nothing was measured; the unit stands only in a description; the size of the buf
 bidirectional test only the direction that names it is measured, so that two of them make the duplex point.
 """
 
+import errno
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ProfileError
+from runtime.files import read_whole
 from runtime.units import GB, MiB, on_one_line, show_bytes, show_rate
 
 from .samples import quantity
@@ -50,15 +52,13 @@ def read_nvbandwidth(path: Path, device_index: int = 0) -> Results:
     """The results for one device; ProfileError in one line where the file is no such output."""
     where = on_one_line(str(path), 200)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-        text = raw.decode("utf-8")
+        text = read_whole(path, MAX_FILE_BYTES).decode("utf-8")
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ProfileError(f"{where}: larger than any output of nvbandwidth; {AGAIN}") from None
         raise ProfileError(f"{where}: cannot be read ({error.strerror}); give a file that `nvbandwidth -j` wrote") from None
     except ValueError:
         raise ProfileError(f"{where}: cannot be read (not text); give a file that `nvbandwidth -j` wrote") from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise ProfileError(f"{where}: larger than any output of nvbandwidth; {AGAIN}")
     return parse_nvbandwidth(text, where, device_index)
 
 

@@ -6,6 +6,7 @@ size are measured points; `curves.py` says what holds between them.
 """
 
 import difflib
+import errno
 import json
 import math
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.errors import ProfileError
+from runtime.files import read_whole
 from runtime.units import MiB, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
@@ -277,10 +279,10 @@ def read_profile(name_or_path: str) -> Profile:
             near = difflib.get_close_matches(name_or_path, shipped, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise ProfileError(f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`")
-        if path.stat().st_size > MAX_PROFILE_FILE_BYTES:
-            raise ProfileError(f"{where}: larger than any profile; give a file written by `penstock probe -o`")
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_whole(path, MAX_PROFILE_FILE_BYTES).decode("utf-8"))
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ProfileError(f"{where}: larger than any profile; give a file written by `penstock probe -o`") from None
         raise ProfileError(f"{where}: cannot be read ({error.strerror}); make one with `penstock probe -o FILE`") from None
     except ProfileError:
         raise

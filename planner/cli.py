@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -21,16 +21,14 @@ from runtime.units import on_one_line
 
 from .cli_plan import plan
 
-if TYPE_CHECKING:
-    from runtime.timeline import Timeline
-
-RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers")  # what only `run` and `probe` need
-MAX_TIMELINE_FILE_BYTES = 2**30
+# What only `run` and `probe` need.
+RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "pyarrow", "yaml")
 # Commands of other rooms: where they live, and what `--help` says of them without waking that room.
 ELSEWHERE = {
     "run": ("runtime.cli", "Train with a plan: weights stream in, gradients stream out."),
     "probe": ("hwprofiles.cli", "Measure this machine and write its profile."),
     "compare": ("planner.cli_compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "report": ("planner.cli_report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
     "validate": ("planner.cli_validate", "Predict published runs and say how far off the predictions are."),
 }
 
@@ -170,64 +168,6 @@ def check(plan_file: Path) -> None:
     except PlanError as error:
         _fail(f"{plan_file}: {error}", 1)
     click.echo(f"{on_one_line(str(plan_file))}: {summary(file.plan)}")
-
-
-@cli.command(short_help="Draw when each op runs, as predicted and as measured.")
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="FILE.json, for ui.perfetto.dev or chrome://tracing.",
-)
-def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
-    """Draw when each op of PLAN runs: as predicted and, given the folder of a run, as measured."""
-    from hwprofiles.schema import Profile
-    from runtime.plan import PlanFile
-    from runtime.timeline import chrome_trace
-
-    from .cost import costs, region_of
-    from .simulate import simulate
-
-    if output.suffix != ".json":
-        raise click.UsageError(f"{output}: only traces are drawn today; write to a name that ends in .json")
-    described = PlanFile.read(plan_file).plan
-    profile = Profile.from_json(described.profile, str(plan_file))
-    tracks = {"predicted": simulate(described, costs(described, profile), region_of(profile)).timeline}
-    if run_dir is not None:
-        tracks["measured"] = _measured(run_dir / "timeline.json", len(described.ops))
-    _write(output, chrome_trace(described, tracks))
-    click.echo(f"wrote {on_one_line(str(output))}; open it at https://ui.perfetto.dev or chrome://tracing", err=True)
-
-
-def _measured(path: Path, n_ops: int) -> "Timeline":
-    """The timeline that a run wrote."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from runtime.files import read_whole
-    from runtime.timeline import Timeline
-
-    try:
-        timeline = TypeAdapter(Timeline).validate_json(read_whole(path, MAX_TIMELINE_FILE_BYTES))
-    except OSError as error:
-        raise click.UsageError(f"{path}: cannot be read ({error.strerror}); give the --out folder of a run") from None
-    except ValidationError:
-        raise click.UsageError(f"{path}: not the timeline of a run; give the --out folder of a run") from None
-    if any(span.op >= n_ops for span in timeline.spans):
-        raise click.UsageError(f"{path}: the timeline of another plan; give the plan that the run performed")
-    return timeline
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none of it."""
-    from runtime.files import write_whole
-
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise click.UsageError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.errors import WorkloadError
+from runtime.files import read_whole
 from runtime.workload import Model
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
@@ -108,7 +109,7 @@ def _read_path(file: Path) -> Model:
     n_bytes, folder = file.stat().st_size, file.parent.resolve()
     if n_bytes > MAX_CONFIG_FILE_BYTES:
         raise WorkloadError(f"{file}: {n_bytes} bytes is larger than any configuration; give the model's config.json")
-    config = _read_config(file.read_bytes(), str(file))
+    config = _read_config(read_whole(file, MAX_CONFIG_FILE_BYTES), str(file))
     holds = any(True for pattern in (*WEIGHT_PATTERNS, *TOKENIZER_FILES) for _ in folder.glob(pattern))
     name = folder.name if file.name == "config.json" else file.stem
     return _checked(Model(config, str(folder) if holds else None, name or None), str(file))
@@ -122,6 +123,13 @@ def supported_attention(model: Model) -> tuple[str, ...]:
 def config_of(model: Model) -> "Config":
     """The model's configuration, read and checked; WorkloadError carries the model's name."""
     return Config(model.config, model.name or model.path or "the model's configuration")
+
+
+def refuse_another(model: Model, n_layers: int) -> None:
+    """WorkloadError unless the model is one that is read, of so many layers: what is built from another may have no end."""
+    config = config_of(model)
+    if config.n_layers != n_layers:
+        config.fail(f"`num_hidden_layers` is {config.n_layers}, and the plan has {n_layers} layers; make the plan again")
 
 
 class Config:

@@ -7,6 +7,7 @@ name, its batch and its sequence length. A run that cannot be predicted stays in
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ from typing import Any
 
 from hwprofiles.schema import Profile, Quantity, read_profile
 from runtime.errors import PenstockError
+from runtime.files import read_whole
 from runtime.units import GiB
 
 from .faster import Group, group_of, sped_up, with_quantities
@@ -259,19 +261,17 @@ def read_runs(path: str) -> list[PublishedRun]:
     """The runs of a file in the format of the published ones: {"runs": [...]}, or the list alone."""
     file = Path(path)
     try:
-        if file.stat().st_size > MAX_RUNS_FILE_BYTES:
-            raise PenstockError(f"{_plain(path)}: larger than any list of runs; give a file of runs")
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(read_whole(file, MAX_RUNS_FILE_BYTES))
     except OSError as error:
         raise PenstockError(f"{_plain(path)}: cannot be read ({error.strerror}); give a file of runs") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and numbers without end
         raise PenstockError(f'{_plain(path)}: not JSON ({_plain(str(error))}); write {{"runs": [...]}}') from None
     runs = fields.get("runs") if isinstance(fields, dict) else fields
     if not isinstance(runs, list) or not runs:
         raise PenstockError(f'{_plain(path)}: no runs in it; write {{"runs": [{{"id": ..., "system": ..., ...}}]}}')
     found = [_published(fields, f"{_plain(path)}: run {i}") for i, fields in enumerate(runs)]
-    names = [run.name for run in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    counts = Counter(run.name for run in found)
+    twice = next((name for name, n in counts.items() if n > 1), None)
     if twice is not None:
         raise PenstockError(f"{_plain(path)}: two runs have the id {twice!r}; give each its own")
     return found
@@ -284,6 +284,9 @@ def _published(fields: Any, where: str) -> PublishedRun:
         if not isinstance(fields.get(key), kind) or isinstance(fields[key], bool):
             raise PenstockError(f"{where}: `{key}` is missing or not {kind.__name__}; add it")
     where = f"{where} ({_plain(fields['id'])})"
+    for key in ("machine", "model"):
+        if Path(fields[key]).name != fields[key]:
+            raise PenstockError(f"{where}: {key} {_plain(fields[key])!r} is a path; name a shipped one, or a file in this folder")
     for key in ("batch", "seq"):
         if not 0 < fields[key] <= LARGEST_COUNT:
             raise PenstockError(f"{where}: `{key}` is {fields[key]}; give a count from 1 to {LARGEST_COUNT}")

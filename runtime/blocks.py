@@ -8,21 +8,25 @@ in the layers' places, so every architecture keeps its own mathematics.
 # B sequences, T tokens, N = B * T, D width, V vocabulary
 import copy
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .batch import UNSUPERVISED
+from .documents import BY_DOCUMENT, Documents, supports_documents
 from .errors import WorkloadError
 from .memory import DTYPE
+from .meta_models import meta_model
 from .plan import Policy, Semantics
 from .tiles import TiledLayer
 from .workload import Workload
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
+HEAD = "lm_head.weight"
 LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
 
 
@@ -57,6 +61,9 @@ class Templates:
         """
         self.workload, self.semantics = workload, semantics
         self.model = meta_model(config, semantics)
+        self._no_documents = supports_documents(config, semantics)
+        if self._no_documents is None:
+            self.model.config._attn_implementation = BY_DOCUMENT
         body: Any = self.model.model
         self.layers: list[nn.Module] = list(body.layers)
         self._refuse_surprises()
@@ -107,6 +114,18 @@ class Templates:
         assert hidden_BTD is not None
         return hidden_BTD, [i for i in inputs if i is not None]
 
+    def by_document(self, inputs: LayerInputs, documents: Documents) -> LayerInputs:
+        """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
+        if self._no_documents is not None:
+            raise WorkloadError(f"{self._no_documents}; choose another packing")
+        rotary: Any = self.body.rotary_emb
+        like = documents.positions_BT.new_empty(0, dtype=DTYPE[self.semantics.compute_dtype])
+        return inputs | {
+            "position_ids": documents.positions_BT,
+            "position_embeddings": rotary(like, position_ids=documents.positions_BT),
+            "document_tokens": documents.n_tokens,
+        }
+
     def layer(
         self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs, again: bool = False
     ) -> torch.Tensor:
@@ -135,8 +154,7 @@ class Templates:
         Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order. Returns the summed (not averaged) loss (fp64,
         on the device), the gradient of the hidden state, and the gradients of the head's other parameters.
         """
-        head_name = "lm_head.weight"
-        norm_weights = {n.removeprefix("model.norm."): w.detach().requires_grad_() for n, w in weights.items() if n != head_name}
+        norm_weights = {n.removeprefix("model.norm."): w.detach().requires_grad_() for n, w in weights.items() if n != HEAD}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
@@ -146,7 +164,7 @@ class Templates:
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         for tile in torch.arange(normed_ND.shape[0]).split(self.semantics.loss_tile_tokens):
             rows = slice(int(tile[0]), int(tile[-1]) + 1)
-            loss, gradient_ND[rows], dw_VD = self._tile(weights[head_name], normed_ND[rows], targets_N[rows], n_supervised)
+            loss, gradient_ND[rows], dw_VD = self._tile(weights[HEAD], normed_ND[rows], targets_N[rows], n_supervised)
             head_gradient_VD += dw_VD
             del dw_VD  # or two tiles' would be alive at a time
             loss_sum += loss
@@ -160,12 +178,50 @@ class Templates:
         """Summed loss of one tile and the gradients of its mean over the step's supervised tokens."""
         head_VD, normed_ND = head_VD.detach().requires_grad_(), normed_ND.detach().requires_grad_()
         with torch.enable_grad():
-            logits_NV = nn.functional.linear(normed_ND, head_VD)
-            if self.logit_soft_cap is not None:
-                logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
-            loss = nn.functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=UNSUPERVISED, reduction="sum")
+            loss = self._summed_loss(head_VD, normed_ND, targets_N)
             dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
         return loss.detach(), dx_ND, dw_VD
+
+    def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = nn.functional.linear(normed_ND, head_VD)
+        if self.logit_soft_cap is not None:
+            logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
+        return logits_NV.float()
+
+    def _summed_loss(self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        logits_NV = self._logits(head_VD, normed_ND)
+        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
+
+    # -- without gradients ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Until the context ends nothing is dropped, and routers do not jitter."""
+        parts: list[Any] = [self.model, self.norm, *self.layers, *(self._tiled or [])]
+        for part in parts:
+            part.train(False)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.train(True)
+
+    def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time."""
+        normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
+        n = self.semantics.loss_tile_tokens
+        for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
+            loss_sum += self._summed_loss(weights[HEAD], rows_ND, targets_N)
+        return loss_sum
+
+    def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Of some rows, (N, V) fp32."""
+        return self._logits(weights[HEAD], self._normed(weights, hidden_ND))
+
+    def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        own = {n.removeprefix("model.norm."): w for n, w in weights.items() if n != HEAD}
+        return functional_call(self.norm, own, (hidden,), strict=True)  # type: ignore[no-any-return]
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """A block's own random weights as transformers would initialise them, fp32; the same for the same seed."""
@@ -185,24 +241,6 @@ class Templates:
                 self.model._init_weights(part)
             weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
         return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
-
-
-def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
-    """transformers' own model on the meta device; WorkloadError when transformers refuses the configuration."""
-    fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
-    has_experts = any(key in config for key in ("num_experts", "num_local_experts"))  # a dense model refuses the option
-    try:
-        hf_config = AutoConfig.for_model(config["model_type"], **fields)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-                hf_config,
-                dtype=DTYPE[semantics.compute_dtype],
-                attn_implementation=semantics.attention,
-                **({"experts_implementation": semantics.experts} if has_experts else {}),
-                trust_remote_code=False,
-            )
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise WorkloadError(f"transformers cannot build this model: {str(error).splitlines()[0][:160]}") from None
 
 
 def _materialised(module: nn.Module) -> nn.Module:

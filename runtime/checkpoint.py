@@ -1,4 +1,4 @@
-"""How is a training state written and read?
+"""What is in a checkpoint?
 
 A checkpoint is a folder `checkpoint-N` that transformers loads as a model, with the optimizer's tensors beside it:
 
@@ -7,15 +7,12 @@ A checkpoint is a folder `checkpoint-N` that transformers loads as a model, with
     optimizer-*.safetensors                     whatever the trainer keeps per parameter
     trainer_state.json                          step, what the trainer adds, and size and SHA-256 of every other file
 
-It is written to `checkpoint-N.partial` and renamed when all of it is on disk: a folder of the final name is whole.
-Nothing is ever unpickled.
+A folder of that name is whole: it was written under another one (`saving.py`). Nothing is ever unpickled.
 """
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +22,8 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .tensor_files import Made, Shards, write_new, write_tensors
+from .tensor_files import Shards
 
-MAX_SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face shards
 MAX_JSON_BYTES = 256 * 2**20
 FORMAT_VERSION = 1
 STATE_FILE = "trainer_state.json"
@@ -66,57 +62,6 @@ def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, T
             yield f"{layer}.{folder}.{last}", tensor
 
 
-def save(
-    folder: Path,
-    step: int,
-    weights: Mapping[str, Tensor],
-    optimizer: Iterable[tuple[str, Mapping[str, Tensor | Made]]],
-    config: dict[str, Any],
-    state: dict[str, Any],
-    tokenizer_from: Path | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Path:
-    """Write `folder/checkpoint-<step>`, whole or not at all, and return its path; one of the same step is replaced.
-
-    `weights` are the module's, by name, all of one dtype (a tied output matrix may be left out); `optimizer` yields files
-    one by one, as (suffix, tensors by name); `state` is what else resuming needs, as JSON. Beside the tensors handed
-    over, no memory is used. CheckpointError, with nothing left behind, where the disk refuses.
-    """
-    final = folder / f"checkpoint-{step}"
-    partial, replaced = final.with_name(final.name + ".partial"), final.with_name(final.name + ".replaced")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while writing
-        partial.mkdir(parents=True)
-        files = dict(_write_weights(partial, weights, config, max_shard_bytes))
-        for suffix, tensors in optimizer:
-            assert re.fullmatch(r"[A-Za-z0-9_.-]+", suffix), suffix
-            name = f"optimizer-{suffix}.safetensors"
-            files[name] = write_tensors(partial / name, tensors)
-        for name in TOKENIZER_FILES:
-            if tokenizer_from is not None and (tokenizer_from / name).is_file():
-                files[name] = write_new(partial / name, [(tokenizer_from / name).read_bytes()])
-        dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        files["config.json"] = write_new(partial / "config.json", [_json_bytes(_published_config(config, dtype))])
-        fields = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": files}
-        write_new(partial / STATE_FILE, [_json_bytes(fields)])
-        _sync(partial)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        partial.rename(final)
-        _sync(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists() and not final.exists():
-            replaced.rename(final)
-        raise CheckpointError(f"{final}: cannot be written ({error.strerror}); make room or choose another --out") from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
-
-
 def writable_folder(folder: Path) -> Path:
     """The folder, made if missing and tried; CheckpointError now rather than at the first checkpoint."""
     probe = folder / ".penstock-writable"
@@ -130,15 +75,21 @@ def writable_folder(folder: Path) -> Path:
     return folder
 
 
-def latest(folder: Path) -> Path | None:
-    """The whole checkpoint of the highest step in a folder; None where there is none."""
+def whole(folder: Path) -> list[tuple[int, Path]]:
+    """The whole checkpoints in a folder, by their names, with their steps, which ascend."""
     try:
-        steps = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(r"checkpoint-([0-9]+)", path.name))]
+        steps = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(r"checkpoint-([0-9]{1,18})", path.name))]
     except FileNotFoundError:
-        return None
+        return []
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror}); choose another --out") from None
-    return max((entry for entry in steps if (entry[1] / STATE_FILE).is_file()), default=(0, None))[1]
+    return sorted(entry for entry in steps if (entry[1] / STATE_FILE).is_file())
+
+
+def latest(folder: Path) -> Path | None:
+    """The whole checkpoint of the highest step in a folder; None where there is none."""
+    found = whole(folder)
+    return found[-1][1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +105,13 @@ class State:
 def load_state(checkpoint: Path) -> State:
     """The training state in a checkpoint folder, every file checked against its size and SHA-256; else CheckpointError."""
     path = checkpoint / STATE_FILE
+    if not path.exists() and has_weights(checkpoint):
+        raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")
     fields = _read_json(path)
     step, state, files = fields.get("step"), fields.get("state"), fields.get("files")
-    if fields.get("format_version") != FORMAT_VERSION:
+    if "format_version" not in fields:  # Hugging Face's trainer writes a file of this name too
+        raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
+    if fields["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"{path}: `step` is no count; resume from another checkpoint")
@@ -269,51 +224,6 @@ def _check_file(state_file: Path, name: object, expected: object) -> None:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); resume from another checkpoint") from None
     if found != sha256:
         raise CheckpointError(f"{path}: its content is not what was saved (SHA-256); resume from another checkpoint")
-
-
-def _published_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The model's configuration with the dtype of its weights, which are no longer quantised whatever they were."""
-    return {k: v for k, v in config.items() if k not in ("torch_dtype", "quantization_config")} | {"dtype": dtype}
-
-
-def _write_weights(
-    folder: Path, weights: Mapping[str, Tensor], config: dict[str, Any], max_shard_bytes: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The model's files with their sizes and sums, in shards of at most `max_shard_bytes` where no tensor is larger."""
-    shards: list[list[tuple[str, Tensor]]] = [[]]
-    n_bytes = total_bytes = 0
-    for module_name, weight in weights.items():
-        if module_name == "lm_head.weight" and config.get("tie_word_embeddings"):
-            continue  # transformers ties it to the embedding again
-        for piece in publish(str(config.get("model_type")), module_name, weight):
-            if shards[-1] and n_bytes + piece[1].nbytes > max_shard_bytes:
-                shards.append([])
-                n_bytes = 0
-            shards[-1].append(piece)
-            n_bytes += piece[1].nbytes
-            total_bytes += piece[1].nbytes
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        yield name, write_tensors(folder / name, dict(shard))
-    if len(shards) > 1:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        yield INDEX_FILE, write_new(folder / INDEX_FILE, [_json_bytes(index)])
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder as durable as the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _json_bytes(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(fields, indent=1) + "\n").encode()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

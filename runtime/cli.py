@@ -1,190 +1,213 @@
 """How does a user start a run?"""
 
-import math
 import os
+import shutil
+import signal
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_outcome import Progress, demands_of, show_outcome
-from .errors import CheckpointError, DoesNotFitError, PlanError
-from .units import show_bytes, show_count
+from .cli_options import PATH, POSITIVE, said, setting_flags
+from .errors import CheckpointError
+from .run_config import RUN_FILE
+from .units import on_one_line, show_count
 
 if TYPE_CHECKING:
-    from .cpu import CpuMachine
-    from .cuda import CudaMachine
-    from .data import Tokens
-    from .optimizer import AdamW
-    from .plan import Plan, PlanFile, Policy
-    from .trainer import Training
+    from .checkpoint import State
+    from .cli_assembly import Assembled
+    from .executor import Stop
+    from .settings import RunSettings
 
-MAX_STEPS = 10**9
-MAX_NUMBER = 1e6
-CUDA_OWN_BYTES = 2**30  # assumed: kernels, loaded when first used, and workspaces of products, which no plan counts
-
-
-class Number(click.FloatRange):
-    """A number that is one: click lets `nan` through every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        return number
-
-    def _describe_range(self) -> str:
-        return "above 0" if self.min_open else "0 or more"
-
-
-class Count(click.IntRange):
-    """A whole number. `--help` leaves out the upper end, which nobody means."""
-
-    def _describe_range(self) -> str:
-        return f"{self.min} or more"
-
-
-POSITIVE = Number(min=0, min_open=True, max=MAX_NUMBER)
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints, each perhaps in a .partial first
 
 
 @click.command("run")
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option(
-    "--data",
-    required=True,
-    type=click.Path(path_type=Path),
-    help='A folder of text files, one text file, or a JSONL of {"text": ...}.',
-)
-@click.option("--model", type=click.Path(path_type=Path), help="Folder with weights and tokenizer.  [default: the plan's model]")
-@click.option(
-    "--steps", type=Count(1, MAX_STEPS), help="Steps in all, those of a resumed run included.  [default: once through the data]"
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("penstock-run"), show_default=True, help="Where checkpoints and logs go."
-)
-@click.option("--save-every", type=Count(1, MAX_STEPS), help="Steps between checkpoints.  [default: only at the end]")
+@click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
+@click.option("--config", type=PATH, help="YAML or TOML file of settings; flags go before it.")
+@setting_flags
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --out.")
-@click.option(
-    "--seed",
-    type=Count(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Of random weights, dropout and the order of the data.",
-)
-@click.option("--lr", type=POSITIVE, default=1e-5, show_default=True, help="Learning rate of AdamW.")
-@click.option(
-    "--weight-decay", type=Number(min=0, max=MAX_NUMBER), default=0.0, show_default=True, help="Of weights that are matrices."
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "cpu", "emulated"]),
-    default="auto",
-    show_default=True,
-    help="What performs the plan: a GPU if there is one, else this CPU (auto), or the plan's machine, emulated on a tiny model.",
-)
-@click.option(
-    "--deterministic", is_flag=True, help="With a GPU: bits that do not depend on the plan, as on a CPU. Some kernels are slower."
-)
+@click.option("--resume-from", metavar="CHECKPOINT", help="Go on from this one, as checkpoint-20.")
+@click.option("--recalibrate", type=PATH, metavar="FILE.json", help="Write the machine's profile as this run shows it to be.")
 @click.option(
     "--time-scale", type=POSITIVE, help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
 )
+@click.pass_context
 def run(
-    plan_file: Path,
-    data: Path,
-    model: Path | None,
-    steps: int | None,
-    out: Path,
-    save_every: int | None,
+    ctx: click.Context,
+    /,
+    plan_file: Path | None,
+    config: Path | None,
     resume: bool,
-    seed: int,
-    lr: float,
-    weight_decay: float,
-    device: str,
-    deterministic: bool,
+    resume_from: str | None,
+    recalibrate: Path | None,
     time_scale: float | None,
+    **flags: Any,
 ) -> None:
     """Train with PLAN and compare what was predicted with what was measured.
 
-    Writes metrics.jsonl, timeline.json and checkpoint-N/ (which transformers loads) into --out. Exit code 3: the plan does not
-    fit this machine.
+    Writes metrics.jsonl, run.yaml (all settings), timeline.json and checkpoint-N/ (which transformers loads) into --out. SIGTERM
+    and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan does not fit this machine.
     """
-    from .optimizer import AdamW
+    from .run_config import read_run
 
-    file = _checked_plan(plan_file)
-    device = _device(device, time_scale, resume, save_every)
+    given = said(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
+    settings = read_run(config, given)
+    if settings.plan is None:
+        raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
+    _refuse_what_makes_no_sense(settings, given, resume or resume_from is not None, time_scale)
+    code = _run(settings, resume, resume_from, recalibrate, time_scale)
+    ctx.exit(code)
+
+
+def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalibrate: Path | None, time_scale: float | None) -> int:
+    """Put the run together and perform it; the exit code."""
+    from .checkpoint import writable_folder
+    from .cli_assembly import assemble, checked_plan, device_of
+    from .cli_outcome import refuse_to_recalibrate
+    from .monitors import refuse_missing
+
+    assert settings.plan is not None
+    file, device, out = checked_plan(Path(settings.plan)), device_of(settings.device), Path(settings.out)
     _refuse_odd_files(out)
-    if deterministic and device == "cuda":
+    refuse_missing(settings.monitors)
+    if settings.deterministic and device == "cuda":
         _use_same_kernels()
-    settings = AdamW(lr=lr, weight_decay=weight_decay)
-    with _no_empty_folder(out):
-        _train(plan_file, file, data, model, steps, out, save_every, resume, seed, settings, device, time_scale)
+    _tell_clients_of_monitors(settings)
+    with _no_empty_folder(out), ExitStack() as until_the_end:
+        writable_folder(out)
+        state = _state(out, resume, resume_from)
+        if recalibrate is not None:
+            refuse_to_recalibrate(recalibrate, file.plan, device)
+        assembled = assemble(settings, file.plan, device, time_scale, until_the_end)
+        if state is not None:
+            assembled.training.resume(state)
+        first_step = state.step if state is not None else 0
+        if first_step >= assembled.n_steps:
+            raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {assembled.n_steps} with --steps")
+        return _train(assembled, first_step, recalibrate)
 
 
-def _train(
-    plan_file: Path,
-    file: "PlanFile",
-    data: Path,
-    model: Path | None,
-    steps: int | None,
-    out: Path,
-    save_every: int | None,
-    resume: bool,
-    seed: int,
-    settings: "AdamW",
-    device: str,
-    time_scale: float | None,
-) -> None:
-    if device == "emulated":
-        training, scale = _emulated(file.plan, data, out, seed, settings, time_scale)
-    else:
-        training, scale = _real(file.plan, data, model, out, seed, settings, save_every, device), 1.0
-    first_step = _first_step(training, out, resume)
-    n_steps = steps or -(-training.tokens.n_sequences // training.tokens.batch_size)
-    if first_step >= n_steps:
-        raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {n_steps} with --steps")
-    if device == "emulated":
-        click.echo(
-            f"{file.plan.profile['name']}, emulated {scale:.3g} times slower; the losses are a tiny stand-in model's", err=True
+def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
+    """Perform the steps and show what came of them; the exit code."""
+    from .cli_outcome import show_outcome
+    from .cli_progress import Progress
+    from .cli_watch import watched
+
+    plan, training = run.plan, run.training
+    _write_settings(Path(run.settings.out), run.settings)
+    if run.device == "emulated":
+        name = plan.profile["name"]
+        click.echo(f"{name}, emulated {run.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
+    click.echo(f"{_words(run)}; steps {first_step + 1} to {run.n_steps}", err=True)
+    speed_up = run.scale * plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
+    with ExitStack() as until_the_end:
+        training = until_the_end.enter_context(watched(run, first_step, _online()))
+        asked = until_the_end.enter_context(_first_signal_asks(training.stop))
+        progress = until_the_end.enter_context(
+            Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes)
         )
-    click.echo(f"{_words(file.plan, training.tokens)}; steps {first_step + 1} to {n_steps}", err=True)
-    speed_up = scale * file.plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
-    with Progress(first_step, n_steps, speed_up) as progress:
-        timeline, times_s = training.run(first_step, n_steps, progress.step)
-    show_outcome(plan_file, file.plan, training, device, scale, timeline, times_s)
+        timeline, times_s = training.run(first_step, run.n_steps, progress.step)
+    if progress.n_done < run.n_steps:
+        click.echo(f"{asked.words}: {_stopped(run, first_step, progress.n_done)}", err=True)
+        return asked.exit_code
+    show_outcome(run, timeline, times_s, recalibrate)
+    return 0
 
 
-def _checked_plan(path: Path) -> "PlanFile":
-    """The plan, proven by the checker; PlanError names what is wrong."""
-    from planner.check import check
-
-    from .plan import PlanFile
-
-    file = PlanFile.read(path)
-    try:
-        check(file.plan, file.claim)
-    except PlanError as error:
-        raise PlanError(f"{path}: refused: {error}") from None
-    return file
+def _stopped(run: "Assembled", first_step: int, n_done: int) -> str:
+    """What a run leaves that was asked to end."""
+    at = f"stopped after step {n_done} of {run.n_steps}"
+    if not run.training.saves:
+        return f"{at}, and nothing is saved"
+    saved = "saved" if n_done > first_step else "nothing to save"
+    return f"{at}, {saved}; go on with: penstock run --config {on_one_line(run.settings.out)}/{RUN_FILE} --resume"
 
 
-def _device(device: str, time_scale: float | None, resume: bool, save_every: int | None) -> str:
-    if device == "emulated" and (resume or save_every is not None):
+def _words(run: "Assembled") -> str:
+    batch_size = run.training.plan.semantics.batch_size
+    return f"{show_count(run.plan.workload.n_params)} parameters; {run.training.data.words()}, {batch_size} a step"
+
+
+def _refuse_what_makes_no_sense(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
+    if settings.device == "emulated" and (resumes or "checkpoint.every" in given):
         raise click.UsageError("an emulated run saves nothing: leave out --resume and --save-every, or --device emulated")
-    if time_scale is not None and device != "emulated":
+    if settings.device == "emulated" and ("evaluation.data" in given or "evaluation.prompts" in given):
+        raise click.UsageError("an emulated run has a stand-in's weights: leave out --eval-data and --prompt, or --device emulated")
+    if time_scale is not None and settings.device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")
-    if device in ("cpu", "emulated"):
-        return device
-    from .streams import has_cuda
 
-    if has_cuda():
-        return "cuda"
-    if device == "cuda":
-        raise PlanError("--device cuda: torch sees no CUDA device; use --device cpu, or --device emulated")
-    return "cpu"
+
+def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
+    """The checkpoint to go on from, found whole; None to begin at the beginning."""
+    from .checkpoint import latest, load_state
+    from .retention import clean, offers
+
+    if resume_from is not None:
+        return load_state(out / resume_from if (out / resume_from).is_dir() else Path(resume_from))
+    if not resume:
+        found = latest(out)
+        if found is not None:
+            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; go on with --resume, or choose another --out")
+        return None
+    clean(out)  # of a checkpoint that was being replaced, the old one comes back
+    found = latest(out)
+    if found is None:
+        click.echo(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning", err=True)
+        return None
+    try:
+        return load_state(found)
+    except CheckpointError as error:
+        before = offers(out, found)
+        advice = f"resume with --resume-from {before.name}, which is whole" if before is not None else "none before it is whole"
+        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; {advice}") from None
+
+
+# -- the environment ------------------------------------------------------------------------------------------------------
+
+
+class _Asked:
+    """Which signal asked the run to end."""
+
+    def __init__(self) -> None:
+        self.by: int | None = None
+
+    @property
+    def words(self) -> str:
+        return "terminated" if self.by == signal.SIGTERM else "interrupted"
+
+    @property
+    def exit_code(self) -> int:
+        """A SIGTERM is how a machine is taken back: a run that has saved has done all that was asked."""
+        return 128 + signal.SIGINT if self.by == signal.SIGINT else 0
+
+
+@contextmanager
+def _first_signal_asks(stop: "Stop") -> Iterator[_Asked]:
+    """The first SIGTERM or Ctrl-C asks for an end after the step; the second does what the first would have done before."""
+    asked = _Asked()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.by = number
+        stop.request()
+        for other, handler in heeded.items():
+            signal.signal(other, handler)
+        with suppress(OSError):  # not `print`: whatever was being printed may be what the signal came into
+            os.write(2, b"\nfinishing the step, then saving; once more ends at once\n")
+
+    for number in heeded:
+        signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
 
 
 def _use_same_kernels() -> None:
@@ -194,110 +217,32 @@ def _use_same_kernels() -> None:
     use_same_kernels()
 
 
-def _real(
-    plan: "Plan", data: Path, model: Path | None, out: Path, seed: int, settings: "AdamW", save_every: int | None, device: str
-) -> "Training":
-    """A run of the plan's own model on this machine's GPU or CPU."""
-    from .checkpoint import has_weights, writable_folder
-    from .trainer import Training, load_model
-
-    folder = _model_folder(plan, model)
-    tokens = _tokens(plan, data, folder, seed)
-    _refuse_what_does_not_fit(plan, device)
-    writable_folder(out)
-    store = _cuda_machine(plan, tokens, settings, seed) if device == "cuda" else _cpu_machine(plan, tokens, settings, seed)
-    if folder is not None and has_weights(folder):
-        load_model(store, folder)
-    else:
-        store.initialise(seed)
-    return Training(plan, store, store, tokens, seed, out, True, save_every, folder)
+def _tell_clients_of_monitors(settings: "RunSettings") -> None:
+    """What they would send elsewhere of their own accord stays here; who wants it otherwise has said so already."""
+    for service, name, value in (("mlflow", "MLFLOW_DISABLE_TELEMETRY", "true"), ("wandb", "WANDB_ERROR_REPORTING", "false")):
+        if service in settings.monitors:
+            os.environ.setdefault(name, value)
 
 
-def _emulated(
-    plan: "Plan", data: Path, out: Path, seed: int, settings: "AdamW", time_scale: float | None
-) -> "tuple[Training, float]":
-    """A run of the plan at the pace of the machine in its profile, on a stand-in model; and how many times slower."""
-    from .checkpoint import writable_folder
-    from .emulated import EmulatedMachine, time_scale_for
-    from .trainer import Training
-
-    demands, region = demands_of(plan)
-    small = _stand_in(plan)
-    tokens = _tokens(small, data, None, seed)
-    writable_folder(out)
-    store = _cpu_machine(small, tokens, settings, seed)
-    store.initialise(seed)
-    scale = time_scale or time_scale_for(demands)
-    machine = EmulatedMachine(store, demands, region, scale)
-    return Training(small, machine, store, tokens, seed, out, saves=False), scale
+def _online() -> bool:
+    """Whether W&B can upload without asking for anything."""
+    return "WANDB_API_KEY" in os.environ and os.environ.get("WANDB_MODE", "online") == "online"
 
 
-def _stand_in(plan: "Plan") -> "Plan":
-    """The same ops on a tiny model with the same blocks."""
-    from planner.lower import lower
-    from planner.workload import build_workload
-
-    from .emulated import stand_in_config, stand_in_semantics
-    from .workload import Model
-
-    semantics = stand_in_semantics(plan.semantics)
-    model = Model(stand_in_config(plan.model.config), name="stand-in")
-    workload = build_workload(model, semantics)
-    small = lower(model, workload, semantics, _cut_alike(plan, replace(plan, workload=workload)), plan.profile)
-    if [(a.name, len(a.slot_bytes)) for a in small.arenas] != [(a.name, len(a.slot_bytes)) for a in plan.arenas]:
-        raise PlanError("this plan's arenas are not those of its policy; only plans of `penstock plan` can be emulated")
-    return replace(small, ops=plan.ops)
-
-
-def _cut_alike(plan: "Plan", small: "Plan") -> "Policy":
-    """The plan's policy, with transfers that cut the layers of another model into as many chunks."""
-    if plan.policy.transfer_chunk_bytes is None:
-        return plan.policy
-    wanted = [len(plan.chunks(b)) for b in range(len(plan.workload.blocks))]
-    for n_bytes in range(1, 2 * max(block.slot_elements for block in small.workload.blocks), 256):
-        policy = replace(plan.policy, transfer_chunk_bytes=n_bytes)
-        if [len(replace(small, policy=policy).chunks(b)) for b in range(len(wanted))] == wanted:
-            return policy
-    raise PlanError("the stand-in's layers cannot be moved in as many parts as this plan's; plan without transfer_chunk_bytes")
-
-
-def _cpu_machine(plan: "Plan", tokens: "Tokens", settings: "AdamW", seed: int) -> "CpuMachine":
-    from .cpu import CpuMachine
-
-    return CpuMachine(plan, tokens.batch, lambda step: settings, seed, pin_threads=True)
-
-
-def _cuda_machine(plan: "Plan", tokens: "Tokens", settings: "AdamW", seed: int) -> "CudaMachine":
-    from .cuda import CudaMachine
-
-    return CudaMachine(plan, tokens.batch, lambda step: settings, seed)
-
-
-def _model_folder(plan: "Plan", given: Path | None) -> Path | None:
-    """Where weights and tokenizer come from; None: random weights, and bytes for tokens."""
-    from planner.workload import read_model
-
-    from .workload import Model
-
-    folder = given if given is not None else Path(plan.model.path) if plan.model.path is not None else None
-    if folder is None:
-        return None
-    if not folder.is_dir():
-        raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
-    found = read_model(str(folder))
-    if Model(found.config).fingerprint != plan.model.fingerprint:
-        raise PlanError(f"{folder}: its config.json is not the one the plan was made for; plan again with this model")
-    return folder
+# -- the folder -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _no_empty_folder(out: Path) -> Iterator[None]:
-    """A run that fails before it wrote anything leaves no folder that was not there before."""
+    """A run that fails before it wrote anything of its own leaves no folder that was not there before."""
+    from .cli_assembly import TOKENS_FOLDER
+
     was_there = out.is_dir()
     try:
         yield
     except BaseException:
-        if not was_there:
+        if not was_there and not any((out / name).exists() for name in WRITTEN):
+            shutil.rmtree(out / TOKENS_FOLDER, ignore_errors=True)
             with suppress(OSError):
                 out.rmdir()  # only if empty
         raise
@@ -305,7 +250,7 @@ def _no_empty_folder(out: Path) -> Iterator[None]:
 
 def _refuse_odd_files(out: Path) -> None:
     """A pipe where a log is to be written would hold up the run for ever."""
-    for name in ("metrics.jsonl", "metrics.jsonl.partial", "timeline.json", "timeline.json.partial"):
+    for name in (*WRITTEN, *(f"{name}.partial" for name in WRITTEN)):
         path = out / name
         try:
             mode = path.lstat().st_mode
@@ -315,63 +260,11 @@ def _refuse_odd_files(out: Path) -> None:
             raise CheckpointError(f"{path}: a folder, link, pipe or device where the run writes a file; choose another --out")
 
 
-def _tokens(plan: "Plan", data: Path, folder: Path | None, seed: int) -> "Tokens":
-    from .data import read_tokens
+def _write_settings(out: Path, settings: "RunSettings") -> None:
+    from .run_config import write_run
 
-    semantics = plan.semantics
-    vocab_size = plan.workload.blocks[0].parameters[0].shape[0]
-    return read_tokens(data, folder, vocab_size, semantics.seq_len, semantics.batch_size, shuffle_seed=seed)
-
-
-def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
-    from .memory import available_host_bytes
-
-    on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
-    if device == "cuda":
-        from .streams import free_cuda_bytes
-
-        needed_bytes = on_device + CUDA_OWN_BYTES
-        short_device_bytes = max(0, needed_bytes - free_cuda_bytes())
-        on_host, where = plan.host_arena_bytes, "of pinned memory"
-        if short_device_bytes:
-            raise _does_not_fit(f"{show_bytes(needed_bytes)} of the GPU's memory", short_device_bytes, 0)
-    else:
-        on_host, where = plan.host_arena_bytes + on_device, "here"
-    available_bytes = available_host_bytes()
-    if available_bytes is not None and on_host > available_bytes:
-        raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes)
-
-
-def _does_not_fit(what: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
-    remedy = "run it on a machine with more memory, or plan a smaller model or batch"
-    return DoesNotFitError(
-        f"the plan needs {what}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}",
-        short_device_bytes=short_device_bytes,
-        short_host_bytes=short_host_bytes,
-        smallest_change=remedy,
-    )
-
-
-def _first_step(training: "Training", out: Path, resume: bool) -> int:
-    """0, or the step of the checkpoint to go on from, which is then loaded."""
-    from .checkpoint import latest, load_state
-
-    found = latest(out)
-    if not resume:
-        if found is not None:
-            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; go on with --resume, or choose another --out")
-        return 0
-    if found is None:
-        click.echo(f"{out}: no checkpoint yet, starting from the beginning", err=True)
-        return 0
-    state = load_state(found)
-    training.resume(state)
-    return state.step
-
-
-def _words(plan: "Plan", tokens: "Tokens") -> str:
-    skipped = f", {tokens.n_skipped_files} files left out (not text)" if tokens.n_skipped_files else ""
-    return (
-        f"{show_count(plan.workload.n_params)} parameters, {tokens.n_documents} documents{skipped}, "
-        f"{tokens.n_sequences} sequences of {tokens.seq_len}, {tokens.batch_size} a step"
-    )
+    path = out / RUN_FILE
+    try:
+        write_run(path, settings)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None

@@ -1,58 +1,33 @@
-"""What does a user see of a run?"""
+"""What does a user see of a run that is over?"""
 
+import json
 import resource
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .errors import PlanError
+from .files import try_to_write, write_whole
+from .run_config import RunConfigError
 from .units import on_one_line, show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from planner.simulate import Prediction
-
+    from .cli_assembly import Assembled
     from .emulated import EmulatedMachine
-    from .plan import Plan
-    from .region import Demand, Region
-    from .trainer import Metrics, Training
+    from .plan import Kind, Lane, Plan
+    from .timeline import Timeline
+    from .trainer import Training
 
-
-class Progress:
-    """A bar on a terminal, a line per step elsewhere; both on stderr. `speed_up`: tokens/s shown over those of the run."""
-
-    def __init__(self, first_step: int, n_steps: int, speed_up: float) -> None:
-        from rich import progress
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        self.n_steps, self.speed_up, self.plain = n_steps, speed_up, not console.is_terminal
-        columns = (
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}"),
-        )
-        self.bar = progress.Progress(*columns, console=console, disable=self.plain)
-        self.task = self.bar.add_task("", total=n_steps, completed=first_step)
-
-    def __enter__(self) -> "Progress":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def step(self, metrics: "Metrics") -> None:
-        words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s * self.speed_up:,.0f} tokens/s"
-        words += "  skipped: not finite" if metrics.skipped else ""
-        if self.plain:
-            click.echo(f"step {metrics.step}/{self.n_steps}  {words}", err=True)
-        self.bar.update(self.task, completed=metrics.step, description=words)
+WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
+WORTH_NAMING = 0.02  # of a step
+MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,46 +42,40 @@ class _Row:
         return self.name, self.show(self.predicted), self.show(self.measured), error
 
 
-def demands_of(plan: "Plan") -> "tuple[list[Demand], Region]":
-    """What the plan asks of the machine in its profile, op by op."""
-    from hwprofiles.schema import Profile
-    from planner.cost import costs, region_of
-
-    profile = Profile.from_json(plan.profile, "the plan's profile")
-    return costs(plan, profile), region_of(profile)
-
-
-def show_outcome(
-    plan_file: Path, plan: "Plan", training: "Training", device: str, scale: float, timeline: Any, times_s: list[float]
-) -> None:
-    """The final table on stdout: predicted, measured, error; and where things lie."""
-    from planner.simulate import simulate
-
+def show_outcome(run: "Assembled", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
+    """The final table on stdout: predicted, measured, error; what differs; where things lie. Perhaps a corrected profile."""
     from .trainer import scaled, write_timeline
 
-    prediction = simulate(plan, *demands_of(plan))
-    if scale != 1.0:
-        timeline, times_s = scaled(timeline, scale), [t / scale for t in times_s]
-        write_timeline(training.folder / "timeline.json", timeline)
-    _table(_rows(plan, prediction, timeline, times_s, training, device))
+    if run.scale != 1.0:
+        timeline, times_s = scaled(timeline, run.scale), [t / run.scale for t in times_s]
+        write_timeline(run.training.folder / "timeline.json", timeline)
+    rows = _rows(run, timeline, times_s)
+    _table(rows)
     if times_s:
         ordered = sorted(times_s)
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         click.echo(f"step: median of {len(times_s)} after warm-up, P10 to P90 {show_seconds(low)} to {show_seconds(high)}")
-    _notes(plan_file, plan, training, device, scale)
+    if run.is_comparable and times_s:
+        _differences(run, _settled(timeline, times_s), rows[0], recalibrate)
+    _notes(run)
+    if recalibrate is not None:
+        _recalibrate(run, timeline, recalibrate)
 
 
-def _rows(
-    plan: "Plan", prediction: "Prediction", timeline: Any, times_s: list[float], training: "Training", device: str
-) -> list[_Row]:
+def _settled(timeline: "Timeline", times_s: list[float]) -> "Timeline":
+    """Without the first step, which fills the pipeline, where there are others."""
+    return timeline.from_step(min((s.step for s in timeline.spans), default=0) + 1) if times_s else timeline
+
+
+def _rows(run: "Assembled", timeline: "Timeline", times_s: list[float]) -> list[_Row]:
+    plan, prediction = run.plan, run.prediction
     step_s = statistics.median(times_s) if times_s else timeline.total_s
     rows = [_Row("step", prediction.step_s, step_s, show_seconds)]
-    settled = timeline.from_step(min((s.step for s in timeline.spans), default=0) + 1) if times_s else timeline
-    predicted_busy_s, measured_busy_s = prediction.busy_s(plan), settled.busy_s(plan)
+    predicted_busy_s, measured_busy_s = prediction.busy_s(plan), _settled(timeline, times_s).busy_s(plan)
     rows += [_Row(f"busy, {lane}", predicted_busy_s[lane], measured_busy_s[lane], show_seconds) for lane in predicted_busy_s]
     n_tokens = plan.semantics.tokens_per_step
     rows.append(_Row("tokens/s", n_tokens / prediction.step_s, n_tokens / step_s, lambda v: f"{v:.4g}"))
-    return rows if device == "emulated" else [*rows, *_memory_rows(plan, training)]
+    return rows if run.device == "emulated" else [*rows, *_memory_rows(plan, run.training)]
 
 
 def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
@@ -144,24 +113,97 @@ def _table(rows: list[_Row]) -> None:
     Console().print(table)
 
 
-def _notes(plan_file: Path, plan: "Plan", training: "Training", device: str, scale: float) -> None:
+def _notes(run: "Assembled") -> None:
     from .checkpoint import latest
 
-    if device == "emulated":
+    plan, training = run.plan, run.training
+    if run.device == "emulated":
         machine: EmulatedMachine | Any = training.machine
         bound = machine.n_real_work_binds / max(machine.n_performed, 1)
         click.echo(
-            f"emulated {plan.profile['name']}, {scale:.3g} times slower: times and tokens/s above are that machine's; "
+            f"emulated {plan.profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
             f"{bound:.1%} of the ops took this computer longer than that"
         )
-    elif plan.profile["device"]["kind"] != device:
-        here = "CPU" if device == "cpu" else "GPU"
+    elif not run.is_comparable:
+        here = "CPU" if run.device == "cpu" else "GPU"
         click.echo(f"the plan was made for {plan.profile['name']}: its prediction is not comparable with this {here}")
     elif (name := training.store.device_name()) is not None and name != plan.profile["device"]["name"]:
         click.echo(f"the plan was made for {plan.profile['name']} ({plan.profile['device']['name']}); this is {name}")
-    if device != "emulated":
+    if run.device != "emulated":
         click.echo(f"host memory: {training.store.arenas.host_words()}")
     if training.saves:
         click.echo(f"checkpoint: {on_one_line(str(latest(training.folder)))}")
     folder = on_one_line(str(training.folder))
-    click.echo(f"log: {folder}/metrics.jsonl   trace: penstock report {on_one_line(str(plan_file))} {folder} -o trace.json")
+    click.echo(f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html")
+
+
+def _plan_file(run: "Assembled") -> str:
+    return on_one_line(str(run.settings.plan))
+
+
+# -- reality and the profile ----------------------------------------------------------------------------------------------
+
+
+def _differences(run: "Assembled", settled: "Timeline", step: _Row, recalibrate: Path | None) -> None:
+    """Where the time goes that was not predicted, when the step differs by more than a plan should be off."""
+    error = step.measured / step.predicted - 1
+    if abs(error) <= WORTH_A_PLAN:
+        return
+    n_steps = len(run.prediction.timeline.step_ends_s)
+    predicted = _busy_by_kind(run.plan, run.prediction.timeline.from_step(n_steps - run.prediction.n_cycle_steps))
+    measured = _busy_by_kind(run.plan, settled)
+    changed = [(abs(measured[k] - predicted[k]), k) for k in predicted if k in measured]
+    told = [
+        f"{lane} {kind} {show_seconds(predicted[lane, kind])} predicted, {show_seconds(measured[lane, kind])} measured"
+        for by_s, (lane, kind) in sorted(changed, reverse=True)
+        if by_s > WORTH_NAMING * step.predicted and by_s > WORTH_A_PLAN * predicted[lane, kind]
+    ]
+    how = "longer" if error > 0 else "shorter"
+    where = "; ".join(told[:MOST_NAMED]) or "no kind of op by itself: lanes waited otherwise than predicted"
+    click.echo(f"a step took {abs(error):.0%} {how} than predicted: {where}")
+    if recalibrate is None and run.device != "emulated":
+        click.echo(
+            f"to plan for the machine as it is: penstock run {_plan_file(run)} ... --recalibrate profile.json, "
+            "then penstock plan ... --machine profile.json"
+        )
+
+
+def _busy_by_kind(plan: "Plan", timeline: "Timeline") -> "dict[tuple[Lane, Kind], float]":
+    """Seconds of a step, on average, that each kind of op takes on its lane."""
+    total_s: Counter[tuple[Lane, Kind]] = Counter()
+    for span in timeline.spans:
+        op = plan.ops[span.op]
+        total_s[op.lane, op.kind] += span.end_s - span.start_s  # type: ignore[assignment]
+    n_steps = max(len({span.step for span in timeline.spans}), 1)
+    return {key: s / n_steps for key, s in total_s.items()}
+
+
+def refuse_to_recalibrate(path: Path, plan: "Plan", device: str) -> None:
+    """Now rather than after the run: a profile that could not be written, or that this machine says nothing of."""
+    if device != "emulated" and plan.profile["device"]["kind"] != device:
+        name = plan.profile["name"]
+        raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
+    try:
+        try_to_write(path)
+    except OSError as error:
+        raise RunConfigError(f"{path}: cannot be written ({error.strerror}); choose another --recalibrate") from None
+
+
+def _recalibrate(run: "Assembled", timeline: "Timeline", path: Path) -> None:
+    """Write the profile as the run shows it to be, and say what that changes."""
+    from planner.recalibrate import recalibrate
+
+    day = datetime.now(UTC).date().isoformat()
+    try:
+        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.training.store.device_name())
+    except PlanError as error:  # the run itself is over and saved
+        click.echo(f"no profile written: {on_one_line(str(error))}", err=True)
+        return
+    for line in found.words():
+        click.echo(line)
+    try:
+        write_whole(path, json.dumps(found.profile.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise RunConfigError(f"{path}: cannot be written ({error.strerror}); make room, or choose another place") from None
+    name = on_one_line(str(path))
+    click.echo(f"profile: {name}   plan with it: penstock plan MODEL --machine {name}")

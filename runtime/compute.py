@@ -4,22 +4,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.func import functional_call
 
 from .batch import Batch
 from .blocks import LayerInputs, Templates, Weights, op_seed
+from .layer_inputs import NotedInputs
 from .memory import Arenas
 from .plan import Op, Plan, Slot
 from .recompute import Graph, Replay, kept
+from .tokens import MicroBatch, StepTokens
 from .updates import StepResult
+from .views import WEIGHT_ARENAS, Views
 from .workload import Saved
-
-WEIGHT_ARENAS = ("weights", "vocab_weights", "resident_weights")
-EMBEDDING = "model.embed_tokens."
 
 
 @dataclass(slots=True)
@@ -55,45 +53,28 @@ class Compute:
         `batches` gives a step's tokens on the device, `generator` is what dropout draws from there, and `losses_are_there(step)`
         returns once the device has added up the step's losses.
         """
-        self.plan, self.arenas, self.batches, self.results, self.seed = plan, arenas, batches, results, seed
+        self.plan, self.arenas, self.results, self.seed = plan, arenas, results, seed
         self.generator, self.losses_are_there = generator, losses_are_there
         self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
-        self._blocks = plan.workload.blocks
-        self._offsets = [b.offsets()[0] for b in self._blocks]
-        self._batch: tuple[int, Batch] | None = None
-        self._first_inputs: list[LayerInputs] | None = None  # what the first micro-batch's layers were passed
-        self._other_inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch, of those whose layers are passed something else
-        self._is_alike = False  # whether the second one's were the same, and its embedding no more than the weight's rows
+        self._views, self._tokens = Views(plan, arenas), StepTokens(plan.semantics, batches)
+        self.passed = NotedInputs(self.templates)
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, by block and micro-batch
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: where weights and input lie
 
     def forget(self) -> None:
         """Drop what a run that failed in the middle of a step has left."""
-        self._batch, self._site = None, None
+        self._tokens.forget()
+        self._site = None
         self._graphs.clear()
 
     # -- what ops work on -------------------------------------------------------------------------------------------
 
-    def _micro_batch(self, step: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._batch is None or self._batch[0] != step:
-            batch = self.batches(step)
-            self._batch = (step, batch)
+    def _micro_batch(self, step: int, m: int) -> MicroBatch:
+        if (batch := self._tokens.begin(step)) is not None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             is_there = partial(self.losses_are_there, step)
             self.results[step] = ComputedStep(n_supervised=batch.n_supervised, total=total, is_there=is_there)
-        rows = slice(m * self.plan.semantics.micro_batch, (m + 1) * self.plan.semantics.micro_batch)
-        return self._batch[1].input_ids[rows], self._batch[1].targets[rows]
-
-    def _weights(self, block: int, slot: Slot) -> Weights:
-        dtype = self.plan.semantics.compute_dtype
-        return {
-            p.name: self.arenas.view(slot, dtype, p.shape, self._offsets[block][p.name]) for p in self._blocks[block].parameters
-        }
-
-    def _boundary(self, slot: Slot) -> torch.Tensor:
-        s = self.plan.semantics
-        width = self._blocks[0].parameters[0].shape[1]
-        return self.arenas.view(slot, s.compute_dtype, (s.micro_batch, s.seq_len, width))
+        return self._tokens.of(m)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -107,53 +88,28 @@ class Compute:
         weight_slot = op.slot(*WEIGHT_ARENAS)
         assert weight_slot is not None
         if op.block == 0:
-            weights = _leaves(self._weights(op.block, weight_slot))
+            weights = _leaves(self._views.weights(op.block, weight_slot))
+            tokens = self._micro_batch(step, m)
             with torch.enable_grad(), self._keeping(weight_slot):
-                output_BTD = self._embed(weights, m, self._micro_batch(step, m)[0])
+                output_BTD = self.passed.embed(weights, m, tokens.input_ids_BT, tokens.documents)
             self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
         elif (remembering := self._remembering(op, step, weight_slot)) is None:
-            weights, hidden_BTD = self._weights(op.block, weight_slot), self._boundary(op.reads[1])
+            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._views.boundary(op.reads[1])
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
         else:
             with remembering:
                 output_BTD = self._with_graph(op, weight_slot, op.reads[1])
-        self._boundary(op.writes[0]).copy_(output_BTD.detach())
-
-    def _embed(self, weights: Weights, m: int, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """The first layer's input; what layers are passed besides is noted.
-
-        That is masks and positions, which depend on the shape alone where nothing is padded on the left or packed. The model's
-        own forward makes them anew each time and looks at them from the host, which on a GPU waits for all that was issued. So
-        it runs for the first two micro-batches; if both had the same, and nothing was done to the embedding but look it up,
-        looking it up is all that the others need.
-        """
-        if self._is_alike:
-            return self._looked_up(weights, tokens_BT)
-        hidden_BTD, inputs = self.templates.embed(weights, tokens_BT)
-        self._other_inputs.pop(m, None)
-        if self._first_inputs is None:
-            self._first_inputs = inputs
-        elif not _same(inputs, self._first_inputs):
-            self._other_inputs[m] = inputs
-        else:
-            self._is_alike = torch.equal(hidden_BTD, self._looked_up(weights, tokens_BT))
-        return hidden_BTD
-
-    def _looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
-        embedding: Any = self.templates.body.embed_tokens
-        short = {name.removeprefix(EMBEDDING): weight for name, weight in weights.items()}
-        return functional_call(embedding, short, (tokens_BT,))  # type: ignore[no-any-return]
+        self._views.boundary(op.writes[0]).copy_(output_BTD.detach())
 
     def _layer_inputs(self, op: Op) -> LayerInputs:
         """What the op's layer is passed besides the boundary."""
-        assert self._first_inputs is not None
         assert op.micro_batch is not None
-        return self._other_inputs.get(op.micro_batch, self._first_inputs)[op.block - 1]
+        return self.passed.of(op.block, op.micro_batch)
 
     def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot, again: bool = False) -> torch.Tensor:
         """A layer's forward with its graph, which is remembered for the backward; with `again` for nothing but that."""
         assert op.micro_batch is not None
-        weights, hidden_BTD = _leaves(self._weights(op.block, weight_slot)), self._boundary(input_slot).requires_grad_()
+        weights, hidden_BTD = _leaves(self._views.weights(op.block, weight_slot)), self._views.boundary(input_slot).requires_grad_()
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again)
         graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
@@ -187,7 +143,10 @@ class Compute:
         assert self._site is not None
         assert op.micro_batch is not None
         self._seed(step, op)
-        weights, hidden_BTD = _leaves(self._weights(op.block, self._site[0])), self._boundary(self._site[1]).requires_grad_()
+        weights, hidden_BTD = (
+            _leaves(self._views.weights(op.block, self._site[0])),
+            self._views.boundary(self._site[1]).requires_grad_(),
+        )
         self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -203,11 +162,11 @@ class Compute:
                 self._seed(step, op)
                 self._with_graph(op, weight_slot, input_slot, again=True)
         graph = self._graphs.pop((op.block, op.micro_batch))
-        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(out_slot), allow_unused=True)
+        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._views.boundary(out_slot), allow_unused=True)
         self._site = None
         if op.block:
             assert gradients[0] is not None
-            self._boundary(op.writes[0]).copy_(gradients[0])
+            self._views.boundary(op.writes[0]).copy_(gradients[0])
             gradients = gradients[1:]
         found = {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None}
         self._put_gradient(op, found)
@@ -216,36 +175,31 @@ class Compute:
         assert op.micro_batch is not None
         self._seed(step, op)
         weight_slot, boundary_slot = op.reads[:2]
-        weights = self._weights(op.block, weight_slot)
+        weights = self._views.weights(op.block, weight_slot)
         result = self.results[step]
         assert isinstance(result, ComputedStep)
-        targets_BT = self._micro_batch(step, op.micro_batch)[1]
+        targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
         total = op.slot("vocab_sums") or op.slot("vocab_gradients")
         assert total is not None
         first = total not in op.reads
-        running = self._gradient_views(op.block, total, "fp32")
+        running = self._views.parameters(op.block, total, "fp32")
         head = running["lm_head.weight"]
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
         own = head.zero_() if first else torch.zeros_like(head)
         loss_sum, hidden_gradient, others = self.templates.loss(
-            weights, self._boundary(boundary_slot), targets_BT, result.n_supervised, own
+            weights, self._views.boundary(boundary_slot), targets_BT, result.n_supervised, own
         )
         assert result.total is not None
         result.total += loss_sum
-        self._boundary(boundary_slot).copy_(hidden_gradient)
+        self._views.boundary(boundary_slot).copy_(hidden_gradient)
         if not first:
             head += own
         for name, gradient in others.items():
             running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
         out = op.slot("vocab_gradients")
         if out is not None and out in op.writes and out != total:
-            for name, view in self._gradient_views(op.block, out, self.plan.gradient_dtype(op.block)).items():
+            for name, view in self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block)).items():
                 view.copy_(running[name])
-
-    def _gradient_views(self, block: int, slot: Slot, dtype: str) -> Weights:
-        return {
-            p.name: self.arenas.view(slot, dtype, p.shape, self._offsets[block][p.name]) for p in self._blocks[block].parameters
-        }
 
     def _put_gradient(self, op: Op, found: Weights) -> None:
         """Add a micro-batch's gradients to the running fp32 sum, or start it; the last one rounds the sum into the gradient slot.
@@ -257,7 +211,7 @@ class Compute:
         if total is None:  # the slot is itself the sum, or there is only one micro-batch to put there
             assert out is not None
             first = out not in op.reads
-            for name, view in self._gradient_views(op.block, out, dtype).items():
+            for name, view in self._views.parameters(op.block, out, dtype).items():
                 if name not in found:
                     view.zero_() if first else None
                 elif first and view.dtype == found[name].dtype:
@@ -267,26 +221,14 @@ class Compute:
                 else:
                     view += found[name]
             return
-        rounded = self._gradient_views(op.block, out, dtype) if out is not None and out in op.writes else None
-        for name, view in self._gradient_views(op.block, total, "fp32").items():
+        rounded = self._views.parameters(op.block, out, dtype) if out is not None and out in op.writes else None
+        for name, view in self._views.parameters(op.block, total, "fp32").items():
             if total not in op.reads:
                 view.zero_()
             if name in found:
                 view += found[name]
             if rounded is not None:
                 rounded[name].copy_(view)
-
-
-def _same(new: Any, old: Any) -> bool:
-    """Whether two layers are passed the same."""
-    match new, old:
-        case torch.Tensor(), torch.Tensor():
-            return new is old or (new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old))
-        case dict(), dict():
-            return new.keys() == old.keys() and all(_same(new[key], old[key]) for key in new)
-        case ((list() | tuple()), (list() | tuple())):
-            return len(new) == len(old) and all(map(_same, new, old))
-    return bool(new is old or (type(new) is type(old) and new == old))
 
 
 def _leaves(weights: Weights) -> Weights:

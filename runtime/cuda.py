@@ -15,6 +15,7 @@ import torch
 
 from .batch import Batch
 from .chunks import Scratch
+from .inference import Head
 from .optimizer import AdamW
 from .plan import Kind, Lane, Op, Plan
 from .staging import Staging
@@ -74,12 +75,24 @@ class CudaMachine(TorchMachine):
         cores = sorted(os.sched_getaffinity(0))
         self.arenas.touch(len(cores))
         self.streams.lock(self.arenas)
-        self._stopwatch = Stopwatch(plan, self.streams, self._stream)
-        self._awaited = {wait.op for op in plan.ops for wait in op.waits}
+        self._stopwatch: Stopwatch | None = Stopwatch(plan, self.streams, self._stream)
+        self._awaited = _awaited(plan)
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._cores = (cores[:ISSUING_CORES], cores[ISSUING_CORES:]) if len(cores) > ISSUING_CORES else (cores, cores)
         self._updates.workers = Workers(len(self._cores[1]), Scratch)
         self._events: list[Event] = []  # which no token holds
+
+    @contextmanager
+    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> Iterator[None]:
+        stream, own = self._stream[Lane.GPU], (self._staging, self._stopwatch, self._awaited)
+        with self.streams.current(stream):
+            self._staging = Staging(plan.semantics, batches, self.streams, stream)
+        self._stopwatch, self._awaited = None, _awaited(plan)  # nobody asks how long which op took
+        try:
+            with super().forwards(plan, self._staging.upload, head):
+                yield
+        finally:
+            self._staging, self._stopwatch, self._awaited = own
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
@@ -112,10 +125,12 @@ class CudaMachine(TorchMachine):
         streams, stream = self.streams, self._stream[op.lane]
         if op.lane is Lane.GPU:
             self._staging.fill(step)
-        begin, end = self._stopwatch.around(index, step)
-        streams.record(begin, stream)
+        timers = self._stopwatch.around(index, step) if self._stopwatch is not None else ()
+        for begin in timers[:1]:
+            streams.record(begin, stream)
         streams.issue(stream, op.name, partial(self.work, index, op, step))
-        streams.record(end, stream)
+        for end in timers[1:]:
+            streams.record(end, stream)
         if op.kind is Kind.LOSS or (op.kind is Kind.FORWARD and op.block == 0):  # which read tokens
             self._staging.issued(step)
         if op.kind is Kind.LOSS:
@@ -153,4 +168,8 @@ class CudaMachine(TorchMachine):
         return self.streams.name
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return self._stopwatch.read(spans)
+        return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+
+
+def _awaited(plan: Plan) -> set[int]:
+    return {wait.op for op in plan.ops for wait in op.waits}

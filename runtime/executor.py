@@ -11,8 +11,8 @@ has to be woken, and where one has, what waking a thread costs (`benchmarks/exec
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -39,6 +39,16 @@ class _Stopped(Exception):
     """Another lane failed; this one ends quietly."""
 
 
+class Stop:
+    """Asks a run to end after the step in progress. A signal handler may ask: nothing is waited for."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    def request(self) -> None:
+        self.is_requested = True
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """An op in its lane: its number in the plan, and for each wait the track, the position there, and the step distance."""
@@ -60,6 +70,7 @@ class _Track:
     tokens: dict[int, object] = field(default_factory=dict)  # by position, where the machine left one
     asked: dict["_Track", int] = field(default_factory=dict)  # who sleeps until the op at which position is done
     wants: tuple["_Track", int] | None = None  # what this lane sleeps for
+    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # in its ops of each step not yet reported
 
     def ring(self) -> None:
         """Wake those whose wish has come true."""
@@ -83,11 +94,39 @@ class _Track:
 
 @dataclass(slots=True)
 class _Board:
-    """All lanes, what the caller's thread sleeps for, and the first failure."""
+    """All lanes, what the caller's thread sleeps for, the first failure, and which step is the last."""
 
     tracks: list[_Track]
+    n_steps: int
+    stop: Stop
     news: SimpleQueue[None] = field(default_factory=SimpleQueue)  # a step's end in some lane, or a failure
     failure: BaseException | None = None
+    n_reported: int = 0
+    _n_begun: int = 0  # steps that some lane has begun
+    _is_ending: bool = False
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def n_done(self) -> int:
+        """Steps that every lane has done."""
+        return min(track.n_done // len(track.entries) for track in self.tracks)
+
+    def begins(self, turn: int) -> bool:
+        """Whether there is such a step for a lane that wants to begin it.
+
+        The first lane that finds the run asked to stop settles which step is the last: the furthest that any lane has begun. The
+        others can all end it, as no op waits for one of a later step.
+        """
+        with self._one_at_a_time:
+            if self.stop.is_requested and not self._is_ending:
+                self._is_ending, self.n_steps = True, min(self.n_steps, self._n_begun)
+                for track in self.tracks:
+                    track.n_in_all = self.n_steps * len(track.entries)
+                self.news.put(None)
+            if turn >= self.n_steps:
+                return False
+            self._n_begun = max(self._n_begun, turn + 1)
+            return True
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -108,16 +147,32 @@ def execute(
     on_step: Callable[[int, float], None] | None = None,
     quiet_s: float = QUIET_S,
     keep_steps: int = KEEP_STEPS,
+    stop: Stop | None = None,
+    on_busy: Callable[[int, Mapping[Lane, float]], None] | None = None,
+    on_interrupt: Callable[[], None] | None = None,
 ) -> Timeline:
     """Perform `n_steps` steps and return when each op of the last `keep_steps` ran, in seconds since the start.
 
-    `on_step(step, seconds)` is called in the caller's thread when a step's last op is done. The first failure of any lane stops
-    them all and is raised here, once each has ended the op that it was in: errors of the user as they are, others as OpError
-    naming the op. StallError when all lanes wait for each other. An op that hangs cannot be told from a long one: after
-    `quiet_s` without the end of any op, stderr says what each lane is at.
+    `on_step(step, seconds)` is called in the caller's thread when a step's last op is done; before it `on_busy(step, seconds)` of
+    each lane, in which its thread was at its ops. After `stop.request()` all lanes end after the same step, the earliest that none
+    of them has gone beyond. The first failure of any lane stops them all and is raised here, once each has ended the op that it
+    was in: errors of the user as they are, others as OpError naming the op. StallError when all lanes wait for each other. An op
+    that hangs cannot be told from a long one: after `quiet_s` without the end of any op, stderr says what each lane is at.
+    `on_interrupt()` is called before lanes are waited for that somebody at the keyboard wants to end: one may be waiting elsewhere.
     """
-    board = _Board(_tracks(plan, n_steps))
+    board = _Board(_tracks(plan, n_steps), n_steps, stop or Stop())
     start_s = time.perf_counter()
+
+    def report() -> None:
+        while board.n_reported < board.n_done:
+            step, turn = first_step + board.n_reported, board.n_reported
+            board.n_reported += 1
+            busy_s = {track.lane: track.busy_s.pop(turn) for track in board.tracks}
+            if on_busy is not None:
+                on_busy(step, busy_s)
+            if on_step is not None:
+                on_step(step, time.perf_counter() - start_s)
+
     workers: list[_Worker] = []
     threads: list[threading.Thread] = []
     try:
@@ -128,16 +183,21 @@ def execute(
             threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
             threads[-1].start()
             workers[-1].ready.wait()
-        _watch(board, first_step, n_steps, start_s, on_step, quiet_s)
+        _watch(board, report, quiet_s)
     except BaseException as error:
         board.fail(error)
+        if on_interrupt is not None and not isinstance(error, Exception):
+            on_interrupt()
         raise
     finally:
         _join(threads, board, quiet_s)
         for track in board.tracks:
             track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
     if board.failure is not None:
-        raise board.failure
+        try:
+            report()  # the steps that were done by then
+        finally:
+            raise board.failure
     spans = [Span(op, step, began_s - start_s, ended_s - start_s) for w in workers for step, op, began_s, ended_s in w.records]
     return Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op)))))
 
@@ -180,6 +240,8 @@ class _Worker:
             with self.machine.lane(self.track.lane):
                 self.ready.set()
                 for turn, step in enumerate(self.steps):
+                    if not self.board.begins(turn):
+                        break
                     self._forget_tokens()
                     for entry in self.track.entries:
                         at = entry.op.name
@@ -210,7 +272,9 @@ class _Worker:
             raise _Stopped
         began_s = time.perf_counter()
         self.machine.perform(entry.index, entry.op, step)
-        self.records.append((step, entry.index, began_s, time.perf_counter()))
+        ended_s = time.perf_counter()
+        self.records.append((step, entry.index, began_s, ended_s))
+        track.busy_s[turn] += ended_s - began_s
         token = self.machine.mark(entry.op)
         if token is not None:
             track.tokens[track.n_done] = token
@@ -237,27 +301,16 @@ class _Worker:
         """Drop those that no lane can ask for any more: a lane in step n asks for steps n and n - 1."""
         tokens = self.track.tokens
         if tokens:
-            n_steps_done = min(track.n_done // len(track.entries) for track in self.board.tracks)
-            for position in [p for p in tokens if p < (n_steps_done - 1) * len(self.track.entries)]:
+            for position in [p for p in tokens if p < (self.board.n_done - 1) * len(self.track.entries)]:
                 del tokens[position]
 
 
-def _watch(
-    board: _Board,
-    first_step: int,
-    n_steps: int,
-    start_s: float,
-    on_step: Callable[[int, float], None] | None,
-    quiet_s: float,
-) -> None:
+def _watch(board: _Board, report: Callable[[], None], quiet_s: float) -> None:
     """Report finished steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
-    reported, last_done, n_quiet_looks, n_stuck_looks, say_at_s = 0, -1, 0, 0, quiet_s
+    last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, quiet_s
     while True:
-        while reported < min(track.n_done // len(track.entries) for track in board.tracks):
-            if on_step is not None:
-                on_step(first_step + reported, time.perf_counter() - start_s)
-            reported += 1
-        if reported == n_steps or board.failure is not None:
+        report()
+        if board.n_reported == board.n_steps or board.failure is not None:
             return
         with suppress(Empty):
             board.news.get(timeout=_LOOK_S)
@@ -272,7 +325,7 @@ def _watch(
         if n_stuck_looks >= 2:
             raise StallError(f"no lane moves any more: {board.who()}")
         if n_quiet_looks * _LOOK_S > say_at_s:
-            _say(f"no op has ended for {n_quiet_looks * _LOOK_S:.0f} s, and the run goes on: {board.who()}")
+            say(f"no op has ended for {n_quiet_looks * _LOOK_S:.0f} s, and the run goes on: {board.who()}")
             say_at_s *= 2
 
 
@@ -285,12 +338,12 @@ def _join(threads: list[threading.Thread], board: _Board, quiet_s: float) -> Non
             if not thread.is_alive():
                 break
             if board.failure is not None:
-                _say(f"the run has failed, and waits no longer for {thread.name}: {board.who()}")
+                say(f"the run has failed, and waits no longer for {thread.name}: {board.who()}")
                 return
-            _say(f"every op is done, but {thread.name} does not end; the run waits for it")
+            say(f"every op is done, but {thread.name} does not end; the run waits for it")
             deadline_s = time.perf_counter() + quiet_s
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
     """Something a person should know at once, while nothing is known to be wrong."""
     print(words, file=sys.stderr, flush=True)

@@ -1,17 +1,36 @@
 """Where on the host does what training has made of a model lie?"""
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
 
 import torch
 
-from .memory import Arenas
+from .chunks import Scratch
+from .memory import DTYPE, Arenas
 from .optimizer import CHUNK_ELEMENTS, Learned, SplitMaster, round_half_up
 from .plan import Plan, Slot
+from .slabs import host_slab
+from .units import MiB
+from .workers import Workers
 from .workload import Parameter
 
 STATE_ARENAS = ("masters", "remainders", "moments", "host_weights")
 SHADOW = "shadow_"  # before an arena's name: the part of a shadow that stands for a slot of it
+COPY_BYTES = 8 * MiB  # what one worker copies at a time: about a millisecond
+
+Copy = Mapping[str, torch.Tensor]  # the bytes of a chunk, by arena
+
+
+class Gate(Protocol):
+    """What an update asks before it changes the state, for somebody may still need it as it was."""
+
+    def before_change(self, block: int, chunk: int, workers: Workers[Scratch]) -> None:
+        """Return when the chunk may change; until then `workers` may copy it."""
+
+    def step_is_done(self, step: int) -> None:
+        """Called after the last change by a step, counted from 0."""
 
 
 class HostState:
@@ -25,6 +44,7 @@ class HostState:
         """Everything is zero until `set_weights`."""
         self.plan, self.arenas = plan, arenas
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
+        self.gate: Gate | None = None
         self.chunks = [plan.chunks(b) for b in range(len(plan.workload.blocks))]
         self._state = [arena for name in STATE_ARENAS if (arena := plan.arena(name)) is not None]
         self._first: list[int] = []  # slot of each block's first chunk
@@ -56,22 +76,30 @@ class HostState:
 
     # -- one parameter ----------------------------------------------------------------------------------------------
 
-    def _view(self, prefix: str, arena: str, dtype: str, p: Parameter) -> torch.Tensor:
-        number, at = self._places[p.name]
-        return self.arenas.view(Slot(prefix + arena, number), dtype, (p.n_elements,), at)
-
-    def learned(self, p: Parameter, prefix: str = "") -> Learned:
-        """All of an owned parameter's state; with `SHADOW` its shadow."""
+    def learned(self, p: Parameter, prefix: str = "", copy: Copy | None = None) -> Learned:
+        """All of an owned parameter's state; with `SHADOW` its shadow; or as it was when its chunk was copied."""
         semantics, (number, at) = self.plan.semantics, self._places[p.name]
-        moments = self.arenas.view(Slot(prefix + "moments", number), "fp32")
-        exp_avg, exp_avg_sq = (half[at : at + p.n_elements] for half in moments.view(2, -1))
+
+        def slot(arena: str, dtype: str) -> torch.Tensor:
+            return self.arenas.view(Slot(prefix + arena, number), dtype) if copy is None else copy[arena].view(DTYPE[dtype])
+
+        own = slice(at, at + p.n_elements)
+        exp_avg, exp_avg_sq = (half[own] for half in slot("moments", "fp32").view(2, -1))
         weight = None
         if self.plan.weights_arena == "host_weights":
-            weight = self._view(prefix, "host_weights", semantics.compute_dtype, p)
+            weight = slot("host_weights", semantics.compute_dtype)[own]
         if self.plan.policy.storage == "split":
             assert weight is not None
-            return Learned(SplitMaster(weight, self._view(prefix, "remainders", "int16", p)), exp_avg, exp_avg_sq)
-        return Learned(self._view(prefix, "masters", semantics.master_dtype, p), exp_avg, exp_avg_sq, weight)
+            return Learned(SplitMaster(weight, slot("remainders", "int16")[own]), exp_avg, exp_avg_sq)
+        return Learned(slot("masters", semantics.master_dtype)[own], exp_avg, exp_avg_sq, weight)
+
+    def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
+        """What is uploaded of an owned parameter, shaped."""
+        learned = self.learned(p, copy=copy)
+        weight = learned.weight
+        if weight is None:
+            weight = learned.master.weight if isinstance(learned.master, SplitMaster) else learned.master
+        return weight.view(p.shape)
 
     def master(self, p: Parameter) -> torch.Tensor:
         """The master of an owned parameter, flat; to be read only, as it may be a copy."""
@@ -110,10 +138,31 @@ class HostState:
         """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
         for block in range(len(self.chunks)):
             for p in self.owned(block):
-                yield p, self._view("", self.plan.weights_arena, self.plan.semantics.compute_dtype, p).view(p.shape)
+                yield p, self.compute_weight(p)
+
+    def n_bytes(self, block: int, chunk: int) -> int:
+        """Of a chunk's state."""
+        number = self._first[block] + chunk
+        return sum(arena.slot_bytes[number] for arena in self._state)
+
+    def copied(self, block: int, chunk: int, workers: Workers[Scratch]) -> Copy:
+        """A chunk's state as it is now, elsewhere; MemoryError where there is no room."""
+        copy: dict[str, torch.Tensor] = {}
+        tasks: list[Callable[[Scratch], object]] = []
+        for arena in self._state:
+            there = self.arenas.raw(Slot(arena.name, self._first[block] + chunk))
+            copy[arena.name] = host_slab(there.numel())
+            parts = zip(copy[arena.name].split(COPY_BYTES), there.split(COPY_BYTES), strict=True)
+            tasks += [partial(_copy, *part) for part in parts]
+        workers.run(tasks)
+        return copy
 
     def commit(self, block: int, chunk: int | None) -> None:
         """The shadow of a chunk becomes its state, and the state the next shadow."""
         number = self._first[block] + (chunk or 0)
         for arena in self._state:
             self.arenas.exchange(Slot(arena.name, number), Slot(SHADOW + arena.name, number))
+
+
+def _copy(to: torch.Tensor, there: torch.Tensor, own: Scratch) -> None:
+    to.copy_(there)

@@ -29,10 +29,12 @@ class AdamW:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    no_decay: tuple[str, ...] = ()  # parts of the names of parameters that do not decay, besides those that never do
 
     def of(self, name: str, shape: tuple[int, ...]) -> "AdamW":
         """The settings for one parameter: without decay where none applies."""
-        return self if decays(name, shape) else replace(self, weight_decay=0.0)
+        spared = not decays(name, shape) or any(part in name for part in self.no_decay)
+        return replace(self, weight_decay=0.0) if spared else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ Every slot starts on a multiple of 256 bytes in its arena.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -97,7 +98,10 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
-MAX_PLAN_FILE_BYTES = 512 * 2**20
+MAX_PLAN_FILE_BYTES = 128 * 2**20  # more than twice the longest plan that is made, of 500,000 ops; its tree takes twenty times that
+MAX_BLOCKS = 10_002  # of the deepest model that is read, with embedding and head
+MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has some twenty
+MAX_SLOTS = 2 * 10**6  # of all arenas together, where a text has them as runs
 
 
 class Place(StrEnum):
@@ -148,21 +152,24 @@ class Plan:
     def parse(text: str) -> "Plan":
         """The plan that `str(plan)` wrote; PlanError when it is not one."""
         fields: dict[str, Any] = {"format_version": None, "arenas": [], "ops": []}
+        n_free_slots = MAX_SLOTS
         try:
             for line in text.splitlines():
                 key, _, rest = line.partition(" ")
                 if key == "penstock-plan":
                     fields["format_version"] = int(rest)
                 elif key in _HEADER and key not in fields:
-                    fields[key] = json.loads(rest)
+                    fields[key] = json.loads(rest, object_pairs_hook=_distinct)
                 elif key == "arena":
-                    name, place, sizes = rest.split(" ", 2)
-                    fields["arenas"].append({"name": name, "place": place, "slot_bytes": _unroll(sizes)})
+                    name, place, runs = rest.split(" ", 2)
+                    sizes = _unroll(runs, n_free_slots)
+                    n_free_slots -= len(sizes)
+                    fields["arenas"].append({"name": name, "place": place, "slot_bytes": sizes})
                 elif key == f"{len(fields['ops'])}:":
                     fields["ops"].append(rest)
                 else:
                     raise PlanError(f"plan text: unexpected line {line[:80]!r}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"plan text: {error}") from None
         return _validated(_PLAN, json.dumps(fields), "plan text")
 
@@ -284,8 +291,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Of a key that stands there twice only one value would count, and nobody could tell which was meant."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"`{next(key for key in keys if keys.count(key) > 1)[:40]}` stands twice in one object")
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"`{key[:40]}` stands twice in one object")
     return fields
 
 
@@ -303,6 +310,8 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     if len(sizes) != len(plan.arenas):
         raise PlanError(f"{where}: two arenas have the same name; make it again with `penstock plan`")
+    if len(plan.workload.blocks) > MAX_BLOCKS or any(len(b.parameters) > MAX_PARAMETERS for b in plan.workload.blocks):
+        raise PlanError(f"{where}: more than {MAX_BLOCKS} blocks, or than {MAX_PARAMETERS} weights in one of them")
     if len(plan.workload.blocks) < 3 or plan.semantics.batch_size % plan.semantics.micro_batch:
         raise PlanError(f"{where}: fewer than three blocks, or a batch that is no multiple of its micro-batch")
     kinds = [b.kind for b in plan.workload.blocks]
@@ -331,11 +340,12 @@ def _runs(sizes: list[int]) -> str:
     return " ".join(f"{n}x{size}" for n, size in runs)
 
 
-def _unroll(text: str) -> list[int]:
+def _unroll(text: str, most: int) -> list[int]:
+    """What `_runs` wrote, if it is of at most so many slots."""
     sizes: list[int] = []
     for run in text.split():
         n, _, size = run.partition("x")
-        if int(n) > 10**6:
-            raise PlanError(f"an arena of {n} slots")
+        if not 0 < int(n) <= most - len(sizes):
+            raise PlanError(f"a run of {n[:40]} slots; a plan has at most {MAX_SLOTS}")
         sizes += [int(size)] * int(n)
     return sizes

@@ -12,6 +12,8 @@ from pydantic import Field
 
 from .workload import FILE, Count, Dtype, Natural
 
+Slots = Annotated[int, Field(gt=0, le=2**16)]  # more than any model has layers
+
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
@@ -57,8 +59,8 @@ class Update(StrEnum):
 class Policy:
     """How it is scheduled: the planner's choice. It never changes a bit of the result."""
 
-    prefetch_depth: Count = 1  # weight slots ahead of the block being computed
-    gradient_slots: Count = 1  # device slots for gradients of layers
+    prefetch_depth: Slots = 1  # weight slots ahead of the block being computed
+    gradient_slots: Slots = 1  # device slots for gradients of layers
     offload_late_blocks: Natural = (
         0  # a layer's gradient leaves when the backward this many layers further on is done, if there is one
     )

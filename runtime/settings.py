@@ -15,9 +15,13 @@ Above0 = Annotated[float, Field(gt=0, le=1e6)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # no name of a file holds a NUL
 
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt"]
+Packing = Literal["auto", "joined", "documents", "one"]
+ScheduleKind = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
+Device = Literal["auto", "cuda", "cpu", "emulated"]
+Service = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class DataSettings:
     format: Format = "auto"  # auto: by the columns of the first row
     # How documents share a sequence. joined: cut from one long row of tokens, and attention sees across; documents: packed whole,
     # each attends to itself alone; one: a sequence each, padded.
-    packing: Literal["auto", "joined", "documents", "one"] = "auto"  # auto: joined for text, documents for chats where possible
+    packing: Packing = "auto"  # auto: joined for text, documents for chats where possible
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample with nothing to learn from; skipped ones are counted
     shuffle: bool = True  # the order of sequences, anew in each epoch
@@ -42,9 +46,9 @@ class DataSettings:
 class ScheduleSettings:
     """How the learning rate changes. Steps are optimizer steps."""
 
-    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "constant"
+    kind: ScheduleKind = "constant"
     warmup_steps: Natural = 0
-    decay_steps: Natural = 0  # of warmup-stable-decay
+    decay_steps: Natural | None = None  # of warmup-stable-decay; None: a tenth of the run
     min_lr_fraction: Fraction = 0.0  # where cosine and warmup-stable-decay end
     __pydantic_config__ = FILE
 
@@ -99,10 +103,10 @@ class RunSettings:
     steps: Count | None = None
     epochs: Above0 | None = None  # None for both: once through the data
     seed: Seed = 0
-    device: Literal["auto", "cuda", "cpu", "emulated"] = "auto"
+    device: Device = "auto"
     deterministic: bool = False
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    monitors: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # besides metrics.jsonl, which is always written
+    monitors: tuple[Service, ...] = ()  # besides metrics.jsonl, which is always written
     __pydantic_config__ = FILE

@@ -4,20 +4,25 @@ Through two buffers of pinned memory in turn: the host fills one while the devic
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .batch import Batch
+from .documents import positions_of
 from .plan import Semantics
 from .streams import Event, Stream, Streams
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedBatch(Batch):
-    """A batch on the device. How many targets are supervised was counted before."""
+    """A batch on the device. How many targets are supervised was counted before.
+
+    `positions` are those of tokens in their documents, and mean nothing where there are none.
+    """
 
     n_counted: int = 0
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def n_supervised(self) -> int:
@@ -30,6 +35,7 @@ class _Buffer:
 
     input_ids: torch.Tensor
     targets: torch.Tensor
+    positions: torch.Tensor
     read: Event  # reached when the device has read it
     step: int | None = None  # whose tokens it holds
     n_supervised: int = 0
@@ -43,11 +49,14 @@ class Staging:
         """`stream` is the one that computes: it copies a step's tokens before it needs them, so they wait for nothing."""
         shape, device = (semantics.batch_size, semantics.seq_len), streams.device
         self._batches, self._streams, self._stream = batches, streams, stream
-        self._buffers = [
-            _Buffer(streams.pinned(shape, torch.int64), streams.pinned(shape, torch.int64), streams.event()) for _ in range(2)
-        ]
+
+        def pinned() -> torch.Tensor:
+            return streams.pinned(shape, torch.int64)
+
+        self._buffers = [_Buffer(pinned(), pinned(), pinned(), streams.event()) for _ in range(2)]
         self._input_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._targets = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def fill(self, step: int) -> None:
         """Put a step's tokens into pinned memory, before any of its compute is issued.
@@ -62,6 +71,8 @@ class Staging:
         batch = self._batches(step)
         buffer.input_ids.copy_(batch.input_ids)
         buffer.targets.copy_(batch.targets)
+        if batch.document_tokens is not None:
+            buffer.positions.copy_(positions_of(batch.document_tokens))
         buffer.step, buffer.n_supervised, buffer.document_tokens = step, batch.n_supervised, batch.document_tokens
 
     def upload(self, step: int) -> Batch:
@@ -70,7 +81,9 @@ class Staging:
         assert buffer.step == step, f"the tokens of step {step} are not there"
         self._input_ids.copy_(buffer.input_ids, non_blocking=True)
         self._targets.copy_(buffer.targets, non_blocking=True)
-        return UploadedBatch(self._input_ids, self._targets, buffer.document_tokens, buffer.n_supervised)
+        if buffer.document_tokens is not None:
+            self._positions.copy_(buffer.positions, non_blocking=True)
+        return UploadedBatch(self._input_ids, self._targets, buffer.document_tokens, buffer.n_supervised, self._positions)
 
     def issued(self, step: int) -> None:
         """An op that may have uploaded the step's tokens has been issued."""

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .errors import CheckpointError
 
 CHUNK_BYTES = 64 * 2**20
 REOPEN_BYTES = 64 * 2**20
+READ_BYTES = 2**20  # at a time, when a file is read back
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -93,39 +95,104 @@ class Made:
         return self.dtype.itemsize
 
 
+class NewFile:
+    """A file that did not exist, with its SHA-256. What is written in order is added up on the way; the rest is read back."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("x+b")
+        self._digest, self._n_digested_bytes = hashlib.sha256(), 0
+
+    def write(self, content: bytes | memoryview, at: int | None = None) -> None:
+        """Write some bytes: at the place where the last ones ended, or elsewhere."""
+        file = self._file
+        if at is not None and at != file.tell():
+            file.seek(at)
+        for start in range(0, len(content), CHUNK_BYTES):
+            part = content[start : start + CHUNK_BYTES]
+            if file.tell() == self._n_digested_bytes:
+                self._digest.update(part)
+                self._n_digested_bytes += len(part)
+            file.write(part)
+
+    def close(self) -> dict[str, Any]:
+        """Bring it down to the disk; its size and SHA-256."""
+        file = self._file
+        try:
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(self._n_digested_bytes)
+            while part := file.read(READ_BYTES):
+                self._digest.update(part)
+            return {"n_bytes": file.tell(), "sha256": self._digest.hexdigest()}
+        finally:
+            file.close()
+
+    def give_up(self) -> None:
+        """Close it as it is."""
+        with suppress(OSError):
+            self._file.close()
+
+
+class TensorFile:
+    """A safetensors file whose tensors come in any order. By hand, not by the library: it would hold all bytes a second time."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor | Made]) -> None:
+        """A new file for tensors of these dtypes and shapes; their content is asked for by `put` alone."""
+        assert sys.byteorder == "little", "the format is little-endian"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.in_order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps every tensor aligned
+        self.missing = set(tensors)
+        self._start: dict[str, int] = {}
+        at = 0
+        for name in self.in_order:
+            tensor = tensors[name]
+            self._start[name], end = at, at + tensor.nbytes
+            header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._head_bytes = 8 + len(text)
+        self._file = NewFile(path)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def put(self, name: str, tensor: Tensor | Made) -> None:
+        """Write one of the tensors."""
+        self.missing.remove(name)
+        at = self._head_bytes + self._start[name]
+        for piece in _pieces(tensor):
+            content = piece.detach().reshape(-1).view(torch.uint8).numpy().data
+            self._file.write(content, at)
+            at += len(content)
+
+    def close(self) -> dict[str, Any]:
+        """When all tensors are written: bring the file down to the disk; its size and SHA-256."""
+        assert not self.missing, self.missing
+        return self._file.close()
+
+    def give_up(self) -> None:
+        self._file.give_up()
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Made]) -> dict[str, Any]:
-    """Write a safetensors file. By hand, not by the library: it would hold all bytes in memory a second time."""
-    assert sys.byteorder == "little", "the format is little-endian"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
-    at = 0
-    for name in order:
-        tensor = tensors[name]
-        end = at + tensor.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    pieces = (piece for name in order for piece in _pieces(tensors[name]))
-    return write_new(path, [len(text).to_bytes(8, "little"), text], pieces)
+    """Write a whole safetensors file; its size and SHA-256."""
+    file = TensorFile(path, tensors)
+    try:
+        for name in file.in_order:
+            file.put(name, tensors[name])
+        return file.close()
+    finally:
+        file.give_up()
+
+
+def write_new(path: Path, content: bytes) -> dict[str, Any]:
+    """Write some bytes to a new file, down to the disk; its size and SHA-256."""
+    file = NewFile(path)
+    try:
+        file.write(content)
+        return file.close()
+    finally:
+        file.give_up()
 
 
 def _pieces(tensor: Tensor | Made) -> Iterable[Tensor]:
     return tensor.pieces() if isinstance(tensor, Made) else (tensor,)
-
-
-def write_new(path: Path, head: Iterable[bytes], tensors: Iterable[Tensor] = ()) -> dict[str, Any]:
-    """Write some bytes and then tensors to a new file, down to the disk; its size and SHA-256."""
-    digest = hashlib.sha256()
-    with path.open("xb") as file:
-        for piece in head:
-            file.write(piece)
-            digest.update(piece)
-        for tensor in tensors:
-            content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-            for at in range(0, len(content), CHUNK_BYTES):
-                file.write(content[at : at + CHUNK_BYTES])
-                digest.update(content[at : at + CHUNK_BYTES])
-        file.flush()
-        os.fsync(file.fileno())
-        return {"n_bytes": file.tell(), "sha256": digest.hexdigest()}

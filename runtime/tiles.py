@@ -51,6 +51,10 @@ class TiledLayer:
         self._mlp.again = again
         return functional_call(self._module, named, (hidden_BTD,), inputs, strict=True)  # type: ignore[no-any-return]
 
+    def train(self, mode: bool) -> None:
+        """As a module's: whether it drops what a layer drops in training."""
+        self._module.train(mode)
+
 
 class TiledMlp(nn.Module):
     """Stands in for an MLP and for what follows it row by row."""

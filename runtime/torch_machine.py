@@ -4,7 +4,9 @@ Arenas, the host's state, and what `runtime/plan.py` says an op reads and writes
 another's work, is each machine's own.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import assert_never
 
 import torch
@@ -13,15 +15,17 @@ from .batch import Batch
 from .compute import Compute
 from .copies import Copies
 from .host_state import HostState
+from .inference import Head, Inference
 from .memory import Arenas
 from .norms import Squares
 from .optimizer import AdamW
 from .plan import Kind, Lane, Op, Plan
+from .timeline import Span
 from .updates import StepResult, Updates
 
 
-class TorchMachine:
-    """Performs a plan's ops on one device."""
+class TorchMachine(ABC):
+    """Performs a plan's ops on one device: a `Machine`, of which lanes and what they know of each other are left open."""
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class TorchMachine:
         self.arenas = Arenas(plan.arenas, device)
         self.host = HostState(plan, self.arenas)
         self.compute = Compute(plan, self.arenas, batches, self.results, seed, _generator(device), losses_are_there)
+        self._inference: Inference | None = None  # while it takes the place of compute
         self._squares = Squares(plan, self.arenas)
         self._copies = Copies(plan, self.arenas, self.host)
         self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
@@ -50,6 +55,21 @@ class TorchMachine:
         for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
             self.host.set_weights(block, self.compute.templates.initial_weights(block, seed))
 
+    @contextmanager
+    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> Iterator[None]:
+        """Until the context ends the machine performs this forward plan instead of its own. No lane may be at work.
+
+        It changes nothing that training sees: what the host has learned is only read, and what lies on the device between two runs
+        of the executor nobody reads.
+        """
+        templates = self.compute.templates
+        self._inference = Inference(plan, self.arenas, templates, batches, head)
+        try:
+            with templates.evaluating():
+                yield
+        finally:
+            self._inference = None
+
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""
         return None
@@ -57,6 +77,22 @@ class TorchMachine:
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
         return None
+
+    @abstractmethod
+    def lane(self, lane: Lane) -> AbstractContextManager[None]:
+        """As a machine's."""
+
+    @abstractmethod
+    def mark(self, op: Op) -> object:
+        """As a machine's."""
+
+    @abstractmethod
+    def follow(self, lane: Lane, token: object) -> None:
+        """As a machine's."""
+
+    @abstractmethod
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """As a machine's."""
 
     def forget(self, lane: Lane) -> None:
         """Drop what a run that failed in the middle of a step has left in the lane's hands."""
@@ -71,7 +107,7 @@ class TorchMachine:
             case Kind.LOAD:
                 self._copies.load(op)
             case Kind.FORWARD | Kind.RECOMPUTE:
-                self.compute.forward(op, step)
+                (self._inference or self.compute).forward(op, step)
             case Kind.LOSS:
                 self.compute.loss(op, step)
             case Kind.BACKWARD:

@@ -1,34 +1,37 @@
 """What happens between steps?
 
-The executor runs from one save to the next; here its steps are counted, logged and saved. Every lane is idle when a checkpoint is
-taken, so the state on the host is that of one step.
+The executor runs from one pause to the next: an evaluation, or the end. On the way its steps are counted, logged and shown, and
+states are saved that are due.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint import State, load_weights, save
-from .data import Tokens
-from .errors import CheckpointError
-from .executor import execute
+from .background import Saver
+from .checkpoint import State, load_weights
+from .errors import CheckpointError, PenstockError
+from .executor import OpError, Stop, execute, say
 from .files import write_whole
 from .machine import Machine
-from .memory import DTYPE
-from .optimizer import pieces_of
-from .plan import Plan
+from .plan import Lane, Plan
+from .resuming import identity, put_back, refuse_another
+from .retention import clean
+from .settings import CheckpointSettings
 from .slabs import give_back_freed
-from .tensor_files import Made
 from .timeline import Timeline
 from .torch_machine import TorchMachine
-from .workload import Parameter
+
+if TYPE_CHECKING:
+    from .data import Data
+    from .monitors import Monitor
 
 WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline; they are not compared with the prediction
 
@@ -46,11 +49,26 @@ class Metrics:
     step_s: float
     tokens_per_s: float
     skipped: bool
+    busy_s: Mapping[str, float]  # by lane, where that is known at once
+    predicted_step_s: float | None = None
 
     def to_json(self) -> str:
         """One line; a number that is not finite is null, as JSON knows no other way to say it."""
         fields = asdict(self)
         return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()})
+
+    def values(self) -> dict[str, float]:
+        """What there is to draw over the steps."""
+        drawn = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "step_s": self.step_s}
+        drawn |= {"tokens_per_s": self.tokens_per_s, "skipped": float(self.skipped)}
+        drawn |= {f"busy_fraction/{lane}": s / self.step_s for lane, s in self.busy_s.items()}
+        return drawn | ({} if self.predicted_step_s is None else {"predicted_step_s": self.predicted_step_s})
+
+
+class DeviceMemoryError(PenstockError):
+    """The device had less memory left than an op needed."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,98 +78,178 @@ class Training:
     plan: Plan
     machine: Machine  # performs the ops
     store: TorchMachine  # holds the state; the machine itself, unless that is emulated
-    tokens: Tokens
+    data: "Data"
     seed: int
     folder: Path
     saves: bool  # False: the state is a stand-in's, which nobody wants
-    save_every: int | None = None
     tokenizer_from: Path | None = None
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # what its steps depend on, as JSON: who goes on has the same
+    evaluate: Callable[[int], None] | None = None  # called with the number of steps done, while all lanes are idle
+    evaluate_every: int | None = None  # steps; None: only at the end
+    monitors: "Sequence[Monitor]" = ()  # whoever opened them closes them
+    stop: Stop = field(default_factory=Stop)
+    predicted_step_s: float | None = None  # for the log
+    say: Callable[[str], None] = say
 
     def run(self, first_step: int, n_steps: int, on_step: Callable[[Metrics], None]) -> tuple[Timeline, list[float]]:
-        """Perform steps first_step .. n_steps - 1. Returns the last stretch's timeline, and step times after the warm-up."""
-        log = self.folder / "metrics.jsonl"
-        keep_metrics_up_to(log, first_step)
-        timeline, times_s = Timeline(()), list[float]()
-        while first_step < n_steps:
-            stretch = min(self.save_every or n_steps, n_steps - first_step)
-            clock = _Clock()
+        """Perform steps first_step .. n_steps - 1, or fewer after `stop.request()`: the step in progress is then the last.
 
-            def finished(step: int, at_s: float, clock: _Clock = clock) -> None:
-                metrics = self._metrics(step, clock.lap_s(at_s))
-                with _writing(log), log.open("a", encoding="utf-8") as lines:
-                    lines.write(metrics.to_json() + "\n")
-                on_step(metrics)
-
-            timeline = execute(self.plan, self.machine, stretch, first_step, finished)
-            times_s += timeline.step_times_s[max(0, WARM_UP_STEPS - 1) :] or timeline.step_times_s
-            first_step += stretch
-            if self.saves:
-                self.save(first_step)
+        The state is saved at the end, and on the way when that is due; lanes are drained for it only where nothing is to be written
+        in the background. Returns the timeline of the longest stretch between two pauses, and step times after the warm-up.
+        """
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            keep_metrics_up_to(self.folder / name, first_step)
+        clean(self.folder)
+        saver = self._saver(self.checkpoint) if self.saves else None
+        timeline, times_s, done = Timeline(()), list[float](), first_step
+        evaluated = first_step if first_step == 0 or self._was_evaluated(first_step) else None
+        with saver.at_work() if saver is not None else nullcontext(), device_memory_named():
+            while True:
+                if evaluated != done and self.is_evaluated(done, n_steps) and not self.stop.is_requested:
+                    evaluated = self._evaluate(done)
+                is_last = done == n_steps or self.stop.is_requested
+                if saver is not None and done > first_step and (is_last or saver.is_due(done)):
+                    saver.save_now(done)
+                if is_last:
+                    break
+                stretch = _Stretch(self, saver, on_step, self._pause(done, n_steps), n_steps)
+                found = stretch.run(done)
+                times_s += found.step_times_s[max(0, WARM_UP_STEPS - 1) :] or found.step_times_s
+                timeline = max(found, timeline, key=lambda t: len(t.spans))  # the later one of equals
+                done = stretch.n_done or done
+            if evaluated != done == n_steps and self.is_evaluated(done, n_steps):
+                self._evaluate(done)  # who asked to stop has waited for the state to be saved; nobody goes on from here
         write_timeline(self.folder / "timeline.json", timeline)
         return timeline, times_s
 
-    def _metrics(self, step: int, step_s: float) -> Metrics:
-        result = self.store.results.pop(step)
-        n_tokens = self.plan.semantics.tokens_per_step
-        lr = self.store.settings(step).lr
-        return Metrics(
-            step + 1, result.loss, result.grad_norm, lr, n_tokens, result.n_supervised, step_s, n_tokens / step_s, result.skipped
-        )
+    def _pause(self, done: int, n_steps: int) -> int:
+        """Before which step the lanes are drained next."""
+        every = [self.evaluate_every if self.evaluate is not None else None]
+        every += [self.checkpoint.every if self.saves and not self.checkpoint.background else None]
+        return min([n_steps, *(done + n - done % n for n in every if n is not None)])
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def is_evaluated(self, done: int, n_steps: int) -> bool:
+        """Whether the state after so many steps is looked at."""
+        every = self.evaluate_every
+        return self.evaluate is not None and (done == n_steps or (every is not None and done % every == 0))
+
+    def _was_evaluated(self, done: int) -> bool:
+        """Whether the logs tell of it."""
+        evaluated = [said for _, said in _lines(self.folder / "metrics.jsonl") if "eval_loss" in said]
+        return any(said.get("step") == done for said in (*evaluated, *(said for _, said in _lines(self.folder / "samples.jsonl"))))
+
+    def _evaluate(self, done: int) -> int:
+        assert self.evaluate is not None
+        self.evaluate(done)
+        return done
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> Path:
-        """Write `checkpoint-<step>` from the state on the host."""
-        weights = {p.name: weight for p, weight in self.store.host.compute_weights()}
-        state = {
-            "seed": self.seed,
-            "n_updates": self.store.host.n_updates,
-            "data_fingerprint": self.tokens.fingerprint,
-            "data_position": list(self.tokens.position(step)),
-            "model_fingerprint": self.plan.model.fingerprint,
-            "semantics": asdict(self.plan.semantics),
-        }
-        return save(self.folder, step, weights, self._optimizer_files(), self.plan.model.config, state, self.tokenizer_from)
+    def _saver(self, settings: CheckpointSettings) -> Saver:
+        shared = identity(self.plan, self.data, self.seed, self.optimizer)
 
-    def _optimizer_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor | Made]]]:
-        for number in range(len(self.plan.workload.blocks)):
-            tensors: dict[str, torch.Tensor | Made] = {}
-            for p in self.store.host.owned(number):
-                exp_avg, exp_avg_sq = self.store.host.moments(p)
-                master, dtype = self.store.host.learned(p).master, DTYPE[self.plan.semantics.master_dtype]
-                tensors |= {f"master.{p.name}": Made(dtype, p.shape, partial(pieces_of, master))}
-                tensors |= {f"exp_avg.{p.name}": exp_avg.view(p.shape), f"exp_avg_sq.{p.name}": exp_avg_sq.view(p.shape)}
-            yield f"{number:05d}", tensors
+        def fields(step: int) -> dict[str, Any]:
+            return shared | {"data_position": self.data.position(step)}
+
+        return Saver(self.store.host, self.folder, settings, fields, self.tokenizer_from, self.say)
+
+    def save(self, step: int) -> Path:
+        """Write `checkpoint-<step>` from the state on the host, while nothing changes it."""
+        self._saver(replace(self.checkpoint, background=False)).save_now(step)
+        return self.folder / f"checkpoint-{step}"
 
     def resume(self, state: State) -> None:
-        """Put a checkpoint's state onto the host; CheckpointError when it is of another model, data, seed or meaning."""
-        expected = {
-            "seed": self.seed,
-            "data_fingerprint": self.tokens.fingerprint,
-            "model_fingerprint": self.plan.model.fingerprint,
-            "semantics": asdict(self.plan.semantics),
-        }
-        for key, value in expected.items():
-            if state.fields.get(key) != value:
-                raise CheckpointError(
-                    f"{state.path}: its {key} is not this run's; resume with the model, data, --seed and semantics it began with"
-                )
-        n_updates = state.fields.get("n_updates")
-        if not isinstance(n_updates, int) or not 0 <= n_updates <= state.step:
-            raise CheckpointError(f"{state.path}: `n_updates` is no count; resume from another checkpoint")
-        for number in range(len(self.plan.workload.blocks)):
-            for p in self.store.host.owned(number):
-                self.store.host.set_weight(p, self._stored(state, "master", p))
-                for name, moment in zip(("exp_avg", "exp_avg_sq"), self.store.host.moments(p), strict=True):
-                    moment.copy_(self._stored(state, name, p).reshape(-1))
-        self.store.host.n_updates = n_updates
+        """Put a checkpoint's state onto the host; CheckpointError when it is of another model, data, seed, optimizer or meaning."""
+        refuse_another(state, identity(self.plan, self.data, self.seed, self.optimizer))
+        put_back(state, self.store.host, self.data)
 
-    @staticmethod
-    def _stored(state: State, kind: str, p: Parameter) -> torch.Tensor:
-        name = f"{kind}.{p.name}"
-        if name not in state.optimizer or tuple(state.optimizer[name].shape) != p.shape:
-            raise CheckpointError(f"{state.path}: {name} is missing or of another shape; resume from another checkpoint")
-        return state.optimizer[name]
+
+class _Stretch:
+    """Steps from one pause to the next, as they are reported."""
+
+    def __init__(
+        self, training: Training, saver: Saver | None, on_step: Callable[[Metrics], None], until: int, n_steps: int
+    ) -> None:
+        """`until`: the pause; `n_steps` of the whole run."""
+        self._training, self._saver, self._on_step, self._until = training, saver, on_step, until
+        self._is_evaluated = training.is_evaluated(until, n_steps)  # only then is all logged that belongs to the last step
+        self._before_s = 0.0
+        self._busy_s: dict[str, float] = {}
+        self.n_done: int | None = None  # steps of the run, once one of the stretch is done
+
+    def run(self, done: int) -> Timeline:
+        """Perform the steps that follow those that are done."""
+        training, let_go = self._training, self._saver.snapshots.end if self._saver is not None else None
+        return execute(
+            training.plan,
+            training.machine,
+            self._until - done,
+            done,
+            self.step,
+            stop=training.stop,
+            on_busy=self.busy,
+            on_interrupt=let_go,
+        )
+
+    def busy(self, step: int, busy_s: Mapping[Lane, float]) -> None:
+        """On a device that only gets its work from its lanes, their threads do not know how long it takes."""
+        is_known = self._training.store.device_name() is None
+        self._busy_s = {str(lane): s for lane, s in busy_s.items() if is_known or lane is Lane.CPU}
+
+    def step(self, step: int, at_s: float) -> None:
+        training, saver = self._training, self._saver
+        metrics = self._metrics(step, max(at_s - self._before_s, 1e-9))
+        self._before_s, self.n_done = at_s, step + 1
+        log = training.folder / "metrics.jsonl"
+        is_logged = not (self._is_evaluated and step + 1 == self._until)
+        is_saved = saver is not None and is_logged and saver.is_due_meanwhile(step + 1)
+        with _writing(log), log.open("a", encoding="utf-8") as lines:
+            lines.write(metrics.to_json() + "\n")
+            if is_saved:  # a checkpoint on the disk has its line there too
+                lines.flush()
+                os.fsync(lines.fileno())
+        for monitor in training.monitors:
+            monitor.log(metrics.step, metrics.values())
+        if saver is not None:
+            saver.raise_failure()
+        if saver is not None and is_saved:
+            saver.permit(step + 1)
+        self._on_step(metrics)
+
+    def _metrics(self, step: int, step_s: float) -> Metrics:
+        training = self._training
+        result, n_tokens = training.store.results.pop(step), training.plan.semantics.tokens_per_step
+        return Metrics(
+            step=step + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=training.store.settings(step).lr,
+            tokens=n_tokens,
+            supervised_tokens=result.n_supervised,
+            step_s=step_s,
+            tokens_per_s=n_tokens / step_s,
+            skipped=result.skipped,
+            busy_s=self._busy_s,
+            predicted_step_s=training.predicted_step_s,
+        )
+
+
+@contextmanager
+def device_memory_named() -> Iterator[None]:
+    """One line where the device ran out of memory: no plan counts what kernels and other processes take."""
+    try:
+        yield
+    except OpError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        at, what = str(error).partition(" failed: ")[0], (str(error.__cause__).splitlines() or ["no memory"])[0][:200]
+        raise DeviceMemoryError(
+            f"{at}: the device is out of memory ({what}); free what other processes hold of it, or plan again for less with "
+            "--device-memory, and go on with --resume"
+        ) from error
 
 
 def load_model(store: TorchMachine, folder: Path) -> None:
@@ -163,31 +261,23 @@ def load_model(store: TorchMachine, folder: Path) -> None:
     give_back_freed()
 
 
-class _Clock:
-    """Time between calls."""
-
-    def __init__(self) -> None:
-        self.before_s = 0.0
-
-    def lap_s(self, at_s: float) -> float:
-        self.before_s, lap_s = at_s, at_s - self.before_s
-        return max(lap_s, 1e-9)
-
-
 def keep_metrics_up_to(path: Path, n_steps: int) -> None:
     """Drop what a run that was stopped logged after the checkpoint it now resumes from."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            fields: Any = json.loads(line)
-        except ValueError:
-            continue  # the line that was being written when the run was stopped
-        if isinstance(fields, dict) and isinstance(fields.get("step"), int) and fields["step"] <= n_steps:
-            kept.append(line + "\n")
+    kept = [line + "\n" for line, fields in _lines(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
     with _writing(path):
         write_whole(path, "".join(kept))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a log, and what they say; without the one that was being written when the run was stopped."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                fields = json.loads(line)
+                if isinstance(fields, dict):
+                    yield line, fields
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:

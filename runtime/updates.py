@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .chunks import Scratch
@@ -51,6 +52,8 @@ class Updates:
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
         self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
         self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
+        changes = [op for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE)]
+        self._last_change = (changes[-1].block, changes[-1].chunk) if changes else None
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
     def forget(self) -> None:
@@ -120,9 +123,23 @@ class Updates:
             self._factor = (step, factor)
         return self._factor[1]
 
+    @contextmanager
+    def _changing(self, op: Op, step: int) -> Iterator[None]:
+        """What is done within changes the state of the op's chunk, and counts the update: a checkpoint may still need both."""
+        gate = self.state.gate
+        if gate is not None:
+            gate.before_change(op.block, op.chunk or 0, self.workers)
+        yield
+        if gate is not None and (op.block, op.chunk) == self._last_change:
+            gate.step_is_done(step)
+
     def update(self, op: Op, step: int) -> None:
         for p, square in self._arrived(op):  # of an eager update, which comes before the norm
             self._refuse_infinite(p, square, step)
+        with self._changing(op, step):
+            self._update(op, step)
+
+    def _update(self, op: Op, step: int) -> None:
         factor = self._step_factor(step)
         if factor is None:
             return
@@ -145,7 +162,8 @@ class Updates:
 
     def settle(self, op: Op, step: int) -> None:
         """Take the shadow if it was right; else it was in vain."""
-        if self._step_factor(step) == 1.0:
-            self.state.commit(op.block, op.chunk)
-        else:
-            self.update(op, step)
+        with self._changing(op, step):  # also a shadow's taking: the next one is made where the state was
+            if self._step_factor(step) == 1.0:
+                self.state.commit(op.block, op.chunk)
+            else:
+                self._update(op, step)

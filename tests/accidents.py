@@ -121,8 +121,8 @@ class LeavesOut(CpuMachine):
 
 
 # -- of whole processes -------------------------------------------------------------------------------------------------
-# What follows runs in a process of its own: `python -m tests.accidents killed|full_disk FOLDER SEED`. The folder holds plans
-# (plan-*.json), a folder `data`, and takes the outputs.
+# What follows runs in a process of its own: `python -m tests.accidents killed|terminated|full_disk FOLDER SEED`. The folder holds
+# plans (plan-*.json), a folder `data`, and takes the outputs.
 
 N_STEPS = 4
 PAGE_BYTES = 4096  # a small disk in memory gives a file whole pages
@@ -136,18 +136,18 @@ def penstock(*args: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def forked(args: list[object], what: str = "op", n: int | None = None) -> bool:
-    """Run a command, which must succeed, in a process of its own; it kills itself in, or soon after, the n-th op that it begins,
-    or the n-th time that it makes sure of a file. False: it ended before."""
+def forked(args: list[object], what: str = "op", n: int | None = None, by: int = signal.SIGKILL) -> bool:
+    """Run a command, which must succeed, in a process of its own; it sends itself a signal in, or soon after, the n-th op that it
+    begins, or the n-th time that it makes sure of a file. False: it ended by itself."""
     child = os.fork()
     if child == 0:
         code, said = 1, ""
         try:
             count = iter(range(n if n is not None else 10**9))
             if what == "op":
-                TorchMachine.perform = _counted(TorchMachine.perform, count)  # type: ignore[method-assign]
+                TorchMachine.perform = _counted(TorchMachine.perform, count, by)  # type: ignore[method-assign]
             else:
-                os.fsync = _counted(os.fsync, count)
+                os.fsync = _counted(os.fsync, count, by)
             code, said = penstock(*args)
         finally:
             print(said if code else "", end="", flush=True)
@@ -160,15 +160,38 @@ def forked(args: list[object], what: str = "op", n: int | None = None) -> bool:
     return False
 
 
-def _counted(work: Callable[..., Any], count: Iterator[int]) -> Callable[..., Any]:
-    """The same work; once the count is used up, the process soon kills itself."""
+def _counted(work: Callable[..., Any], count: Iterator[int], by: int) -> Callable[..., Any]:
+    """The same work; when the count is used up, the process soon gets a signal, once."""
+    is_over = False
 
     def begun(*given: Any, **named: Any) -> Any:
-        if next(count, None) is None:
-            threading.Timer(random.random() * 0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        nonlocal is_over
+        if next(count, None) is None and not is_over:
+            is_over = True
+            threading.Timer(random.random() * 0.002, os.kill, (os.getpid(), by)).start()
         return work(*given, **named)
 
     return begun
+
+
+def forked_to_die(work: Callable[[], object], where: tuple[Any, str], n: int) -> None:
+    """Do some work in a process of its own, which is killed at its n-th call of a function, if it comes to that."""
+    child = os.fork()
+    if child == 0:
+        try:
+            owner, name = where
+            called, count = getattr(owner, name), iter(range(n))
+
+            def counted(*given: Any, **named: Any) -> Any:
+                if next(count, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return called(*given, **named)
+
+            setattr(owner, name, counted)
+            work()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 
 
 def whole_checkpoints(out: Path) -> list[int]:
@@ -200,7 +223,8 @@ def killed(home: Path, rng: random.Random, n_trials: int = 6) -> None:
         out = home / f"killed-{trial}"
         for _ in range(2):
             what = rng.choice(["op", "file"])
-            ever += forked(run_of(rng.choice(plans), out, "--resume"), what, rng.randrange(200 if what == "op" else 20))
+            again = run_of(rng.choice(plans), out, "--resume", "--keep", 2)
+            ever += forked(again, what, rng.randrange(200 if what == "op" else 20))
             stands = whole_checkpoints(out)
             if stands[-1:] == [N_STEPS]:
                 break
@@ -211,6 +235,27 @@ def killed(home: Path, rng: random.Random, n_trials: int = 6) -> None:
         assert found == expected, {key for key in expected if expected[key] != found.get(key)}
     assert ever > n_trials, "most of them were not killed: nothing is shown"
     print(f"killed {ever} times")
+
+
+def terminated(home: Path, rng: random.Random, n_trials: int = 6) -> None:
+    """Runs to which SIGTERM comes at random: each ends its step, saves, says so and exits with 0; the next one goes on."""
+    plans, n_stopped = sorted(home.glob("plan-*.json")), 0
+    forked(run_of(plans[0], home / "undisturbed"))
+    expected = left_by(home / "undisturbed")
+    for trial in range(n_trials):
+        out, stands = home / f"terminated-{trial}", list[int]()
+        while stands[-1:] != [N_STEPS]:
+            again = run_of(rng.choice(plans), out, "--resume", "--keep", rng.randrange(1, 3))
+            again[again.index("--save-every") + 1] = rng.randrange(1, 4)
+            forked(again, "op", rng.randrange(10, 250), signal.SIGTERM)
+            before, stands = stands, whole_checkpoints(out)
+            assert stands[-1] > (before[-1] if before else 0), "the step in progress is saved"
+            assert stands[-1] == json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+            n_stopped += stands[-1] < N_STEPS
+        found = left_by(out)
+        assert found == expected, {key for key in expected if expected[key] != found.get(key)}
+    assert n_stopped > n_trials / 2, "most of them came to their end: nothing is shown"
+    print(f"terminated {n_stopped} times")
 
 
 def full_disk(home: Path, rng: random.Random, n_trials: int = 5) -> None:
@@ -242,10 +287,14 @@ def full_disk(home: Path, rng: random.Random, n_trials: int = 5) -> None:
         assert left_by(out) == expected
         shutil.rmtree(out)
     assert codes.count(2) > n_trials / 2, "most of them had room: nothing is shown"
-    assert names[:2] == ["metrics.jsonl", "timeline.json"], "the line names the file"
-    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the log is the first thing written, the timeline the last"
+    assert names[1] == "timeline.json", f"the line names the file: {names}"
+    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], (
+        "without any room nothing is saved, and the timeline is the last thing written"
+    )
     print(f"full at: {', '.join(names)}")
 
 
 if __name__ == "__main__":
-    {"killed": killed, "full_disk": full_disk}[sys.argv[1]](Path(sys.argv[2]), random.Random(int(sys.argv[3])))
+    {"killed": killed, "terminated": terminated, "full_disk": full_disk}[sys.argv[1]](
+        Path(sys.argv[2]), random.Random(int(sys.argv[3]))
+    )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from runtime.plan import Semantics
 
@@ -84,6 +85,31 @@ def cut_into_tiles(model: torch.nn.Module, semantics: Semantics) -> None:
             layer.post_feedforward_layernorm = torch.nn.Identity()
 
 
+def each_alone(module, query, key, value, attention_mask, lengths, **others):
+    """Attention of each document by itself: `lengths` of those of each sequence."""
+    rows = []
+    for row, of_row in enumerate(lengths):
+        parts, start = [], 0
+        for n in of_row:
+            part = (x[row : row + 1, :, start : start + n] for x in (query, key, value))
+            parts.append(sdpa_attention_forward(module, *part, None, **others)[0])
+            start += n
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows), None
+
+
+AttentionInterface.register("each_alone", each_alone)  # for which transformers makes no mask
+
+
+def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tensor) -> dict:
+    """What the model's forward is given besides tokens if sequences are packed of documents."""
+    model.config._attn_implementation = semantics.attention if batch.document_tokens is None else "each_alone"
+    if batch.document_tokens is None:
+        return {}
+    lengths = [batch.document_tokens[row] for row in rows.tolist()]
+    return {"lengths": lengths, "position_ids": torch.tensor([[t for n in of_row for t in range(n)] for of_row in lengths])}
+
+
 def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], batches: list, settings: list[dict]) -> Reference:
     """Take one step per batch from the given masters, by name; `settings` are each step's keywords of torch.optim.AdamW.
 
@@ -152,7 +178,7 @@ def micro_batch_sums(
     head_sum = torch.zeros(head.shape)
     loss_sum = 0.0
     for rows in torch.arange(semantics.batch_size).split(semantics.micro_batch):
-        hidden = body(input_ids=batch.input_ids[rows], use_cache=False).last_hidden_state
+        hidden = body(input_ids=batch.input_ids[rows], use_cache=False, **packed(model, semantics, batch, rows)).last_hidden_state
         flat, targets = hidden.detach().flatten(0, 1), batch.targets[rows].flatten()
         d_hidden, d_head = [], torch.zeros(head.shape)
         for x, y in zip(flat.split(semantics.loss_tile_tokens), targets.split(semantics.loss_tile_tokens), strict=True):

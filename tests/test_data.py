@@ -4,16 +4,21 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from runtime import data as data_room
+from runtime import sources
 from runtime.batch import UNSUPERVISED
-from runtime.data import Tokens, read_tokens
-from runtime.errors import DataError
+from runtime.data import read_data
+from runtime.errors import CheckpointError, DataError
+from runtime.samples import Samples
+from runtime.settings import DataSettings
+
+from .row_of_tokens import RowOfTokens
 
 END = 256  # of a model that reads bytes
 
@@ -21,6 +26,18 @@ texts = st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=6)
 lengths = st.integers(2, 9)
 batches = st.integers(1, 5)
 seeds = st.none() | st.integers(0, 2**64 - 1)
+
+
+def read(path: Path, folder: Path | None, vocab_size: int, seq_len: int, batch_size: int, seed: int | None = None) -> Samples:
+    """Text, joined; shuffled if there is a seed. The cache lies beside the data."""
+    settings = DataSettings(str(path), shuffle=seed is not None)
+    data = read_data(settings, folder, vocab_size, seq_len, batch_size, seed or 0, path.parent / "cache")
+    assert isinstance(data, Samples)
+    return data
+
+
+def tokens_of(data: Samples) -> list[int]:
+    return [i for d in range(len(data.documents.lengths)) for i in data.documents.ids(d).tolist()]
 
 
 def write_jsonl(folder: Path, documents: list[str]) -> Path:
@@ -36,7 +53,7 @@ def obvious_sequences(documents: list[str], seq_len: int) -> list[list[int]]:
     return [sequence for sequence in sequences if len(sequence) > 1]
 
 
-def seen(tokens: Tokens, step: int) -> list[list[int]]:
+def seen(tokens: Samples, step: int) -> list[list[int]]:
     """The sequences of a step without their padding, recovered from inputs and targets."""
     batch = tokens.batch(step)
     rows = []
@@ -53,10 +70,10 @@ def test_in_order_the_steps_spell_the_documents_epoch_after_epoch(
     tmp_path_factory: pytest.TempPathFactory, documents: list[str], seq_len: int, batch_size: int
 ) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("data"), documents)
-    tokens = read_tokens(path, None, 300, seq_len, batch_size)
+    tokens = read(path, None, 300, seq_len, batch_size)
     expected = obvious_sequences(documents, seq_len)
     assert tokens.n_sequences == len(expected)
-    assert tokens.n_documents == len(documents)
+    assert tokens.counts.n_documents == len(documents)
     n_steps = 2 * len(expected) // batch_size + 1
     rows = [row for step in range(n_steps) for row in seen(tokens, step)]
     assert rows == (expected * (len(rows) // len(expected) + 1))[: len(rows)]
@@ -67,7 +84,7 @@ def test_shuffled_every_epoch_holds_every_sequence_once(
     tmp_path_factory: pytest.TempPathFactory, documents: list[str], seq_len: int, batch_size: int, seed: int
 ) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("data"), documents)
-    tokens = read_tokens(path, None, 300, seq_len, batch_size, seed)
+    tokens = read(path, None, 300, seq_len, batch_size, seed)
     expected = sorted(obvious_sequences(documents, seq_len))
     rows = [row for step in range(2 * tokens.n_sequences // batch_size + 1) for row in seen(tokens, step)]
     for epoch in range(2):
@@ -84,9 +101,9 @@ def test_a_step_sees_the_same_whatever_was_asked_before(
     steps: list[int],
 ) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("data"), documents)
-    tokens = read_tokens(path, None, 300, seq_len, batch_size, seed)
+    tokens = read(path, None, 300, seq_len, batch_size, seed)
     for step in steps:
-        fresh = read_tokens(path, None, 300, seq_len, batch_size, seed)
+        fresh = read(path, None, 300, seq_len, batch_size, seed)
         assert fresh.fingerprint == tokens.fingerprint
         assert torch.equal(fresh.batch(step).input_ids, tokens.batch(step).input_ids)
         assert torch.equal(fresh.batch(step).targets, tokens.batch(step).targets)
@@ -94,21 +111,36 @@ def test_a_step_sees_the_same_whatever_was_asked_before(
 
 def test_epochs_and_seeds_give_different_orders(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, [chr(65 + i) * 3 for i in range(24)])
-    tokens = {seed: read_tokens(path, None, 300, 4, 24, seed) for seed in (None, 0, 1, 2**32)}
+    tokens = {seed: read(path, None, 300, 4, 24, seed) for seed in (None, 0, 1, 2**32)}
     orders = [str(seen(tokens[seed], step)) for seed in (0, 1, 2**32) for step in (0, 1)]
     assert len(set(orders)) == 6
     assert seen(tokens[None], 0) == seen(tokens[None], 1)
     assert len({t.fingerprint for t in tokens.values()}) == 4
 
 
+@given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds, step=st.integers(0, 99))
+def test_joined_texts_are_one_row_of_tokens(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str], seq_len: int, batch_size: int, seed: int | None, step: int
+) -> None:
+    data = read(write_jsonl(tmp_path_factory.mktemp("data"), documents), None, 300, seq_len, batch_size, seed)
+    row = RowOfTokens(np.array(tokens_of(data)), seq_len, batch_size, END, seed)
+    assert (data.n_sequences, data.n_steps, data.position(step)) == (row.n_sequences, row.n_steps, row.position(step))
+    assert torch.equal(data.batch(step).input_ids, row.batch(step).input_ids)
+    assert torch.equal(data.batch(step).targets, row.batch(step).targets)
+    data.resume(step, data.position(step))
+    with pytest.raises(CheckpointError, match="data position"):
+        data.resume(step, data.position(step + 1))
+
+
 def test_the_position_counts_sequences_and_epochs(tmp_path: Path) -> None:
-    tokens = read_tokens(write_jsonl(tmp_path, ["abc"] * 5), None, 300, 4, 3)
+    tokens = read(write_jsonl(tmp_path, ["abc"] * 5), None, 300, 4, 3)
     assert tokens.n_sequences == 5
-    assert [tokens.position(step) for step in range(4)] == [(0, 0), (0, 3), (1, 1), (1, 4)]
+    positions = [tokens.position(step) for step in range(4)]
+    assert [(p["epoch"], p["sequence"]) for p in positions] == [(0, 0), (0, 3), (1, 1), (1, 4)]
 
 
 def test_batches_have_the_shape_and_type_that_embedding_and_loss_want(tmp_path: Path) -> None:
-    batch = read_tokens(write_jsonl(tmp_path, ["hello"]), None, 257, 4, 3).batch(0)
+    batch = read(write_jsonl(tmp_path, ["hello"]), None, 257, 4, 3).batch(0)
     assert batch.input_ids.shape == batch.targets.shape == (3, 4)
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
     assert batch.input_ids.tolist() == [[104, 101, 108, 108], [111, 256, 256, 256], [104, 101, 108, 108]]
@@ -118,15 +150,15 @@ def test_batches_have_the_shape_and_type_that_embedding_and_loss_want(tmp_path: 
 
 @pytest.mark.parametrize(("vocab_size", "n_bytes"), [(257, 2), (2**16, 2), (2**16 + 1, 4), (200_000, 4)])
 def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(tmp_path: Path, vocab_size: int, n_bytes: int) -> None:
-    tokens = read_tokens(write_jsonl(tmp_path, ["hello"]), None, vocab_size, 4, 1)
-    assert tokens.ids.nbytes == n_bytes * 6
-    assert tokens.ids.tolist() == [*b"hello", END]
+    tokens = read(write_jsonl(tmp_path, ["hello"]), None, vocab_size, 4, 1)
+    assert tokens.documents.ids(0).nbytes == n_bytes * 6
+    assert tokens_of(tokens) == [*b"hello", END]
 
 
 def test_the_loss_of_a_batch_is_the_one_transformers_computes_from_labels(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    batch = read_tokens(write_jsonl(tmp_path, ["some text", "more of it"]), None, 257, 6, 4).batch(0)
+    batch = read(write_jsonl(tmp_path, ["some text", "more of it"]), None, 257, 6, 4).batch(0)
     config = LlamaConfig(vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -160,22 +192,24 @@ def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_pat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "c.jsonl").write_text('{"text": "J"}\n\n{"text": "K", "source": 1}\n')
-    tokens = read_tokens(tmp_path, None, 257, 8, 1)
-    assert bytes(i if i < 256 else 0 for i in tokens.ids.tolist()).decode() == "C\0Z\0A\0B\0J\0K\0ω\0"
+    tokens = read(tmp_path, None, 257, 8, 1)
+    assert bytes(i if i < 256 else 0 for i in tokens_of(tokens)).decode() == "C\0Z\0A\0B\0J\0K\0ω\0"
 
 
 def test_line_ends_and_byte_order_marks_are_treated_alike_on_every_system(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
-    assert read_tokens(tmp_path, None, 257, 8, 1).ids.tolist() == [*b"one\r\ntwo\n", END]
+    assert tokens_of(read(tmp_path, None, 257, 8, 1)) == [*b"one\r\ntwo\n", END]
 
 
 def test_files_that_are_no_text_are_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "c.txt").write_text("")
-    tokens = read_tokens(tmp_path, None, 257, 8, 1)
-    assert (tokens.n_documents, tokens.n_skipped_files) == (1, 1)
-    assert tokens.ids.tolist() == [*b"text", END]
+    tokens = read(tmp_path, None, 257, 8, 1)
+    assert (tokens.counts.n_documents, tokens.counts.n_unsupervised, tokens.documents.about.n_left_out) == (2, 1, 1)
+    assert "1 files left out" in tokens.words()
+    assert "2 documents, 1 with nothing to learn left out" in tokens.words()
+    assert tokens_of(tokens) == [*b"text", END]
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
@@ -188,15 +222,47 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     (inside / "folder").symlink_to(outside)
     (inside / "circle").symlink_to(inside)
     (inside / "broken").symlink_to(inside / "nothing")
-    tokens = read_tokens(inside, None, 257, 8, 1)
-    assert tokens.ids.tolist() == [*b"text", END]
-    assert tokens.n_skipped_files == 1
+    tokens = read(inside, None, 257, 8, 1)
+    assert tokens_of(tokens) == [*b"text", END]
+    assert "1 files left out" in tokens.words()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_a_run_writes_among_its_data_is_no_data(tmp_path: Path, streaming: bool) -> None:
+    """Otherwise a run that is resumed would be told that its data has changed, and one after it would learn metrics."""
+    data = tmp_path / "data"
+    (data / "more").mkdir(parents=True)
+    (data / "more" / "a.txt").write_text("text")
+
+    def fingerprint(out: Path) -> tuple[str, str]:
+        read = read_data(DataSettings(str(data), streaming=streaming), None, 257, 8, 1, 0, out / "tokens")
+        return read.fingerprint, read.words()
+
+    out = data / "runs" / "first"
+    before, said = fingerprint(out)
+    assert "own" not in said
+    (out / "checkpoint-1").mkdir(parents=True, exist_ok=True)
+    (out / "samples.jsonl").write_text('{"step": 1, "text": "said"}\n')
+    (out / "checkpoint-1" / "config.json").write_text("{}")
+    (data / "runs" / "a link").symlink_to(out)
+    for name in (out, data / "runs" / "a link", tmp_path / "data" / "more" / ".." / "runs" / "first"):
+        assert fingerprint(name)[0] == before
+        assert f"without the run's own {out}" in fingerprint(name)[1]
+    assert fingerprint(tmp_path)[0] != before, "to another run it is data"
+    assert fingerprint(data / "more")[0] != before
+    for name in (data, data / "more" / ".."):
+        with pytest.raises(DataError, match="choose another --out"):
+            fingerprint(name)
+    (tmp_path / "link").symlink_to(data)
+    with pytest.raises(DataError, match="choose another --out"):
+        read_data(DataSettings(str(tmp_path / "link"), streaming=streaming), None, 257, 8, 1, 0, data / "tokens")
+    assert read_data(DataSettings(str(data / "more" / "a.txt")), None, 257, 8, 1, 0, data / "more" / "tokens").n_sequences == 1
 
 
 def test_a_pipe_in_the_folder_does_not_stop_the_reading(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     (tmp_path / "b.txt").write_text("text")
-    assert read_tokens(tmp_path, None, 257, 8, 1).n_documents == 1
+    assert read(tmp_path, None, 257, 8, 1).counts.n_documents == 1
 
 
 # Tokenizers
@@ -220,13 +286,13 @@ def write_tokenizer(folder: Path, config: dict[str, object] | None = None) -> To
 def test_the_tokenizer_of_the_model_is_used_whole(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     path = write_jsonl(tmp_path, ["the river runs down the river", "down"])
-    tokens = read_tokens(path, tmp_path, 7, 4, 1)
-    assert tokens.ids.tolist() == [0, 3, 4, 5, 6, 3, 4, 1, 0, 6, 1]
+    tokens = read(path, tmp_path, 7, 4, 1)
+    assert tokens_of(tokens) == [0, 3, 4, 5, 6, 3, 4, 1, 0, 6, 1]
 
 
 def test_a_document_that_brings_its_own_end_is_not_ended_twice(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    assert read_tokens(write_jsonl(tmp_path, ["down </s>"]), tmp_path, 7, 4, 1).ids.tolist() == [0, 6, 1]
+    assert tokens_of(read(write_jsonl(tmp_path, ["down </s>"]), tmp_path, 7, 4, 1)) == [0, 6, 1]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +310,7 @@ def test_the_end_token_is_the_tokenizers_own_or_else_the_models(
 ) -> None:
     write_tokenizer(tmp_path, tokenizer_config)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_tokens(write_jsonl(tmp_path, ["river"]), tmp_path, 7, 4, 1).pad_id == 1
+    assert read(write_jsonl(tmp_path, ["river"]), tmp_path, 7, 4, 1).shape.pad_id == 1
 
 
 def test_the_tokenizer_agrees_with_transformers(tmp_path: Path) -> None:
@@ -254,7 +320,7 @@ def test_the_tokenizer_agrees_with_transformers(tmp_path: Path) -> None:
     text = "the river runs down the river"
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     expected = [*theirs(text)["input_ids"], theirs.eos_token_id]
-    assert read_tokens(write_jsonl(tmp_path, [text]), tmp_path, 7, 4, 1).ids.tolist() == expected
+    assert tokens_of(read(write_jsonl(tmp_path, [text]), tmp_path, 7, 4, 1)) == expected
 
 
 # What can be wrong
@@ -262,7 +328,7 @@ def test_the_tokenizer_agrees_with_transformers(tmp_path: Path) -> None:
 
 def refused(data: Path, model_folder: Path | None = None, vocab_size: int = 300) -> str:
     with pytest.raises(DataError) as caught:
-        read_tokens(data, model_folder, vocab_size, 4, 2)
+        read(data, model_folder, vocab_size, 4, 2)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert len(message) < 400
@@ -288,14 +354,14 @@ def refused(data: Path, model_folder: Path | None = None, vocab_size: int = 300)
 )
 def test_a_malformed_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, says: str) -> None:
     if b"xxx" in line:
-        monkeypatch.setattr(data_room, "MAX_DOCUMENT_BYTES", 128)
+        monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 128)
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     assert says in refused(path)
 
 
 def test_a_file_larger_than_a_document_may_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_room, "MAX_DOCUMENT_BYTES", 128)
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 128)
     (tmp_path / "large.txt").write_text("x" * 129)
     assert "large.txt" in refused(tmp_path)
 
@@ -347,4 +413,4 @@ def test_a_tokenizer_of_another_kind_is_not_mistaken_for_bytes(tmp_path: Path) -
 @pytest.mark.parametrize(("seq_len", "batch_size", "seed"), [(1, 1, None), (0, 1, None), (4, 0, None), (4, 1, -1)])
 def test_sizes_that_cannot_learn_are_refused(tmp_path: Path, seq_len: int, batch_size: int, seed: int | None) -> None:
     with pytest.raises(DataError):
-        read_tokens(write_jsonl(tmp_path, ["a"]), None, 300, seq_len, batch_size, seed)
+        read(write_jsonl(tmp_path, ["a"]), None, 300, seq_len, batch_size, seed)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime import executor
 from runtime.errors import DataError
-from runtime.executor import OpError, StallError, execute
+from runtime.executor import OpError, StallError, Stop, execute
 from runtime.machine import NullMachine
 from runtime.plan import Kind, Lane, Plan, Policy, Update, Wait
 
@@ -295,7 +295,7 @@ def test_a_lane_that_is_long_in_an_op_is_named_after_a_while_and_not_killed(monk
             said.set()
 
     lines, plan = [], tiny_plan()
-    monkeypatch.setattr(executor, "_say", say)
+    monkeypatch.setattr(executor, "say", say)
     machine = Long()
     execute(plan, machine, 1, quiet_s=0.02)
     assert len(machine.performed) == len(plan.ops)
@@ -343,7 +343,7 @@ def test_a_lane_that_is_long_in_its_end_is_waited_for_and_named(monkeypatch):
                 ended.append(lane)
 
     ended: list[Lane] = []
-    monkeypatch.setattr(executor, "_say", say)
+    monkeypatch.setattr(executor, "say", say)
     execute(tiny_plan(), Lingers(), 1, quiet_s=0.02)
     assert ended == [Lane.D2H]
     assert "lane-d2h does not end" in lines[0]
@@ -378,6 +378,133 @@ def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):
     told.set()
     assert not late
     assert seen == [0, 1]
+
+
+# -- an end before the end
+
+
+class Asks(Jittery):
+    """Some lane asks for the end while it is at an op."""
+
+    def __init__(self, at: tuple[int, int], slow: Lane | None = None) -> None:
+        super().__init__(slow)
+        self.at, self.stop, self.furthest = at, Stop(), 0
+
+    def perform(self, index, op, step):
+        super().perform(index, op, step)
+        if (step, index) == self.at:
+            self.furthest = max(step for step, _ in self.began)
+            self.stop.request()
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.sampled_from([None, *Lane]), st.integers(0, 3), st.data())
+def test_all_lanes_end_after_the_same_step_when_somebody_asks_for_the_end(plan, slow, step, data):
+    """The step is the furthest that any lane had begun, or the one after it if a lane was just about to begin that."""
+    machine = Asks((step, data.draw(st.integers(0, len(plan.ops) - 1))), slow)
+    reported = []
+    timeline = execute(plan, machine, 50, on_step=lambda step, at_s: reported.append(step), stop=machine.stop)
+    n_steps = len(reported)
+    assert sorted(machine.performed) == [(step, i) for step in range(n_steps) for i in range(len(plan.ops))]
+    assert reported == list(range(n_steps))
+    assert machine.furthest + 1 <= n_steps <= machine.furthest + 2
+    assert [(s.step, s.op) for s in timeline.spans] == sorted(machine.performed)
+
+
+def test_a_lane_that_is_a_step_ahead_of_the_others_ends_its_step_and_they_follow(monkeypatch):
+    """Under a deferred update the lane that computes is in the next step while the optimizer is still in this one."""
+    plan = tiny_plan(update=Update.DEFERRED)
+    is_ahead = threading.Event()
+
+    class Ahead(Asks):
+        def perform(self, index, op, step):
+            if step == 1 and op.lane is Lane.GPU:
+                is_ahead.set()
+            if step == 0 and index == len(plan.ops) - 1:
+                assert is_ahead.wait(20)
+            super().perform(index, op, step)
+
+    machine = Ahead((0, len(plan.ops) - 1))
+    execute(plan, machine, 50, stop=machine.stop)
+    assert {step for step, _ in machine.performed} == {0, 1}
+    assert len(machine.performed) == 2 * len(plan.ops)
+
+
+def test_the_last_step_is_the_furthest_that_any_lane_has_begun_however_far_behind_the_others_are():
+    """A lane that begins an earlier step meanwhile changes nothing."""
+    stop = Stop()
+    board = executor._Board([], 50, stop)
+    assert all(board.begins(turn) for turn in (0, 0, 1, 2, 1))
+    stop.request()
+    assert not board.begins(3)
+    assert board.begins(2)
+    assert board.n_steps == 3
+
+
+def test_a_run_that_is_asked_to_end_before_it_begins_does_nothing():
+    machine, stop, reported = NullMachine(), Stop(), []
+    stop.request()
+    timeline = execute(tiny_plan(), machine, 3, on_step=lambda step, at_s: reported.append(step), stop=stop)
+    assert machine.performed == reported == list(timeline.spans) == []
+
+
+def test_an_end_that_is_asked_for_in_the_last_step_changes_nothing():
+    plan = tiny_plan()
+    machine = Asks((2, len(plan.ops) - 1))
+    execute(plan, machine, 3, stop=machine.stop)
+    assert len(machine.performed) == 3 * len(plan.ops)
+
+
+def test_lanes_that_wait_for_each_other_are_seen_after_an_end_was_asked_for(monkeypatch):
+    """Those that have ended are not mistaken for busy ones."""
+    monkeypatch.setattr(executor, "_LOOK_S", 0.01)
+    plan = tiny_plan()
+    load = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
+    forward = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.FORWARD)
+    ops = list(plan.ops)
+    ops[load] = dataclasses.replace(ops[load], waits=(Wait(forward),))
+    stop = Stop()
+    threading.Timer(0.05, stop.request).start()
+    with pytest.raises(StallError):
+        execute(dataclasses.replace(plan, ops=tuple(ops)), NullMachine(), 2, stop=stop)
+
+
+def test_each_step_says_how_long_each_lane_was_at_its_ops():
+    """As its spans say, in the order of the steps, before the step is reported."""
+    said, plan = [], tiny_plan(update=Update.DEFERRED)
+    timeline = execute(
+        plan,
+        Jittery(Lane.GPU),
+        4,
+        first_step=3,
+        on_step=lambda step, at_s: said.append(step),
+        on_busy=lambda step, busy_s: said.append((step, busy_s)),
+    )
+    assert said[1::2] == [3, 4, 5, 6]
+    for step, busy_s in said[::2]:
+        spans = [span for span in timeline.spans if span.step == step]
+        assert busy_s == pytest.approx(
+            {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in Lane}
+        )
+
+
+def test_steps_that_were_done_when_a_lane_failed_are_reported():
+    """Though the caller was busy with an earlier one."""
+    plan, reported, failed = tiny_plan(), [], threading.Event()
+
+    class Late(Failing):
+        def perform(self, index, op, step):
+            if (step, index) == self.at:
+                failed.set()
+            super().perform(index, op, step)
+
+    def report(step, at_s):
+        failed.wait(20)
+        reported.append(step)
+
+    with pytest.raises(OpError, match="step 4"):
+        execute(plan, Late((3, len(plan.ops) - 1), KeyError("boom")), 9, on_step=report)
+    assert reported == [0, 1, 2]
 
 
 def test_lanes_that_wait_for_each_other_are_seen_and_named():

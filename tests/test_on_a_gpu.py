@@ -18,16 +18,22 @@ from hypothesis import strategies as st
 
 from planner.workload import build_workload
 from runtime.batch import Batch
+from runtime.cpu import CpuMachine
 from runtime.cuda import CudaMachine
+from runtime.evaluation import Evaluator
 from runtime.executor import execute
+from runtime.generation import generate
 from runtime.optimizer import AdamW
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
 from runtime.recompute import FUSED_ATTENTION, Replay
 from runtime.streams import CudaStreams, use_same_kernels
 from runtime.workload import Model, Saved
 
 from . import reference
 from .strategies import policies
+from .test_documents import CUTS, OTHERS, config_of, packed_batches
+from .test_evaluation import OfAnyPlan, Several, sequences
+from .test_generation import PROMPTS, resident, said_by_transformers
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from .training import (
     EVERYTHING,
@@ -143,6 +149,61 @@ def test_a_gpu_trains_as_the_plain_loop_does_there_within_the_rounding_of_fp32(m
     for name, master in state_of(machine)[0].items():
         off = (master - expected.masters[name].cpu()).abs()
         assert float((off > 1e-5).float().mean()) < 0.01, name  # where a gradient is next to nothing, AdamW magnifies its rounding
+
+
+class SleepyForBoth(OfAnyPlan, Sleepy):
+    """Sleepy also while it performs a forward plan."""
+
+
+def machine_for_both(config, semantics: Semantics, policy: Policy, batches=None) -> SleepyForBoth:
+    batches = batches or batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    machine = SleepyForBoth(plan_of(config, semantics, policy), lambda step: batches[step % N_STEPS], scheduled)
+    machine.initialise(7)
+    return machine
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_evaluations_between_steps_see_the_steps_loss_and_change_no_bit_of_training(model_type):
+    semantics, config = semantics_of(model_type), tiny_config(model_type, num_hidden_layers=4)
+    alone, evaluated = run(config, semantics, EVERYTHING), machine_for_both(config, semantics, EVERYTHING)
+    for step, batch in enumerate(batches_of(config["vocab_size"], 4, 16)):
+        before = Evaluator(evaluated, Several(batch), 4).run()
+        Evaluator(evaluated, Several(sequences(config["vocab_size"], 7)), 7).run()
+        generate(evaluated, [[1, 2, 3]], 2, temperature=1.0)
+        execute(evaluated.plan, evaluated, 1, step)
+        assert before.loss == evaluated.results[step].loss
+    assert differences(evaluated, alone) == []
+
+
+@pytest.mark.parametrize("compute_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtral"])
+def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(model_type, compute_dtype):
+    config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
+    batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
+    for policy in (
+        Policy(keep_blocks=(1, 2, 3), group_micro_batches=4),
+        Policy(),
+        Policy(attention_blocks=(1, 2), early_stop=True, group_micro_batches=2),
+        Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
+    ):
+        machines.append(machine_for_both(config, semantics, policy, batches))
+        execute(machines[-1].plan, machines[-1], N_STEPS)
+        assert differences(machines[-1], machines[0]) == [], policy
+    on_cpu = CpuMachine(machines[0].plan, lambda step: batches[step], scheduled)
+    on_cpu.initialise(7)
+    execute(on_cpu.plan, on_cpu, N_STEPS)
+    for step in range(N_STEPS):
+        close = 1e-4 if compute_dtype == "fp32" else 2e-2
+        assert machines[0].results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=close)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_gpu_says_what_transformers_says_on_a_cpu(model_type):
+    config = tiny_config(model_type, initializer_range=0.3, tie_word_embeddings=False)
+    semantics = semantics_of(model_type, compute_dtype="fp32", gradient_dtype="fp32", seq_len=96, batch_size=3, micro_batch=3)
+    model = resident(config, semantics)
+    expected = [said_by_transformers(model, prompt, 6) for prompt in PROMPTS]
+    assert generate(machine_for_both(config, semantics, Policy()), PROMPTS, 6) == expected
 
 
 class NeverWaits(CudaStreams):

@@ -142,15 +142,18 @@ def test_a_lane_takes_cores_and_threads_for_itself_only_whatever_the_process_was
 
 def test_nothing_forks():
     """A process with hundreds of pinned gigabytes must not: its pages would be copied, and a device is lost to the child."""
-    forbidden = {"multiprocessing", "concurrent.futures.process", "fork", "forkpty", "DataLoader", "ProcessPoolExecutor"}
-    found = []
+    forbidden = {"multiprocessing", "concurrent.futures.process", "fork", "forkpty", "ProcessPoolExecutor"}
+    found, loaders = [], []
     for path in [p for room in ("runtime", "planner", "hwprofiles") for p in (ROOT / room).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("DataLoader"):
+                loaders.append({word.arg: ast.unparse(word.value) for word in node.keywords}.get("multiprocessing_context"))
             names = {a.name for a in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
             names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
             names |= {node.attr} if isinstance(node, ast.Attribute) else set()
             found += [f"{path.name}: {name}" for name in names & forbidden]
     assert found == []
+    assert loaders == ["'spawn'"]  # whose workers are started anew
 
 
 # -- fields that nothing reads ------------------------------------------------------------------------------------------

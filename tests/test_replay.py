@@ -1,6 +1,7 @@
 """Is what the runtime keeps and computes again what the plan says, in bits and in bytes?"""
 
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.batch import Batch
 from runtime.cpu import CpuMachine
 from runtime.executor import execute
 from runtime.plan import Lane, Plan, Policy, Update
@@ -72,11 +74,11 @@ def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(mode
     assert left_bytes - masks_bytes == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
 
 
-def device_bytes(plan: Plan) -> tuple[int, int]:
+def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     """Performs two steps, one op after the other. The most that compute left in the allocator between ops, and the most that it
     held at all."""
     vocab_size, of = plan.workload.blocks[0].parameters[0].shape[0], plan.semantics
-    batches = batches_of(vocab_size, of.batch_size, of.seq_len)
+    batches = batches or batches_of(vocab_size, of.batch_size, of.seq_len)
     machine = CpuMachine(plan, lambda step: batches[step], lambda step: ADAMW)
     machine.initialise(0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -6,41 +6,15 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from planner.cli import cli
-
+from .running import make_home, one_line, penstock, plan_in, train, weights_sha
 from .tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
-
-SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
-
-
-def penstock(*args):
-    return CliRunner().invoke(cli, [str(a) for a in args])
 
 
 @pytest.fixture
 def home(tmp_path):
-    """A model of a few thousand byte-level parameters and some text, in a folder."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272, num_hidden_layers=3)))
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
-    (data / "b.txt").write_text("Whether 'tis nobler in the mind to suffer. " * 10)
-    return tmp_path
-
-
-def plan_in(home, *extra, name="plan.json", model="model"):
-    done = penstock("plan", home / model, *SIZES, "-o", home / name, *extra)
-    assert done.exit_code == 0, done.output
-    return home / name
-
-
-def train(home, plan, *extra, out="out", steps=4):
-    return penstock("run", plan, "--data", home / "data", "--out", home / out, "--steps", steps, "--lr", "1e-3", *extra)
+    return make_home(tmp_path)
 
 
 def test_a_run_learns_logs_and_leaves_a_checkpoint_that_transformers_loads(home):
@@ -66,10 +40,6 @@ def test_a_run_learns_logs_and_leaves_a_checkpoint_that_transformers_loads(home)
     assert drawn.exit_code == 0, drawn.output
     names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"predicted", "measured"}
-
-
-def weights_sha(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("model*.safetensors"))}
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -153,16 +123,6 @@ def test_an_emulated_run_says_how_much_slower_it_was(home):
     assert done.exit_code == 0, done.output
     assert "emulated cpu-2core, 50 times slower" in done.stdout
     assert not list((home / "emulated").glob("checkpoint-*"))
-
-
-def one_line(done, code, *words):
-    assert done.exit_code == code, done.output
-    assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert "Traceback" not in done.stderr
-    for word in words:
-        assert word in lines[0]
 
 
 def test_what_a_user_gets_wrong_is_one_line_and_leaves_nothing(home):

@@ -350,7 +350,8 @@ import json, sys
 from pathlib import Path
 import torch
 from runtime import tensor_files
-from runtime.checkpoint import load_state, save
+from runtime.checkpoint import load_state
+from runtime.saving import save
 from runtime.slabs import give_back_freed
 from runtime.trainer import Training, load_model
 from tests.test_store import ADAMW, CpuMachine, Policy, batches_of, plan_of, semantics_of, tiny_config
@@ -375,7 +376,8 @@ def growth(work):
 
 
 class Text:  # as much of the data as a checkpoint asks for
-    fingerprint, position = "none", staticmethod(lambda step: (0, step))
+    fingerprint, position = "none", staticmethod(lambda step: {"step": step})
+    resume = staticmethod(lambda step, position: None)
 
 
 def machine():

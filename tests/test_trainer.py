@@ -1,6 +1,8 @@
 """Is what happens between steps counted, logged and saved as it was?"""
 
 import json
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,27 +11,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from runtime.checkpoint import load_state
 from runtime.cpu import CpuMachine
-from runtime.data import Tokens
 from runtime.errors import CheckpointError
-from runtime.executor import execute
+from runtime.executor import Stop, execute
 from runtime.optimizer import decays
 from runtime.plan import Kind, Policy, Update
-from runtime.trainer import Training, keep_metrics_up_to
+from runtime.settings import CheckpointSettings
+from runtime.trainer import DeviceMemoryError, Training, keep_metrics_up_to
 
+from .row_of_tokens import RowOfTokens
 from .tiny import MODEL_TYPES, tiny_config
 from .training import plan_of, same_bits, scheduled, semantics_of, state_of
 
 
-def training(folder, policy: Policy, machine_type=CpuMachine, save_every=None, **fields) -> Training:
+def training(folder, policy: Policy, machine_type=CpuMachine, save_every=None, background=True, **fields) -> Training:
     semantics = semantics_of("llama", **fields)
     config = tiny_config("llama")
     plan = plan_of(config, semantics, policy)
     ids = np.random.default_rng(5).integers(0, 96, 16 * 50, dtype=np.uint16)
-    tokens = Tokens(ids, seq_len=16, batch_size=4, pad_id=0, shuffle_seed=3)
+    tokens = RowOfTokens(ids, seq_len=16, batch_size=4, pad_id=0, shuffle_seed=3)
     machine = machine_type(plan, tokens.batch, scheduled)
     machine.initialise(7)
     folder.mkdir(exist_ok=True)
-    return Training(plan, machine, machine, tokens, 0, folder, saves=True, save_every=save_every)
+    checkpoint = CheckpointSettings(every=save_every, background=background)
+    return Training(plan, machine, machine, tokens, 0, folder, saves=True, checkpoint=checkpoint)
 
 
 def lines(folder):
@@ -141,3 +145,220 @@ def test_a_machine_that_failed_in_an_update_is_put_right_by_a_checkpoint(tmp_pat
     execute(run.plan, run.machine, 3, first_step=2)
     for x, y in zip(state_of(run.store), state_of(whole.store), strict=True):
         assert all(same_bits(x[name], y[name]) for name in x)
+
+
+# -- an end before the end, and going on
+
+
+class AsksAt(CpuMachine):
+    """Somebody asks for the end while an op of some step is performed."""
+
+    stop: Stop
+    at: tuple[int, Kind]
+
+    def perform(self, index, op, step):
+        super().perform(index, op, step)
+        if (step, op.kind) == self.at:
+            self.stop.request()
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("save_every", [None, 1, 2])
+@pytest.mark.parametrize("at", [(2, Kind.LOAD), (2, Kind.LOSS), (2, Kind.UPDATE), (1, Kind.OFFLOAD)])
+@pytest.mark.parametrize("update", [Update.BARRIER, Update.DEFERRED])
+def test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_the_same_bits(
+    tmp_path, unbroken, update, at, save_every, background
+):
+    class Asked(AsksAt):
+        pass
+
+    policy = Policy(update=update, group_micro_batches=4, keep_blocks=(1,))
+    first = training(tmp_path, policy, Asked, save_every, background)
+    Asked.stop, Asked.at = first.stop, at
+    first.run(0, 6, lambda metrics: None)
+    done = len(lines(tmp_path))
+    assert done in (at[0] + 1, at[0] + 2), "the step in progress, or that which some lane had begun already"
+    state = load_state(tmp_path / f"checkpoint-{done}")
+    second = training(tmp_path, Policy(storage="split", group_micro_batches=4), save_every=save_every)
+    second.resume(state)
+    second.run(state.step, 6, lambda metrics: None)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    for x, y in zip(state_of(second.store), unbroken, strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The state after six steps."""
+    run = training(tmp_path_factory.mktemp("unbroken"), Policy())
+    run.run(0, 6, lambda metrics: None)
+    return state_of(run.store)
+
+
+def test_of_all_checkpoints_the_last_few_stay(tmp_path):
+    run = training(tmp_path, Policy(), save_every=1)
+    run = replace(run, checkpoint=replace(run.checkpoint, keep=2))
+    run.run(0, 5, lambda metrics: None)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+
+
+# -- evaluation
+
+
+def evaluated(run: Training, every: int | None, said: list[int]) -> Training:
+    """With an evaluation that writes a line, and asserts that all is quiet."""
+
+    def evaluate(step: int) -> None:
+        assert not [t for t in threading.enumerate() if t.name.startswith("lane")], "lanes are drained"
+        said.append(step)
+        with (run.folder / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"step": step, "eval_loss": 1.0}) + "\n")
+
+    return replace(run, evaluate=evaluate, evaluate_every=every)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(("every", "expected"), [(None, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_lanes_are_drained_to_evaluate_every_so_many_steps_and_at_the_end(tmp_path, every, expected, background):
+    said: list[int] = []
+    evaluated(training(tmp_path, Policy(update=Update.DEFERRED), CpuMachine, 3, background), every, said).run(0, 5, lambda m: None)
+    assert said == expected
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_who_asks_for_the_end_does_not_wait_for_an_evaluation_and_who_goes_on_makes_up_for_it(tmp_path):
+    said: list[int] = []
+    run = evaluated(training(tmp_path, Policy(), save_every=1), 2, said)
+
+    def ask(metrics):
+        if metrics.step == 2:
+            run.stop.request()
+
+    run.run(0, 6, ask)
+    done = len(lines(tmp_path))
+    assert said == []
+    for n_steps in (6, 8):
+        again = evaluated(training(tmp_path, Policy(), save_every=1), done, said)
+        again.resume(load_state(sorted(tmp_path.glob("checkpoint-*"))[-1]))
+        again.run(done if n_steps == 6 else 6, n_steps, lambda metrics: None)
+    assert said == sorted({done, *(n for n in range(done, 9, done)), 6, 8}), "each step once"
+
+
+def test_a_checkpoint_of_a_step_that_is_evaluated_gets_its_name_after_the_evaluation(tmp_path):
+    """Else a run that is killed in between would go on with the evaluation missing."""
+    run = training(tmp_path, Policy(), save_every=1)
+    named = {}
+
+    def evaluate(step: int) -> None:
+        named[step] = (tmp_path / f"checkpoint-{step}").exists()
+
+    replace(run, evaluate=evaluate, evaluate_every=2).run(0, 4, lambda metrics: None)
+    assert named == {2: False, 4: False}
+
+
+# -- what is told of a step
+
+
+class Remembers:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, step, values):
+        self.logged.append((step, dict(values)))
+
+    def text(self, step, name, text): ...
+
+    def close(self): ...
+
+
+def test_each_step_says_how_long_lanes_were_busy_and_how_long_the_step_should_have_taken(tmp_path):
+    monitor = Remembers()
+    run = replace(training(tmp_path, Policy()), monitors=(monitor,), predicted_step_s=0.25)
+    run.run(0, 3, lambda metrics: None)
+    for line, (step, values) in zip(lines(tmp_path), monitor.logged, strict=True):
+        assert step == line["step"]
+        assert values["loss"] == line["loss"]
+        assert line["predicted_step_s"] == values["predicted_step_s"] == 0.25
+        assert set(line["busy_s"]) == {"gpu", "h2d", "d2h", "cpu"}
+        assert all(0 < s <= line["step_s"] * 1.5 for s in line["busy_s"].values())
+        assert values["busy_fraction/gpu"] == pytest.approx(line["busy_s"]["gpu"] / line["step_s"])
+
+
+def test_lanes_that_only_issue_do_not_say_that_they_were_busy(tmp_path):
+    """The host's own lane does, which works itself."""
+
+    class OnADevice(CpuMachine):
+        def device_name(self):
+            return "some GPU"
+
+    training(tmp_path, Policy(), OnADevice).run(0, 2, lambda metrics: None)
+    assert [set(line["busy_s"]) for line in lines(tmp_path)] == [{"cpu"}] * 2
+
+
+# -- what a state must share with the run that goes on from it
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ({"lr": 1e-5, "schedule": {"kind": "cosine"}}, {"lr": 2e-5, "schedule": {"kind": "cosine"}}, "lr was 1e-05, is 2e-05"),
+        ({"schedule": {"kind": "cosine"}}, {"schedule": {"kind": "linear"}}, 'schedule.kind was "cosine", is "linear"'),
+        ({"n_steps": 10}, {"n_steps": 20}, "n_steps was 10, is 20"),
+        ({}, {"lr": 1e-5}, "lr was null, is 1e-05"),
+    ],
+)
+def test_other_settings_of_the_optimizer_are_refused_with_what_differs_and_what_to_do(tmp_path, was, now, said):
+    replace(training(tmp_path, Policy()), optimizer=was).run(0, 1, lambda metrics: None)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        replace(training(tmp_path, Policy()), optimizer=now).resume(load_state(tmp_path / "checkpoint-1"))
+    assert "--model" in str(caught.value)
+    replace(training(tmp_path, Policy()), optimizer=json.loads(json.dumps(was))).resume(load_state(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("n_updates", -1, "n_updates"),
+        ("n_updates", 2, "n_updates"),
+        ("n_updates", True, "n_updates"),
+        ("n_updates", None, "n_updates"),
+        ("data_position", [0, 4], "data_position"),
+        ("data_position", {"epoch": 9}, "data position"),
+        ("seed", 1, "its seed is not this run's"),
+        ("data_fingerprint", "x", "its data_fingerprint is not this run's"),
+        ("model_fingerprint", "x", "its model_fingerprint is not this run's"),
+    ],
+)
+def test_a_state_that_is_not_this_runs_is_refused_before_anything_is_changed(tmp_path, field, value, said):
+    run = training(tmp_path, Policy())
+    run.run(0, 1, lambda metrics: None)
+    state = load_state(tmp_path / "checkpoint-1")
+    other = training(tmp_path, Policy())
+    before = state_of(other.store)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        other.resume(replace(state, fields=state.fields | {field: value}))
+    assert "checkpoint-1" in str(caught.value)
+    for x, y in zip(state_of(other.store), before, strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+
+
+# -- memory of the device
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.LOAD])
+def test_a_device_that_is_out_of_memory_is_one_line_and_the_run_goes_on_from_its_checkpoint(tmp_path, kind):
+    class Short(CpuMachine):
+        def perform(self, index, op, step):
+            if step == 2 and op.kind is kind:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.")
+            super().perform(index, op, step)
+
+    with pytest.raises(DeviceMemoryError) as caught:
+        training(tmp_path, Policy(), Short, save_every=1, background=False).run(0, 4, lambda metrics: None)
+    assert caught.value.exit_code == 3
+    words = str(caught.value)
+    assert len(words.splitlines()) == 1
+    assert words.startswith(f"step 3, lane {'gpu' if kind is Kind.FORWARD else 'h2d'}: {kind}")
+    assert "Tried to allocate 2.00 GiB." in words
+    assert "--device-memory" in words
+    assert (tmp_path / "checkpoint-2").is_dir()

@@ -339,6 +339,8 @@ def test_a_step_is_covered_when_it_lies_between_p10_and_p90():
         ({"measured": {"step_s": "1"}}, "step_s"),
         ({"measured": [1]}, "measured"),
         ({"machine": None}, "machine"),
+        ({"machine": "/dev/zero"}, "is a path"),
+        ({"model": "../elsewhere"}, "is a path"),
     ],
 )
 def test_a_run_that_is_written_wrong_is_named_in_one_line(tmp_path, change, says):
@@ -347,7 +349,7 @@ def test_a_run_that_is_written_wrong_is_named_in_one_line(tmp_path, change, says
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "7", '{"runs": {}}', '{"runs": [7]}', "{" * 100_000, "\x00"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "7", '{"runs": {}}', '{"runs": [7]}', "{" * 100_000, "\x00", "9" * 5000])
 def test_a_file_without_runs_is_one_line(tmp_path, text):
     path = tmp_path / "runs.json"
     path.write_text(text)

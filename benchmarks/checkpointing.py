@@ -1,0 +1,221 @@
+"""What does it cost a run to save its state every ten steps?
+
+`python -m benchmarks.checkpointing HOME` prints a page of Markdown: the demo's model, plan and data, in one process. Every other
+stretch of ten steps begins with a checkpoint that is due, and is held against the stretch without one that follows it: what else
+happens on the machine meets both alike. Checkpoints are written while training goes on and, in other runs of the same process, with
+lanes drained. As many bytes are then written and summed up plainly. Exit code 1 where a background write costs more than 3 %.
+`--tiny` only shows that all of it works.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from demo.demo import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
+from planner.workload import build_workload, read_model
+from runtime.cli_assembly import assemble, checked_plan
+from runtime.plan import Semantics
+from runtime.settings import CheckpointSettings, DataSettings, OptimizerSettings, RunSettings
+from runtime.trainer import Training
+from runtime.units import GB, show_bytes
+
+from .kills import CONFIG as TINY
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+INTERVAL = 10  # steps between two checkpoints, of which the cost is asked
+TARGET_FRACTION = 0.03
+WAYS = ("background", "drained")
+LOOK_S = 0.02  # between two looks at what is being written: a watcher must not cost anything itself
+PIECE_BYTES = 16 * 2**20
+N_PLAIN = 3
+
+
+@dataclass(slots=True)
+class Seen:
+    """When steps ended, and from when to when checkpoints were being written."""
+
+    ends_s: list[float] = field(default_factory=list)
+    written_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def durations_s(self) -> list[float]:
+        return [times_s[-1] - times_s[0] for times_s in self.written_s.values() if len(times_s) > 1]
+
+    def is_writing(self, from_s: float, to_s: float) -> bool:
+        return any(times_s[0] < to_s and times_s[-1] > from_s for times_s in self.written_s.values())
+
+
+def stretches(ends_s: Sequence[float], interval: int) -> list[tuple[float, float]]:
+    """Seconds of each stretch that begins with a checkpoint, and of the one without that follows it. The first two warm up."""
+    marks_s = [ends_s[step - 1] for step in range(2 * interval, len(ends_s) + 1, interval)]
+    times_s = [b - a for a, b in pairwise(marks_s)]
+    return list(zip(times_s[::2], times_s[1::2], strict=False))
+
+
+def costs(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """What a checkpoint adds to a stretch, as a share of it: the median over pairs, the lowest and the highest."""
+    shares = sorted(with_s / without_s - 1 for with_s, without_s in pairs)
+    return median(shares), shares[0], shares[-1]
+
+
+@contextmanager
+def watched(out: Path, seen: Seen) -> Iterator[None]:
+    """Look all the while which checkpoint is being written."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(LOOK_S):
+            for name in os.listdir(out):
+                if name.startswith("checkpoint-") and name.endswith(".partial"):
+                    seen.written_s.setdefault(name, []).append(time.perf_counter())
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def run(training: Training, way: str, first_step: int, n_steps: int) -> Seen:
+    """So many more steps, with a checkpoint due after every second interval."""
+    seen = Seen()
+    checkpoint = replace(training.checkpoint, background=way == "background")
+    with watched(training.folder, seen):
+        replace(training, checkpoint=checkpoint).run(
+            first_step, first_step + n_steps, lambda metrics: seen.ends_s.append(time.perf_counter())
+        )
+    return seen
+
+
+def planned(home: Path, is_tiny: bool) -> Path:
+    """The demo's plan: the machine is measured first."""
+    model, plan = home / "model", home / "plan.json"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(TINY if is_tiny else CONFIG))
+    write_chats(home / "chats.jsonl", home / "held-out.jsonl")
+    n_params = build_workload(read_model(str(model)), Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
+    machine = "cpu-2core" if is_tiny else str(home / "profile.json")
+    if not is_tiny:
+        _penstock("probe", "--device", "cpu", "--quick", "-o", machine)
+    memory = () if is_tiny else ("--device-memory", n_params * STATE_BYTES_PER_PARAM // 4)
+    _penstock("plan", model, "--machine", machine, "--seq-len", SEQ_LEN, "--batch-size", BATCH_SIZE, *memory, "-o", plan)
+    return plan
+
+
+def _penstock(*words: object) -> None:
+    subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True)
+
+
+def plainly(folder: Path, n_bytes: int) -> tuple[float, float]:
+    """Bytes per second of writing so many to a new file, until they are on the disk; and of their SHA-256."""
+    piece = os.urandom(min(PIECE_BYTES, n_bytes))
+    n_pieces = -(-n_bytes // len(piece))
+
+    def write() -> None:
+        with (folder / "plain").open("wb", buffering=0) as file:
+            for _ in range(n_pieces):
+                file.write(piece)
+            os.fsync(file.fileno())
+        (folder / "plain").unlink()
+
+    def sum_up() -> None:
+        sha256 = hashlib.sha256()
+        for _ in range(n_pieces):
+            sha256.update(piece)
+
+    return n_pieces * len(piece) / _least_s(write), n_pieces * len(piece) / _least_s(sum_up)
+
+
+def _least_s(work: Callable[[], None]) -> float:
+    times_s = []
+    for _ in range(N_PLAIN):
+        began_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - began_s)
+    return median(times_s)
+
+
+def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Seen]], int]:
+    """What was seen of runs of either way, in turns, on the same arenas; and the bytes of a checkpoint."""
+    plan, out = planned(home, is_tiny), home / "run"
+    n_steps = 2 * INTERVAL * (n_pairs + 1)
+    settings = RunSettings(
+        data=DataSettings(path=str(home / "chats.jsonl")),
+        plan=str(plan),
+        out=str(out),
+        steps=n_rounds * len(WAYS) * n_steps,
+        optimizer=OptimizerSettings(lr=6e-4, weight_decay=0.1),
+        checkpoint=CheckpointSettings(every=2 * INTERVAL, keep=2),
+    )
+    out.mkdir()
+    found: dict[str, list[Seen]] = {way: [] for way in WAYS}
+    with ExitStack() as until_the_end:
+        training = assemble(settings, checked_plan(plan).plan, "cpu", None, until_the_end).training
+        done = 0
+        for number in range(n_rounds):
+            for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+                found[way].append(run(training, way, done, n_steps))
+                done += n_steps
+                print(f"{done} steps", file=sys.stderr, flush=True)
+    return found, sum(path.stat().st_size for path in (out / f"checkpoint-{done}").iterdir())
+
+
+def page(found: dict[str, list[Seen]], n_bytes: int, plain: tuple[float, float]) -> Iterator[str]:
+    """The figures as Markdown."""
+    yield "| checkpoints | cost, median | lowest to highest | pairs | seconds to write | GB/s |\n|---|---:|---|---:|---:|---:|"
+    for way, runs in found.items():
+        share, low, high = costs([pair for seen in runs for pair in stretches(seen.ends_s, INTERVAL)])
+        n_pairs = sum(len(stretches(seen.ends_s, INTERVAL)) for seen in runs)
+        written_s = median([s for seen in runs for s in seen.durations_s()] or [LOOK_S])
+        rate = n_bytes / written_s / GB
+        yield f"| {way} | {share:+.1%} | {low:+.1%} to {high:+.1%} | {n_pairs} | {written_s:.2f} | {rate:.2f} |"
+    steps = [(b - a, seen.is_writing(a, b)) for seen in found["background"] for a, b in pairwise(seen.ends_s)]
+    beside, alone = ([s for s, is_writing in steps if is_writing is wanted] for wanted in (True, False))
+    yield f"\nA checkpoint holds {show_bytes(n_bytes)}."
+    if beside and alone:
+        yield (
+            f"A step while one is written in the background takes {median(beside):.3f} s (median of {len(beside)}), another "
+            f"{median(alone):.3f} s (of {len(alone)})."
+        )
+    bound_s = n_bytes / plain[0], n_bytes / plain[1]
+    yield (
+        f"As many bytes written plainly, until they are on the disk: {bound_s[0]:.2f} s ({plain[0] / GB:.2f} GB/s); their SHA-256: "
+        f"{bound_s[1]:.2f} s ({plain[1] / GB:.2f} GB/s)."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of either way")
+    parser.add_argument("--pairs", type=int, default=4, help="of stretches with and without a checkpoint, in a run")
+    parser.add_argument("--tiny", action="store_true")
+    asked = parser.parse_args()
+    home = asked.home.resolve()
+    shutil.rmtree(home, ignore_errors=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    found, n_bytes = measured(home, asked.rounds, asked.pairs, asked.tiny)
+    print(f"commit {commit}; {machine}\n")
+    print("\n".join(page(found, n_bytes, plainly(home, n_bytes))))
+    share, _, _ = costs([pair for seen in found["background"] for pair in stretches(seen.ends_s, INTERVAL)])
+    if share > TARGET_FRACTION and not asked.tiny:
+        sys.exit(f"a checkpoint every {INTERVAL} steps costs {share:.1%} of the time, more than {TARGET_FRACTION:.0%}")
+
+
+if __name__ == "__main__":
+    main()

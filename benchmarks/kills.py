@@ -1,0 +1,330 @@
+"""Does a run that is killed at any moment go on to the same bits?
+
+`python -m benchmarks.kills HOME` trains a tiny model on chats in processes of their own, kills them with SIGKILL at random moments,
+again and again, and lets each run go on until it is done. What it leaves must be what a run leaves that nobody disturbed: every
+file of the last checkpoint, every loss, evaluation and sample. HOME/kills.jsonl takes a line for each run, and is gone on from; at
+the end a page of Markdown is printed, and the exit code is 1 where anything differed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from demo.demo import write_chats
+from runtime.checkpoint import load_state, whole
+from runtime.errors import CheckpointError
+
+from .killing import EVALUATE_EVERY, LOOK_S, PHASES, Aim, Pace, Process, lines, phases
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 272,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.0,
+}
+SIZES = ("--machine", "cpu-2core", "--seq-len", 64, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 32)
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"group_micro_batches": 2},
+    {"group_micro_batches": 1},
+    {"group_micro_batches": 2, "update": "deferred", "storage": "split", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+    {"group_micro_batches": 2, "update": "deferred", "transfer_chunk_bytes": 4096, "spill_blocks": [0, 1]},
+)
+SAVE_EVERY, KEEP = 2, 3
+# How checkpoints are written: while training goes on, with memory for copies or without, and with lanes drained.
+WAYS: dict[str, dict[str, Any]] = {"copies": {}, "waits": {"copy_bytes": 0}, "drained": {"background": False}}
+MOST_KILLS = 4  # of one run, before it is left alone
+Left = dict[str, Any]
+Command = Callable[[Path, Path, str], Sequence[str]]  # of a plan, an --out and a way of writing
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What an undisturbed run leaves, and what takes how long in it."""
+
+    left: Left
+    checkpoints: dict[str, dict[str, str]]  # SHA-256 of every file of each
+    pace: Pace
+
+
+# -- what a run leaves --------------------------------------------------------------------------------------------------
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def left_by(out: Path) -> Left:
+    """What must not depend on what befell a run: the last checkpoint's bytes, and what was logged that no clock was asked for."""
+    checkpoints = whole(out)
+    left: Left = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
+    left["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        for number, said in enumerate(lines(out / name)):
+            kind = "evaluation" if "eval_loss" in said else "step" if "loss" in said else "sample"
+            told = {key: value for key, value in said.items() if not key.endswith("_s")}
+            count = sum(key.startswith(f"{name}: {kind} {said.get('step')} ") for key in left)
+            left[f"{name}: {kind} {said.get('step')} no. {count}"] = (number, told)
+    return left
+
+
+def differences(found: Left, expected: Left) -> list[str]:
+    """Names of what is not as it was left undisturbed."""
+    return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+
+
+def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
+    """The step that who goes on must go on from, how many checkpoints look whole, and what is wrong with them: each must be, to the
+    last byte, the one that an undisturbed run wrote."""
+    wrong, last, found = list[str](), 0, whole(out)
+    for step, path in found:
+        try:
+            load_state(path)
+        except CheckpointError as error:
+            wrong.append(f"looks whole and is not: {error}")
+            continue
+        last = step
+        wrong += [f"{path.name}/{name}" for name in differences(sums(path), usual.checkpoints.get(path.name, {}))]
+    for path in out.glob("checkpoint-*.replaced"):  # the same step as before, about to be put there anew
+        if not path.with_suffix("").exists():
+            last = max(last, int(path.stem.removeprefix("checkpoint-")))
+    return last, len(found), wrong
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One SIGKILL of a process that was alive."""
+
+    aim: str
+    phases: list[str]
+    plan: str
+    way: str
+    after_step: int  # that it had said
+    whole_checkpoint: int  # the step of the last whole one it left; 0: none
+    resumed: bool  # whether the next process went on from exactly there
+
+
+@dataclass(slots=True)
+class Story:
+    """One run from its beginning to its end, however often it was killed."""
+
+    number: int
+    kills: list[Kill] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    n_checkpoints: int = 0  # whole ones that were found after kills and compared
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is run, and what it is held against."""
+
+    home: Path
+    command: Command
+    plans: Sequence[Path]
+    usual: Usual
+
+    def story(self, number: int, seed: int, budget: threading.Semaphore) -> Story:
+        """Train once, be killed up to `MOST_KILLS` times as far as the budget goes, and see what is left in the end."""
+        rng, story, out = random.Random(f"{seed} {number}"), Story(number), self.home / f"run-{number}"
+        shutil.rmtree(out, ignore_errors=True)
+        most, stands_at = rng.randint(1, MOST_KILLS), 0
+        while stands_at < self.usual.pace.n_steps:
+            plan, way, aim = rng.choice(self.plans), rng.choice(list(WAYS)), Aim.drawn(rng)
+            process = Process(self.command(plan, out, way))
+            is_meant = len(story.kills) < most and budget.acquire(blocking=False)
+            is_killed = is_meant and aim.wait(process, out, self.usual.pace) and process.kill()
+            code = process.end()
+            if is_meant and not is_killed:
+                budget.release()
+            self._went_on(story, process, stands_at)
+            if not is_killed:
+                if code:
+                    story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
+                break
+            about = phases(out, process)
+            stands_at, n_whole, wrong = stands(out, self.usual)
+            story.kills.append(
+                Kill(aim.at, about, plan.name, way, process.last_step, stands_at, stands_at == self.usual.pace.n_steps)
+            )
+            story.n_checkpoints += n_whole
+            story.mismatches += wrong
+        story.mismatches += differences(left_by(out), self.usual.left)
+        if not story.mismatches:
+            shutil.rmtree(out)
+        return story
+
+    def _went_on(self, story: Story, process: Process, stands_at: int) -> None:
+        """Whether a process began where it should: at the last whole checkpoint, or, without one, at the beginning."""
+        if process.first_step != stands_at:
+            story.mismatches.append(f"began after step {process.first_step}, not {stands_at}: {' / '.join(process.said[-2:])}")
+        elif story.kills:
+            story.kills[-1] = replace(story.kills[-1], resumed=True)
+
+
+def undisturbed(home: Path, command: Command, plan: Path, n_steps: int) -> Usual:
+    """Run once, and keep all checkpoints."""
+    out = home / "undisturbed"
+    shutil.rmtree(out, ignore_errors=True)
+    process = Process(command(plan, out, "undisturbed"))
+    seen_s: dict[str, list[float]] = {}
+    evaluations_s: list[float] = []
+    while process.is_alive:
+        for name in os.listdir(out) if out.is_dir() else ():
+            if name.endswith(".partial") and name.startswith("checkpoint-"):
+                seen_s.setdefault(name, []).append(time.monotonic())
+        time.sleep(LOOK_S)
+    ended_s = time.monotonic()
+    if process.end() or process.started_s is None:
+        raise SystemExit(f"the undisturbed run failed: {' / '.join(process.said[-2:])}")
+    evaluations_s = [said["eval_s"] for said in lines(out / "metrics.jsonl") if "eval_s" in said]
+    written_s = [times_s[-1] - times_s[0] for times_s in seen_s.values()]
+    pace = Pace(n_steps, ended_s - process.started_s, median(written_s or [0.0]), median(evaluations_s or [0.0]))
+    return Usual(left_by(out), {path.name: sums(path) for _, path in whole(out)}, pace)
+
+
+# -- the trial ------------------------------------------------------------------------------------------------------------
+
+
+def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLICIES) -> tuple[Command, list[Path]]:
+    """A model, chats, plans that share no habit, and a file of settings for each way of writing; how they become a command."""
+    (home / "model").mkdir(parents=True, exist_ok=True)
+    (home / "model" / "config.json").write_text(json.dumps(CONFIG))
+    write_chats(home / "chats.jsonl", home / "held-out.jsonl")
+    plans = []
+    for number, policy in enumerate(policies):
+        (home / "policy.json").write_text(json.dumps(policy))
+        plans.append(home / f"plan-{number}.json")
+        words = ["plan", home / "model", *SIZES, "--policy", home / "policy.json", "-o", plans[-1]]
+        subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True)
+    for way, checkpoint in {**WAYS, "undisturbed": {"keep": None}}.items():
+        settings = {
+            "data": {"path": str(home / "chats.jsonl")},
+            "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "schedule": {"kind": "cosine", "warmup_steps": 4}},
+            "checkpoint": {"every": SAVE_EVERY, "keep": KEEP, **checkpoint},
+            "evaluation": {
+                "data": str(home / "held-out.jsonl"),
+                "every": EVALUATE_EVERY,
+                "max_sequences": 8,
+                "prompts": ["What is json.loads for?"],
+                "max_new_tokens": 4,
+            },
+            "steps": n_steps,
+        }
+        (home / f"{way}.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+    def command(plan: Path, out: Path, way: str) -> list[str]:
+        return [str(w) for w in (PENSTOCK, "run", plan, "--config", home / f"{way}.yaml", "--out", out, "--resume")]
+
+    return command, plans
+
+
+def told(path: Path) -> list[Story]:
+    """The stories that were told before."""
+    return [Story(**{**said, "kills": [Kill(**kill) for kill in said["kills"]]}) for said in lines(path)]
+
+
+def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> list[Story]:
+    """Kill so often in all, those of a trial that was stopped included."""
+    command, plans = prepared(home, n_steps)
+    return perform(Trial(home, command, plans, undisturbed(home, command, plans[0], n_steps)), n_kills, seed, n_jobs)
+
+
+def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
+    """Run after run until there have been so many kills; each is written down when it is over."""
+    path = trial.home / "kills.jsonl"
+    stories = told(path)
+    budget = threading.Semaphore(max(0, n_kills - sum(len(story.kills) for story in stories)))
+    numbers, lock = count(max((story.number for story in stories), default=-1) + 1), threading.Lock()
+
+    def work() -> None:
+        while budget.acquire(blocking=False):
+            budget.release()
+            with lock:
+                number = next(numbers)
+            story = trial.story(number, seed, budget)
+            with lock, path.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(asdict(story)) + "\n")
+                stories.append(story)
+                n_so_far = sum(len(s.kills) for s in stories)
+                print(
+                    f"run {number}: killed {len(story.kills)} times, {n_so_far} in all; {story.mismatches}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    with ThreadPoolExecutor(n_jobs) as pool:
+        for done in [pool.submit(work) for _ in range(n_jobs)]:
+            done.result()
+    return stories
+
+
+def page(stories: Sequence[Story]) -> Iterator[str]:
+    """The tally as Markdown."""
+    kills = [kill for story in stories for kill in story.kills]
+    n_resumed, n_mismatches = sum(kill.resumed for kill in kills), sum(len(story.mismatches) for story in stories)
+    yield "| kills | resumed | mismatches |\n|---:|---:|---:|"
+    yield f"| {len(kills)} | {n_resumed} | {n_mismatches} |\n"
+    yield "| what the run was about when it was killed (may be several things) | kills |\n|---|---:|"
+    struck = Counter(phase for kill in kills for phase in kill.phases)
+    yield from (f"| {phase} | {struck[phase]} |" for phase in PHASES)
+    yield "\n| how its checkpoints were written | kills |\n|---|---:|"
+    by_way = Counter(kill.way for kill in kills)
+    yield from (f"| {way} | {by_way[way]} |" for way in WAYS)
+    n_checkpoints, n_anew = sum(story.n_checkpoints for story in stories), sum(kill.whole_checkpoint == 0 for kill in kills)
+    yield (
+        f"\n{len(stories)} runs to the end, each killed up to {MOST_KILLS} times. After kills {n_checkpoints} checkpoints looked "
+        f"whole and were compared with those of the undisturbed run; after {n_anew} kills there was none yet: the run began anew."
+    )
+    yield from (f"\nrun {story.number}: {mismatch}" for story in stories for mismatch in story.mismatches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    asked = parser.parse_args()
+    began_s = time.monotonic()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    stories = trial(asked.home.resolve(), asked.kills, asked.steps, asked.seed, asked.jobs)
+    print(f"commit {commit}; {machine}; {(time.monotonic() - began_s) / 60:.1f} minutes\n")
+    print("\n".join(page(stories)))
+    if not all(kill.resumed for story in stories for kill in story.kills) or any(story.mismatches for story in stories):
+        sys.exit("a killed run did not go on to the same bits")
+
+
+if __name__ == "__main__":
+    main()

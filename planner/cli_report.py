@@ -1,0 +1,82 @@
+"""How does a user get a picture of a plan, or of a run?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from runtime.units import on_one_line, show_bytes
+
+if TYPE_CHECKING:
+    from runtime.plan import PlanFile
+
+PAGES, TRACES = (".html", ".htm"), (".json",)
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="FILE.html: a page for any browser. FILE.json: a trace for ui.perfetto.dev or chrome://tracing.",
+)
+def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
+    """Draw PLAN as predicted and, given the --out folder of a run, as measured.
+
+    The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
+    It is one file that needs no network.
+    """
+    from runtime.errors import PlanError
+    from runtime.plan import PlanFile
+
+    from .check import check
+
+    if output.suffix.lower() not in (*PAGES, *TRACES):
+        raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
+    file = PlanFile.read(plan_file)
+    try:
+        check(file.plan, file.claim)
+    except PlanError as error:
+        raise PlanError(f"{plan_file}: {error}") from None
+    drawn = _page(file, plan_file, run_dir) if output.suffix.lower() in PAGES else _trace(file, plan_file, run_dir)
+    _write(output, drawn)
+    n_bytes = show_bytes(len(drawn.encode("utf-8", "backslashreplace")))
+    where = "in a browser" if output.suffix.lower() in PAGES else "at https://ui.perfetto.dev or chrome://tracing"
+    click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
+
+
+def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+    from .cli_run_files import read_run
+    from .report import report as page_of
+
+    run = None if run_dir is None else read_run(run_dir, len(file.plan.ops))
+    return page_of(file, on_one_line(plan_file.name), run)
+
+
+def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+    from hwprofiles.schema import Profile
+    from runtime.timeline import chrome_trace
+
+    from .cli_run_files import read_timeline
+    from .cost import costs, region_of
+    from .simulate import simulate
+
+    plan = file.plan
+    profile = Profile.from_json(plan.profile, str(plan_file))
+    tracks = {"predicted": simulate(plan, costs(plan, profile), region_of(profile)).timeline}
+    if run_dir is not None:
+        tracks["measured"] = read_timeline(run_dir / "timeline.json", len(plan.ops))
+    return chrome_trace(plan, tracks)
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none of it."""
+    from runtime.files import write_whole
+
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise click.UsageError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None

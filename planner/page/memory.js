@@ -1,0 +1,117 @@
+"use strict";
+// What the device and the host hold over the same stretch of time: arenas stacked, what is reserved, what the machine has.
+
+// The colours of the ops that fill an arena, and how much paler: weights as uploads, gradients as downloads, state as updates.
+const SERIES = {
+  weights: ["weights", 0], vocab_weights: ["weights", 0.35], resident_weights: ["weights", 0.6], host_weights: ["weights", 0],
+  gradients: ["gradients", 0], vocab_gradients: ["gradients", 0.3], sums: ["gradients", 0.5], vocab_sums: ["gradients", 0.7],
+  host_gradients: ["gradients", 0], staging: ["gradients", 0.5],
+  "kept activations": ["activations", 0], boundaries: ["activations", 0.5], spilled: ["activations", 0],
+  moments: ["update", 0], masters: ["update", 0.4], remainders: ["update", 0.6], shadows: ["update", 0.8],
+  "block being computed": ["forward", 0], context: ["norm", 0], runtime: ["norm", 0],
+};
+
+function seriesColour(name) {
+  const [family, paler] = SERIES[name] || ["norm", 0.5];
+  const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const from = parts(colour(family)), to = parts(colour("page"));
+  return `rgb(${from.map((n, i) => Math.round(n + (to[i] - n) * paler)).join(" ")})`;
+}
+
+function valueAt(series, at) {
+  return typeof series.bytes === "number" ? series.bytes : series.bytes[at];
+}
+
+function memoryPicture(held) {
+  const panel = make("div", "", "chart"), picture = make("canvas"), legend = make("div", "", "legend");
+  const title = make("p", `${held.place}: holds up to ${bytes(held.peak_bytes)}, reserves ${bytes(held.reserved_bytes)}, has ${bytes(held.memory_bytes)}`, "lead");
+  picture.setAttribute("role", "img");
+  picture.setAttribute("aria-label", `Bytes held in ${held.place} memory over the step; the table below has the same in numbers`);
+  panel.append(title, picture, legend);
+  document.getElementById("memory").append(panel);
+
+  function draw() {
+    const { context, width, height } = fit(picture, 190);
+    const left = gutter(width), bottom = height - 24, top = 14;
+    const isNear = held.memory_bytes < held.reserved_bytes * 2.2;
+    const most = (isNear ? Math.max(held.memory_bytes, held.reserved_bytes) : held.reserved_bytes) * 1.06;
+    const yOf = (n) => bottom - (n / most) * (bottom - top);
+    drawTimes(context, width, bottom);
+    drawStack(context, held, width, yOf);
+    drawLevels(context, held, width, yOf, isNear, most);
+    if (view.cursor !== null) {
+      context.fillStyle = colour("soft");
+      context.fillRect(Math.round(xOf(view.cursor, width)), 0, 1, bottom);
+    }
+    const entries = held.series.map((series) => swatch(`${series.name.replaceAll("_", " ")} ${bytes(series.most)}`, seriesColour(series.name)));
+    legend.replaceChildren(...entries, swatch("reserved", colour("ink"), "line dashed"), ...(isNear ? [swatch("capacity", colour("bad"), "line")] : []));
+  }
+  picture.addEventListener("pointermove", (event) => {
+    const t = timeAt(event.clientX - picture.getBoundingClientRect().left, picture.clientWidth);
+    if (t > held.length_s) return hideTip();
+    view.cursor = t;
+    const at = Math.max(0, placeOf(held.times, t));
+    const shown = held.series.map((s) => [s.name.replaceAll("_", " "), valueAt(s, at)]).filter(([, n]) => n > 0);
+    const total = shown.reduce((sum, [, n]) => sum + n, 0);
+    showTip(event, [`${held.place} at ${seconds(t)}: ${bytes(total)}`, ...shown.map(([name, n]) => `${name}: ${bytes(n)}`).reverse()]);
+    drawAll();
+  });
+  picture.addEventListener("pointerleave", () => { view.cursor = null; hideTip(); drawAll(); });
+  pictures.push(draw);
+}
+
+/** The series on top of each other, the steadiest and largest at the bottom. */
+function drawStack(context, held, width, yOf) {
+  const first = Math.max(0, placeOf(held.times, view.from));
+  let after = first;
+  while (after < held.times.length && held.times[after] < view.to) after++;
+  const base = new Array(after - first).fill(0);
+  const edges = [];
+  for (let at = first; at <= after; at++) edges.push(xOf(Math.min(at < held.times.length ? held.times[at] : held.length_s, held.length_s), width));
+  context.save();
+  context.beginPath();
+  context.rect(gutter(width), 0, width, yOf(0) + 1);
+  context.clip();
+  context.strokeStyle = colour("page");
+  context.lineWidth = 1;
+  held.series.forEach((series) => {
+    context.fillStyle = seriesColour(series.name);
+    context.beginPath();
+    context.moveTo(edges[0], yOf(base[0]));
+    const tops = base.map((below, n) => below + valueAt(series, first + n));
+    tops.forEach((n, at) => { context.lineTo(edges[at], yOf(n)); context.lineTo(edges[at + 1], yOf(n)); });
+    for (let at = base.length - 1; at >= 0; at--) { context.lineTo(edges[at + 1], yOf(base[at])); context.lineTo(edges[at], yOf(base[at])); }
+    context.fill();
+    context.stroke();
+    tops.forEach((n, at) => { base[at] = n; });
+  });
+  context.restore();
+}
+
+function drawLevels(context, held, width, yOf, isNear, most) {
+  const left = gutter(width), right = Math.min(width, Math.max(left, xOf(held.length_s, width)));
+  context.fillStyle = colour("soft");
+  context.textAlign = left ? "right" : "left";
+  for (const n of ticks(0, most, 4).values) {
+    if (left) context.fillText(bytes(n), left - 8, Math.max(8, yOf(n)));
+    else if (n) context.fillText(bytes(n), 4, Math.max(8, yOf(n) - 8));
+    context.globalAlpha = 0.25;
+    context.fillRect(left, Math.round(yOf(n)), right - left, 1);
+    context.globalAlpha = 1;
+  }
+  const levels = [["ink", held.reserved_bytes, [5, 4]]];
+  if (isNear) levels.push(["bad", held.memory_bytes, []]);
+  for (const [ink, n, dashes] of levels) {
+    context.strokeStyle = colour(ink);
+    context.setLineDash(dashes);
+    context.lineWidth = 1.5;
+    context.beginPath();
+    context.moveTo(left, yOf(n));
+    context.lineTo(right, yOf(n));
+    context.stroke();
+  }
+  context.setLineDash([]);
+}
+
+data.memory.forEach(memoryPicture);
+drawAll();

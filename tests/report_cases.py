@@ -1,0 +1,110 @@
+"""What would a run leave behind, for a report to draw?"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from hwprofiles.schema import Profile
+from planner import cli_run_files
+from planner.cli import cli
+from planner.cost import costs, region_of
+from planner.report import report
+from planner.simulate import Prediction, simulate
+from runtime.plan import Plan, PlanFile
+
+SLOWER = 1.1  # than predicted: what the runs made here measure
+MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4")
+TOKENS_PER_STEP = 2048
+
+
+def make_plan(path: Path) -> Path:
+    """The file of a small plan that the planner chose."""
+    done = CliRunner().invoke(cli, ["plan", *MODEL, "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def predicted(plan: Plan, profile: Profile) -> Prediction:
+    return simulate(plan, costs(plan, profile), region_of(profile))
+
+
+def make_run(folder: Path, plan_file: Path) -> Path:
+    """The folder of a run of that plan: a timeline, a log with evaluations and one loss that is none, samples."""
+    folder.mkdir(exist_ok=True)
+    plan = PlanFile.read(plan_file).plan
+    prediction = predicted(plan, Profile.from_json(plan.profile))
+    last = len(prediction.timeline.step_ends_s) - 1
+    spans = [
+        replace(s, step=n, start_s=SLOWER * (s.start_s + n * prediction.step_s), end_s=SLOWER * (s.end_s + n * prediction.step_s))
+        for n in range(5)
+        for s in prediction.timeline.from_step(last).spans
+    ]
+    (folder / "timeline.json").write_text(json.dumps({"spans": [asdict(span) for span in spans]}))
+    step_s = SLOWER * prediction.step_s
+    lines = []
+    for step in range(1, 31):
+        loss = None if step == 12 else 5 / step**0.3
+        of_step = {"step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-4, "tokens": TOKENS_PER_STEP, "supervised_tokens": 2000}
+        lines.append(of_step | {"step_s": step_s, "tokens_per_s": TOKENS_PER_STEP / step_s, "skipped": False})
+        if step % 10 == 0:
+            lines.append({"step": step, "eval_loss": 5.5 / step**0.3, "eval_perplexity": 1.0, "eval_tokens": 100, "eval_s": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [{"step": step, "prompt": "Say hello.", "text": f"Hello there, {step}."} for step in (20, 30)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return folder
+
+
+class Page(HTMLParser):
+    """A page, taken apart as a browser would."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.scripts, self.styles, self.words, self.open = Counter(), set(), [], [], [], []
+        self.meta, self.comments = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attributes}
+        if tag in ("script", "style"):
+            {"script": self.scripts, "style": self.styles}[tag].append([dict(attributes), ""])
+            self.open.append(tag)
+        if tag == "meta":
+            self.meta.append(dict(attributes))
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, text):
+        if self.open:
+            {"script": self.scripts, "style": self.styles}[self.open[-1]][-1][1] += text
+        else:
+            self.words.append(text)
+
+    def handle_comment(self, text):
+        self.comments.append(text)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0][1])
+
+
+def page_of(plan_file, folder=None):
+    file = PlanFile.read(plan_file)
+    run = None if folder is None else cli_run_files.read_run(folder, len(file.plan.ops))
+    return Page(report(file, plan_file.name, run))
+
+
+def line(**fields: object) -> bytes:
+    """A line of a log."""
+    return json.dumps(fields).encode() + b"\n"

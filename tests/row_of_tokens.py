@@ -1,0 +1,62 @@
+"""What is data that needs no file?"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.batch import UNSUPERVISED, Batch
+from runtime.errors import CheckpointError
+from runtime.samples import order_of
+
+
+@dataclass(frozen=True)
+class RowOfTokens:
+    """One long row of tokens, cut into sequences, each a target of the one before; the obvious twin of joined text."""
+
+    ids: np.ndarray = field(repr=False)
+    seq_len: int
+    batch_size: int
+    pad_id: int
+    shuffle_seed: int | None = None
+
+    @property
+    def n_sequences(self) -> int:
+        whole, rest = divmod(len(self.ids), self.seq_len)
+        return whole + (rest > 1)
+
+    @property
+    def n_steps(self) -> int:
+        return -(-self.n_sequences // self.batch_size)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.ids.tobytes() + f"{self.seq_len} {self.batch_size} {self.shuffle_seed}".encode()).hexdigest()
+
+    def position(self, step: int) -> dict[str, Any]:
+        epoch, sequence = divmod(step * self.batch_size, self.n_sequences)
+        return {"epoch": epoch, "sequence": sequence}
+
+    def resume(self, step: int, position: dict[str, Any]) -> None:
+        if position != self.position(step):
+            raise CheckpointError(f"its data position {position} is not that of step {step}")
+
+    def batch(self, step: int) -> Batch:
+        ids_BT = np.full((self.batch_size, self.seq_len), self.pad_id, dtype=np.int64)
+        targets_BT = np.full((self.batch_size, self.seq_len), UNSUPERVISED, dtype=np.int64)
+        for b in range(self.batch_size):
+            epoch, place = divmod(step * self.batch_size + b, self.n_sequences)
+            if self.shuffle_seed is not None:
+                place = int(order_of(self.n_sequences, self.shuffle_seed, epoch)[place])
+            ids_T = self.ids[place * self.seq_len : (place + 1) * self.seq_len]
+            ids_BT[b, : len(ids_T)] = ids_T
+            targets_BT[b, : len(ids_T) - 1] = ids_T[1:]
+        return Batch(torch.from_numpy(ids_BT), torch.from_numpy(targets_BT))
+
+    def words(self) -> str:
+        return f"{self.n_sequences:,} sequences of {self.seq_len:,} tokens"
+
+    def close(self) -> None:
+        """Nothing is held open."""

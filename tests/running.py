@@ -1,0 +1,56 @@
+"""How does a test perform a run as a user does?"""
+
+import hashlib
+import json
+
+from click.testing import CliRunner
+
+from planner.cli import cli
+
+from .tiny import tiny_config
+
+SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
+
+
+def penstock(*args):
+    return CliRunner().invoke(cli, [str(a) for a in args])
+
+
+def plan_in(home, *extra, name="plan.json", model="model"):
+    done = penstock("plan", home / model, *SIZES, "-o", home / name, *extra)
+    assert done.exit_code == 0, done.output
+    return home / name
+
+
+def train(home, plan, *extra, out="out", steps=4):
+    return penstock("run", plan, "--data", home / "data", "--out", home / out, "--steps", steps, "--lr", "1e-3", *extra)
+
+
+def make_home(tmp_path):
+    """A model of a few thousand byte-level parameters and some text, in a folder."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272, num_hidden_layers=3)))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
+    (data / "b.txt").write_text("Whether 'tis nobler in the mind to suffer. " * 10)
+    return tmp_path
+
+
+def weights_sha(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("model*.safetensors"))}
+
+
+def lines_of(home, out, name="metrics.jsonl"):
+    return [json.loads(line) for line in (home / out / name).read_text().splitlines()]
+
+
+def one_line(done, code, *words):
+    assert done.exit_code == code, done.output
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[0]

@@ -1,0 +1,284 @@
+"""Does a run that is killed go on to the same bits, and would the tally of kills show it if one did not?"""
+
+import json
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import killing
+from benchmarks.killing import PHASES, Aim, Pace, Process, lines, phases
+from benchmarks.kills import (
+    POLICIES,
+    Kill,
+    Story,
+    Trial,
+    differences,
+    left_by,
+    page,
+    perform,
+    prepared,
+    stands,
+    told,
+    undisturbed,
+)
+
+N_STEPS = 14
+# A run of whole numbers: each step adds to a sum by what it was and which step it is. By the name of its plan it does something
+# that no run may do.
+RUN = """
+import hashlib, json, os, shutil, sys, time
+plan, out, way, n_steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+sin = os.path.basename(plan)
+def log(name, **fields):
+    with open(os.path.join(out, name), "a") as file:
+        file.write(json.dumps(fields) + "\\n")
+os.makedirs(out, exist_ok=True)
+steps = sorted(int(n[11:]) for n in os.listdir(out) if n.startswith("checkpoint-") and n[11:].isdigit())
+for name in os.listdir(out):
+    if name.endswith((".partial", ".removed")):
+        shutil.rmtree(os.path.join(out, name))
+if sin == "fails" and steps:
+    sys.exit("error: cannot go on")
+first = steps[-1] if steps and sin != "begins anew" else 0
+total = int(open(os.path.join(out, f"checkpoint-{first}", "weights")).read()) if first else 0
+total += sin == "forgets" and first > 0
+log_path = os.path.join(out, "metrics.jsonl")
+if os.path.exists(log_path) and sin != "logs twice":
+    kept = [x for x in open(log_path) if x.endswith("\\n") and json.loads(x)["step"] <= first]
+    open(log_path, "w").writelines(kept)
+print(f"a run of numbers; steps {first + 1} to {n_steps}", file=sys.stderr, flush=True)
+for step in range(first + 1, n_steps + 1):
+    time.sleep(0.008)
+    total = (total * 31 + step) % 1000003
+    log("metrics.jsonl", step=step, loss=total, step_s=time.time())
+    print(f"step {step}/{n_steps}  loss {total}", file=sys.stderr, flush=True)
+    if step % 5 == 0:
+        time.sleep(0.01)
+        log("metrics.jsonl", step=step, eval_loss=total / 2, eval_s=0.01)
+    if step % 2 == 0:
+        name = os.path.join(out, f"checkpoint-{step}")
+        os.makedirs(name + ".partial")
+        said = str(total) if sin != "damages" or step < 4 else "rubbish"
+        for file in ("weights", "moments"):
+            open(os.path.join(name + ".partial", file), "w").write(said)
+            time.sleep(0.004)
+        entry = {"n_bytes": len(str(total)), "sha256": hashlib.sha256(str(total).encode()).hexdigest()}
+        files = {"weights": entry, "moments": entry}
+        state = {"format_version": 1, "step": step, "state": {}, "files": files}
+        json.dump(state, open(os.path.join(name + ".partial", "trainer_state.json"), "w"))
+        os.rename(name + ".partial", name)
+        if step > 6 and way != "undisturbed":
+            old = os.path.join(out, f"checkpoint-{step - 6}")
+            if os.path.exists(old):
+                os.rename(old, old + ".removed")
+                time.sleep(0.002)
+                shutil.rmtree(old + ".removed")
+"""
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """A trial of runs of numbers; those of a plan that is named for a sin commit it."""
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+
+    def command(plan: Path, out: Path, way: str) -> list[str]:
+        return [sys.executable, "-S", str(script), str(plan), str(out), way, str(N_STEPS)]
+
+    def of(plan: str) -> Trial:
+        return Trial(tmp_path, command, [tmp_path / plan], undisturbed(tmp_path, command, tmp_path / "honest", N_STEPS))
+
+    return of
+
+
+def test_training_that_is_killed_three_times_goes_on_to_the_same_bits(tmp_path):
+    """Real processes, as in the benchmark of a hundred."""
+    command, plans = prepared(tmp_path, 6, POLICIES[1:3])
+    stories = perform(Trial(tmp_path, command, plans, undisturbed(tmp_path, command, plans[0], 6)), 3, seed=1, n_jobs=2)
+    kills = [kill for story in stories for kill in story.kills]
+    assert [mismatch for story in stories for mismatch in story.mismatches] == []
+    assert len(kills) == 3
+    assert all(kill.resumed for kill in kills)
+    assert len(lines(tmp_path / "undisturbed" / "metrics.jsonl")) == 6 + 2, "six steps, two evaluations"
+    assert "last checkpoint" in left_by(tmp_path / "undisturbed")
+
+
+def test_every_kill_is_counted_and_what_an_honest_run_leaves_is_the_same(numbers):
+    trial = numbers("honest")
+    stories = perform(trial, 12, seed=0, n_jobs=2)
+    kills = [kill for story in stories for kill in story.kills]
+    assert [story.mismatches for story in stories] == [[]] * len(stories)
+    assert len(kills) == 12
+    assert all(kill.resumed for kill in kills)
+    assert {phase for kill in kills for phase in kill.phases} <= {*PHASES}
+    assert not list(trial.home.glob("run-*")), "what is as it should be is not kept"
+    assert perform(trial, 12, seed=0, n_jobs=2) == told(trial.home / "kills.jsonl"), "none is left to do"
+    assert len(perform(trial, 13, seed=0, n_jobs=1)) > len(stories)
+
+
+@pytest.mark.parametrize(
+    ("sin", "words"),
+    [
+        ("forgets", "weights"),
+        ("forgets", "metrics.jsonl: step"),
+        ("begins anew", "began after step 0, not"),
+        ("logs twice", "no. 1"),
+        ("damages", "looks whole and is not"),
+        ("fails", "cannot go on"),
+    ],
+)
+def test_a_run_that_does_not_go_on_as_it_should_is_found_out(numbers, sin, words):
+    trial = numbers(sin)
+    stories = perform(trial, 6, seed=2, n_jobs=1)
+    assert any(words in mismatch for story in stories for mismatch in story.mismatches)
+    assert any(words in line for line in page(stories))
+    if sin == "fails":
+        assert not all(kill.resumed for story in stories for kill in story.kills)
+
+
+def change_log(out, change):
+    log = out / "metrics.jsonl"
+    log.write_text("".join(line + "\n" for line in change(log.read_text().splitlines())))
+
+
+DOCTORED = {
+    "a bit of the weights": lambda out: (out / "checkpoint-14" / "weights").write_text("1"),
+    "a bit of a moment": lambda out: (out / "checkpoint-14" / "moments").write_text("1"),
+    "a file more": lambda out: (out / "checkpoint-14" / "more").touch(),
+    "a file less": lambda out: (out / "checkpoint-14" / "moments").unlink(),
+    "no last checkpoint": lambda out: shutil.rmtree(out / "checkpoint-14"),
+    "a loss": lambda out: change_log(out, lambda said: [said[0].replace('"loss": ', '"loss": 1'), *said[1:]]),
+    "an evaluation": lambda out: change_log(out, lambda said: [line for line in said if '"step": 5, "eval' not in line]),
+    "an evaluation twice": lambda out: change_log(out, lambda said: [*said[:6], said[5], *said[6:]]),
+    "a step less": lambda out: change_log(out, lambda said: said[1:]),
+    "steps in another order": lambda out: change_log(out, lambda said: [said[1], said[0], *said[2:]]),
+}
+
+
+@pytest.mark.parametrize("what", DOCTORED)
+def test_whatever_differs_from_the_undisturbed_run_is_seen(numbers, what):
+    trial = numbers("honest")
+    out = trial.home / "undisturbed"
+    assert differences(left_by(out), trial.usual.left) == []
+    DOCTORED[what](out)
+    assert differences(left_by(out), trial.usual.left) != []
+
+
+def test_times_may_differ(numbers):
+    trial = numbers("honest")
+    out = trial.home / "undisturbed"
+    change_log(out, lambda said: [line.replace('"step_s": ', '"step_s": 1') for line in said])
+    assert differences(left_by(out), trial.usual.left) == []
+
+
+def test_who_goes_on_does_so_from_the_last_whole_checkpoint_and_all_that_look_whole_are_compared(numbers):
+    trial = numbers("honest")
+    out = trial.home / "undisturbed"
+    assert stands(out, trial.usual) == (14, 7, [])
+    (out / "checkpoint-14").rename(out / "checkpoint-14.replaced")
+    (out / "checkpoint-14.partial").mkdir()
+    assert stands(out, trial.usual) == (14, 6, [])
+    shutil.rmtree(out / "checkpoint-14.replaced")
+    assert stands(out, trial.usual) == (12, 6, [])
+    (out / "checkpoint-12" / "weights").write_text("1")
+    last, _, wrong = stands(out, trial.usual)
+    assert last == 10
+    assert any("checkpoint-12" in line for line in wrong)
+    shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
+    assert any("checkpoint-3" in line for line in stands(out, trial.usual)[2]), "no undisturbed run wrote it"
+
+
+def process_of(code: str) -> Process:
+    return Process([sys.executable, "-S", "-c", code])
+
+
+def test_only_a_process_that_was_alive_and_died_of_it_was_killed():
+    done = process_of("pass")
+    assert done.end() == 0
+    assert not done.kill()
+    deaf = process_of("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)")
+    assert deaf.is_alive
+    assert deaf.kill()
+    assert deaf.process.returncode == -signal.SIGKILL
+    assert not deaf.kill(), "nobody dies twice"
+
+
+def test_a_kill_that_came_too_late_is_not_counted(numbers, monkeypatch):
+    """The process ended before: the run is over, and the kill is left for another."""
+    trial = numbers("honest")
+    monkeypatch.setattr(Aim, "wait", lambda self, process, out, pace: process.end() != 0)
+    budget = threading.Semaphore(3)
+    story = trial.story(0, 0, budget)
+    assert story.kills == []
+    assert story.mismatches == []
+    assert [budget.acquire(blocking=False) for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "logged", "about"),
+    [
+        ((), 0, (), ["before a step was done"]),
+        (("checkpoint-2",), 3, (), ["in a step"]),
+        (("checkpoint-2", "checkpoint-4.partial"), 4, (), ["while a checkpoint was written"]),
+        (("checkpoint-2.replaced",), 2, (), ["while a checkpoint was written"]),
+        (("checkpoint-2.removed", "run.yaml.partial"), 6, (), ["in retention"]),
+        ((), 5, ({"step": 5, "loss": 1},), ["in evaluation"]),
+        ((), 5, ({"step": 5, "loss": 1}, {"step": 5, "eval_loss": 1}), ["in a step"]),
+        (("checkpoint-4.partial",), 5, ({"step": 5, "loss": 1},), ["while a checkpoint was written", "in evaluation"]),
+    ],
+)
+def test_the_folder_shows_what_a_run_was_about(tmp_path, names, said, logged, about):
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(fields) + "\n" for fields in logged) + '{"step": 6, "eval_lo')
+    words = "".join(f"print('step {step}/9 loss', file=sys.stderr);" for step in range(1, said + 1))
+    process = process_of(f"import sys; print('x; steps 1 to 9', file=sys.stderr); {words}")
+    process.end()
+    assert phases(tmp_path, process) == about
+
+
+def test_an_aim_waits_for_what_it_waits_for(tmp_path):
+    """A checkpoint for the second time, and then a share of the time that one takes to be written."""
+    pace = Pace(10, life_s=1000.0, written_s=0.2, evaluated_s=0.0)
+    code = "import os, sys, time; print('x; steps 1 to 9', file=sys.stderr, flush=True)\n"
+    code += (
+        "for n in (2, 4):\n    time.sleep(0.3); name = f'checkpoint-{n}.partial'; os.mkdir(name); time.sleep(0.1); os.rmdir(name)\n"
+    )
+    code += "open('past', 'w'); time.sleep(100)"
+    process = Process([sys.executable, "-S", "-c", f"import os; os.chdir({str(tmp_path)!r}); exec({code!r})"])
+    assert Aim("checkpoint", 2, 0.0).wait(process, tmp_path, pace)
+    assert process.kill()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4.partial"]
+    gone = process_of("pass")
+    assert not Aim("anywhere", 1, 0.5).wait(gone, tmp_path, pace)
+
+
+def test_what_is_not_seen_in_time_is_waited_for_no_longer(tmp_path):
+    process = process_of("import sys, time; print('x; steps 1 to 9', file=sys.stderr, flush=True); time.sleep(100)")
+    began_s = time.monotonic()
+    assert Aim("retention", 3, 0.0).wait(process, tmp_path, Pace(10, 0.5, 0.0, 0.0))
+    assert time.monotonic() - began_s >= killing.MISSED * 0.5
+    assert process.kill()
+
+
+def test_the_page_adds_up(tmp_path):
+    kills = [
+        Kill("anywhere", [PHASES[1]], "p", "copies", 3, 2, True),
+        Kill("anywhere", [PHASES[2], PHASES[4]], "p", "waits", 1, 0, False),
+    ]
+    stories = [Story(0, kills, [], 1), Story(1, [kills[0]], ["checkpoint-2/weights"], 2)]
+    text = "\n".join(page(stories))
+    assert "| 3 | 2 | 1 |" in text
+    assert "| in a step | 2 |" in text
+    assert "| while a checkpoint was written | 1 |" in text
+    assert "| copies | 2 |" in text
+    assert "run 1: checkpoint-2/weights" in text
+    assert "after 1 kills there was none yet" in text
+    (tmp_path / "kills.jsonl").write_text("".join(json.dumps(asdict(story)) + "\n" for story in stories) + '{"number": 2, "ki')
+    assert told(tmp_path / "kills.jsonl") == stories
