@@ -19,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
+MODEL, PROFILE = OUT / "qwen3-38m", OUT / "this-machine.json"
 PENSTOCK = Path(sys.executable).with_name("penstock")
 N_STEPS, SAVE_EVERY, KILL_AFTER = 24, 10, 14
 SEQ_LEN, BATCH_SIZE = 256, 8
@@ -108,7 +109,7 @@ def n_params() -> int:
     from planner.workload import build_workload, read_model
     from runtime.plan import Semantics
 
-    return build_workload(read_model(str(OUT / "model")), Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
+    return build_workload(read_model(str(MODEL)), Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
 
 
 def train(plan: Path) -> tuple[object, ...]:
@@ -120,17 +121,17 @@ def train(plan: Path) -> tuple[object, ...]:
 
 def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
-    (OUT / "model").mkdir(parents=True)
-    (OUT / "model" / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    MODEL.mkdir(parents=True)
+    (MODEL / "config.json").write_text(json.dumps(CONFIG, indent=1))
     write_chats(OUT / "chats.jsonl", OUT / "held-out.jsonl")
     state_bytes = n_params() * STATE_BYTES_PER_PARAM
     print(f"A Qwen3 of {n_params() / 1e6:.1f} M parameters: its training state is {state_bytes / 1e6:.0f} MB.")
     print(f"The 'device' gets a quarter of that, {state_bytes / 4e6:.0f} MB; everything else lives in host memory.")
 
-    penstock("probe", "--device", "cpu", "--quick", "-o", OUT / "profile.json")
+    penstock("probe", "--device", "cpu", "--quick", "-o", PROFILE)
     plan = OUT / "plan.json"
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", BATCH_SIZE, "--device-memory", state_bytes // 4)
-    penstock("plan", OUT / "model", "--machine", OUT / "profile.json", *sizes, "-o", plan)
+    penstock("plan", MODEL, "--machine", PROFILE, *sizes, "-o", plan)
     penstock("check", plan)
     run = OUT / "run"
     penstock(*train(plan), "--out", run)

@@ -1,5 +1,6 @@
 """How does a user get a picture of a plan, or of a run?"""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,11 @@ def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     profile = Profile.from_json(plan.profile, str(plan_file))
     tracks = {"predicted": simulate(plan, costs(plan, profile), region_of(profile)).timeline}
     if run_dir is not None:
-        tracks["measured"] = read_timeline(run_dir / "timeline.json", len(plan.ops))
+        timeline_file = run_dir / "timeline.json"
+        if not os.path.lexists(timeline_file):
+            said = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
+            raise click.UsageError(f"{run_dir}: {said if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}")
+        tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
     return chrome_trace(plan, tracks)
 
 

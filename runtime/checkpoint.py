@@ -25,7 +25,7 @@ from .errors import CheckpointError
 from .tensor_files import Shards
 
 MAX_JSON_BYTES = 256 * 2**20
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STATE_FILE = "trainer_state.json"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -113,6 +113,8 @@ def load_state(checkpoint: Path) -> State:
         raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
     if fields["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
+    if fields.get("sha256") != sum_of(fields):
+        raise CheckpointError(f"{path}: its content is not what was saved (SHA-256); resume from another checkpoint")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"{path}: `step` is no count; resume from another checkpoint")
     if not isinstance(state, dict) or not isinstance(files, dict):
@@ -121,6 +123,12 @@ def load_state(checkpoint: Path) -> State:
         _check_file(path, name, expected)
     names = sorted(name for name in files if name.startswith("optimizer-"))
     return State(checkpoint, step, state, Shards(checkpoint / name for name in names))
+
+
+def sum_of(fields: Mapping[str, Any]) -> str:
+    """SHA-256 of what a state file says, but for the sum itself."""
+    said = {key: value for key, value in fields.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def load_weights(

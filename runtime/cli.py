@@ -1,6 +1,8 @@
 """How does a user start a run?"""
 
+import fcntl
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -14,7 +16,7 @@ import click
 
 from .cli_options import PATH, POSITIVE, said, setting_flags
 from .errors import CheckpointError
-from .run_config import RUN_FILE
+from .run_config import RUN_FILE, WRITTEN_BY_A_RUN
 from .units import on_one_line, show_count
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besid
 
 @click.command("run")
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
-@click.option("--config", type=PATH, help="YAML or TOML file of settings; flags go before it.")
+@click.option("--config", type=PATH, help="YAML or TOML file of settings; flags override it.")
 @setting_flags
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --out.")
 @click.option("--resume-from", metavar="CHECKPOINT", help="Go on from this one, as checkpoint-20.")
@@ -69,25 +71,28 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
     from .checkpoint import writable_folder
     from .cli_assembly import assemble, checked_plan, device_of
     from .cli_outcome import refuse_to_recalibrate
+    from .cli_watch import lacks_evaluation
     from .monitors import refuse_missing
 
     assert settings.plan is not None
     file, device, out = checked_plan(Path(settings.plan)), device_of(settings.device), Path(settings.out)
     _refuse_odd_files(out)
+    _refuse_another_file_of_settings(out)
     refuse_missing(settings.monitors)
     if settings.deterministic and device == "cuda":
         _use_same_kernels()
     _tell_clients_of_monitors(settings)
     with _no_empty_folder(out), ExitStack() as until_the_end:
         writable_folder(out)
+        until_the_end.enter_context(_alone_in(out))
         state = _state(out, resume, resume_from)
         if recalibrate is not None:
-            refuse_to_recalibrate(recalibrate, file.plan, device)
+            refuse_to_recalibrate(recalibrate, file.plan, Path(settings.plan), device)
         assembled = assemble(settings, file.plan, device, time_scale, until_the_end)
         if state is not None:
             assembled.training.resume(state)
         first_step = state.step if state is not None else 0
-        if first_step >= assembled.n_steps:
+        if first_step > assembled.n_steps or (first_step == assembled.n_steps and not lacks_evaluation(assembled, first_step)):
             raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {assembled.n_steps} with --steps")
         return _train(assembled, first_step, recalibrate)
 
@@ -103,7 +108,8 @@ def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
     if run.device == "emulated":
         name = plan.profile["name"]
         click.echo(f"{name}, emulated {run.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
-    click.echo(f"{_words(run)}; steps {first_step + 1} to {run.n_steps}", err=True)
+    steps = f"steps {first_step + 1} to {run.n_steps}" if first_step < run.n_steps else "all steps are done, evaluating"
+    click.echo(f"{_words(run)}; {steps}", err=True)
     speed_up = run.scale * plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
     with ExitStack() as until_the_end:
         training = until_the_end.enter_context(watched(run, first_step, _online()))
@@ -112,10 +118,11 @@ def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
             Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes)
         )
         timeline, times_s = training.run(first_step, run.n_steps, progress.step)
-    if progress.n_done < run.n_steps:
+    if training.stop.is_requested and (progress.n_done < run.n_steps or training.lacks_evaluation(run.n_steps, run.n_steps)):
         click.echo(f"{asked.words}: {_stopped(run, first_step, progress.n_done)}", err=True)
         return asked.exit_code
-    show_outcome(run, timeline, times_s, recalibrate)
+    if first_step < run.n_steps:
+        show_outcome(run, timeline, times_s, recalibrate)
     return 0
 
 
@@ -125,7 +132,7 @@ def _stopped(run: "Assembled", first_step: int, n_done: int) -> str:
     if not run.training.saves:
         return f"{at}, and nothing is saved"
     saved = "saved" if n_done > first_step else "nothing to save"
-    return f"{at}, {saved}; go on with: penstock run --config {on_one_line(run.settings.out)}/{RUN_FILE} --resume"
+    return f"{at}, {saved}; go on with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
 
 
 def _words(run: "Assembled") -> str:
@@ -144,11 +151,12 @@ def _refuse_what_makes_no_sense(settings: "RunSettings", given: dict[str, Any], 
 
 def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
     """The checkpoint to go on from, found whole; None to begin at the beginning."""
-    from .checkpoint import latest, load_state
-    from .retention import clean, offers
+    from .checkpoint import latest
+    from .retention import clean
 
     if resume_from is not None:
-        return load_state(out / resume_from if (out / resume_from).is_dir() else Path(resume_from))
+        clean(out)
+        return _offering(out, _named(out, resume_from))
     if not resume:
         found = latest(out)
         if found is not None:
@@ -159,6 +167,29 @@ def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
     if found is None:
         click.echo(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning", err=True)
         return None
+    return _offering(out, found)
+
+
+def _named(out: Path, name: str) -> Path:
+    """The checkpoint of this folder, or of another one that is taken up in an empty folder."""
+    from .checkpoint import latest, whole
+
+    if name and Path(name).name == name and (out / name).is_dir():
+        return out / name
+    elsewhere = Path(name)
+    if not name or not elsewhere.is_dir():
+        there = ", ".join(path.name for _, path in whole(out)) or "none"
+        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {there}")
+    if (own := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
+        raise CheckpointError(f"{out}: holds {own.name} of another run than {elsewhere}; choose another --out")
+    return elsewhere
+
+
+def _offering(out: Path, found: Path) -> "State":
+    """A checkpoint that is whole; CheckpointError offers the one before."""
+    from .checkpoint import load_state
+    from .retention import offers
+
     try:
         return load_state(found)
     except CheckpointError as error:
@@ -246,6 +277,33 @@ def _no_empty_folder(out: Path) -> Iterator[None]:
             with suppress(OSError):
                 out.rmdir()  # only if empty
         raise
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """No second run in a folder: each would delete what the other is writing. The system lets go when the process ends."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{out}: another run is at work in it; wait until it ends, or choose another --out") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_another_file_of_settings(out: Path) -> None:
+    """The settings that are written there replace those of an earlier run, and nothing that a user wrote."""
+    path = out / RUN_FILE
+    try:
+        begins = path.read_bytes()[: len(WRITTEN_BY_A_RUN)]
+    except OSError:
+        return
+    if begins != WRITTEN_BY_A_RUN.encode():
+        raise CheckpointError(f"{path}: not written by a run, and a run writes its settings there; give it another name or place")
 
 
 def _refuse_odd_files(out: Path) -> None:

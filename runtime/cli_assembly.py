@@ -257,17 +257,21 @@ def _model_folder(plan: "Plan", given: str | None) -> Path | None:
     """Where weights and tokenizer come from; None: random weights, and bytes for tokens."""
     from planner.workload import read_model
 
-    from .workload import Model
-
     folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
         return None
     if not folder.is_dir():
         raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
     found = read_model(str(folder))
-    if Model(found.config).fingerprint != plan.model.fingerprint:
+    if _as_built(found.config) != _as_built(plan.model.config):
         raise PlanError(f"{folder}: its config.json is not the one the plan was made for; plan again with this model")
     return folder
+
+
+def _as_built(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what says nothing of the modules, which a checkpoint or another version writes otherwise."""
+    about_files = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path", "use_cache")
+    return {key: value for key, value in config.items() if key not in about_files}
 
 
 def _stand_in(plan: "Plan") -> "Plan":

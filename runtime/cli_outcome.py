@@ -178,11 +178,13 @@ def _busy_by_kind(plan: "Plan", timeline: "Timeline") -> "dict[tuple[Lane, Kind]
     return {key: s / n_steps for key, s in total_s.items()}
 
 
-def refuse_to_recalibrate(path: Path, plan: "Plan", device: str) -> None:
+def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str) -> None:
     """Now rather than after the run: a profile that could not be written, or that this machine says nothing of."""
     if device != "emulated" and plan.profile["device"]["kind"] != device:
         name = plan.profile["name"]
         raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
+    if path.exists() and path.samefile(plan_file):
+        raise RunConfigError(f"--recalibrate {path}: the plan itself would be overwritten; choose another file")
     try:
         try_to_write(path)
     except OSError as error:

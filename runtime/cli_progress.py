@@ -94,7 +94,7 @@ class Progress:
 
     def _lanes(self, metrics: "Metrics") -> str:
         """How busy each lane was, and how far the step was from what was predicted."""
-        words = "  ".join(f"{lane} {busy_s / metrics.step_s:.0%}" for lane, busy_s in metrics.busy_s.items())
+        words = "  ".join(f"{lane} {share:.0%}" for lane, share in metrics.busy_fractions().items())
         if metrics.predicted_step_s is None:
             return words
         error = f"{metrics.step_s / metrics.predicted_step_s - 1:+.1%}"

@@ -2,10 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluated
     from .inference import ForwardMachine
     from .monitors import Monitor
-    from .trainer import Training
+    from .trainer import Look, Training
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters of a sample's line; samples.jsonl holds all
 
@@ -28,35 +27,36 @@ def watched(run: "Assembled", first_step: int, online: bool) -> "Iterator[Traini
     from .executor import say
     from .monitors import open_monitors
 
-    settings, looks = run.settings, _looks(run)
+    settings = run.settings
     with ExitStack() as until_the_end:
         monitors = open_monitors(settings.monitors, Path(settings.out), asdict(settings), first_step, say, online)
         for monitor in monitors:
             until_the_end.callback(monitor.close)
-
-        def evaluate(step: int) -> None:
-            for look in looks:
-                look(step, monitors)
-
-        every = settings.evaluation.every
-        yield replace(run.training, monitors=monitors, evaluate=evaluate if looks else None, evaluate_every=every)
+        yield _that_looks(run, monitors)
 
 
-Look = Callable[[int, "tuple[Monitor, ...]"], None]
+def lacks_evaluation(run: "Assembled", first_step: int) -> bool:
+    """Whether a run that has trained all its steps has yet to look at what came of them."""
+    return _that_looks(run, ()).lacks_evaluation(first_step, run.n_steps)
 
 
-def _looks(run: "Assembled") -> list[Look]:
+def _that_looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "Training":
+    return replace(run.training, monitors=monitors, looks=_looks(run, monitors), evaluate_every=run.settings.evaluation.every)
+
+
+def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
     """What is done after every so many steps, while all lanes are idle."""
     from .evaluation import Evaluator
+    from .trainer import Look
 
     asked, machine, looks = run.settings.evaluation, cast("ForwardMachine", run.training.machine), list[Look]()
-    if run.held_out is not None:
-        n_sequences = min(asked.max_sequences, run.held_out.n_steps or asked.max_sequences)
-        evaluator = Evaluator(machine, run.held_out, n_sequences)
-        looks.append(lambda step, monitors: _show_evaluation(run, step, evaluator.run(), monitors))
-    if run.prompts is not None:
-        looks.append(partial(_show_samples, run, machine, run.prompts))
-    return looks
+    if (held_out := run.held_out) is not None:
+        n_sequences = min(asked.max_sequences, held_out.n_steps or asked.max_sequences)
+        evaluator = Evaluator(machine, held_out, n_sequences, run.training.stop)
+        looks.append(Look("metrics.jsonl", "eval_loss", lambda step: _show_evaluation(run, step, evaluator.run(), monitors)))
+    if (prompts := run.prompts) is not None:
+        looks.append(Look("samples.jsonl", "prompt", lambda step: _show_samples(run, machine, prompts, step, monitors)))
+    return tuple(looks)
 
 
 def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
@@ -68,7 +68,7 @@ def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: 
         "eval_tokens": found.n_tokens,
         "eval_s": found.seconds,
     }
-    _log(run.training.folder / "metrics.jsonl", {"step": step} | values)
+    _log(run.training.folder / "metrics.jsonl", [{"step": step} | values])
     for monitor in monitors:
         monitor.log(step, values)
     say(
@@ -94,20 +94,21 @@ def _show_samples(
         asked.top_p,
         run.settings.seed,
         prompts.end_ids,
+        run.training.stop,
     )
+    _log(run.training.folder / "samples.jsonl", [{"step": step, "prompt": s.prompt, "text": s.text} for s in found])
     for number, sample in enumerate(found):
-        _log(run.training.folder / "samples.jsonl", {"step": step, "prompt": sample.prompt, "text": sample.text})
         for monitor in monitors:
             monitor.text(step, f"samples/{number}", f"{sample.prompt}\n\n{sample.text}")
         asked_words, said_words = (json.dumps(text, ensure_ascii=False) for text in (sample.prompt, sample.text))
         say(f"sample after step {step}: {on_one_line(asked_words, SHOWN_PROMPT)} > {on_one_line(said_words, SHOWN_ANSWER)}")
 
 
-def _log(path: Path, fields: dict[str, Any]) -> None:
-    """Add a line; a number that is not finite is null, as JSON knows no other way to say it."""
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+def _log(path: Path, said: Sequence[dict[str, Any]]) -> None:
+    """Add lines, all at once; a number that is not finite is null, as JSON knows no other way to say it."""
+    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in said]
     try:
         with path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(plain) + "\n")
+            lines.write("".join(json.dumps(fields) + "\n" for fields in plain))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None

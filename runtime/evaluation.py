@@ -12,9 +12,9 @@ import torch
 from .batch import UNSUPERVISED, Batch
 from .blocks import Templates, Weights
 from .errors import DataError
-from .executor import execute
+from .executor import Stop
 from .forward_plan import forward_plan, most_micro_batches
-from .inference import ForwardMachine
+from .inference import ForwardMachine, perform
 
 
 class HeldOut(Protocol):
@@ -40,12 +40,18 @@ class Evaluator:
     The loss is computed as in training, a tile of logits at a time, but for dropout: there is none.
     """
 
-    def __init__(self, machine: ForwardMachine, data: HeldOut, n_sequences: int) -> None:
-        """`data` has at least `n_sequences`, of as many tokens as the plan's; the first ones are taken."""
-        self.machine, self.data, self.n_sequences = machine, data, n_sequences
+    def __init__(self, machine: ForwardMachine, data: HeldOut, n_sequences: int, stop: Stop | None = None) -> None:
+        """`data` has at least `n_sequences`, of as many tokens as the plan's; the first ones are taken.
+
+        `stop.request()` ends an evaluation after the pass in progress.
+        """
+        self.machine, self.data, self.n_sequences, self.stop = machine, data, n_sequences, stop
 
     def run(self) -> Evaluated:
-        """Evaluate the weights as they are; DataError where no token is supervised. All lanes of the machine must be idle."""
+        """Evaluate the weights as they are; DataError where no token is supervised, Abandoned when asked to stop.
+
+        All lanes of the machine must be idle.
+        """
         began_s = time.perf_counter()
         n = self.machine.plan.semantics.micro_batch
         n_micro_batches = -(-self.n_sequences // n)
@@ -72,7 +78,7 @@ class Evaluator:
             return batch
 
         with self.machine.forwards(plan, batches, score):
-            execute(plan, self.machine, n_passes)
+            perform(plan, self.machine, n_passes, self.stop)
 
     def _sequences(self, first: int, n: int) -> Batch:
         """So many sequences; those beyond the last are padding, of which no token is supervised."""

@@ -17,9 +17,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 from .batch import UNSUPERVISED, Batch
 from .blocks import Templates, Weights, op_seed
 from .errors import DataError, PenstockError
-from .executor import execute
+from .executor import Stop
 from .forward_plan import forward_plan
-from .inference import ForwardMachine
+from .inference import ForwardMachine, perform
 
 STEP_TOKENS = 64  # sequences are computed up to a multiple of so many tokens: shapes then change seldom, and suit kernels
 
@@ -42,10 +42,11 @@ def samples(
     top_p: float = 1.0,
     seed: int = 0,
     end_ids: Collection[int] = (),
+    stop: Stop | None = None,
 ) -> list[Sample]:
     """How the model goes on after each prompt; `encode` gives the tokens after which it begins. See `generate`."""
     ids = [[int(i) for i in encode(prompt)] for prompt in prompts]
-    said = generate(machine, ids, max_new_tokens, temperature, top_p, seed, end_ids)
+    said = generate(machine, ids, max_new_tokens, temperature, top_p, seed, end_ids, stop)
     return [Sample(prompt, decode(new)) for prompt, new in zip(prompts, said, strict=True)]
 
 
@@ -66,12 +67,14 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     end_ids: Collection[int] = (),
+    stop: Stop | None = None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to `max_new_tokens`, or to the first of `end_ids`, which is the last one then, or to
     the length of the plan's sequences. All lanes of the machine must be idle.
 
     At temperature 0 the likeliest token is taken. Else tokens are drawn as transformers draws them, with random numbers that depend
-    on the seed, the prompt's place and the token's alone. DataError for a prompt that is empty or too long.
+    on the seed, the prompt's place and the token's alone. DataError for a prompt that is empty or too long. After `stop.request()`
+    no token more is looked for: Abandoned.
     """
     semantics = machine.plan.semantics
     check_prompts(prompts, semantics.seq_len)
@@ -83,7 +86,7 @@ def generate(
 
     while todo := unfinished():
         for some in _of_at_most(semantics.loss_tile_tokens, todo):  # as many rows of logits as there are in a tile
-            for talk, logits_V in zip(some, _next_logits(machine, [t.tokens for t in some]), strict=True):
+            for talk, logits_V in zip(some, _next_logits(machine, [t.tokens for t in some], stop), strict=True):
                 talk.tokens.append(choose(talk, logits_V))
                 talk.is_over = talk.tokens[-1] in end_ids
     return [talk.tokens[talk.n_prompt :] for talk in talks]
@@ -129,7 +132,7 @@ class _Choice:
         return int(torch.multinomial(warped_V.softmax(dim=-1), 1, generator=generator))
 
 
-def _next_logits(machine: ForwardMachine, sequences: list[list[int]]) -> torch.Tensor:
+def _next_logits(machine: ForwardMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:
     """Of the token after each sequence: (S, V) fp32 on the host."""
     semantics = machine.plan.semantics
     longest = max(map(len, sequences))
@@ -141,7 +144,7 @@ def _next_logits(machine: ForwardMachine, sequences: list[list[int]]) -> torch.T
     batch = Batch(tokens, torch.full_like(tokens, UNSUPERVISED))
     last = _LastLogits([len(sequence) - 1 for sequence in sequences], semantics.micro_batch)
     with machine.forwards(plan, lambda step: batch, last):
-        execute(plan, machine, 1)
+        perform(plan, machine, 1, stop)
     return torch.cat([found.cpu() for found in last.found])
 
 

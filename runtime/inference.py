@@ -8,6 +8,7 @@ import torch
 
 from .batch import Batch
 from .blocks import Templates, Weights
+from .executor import Stop, execute
 from .layer_inputs import NotedInputs
 from .machine import Machine
 from .memory import Arenas
@@ -38,6 +39,17 @@ class ForwardMachine(Machine, Protocol):
 
     def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> AbstractContextManager[None]:
         """Until the context ends the machine performs this forward plan instead of its own. No lane may be at work."""
+
+
+class Abandoned(Exception):
+    """The run was asked to end; nobody waits for what would have been found."""
+
+
+def perform(plan: Plan, machine: ForwardMachine, n_passes: int, stop: Stop | None) -> None:
+    """So many passes of a forward plan, within its `forwards`; Abandoned when the run is asked to end meanwhile."""
+    execute(plan, machine, n_passes, stop=stop)
+    if stop is not None and stop.is_requested:
+        raise Abandoned
 
 
 class Inference:

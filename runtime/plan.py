@@ -75,6 +75,9 @@ its own gradient to `gradients` and the host accumulates. A vocabulary block's s
 is tied or the groups are smaller than the step.
 
 Every slot starts on a multiple of 256 bytes in its arena.
+
+A forward plan (`forward_plan.py`) is no training step: it has only loads and forwards, in the same arenas, and there the head
+too has `forward`, which writes nothing.
 """
 
 import json

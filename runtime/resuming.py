@@ -80,7 +80,7 @@ def _as_json(value: Any) -> Any:
 def _difference(was: Any, now: Any, at: str = "") -> str:
     """The first of the values that differ, in words; empty where there is nothing to compare."""
     if isinstance(was, dict) and isinstance(now, dict):
-        for key in sorted({*was, *now}):
+        for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # which follows from a schedule
             if was.get(key) != now.get(key):
                 return _difference(was.get(key), now.get(key), f"{at}.{key}" if at else str(key))
     return f": {at} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if at else ""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_DOTS = 256  # on a line of TOML: the standard library's reader needs memory with the square of the parts of one key
 RUN_FILE = "run.yaml"
+WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
 
@@ -119,7 +120,9 @@ def run_text(settings: RunSettings) -> str:
         """Quotes whatever any reader of YAML might take for something other than text."""
 
     Writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-    return str(yaml.dump(_plain(asdict(settings)), Dumper=Writer, sort_keys=False, allow_unicode=True, width=120))
+    return WRITTEN_BY_A_RUN + str(
+        yaml.dump(_plain(asdict(settings)), Dumper=Writer, sort_keys=False, allow_unicode=True, width=120)
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint import FORMAT_VERSION, INDEX_FILE, STATE_FILE, TOKENIZER_FILES, publish
+from .checkpoint import FORMAT_VERSION, INDEX_FILE, STATE_FILE, TOKENIZER_FILES, publish, sum_of
 from .errors import CheckpointError
 from .tensor_files import Made, TensorFile, write_new
 
@@ -116,7 +116,7 @@ class Writing:
         assert not self._open, "tensors are missing"
         files = dict(sorted(self._done.items()))
         fields = {"format_version": FORMAT_VERSION, "step": self.step, "state": state, "files": files}
-        write_new(self.partial / STATE_FILE, _json_bytes(fields))
+        write_new(self.partial / STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
         _sync(self.partial)
         replaced = self.final.with_name(self.final.name + ".replaced")
         try:

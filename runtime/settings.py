@@ -82,10 +82,10 @@ class CheckpointSettings:
 class EvaluationSettings:
     """What is looked at while training goes on."""
 
-    data: Text | None = None  # held-out data, in the format of the training data
+    data: Text | None = None  # held-out data, read with the settings of `data`
     every: Count | None = None  # steps; None: only at the end
     max_sequences: Count = 256
-    prompts: tuple[Text, ...] = ()  # what the model is asked to continue or, with a chat template, to answer
+    prompts: tuple[Text, ...] = ()  # what the model is asked to continue or, where it is trained on conversations, to answer
     max_new_tokens: Count = 64
     temperature: AtLeast0 = 0.0  # 0: always the likeliest token
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

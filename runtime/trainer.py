@@ -7,6 +7,8 @@ states are saved that are due.
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +22,7 @@ from .checkpoint import State, load_weights
 from .errors import CheckpointError, PenstockError
 from .executor import OpError, Stop, execute, say
 from .files import write_whole
+from .inference import Abandoned
 from .machine import Machine
 from .plan import Lane, Plan
 from .resuming import identity, put_back, refuse_another
@@ -61,14 +64,32 @@ class Metrics:
         """What there is to draw over the steps."""
         drawn = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "step_s": self.step_s}
         drawn |= {"tokens_per_s": self.tokens_per_s, "skipped": float(self.skipped)}
-        drawn |= {f"busy_fraction/{lane}": s / self.step_s for lane, s in self.busy_s.items()}
+        drawn |= {f"busy_fraction/{lane}": share for lane, share in self.busy_fractions().items()}
         return drawn | ({} if self.predicted_step_s is None else {"predicted_step_s": self.predicted_step_s})
+
+    def busy_fractions(self) -> dict[str, float]:
+        """Of the step's time, by lane."""
+        # Lanes run ahead: ops of this step began while the one before was still going on, and all their time counts here.
+        return {lane: min(1.0, s / self.step_s) for lane, s in self.busy_s.items()}
 
 
 class DeviceMemoryError(PenstockError):
     """The device had less memory left than an op needed."""
 
     exit_code = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Something that is found out of the state every so many steps: a loss, samples."""
+
+    log: str  # the file in the run's folder that it adds lines to
+    field: str  # which its lines have, and no others there
+    perform: Callable[[int], None]  # given the number of steps done, while all lanes are idle; Abandoned when asked to stop
+
+    def was_performed(self, folder: Path, done: int) -> bool:
+        """Whether the log tells of it."""
+        return any(said.get("step") == done and self.field in said for _, said in _lines(folder / self.log))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +106,7 @@ class Training:
     tokenizer_from: Path | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # what its steps depend on, as JSON: who goes on has the same
-    evaluate: Callable[[int], None] | None = None  # called with the number of steps done, while all lanes are idle
+    looks: Sequence[Look] = ()
     evaluate_every: int | None = None  # steps; None: only at the end
     monitors: "Sequence[Monitor]" = ()  # whoever opened them closes them
     stop: Stop = field(default_factory=Stop)
@@ -96,55 +117,77 @@ class Training:
         """Perform steps first_step .. n_steps - 1, or fewer after `stop.request()`: the step in progress is then the last.
 
         The state is saved at the end, and on the way when that is due; lanes are drained for it only where nothing is to be written
-        in the background. Returns the timeline of the longest stretch between two pauses, and step times after the warm-up.
+        in the background. It is looked at after that: who is killed meanwhile has lost no step, and on going on makes up for the
+        look; where first_step is n_steps, that is all there is to do. Returns the timeline of the longest stretch between two
+        pauses, and step times after the warm-up.
         """
+        self._leave_what_followed(first_step)
+        missing = self._missing(first_step, n_steps)
+        if first_step == n_steps:
+            with device_memory_named():
+                self._look(missing, n_steps)
+            return Timeline(()), []
+        with _writing(self.folder / "timeline.json"):
+            (self.folder / "timeline.json").unlink(missing_ok=True)  # of an earlier run, whose steps were not these
+        timeline, times_s, done = Timeline(()), list[float](), first_step
+        saver = self._saver(self.checkpoint) if self.saves else None
+        with device_memory_named():
+            with saver.at_work() if saver is not None else nullcontext():
+                while True:
+                    is_last = done == n_steps or self.stop.is_requested
+                    is_due = saver is not None and done > first_step and (is_last or saver.is_due(done))
+                    if saver is not None and is_due and saver.saved != done:
+                        saver.save_now(done)
+                    if is_last:
+                        break
+                    if missing:
+                        self._look(missing, done)
+                        missing = ()
+                        continue  # perhaps somebody asked to stop meanwhile
+                    stretch = _Stretch(self, saver, on_step, self._pause(done, n_steps))
+                    found = stretch.run(done)
+                    times_s += found.step_times_s[max(0, WARM_UP_STEPS - 1) :] or found.step_times_s
+                    timeline = max(found, timeline, key=lambda t: len(t.spans))  # the later one of equals
+                    done = stretch.n_done or done
+                    missing = self.looks if self._is_evaluated(done, n_steps) else ()
+            write_timeline(self.folder / "timeline.json", timeline)
+            self._look(missing, done)  # all is on the disk
+        return timeline, times_s
+
+    def _leave_what_followed(self, first_step: int) -> None:
+        """No checkpoint and no line in the folder is of a later step than that which is gone on from."""
+        clean(self.folder)
+        if self.saves:
+            set_aside(self.folder, first_step, self.say)
         for name in ("metrics.jsonl", "samples.jsonl"):
             keep_metrics_up_to(self.folder / name, first_step)
-        clean(self.folder)
-        saver = self._saver(self.checkpoint) if self.saves else None
-        timeline, times_s, done = Timeline(()), list[float](), first_step
-        evaluated = first_step if first_step == 0 or self._was_evaluated(first_step) else None
-        with saver.at_work() if saver is not None else nullcontext(), device_memory_named():
-            while True:
-                if evaluated != done and self.is_evaluated(done, n_steps) and not self.stop.is_requested:
-                    evaluated = self._evaluate(done)
-                is_last = done == n_steps or self.stop.is_requested
-                if saver is not None and done > first_step and (is_last or saver.is_due(done)):
-                    saver.save_now(done)
-                if is_last:
-                    break
-                stretch = _Stretch(self, saver, on_step, self._pause(done, n_steps), n_steps)
-                found = stretch.run(done)
-                times_s += found.step_times_s[max(0, WARM_UP_STEPS - 1) :] or found.step_times_s
-                timeline = max(found, timeline, key=lambda t: len(t.spans))  # the later one of equals
-                done = stretch.n_done or done
-            if evaluated != done == n_steps and self.is_evaluated(done, n_steps):
-                self._evaluate(done)  # who asked to stop has waited for the state to be saved; nobody goes on from here
-        write_timeline(self.folder / "timeline.json", timeline)
-        return timeline, times_s
 
     def _pause(self, done: int, n_steps: int) -> int:
         """Before which step the lanes are drained next."""
-        every = [self.evaluate_every if self.evaluate is not None else None]
+        every = [self.evaluate_every if self.looks else None]
         every += [self.checkpoint.every if self.saves and not self.checkpoint.background else None]
         return min([n_steps, *(done + n - done % n for n in every if n is not None)])
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
-    def is_evaluated(self, done: int, n_steps: int) -> bool:
-        """Whether the state after so many steps is looked at."""
+    def lacks_evaluation(self, done: int, n_steps: int) -> bool:
+        """Whether the state after so many steps is to be looked at, and a log does not tell of it."""
+        return bool(self._missing(done, n_steps))
+
+    def _is_evaluated(self, done: int, n_steps: int) -> bool:
         every = self.evaluate_every
-        return self.evaluate is not None and (done == n_steps or (every is not None and done % every == 0))
+        return done == n_steps or (every is not None and done > 0 and done % every == 0)
 
-    def _was_evaluated(self, done: int) -> bool:
-        """Whether the logs tell of it."""
-        evaluated = [said for _, said in _lines(self.folder / "metrics.jsonl") if "eval_loss" in said]
-        return any(said.get("step") == done for said in (*evaluated, *(said for _, said in _lines(self.folder / "samples.jsonl"))))
+    def _missing(self, done: int, n_steps: int) -> Sequence[Look]:
+        looks = self.looks if self._is_evaluated(done, n_steps) else ()
+        return [look for look in looks if not look.was_performed(self.folder, done)]
 
-    def _evaluate(self, done: int) -> int:
-        assert self.evaluate is not None
-        self.evaluate(done)
-        return done
+    def _look(self, looks: Sequence[Look], done: int) -> None:
+        with suppress(Abandoned):
+            for look in looks:
+                if self.stop.is_requested:
+                    break
+                look.perform(done)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -170,12 +213,9 @@ class Training:
 class _Stretch:
     """Steps from one pause to the next, as they are reported."""
 
-    def __init__(
-        self, training: Training, saver: Saver | None, on_step: Callable[[Metrics], None], until: int, n_steps: int
-    ) -> None:
-        """`until`: the pause; `n_steps` of the whole run."""
+    def __init__(self, training: Training, saver: Saver | None, on_step: Callable[[Metrics], None], until: int) -> None:
+        """`until`: the pause."""
         self._training, self._saver, self._on_step, self._until = training, saver, on_step, until
-        self._is_evaluated = training.is_evaluated(until, n_steps)  # only then is all logged that belongs to the last step
         self._before_s = 0.0
         self._busy_s: dict[str, float] = {}
         self.n_done: int | None = None  # steps of the run, once one of the stretch is done
@@ -204,8 +244,7 @@ class _Stretch:
         metrics = self._metrics(step, max(at_s - self._before_s, 1e-9))
         self._before_s, self.n_done = at_s, step + 1
         log = training.folder / "metrics.jsonl"
-        is_logged = not (self._is_evaluated and step + 1 == self._until)
-        is_saved = saver is not None and is_logged and saver.is_due_meanwhile(step + 1)
+        is_saved = saver is not None and saver.is_due_meanwhile(step + 1)
         with _writing(log), log.open("a", encoding="utf-8") as lines:
             lines.write(metrics.to_json() + "\n")
             if is_saved:  # a checkpoint on the disk has its line there too
@@ -268,6 +307,28 @@ def keep_metrics_up_to(path: Path, n_steps: int) -> None:
     kept = [line + "\n" for line, fields in _lines(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
     with _writing(path):
         write_whole(path, "".join(kept))
+
+
+def set_aside(folder: Path, step: int, say: Callable[[str], None] = say) -> None:
+    """Checkpoints of later steps become `checkpoint-N.left`: who went on from the last one would find a hole in the log."""
+    try:
+        later = [p for p in folder.iterdir() if (m := re.fullmatch(r"checkpoint-([0-9]+)", p.name)) and int(m[1]) > step]
+        for path in sorted(later):
+            left = path.with_name(path.name + ".left")
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink(missing_ok=True)
+            path.rename(left)
+            say(f"{path.name} is of the course that is left; it is now {left.name}")
+        if later:  # on the disk before the log is cut
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be set aside ({error.strerror}); choose another --out") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -136,8 +136,12 @@ def n_met(snapshots: Snapshots) -> int:
     return snapshots.n_copied + snapshots.n_waited_for
 
 
-@pytest.mark.parametrize("copy_bytes", [0, 60_000, 10**9])
-@pytest.mark.parametrize("way", WAYS)
+SOME = ("deferred", "in chunks", "on speculation, in vain")
+
+
+@pytest.mark.parametrize(
+    ("way", "copy_bytes"), [*((way, 60_000) for way in WAYS), *((way, n_bytes) for way in SOME for n_bytes in (0, 10**9))]
+)
 def test_what_is_written_in_the_background_is_what_is_written_while_all_lanes_are_idle(
     tmp_path, monkeypatch, drained, way, copy_bytes
 ):

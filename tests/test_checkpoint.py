@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime import tensor_files
-from runtime.checkpoint import has_weights, latest, load_state, load_weights, writable_folder
+from runtime.checkpoint import has_weights, latest, load_state, load_weights, sum_of, writable_folder
 from runtime.errors import CheckpointError
 from runtime.saving import save
 from runtime.tensor_files import Shards
@@ -302,7 +303,7 @@ def _edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def apply(path: Path) -> None:
         fields = json.loads(path.read_text())
         edit(fields)
-        path.write_text(json.dumps(fields))
+        path.write_text(json.dumps(fields | {"sha256": sum_of(fields)}))
 
     return apply
 
@@ -316,7 +317,7 @@ def _edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         lambda path: path.write_text("[" * 10**5),
         lambda path: path.write_text('{"step": ' + "9" * 5000 + "}"),
         lambda path: path.write_bytes(b"\xff"),
-        _edited(lambda fields: fields.update(format_version=2)),
+        _edited(lambda fields: fields.update(format_version=1)),
         _edited(lambda fields: fields.update(step=-1)),
         _edited(lambda fields: fields.update(step=True)),
         _edited(lambda fields: fields.update(step="3")),
@@ -335,6 +336,18 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, damage: Callable
     path = small(tmp_path)
     damage(path / "trainer_state.json")
     refused(lambda: load_state(path))
+
+
+def test_a_state_of_which_any_bit_has_changed_is_refused(tmp_path: Path) -> None:
+    path = small(tmp_path) / "trainer_state.json"
+    content = path.read_bytes()
+    for at in range(len(content)):
+        changed = content[:at] + bytes([content[at] ^ 1 << at % 7]) + content[at + 1 :]
+        path.write_bytes(changed)
+        with suppress(ValueError):
+            if json.loads(changed) == json.loads(content):
+                continue  # another blank
+        refused(lambda: load_state(path.parent))
 
 
 def read_all(folder: Path, *names: str) -> list[tuple[str, Tensor]]:

@@ -17,8 +17,9 @@ from runtime.blocks import Templates
 from runtime.cpu import CpuMachine
 from runtime.errors import DataError
 from runtime.evaluation import Evaluator, perplexity
-from runtime.executor import OpError, execute
+from runtime.executor import OpError, Stop, execute
 from runtime.forward_plan import forward_plan, most_micro_batches
+from runtime.inference import Abandoned
 from runtime.plan import Kind, Policy, Update
 from runtime.workload import Model
 
@@ -258,6 +259,37 @@ def test_held_out_data_without_a_supervised_token_is_refused_in_one_line():
     batch = sequences(96, 2)
     with pytest.raises(DataError, match=r"^the evaluation data has no token to be predicted; choose other data$"):
         Evaluator(machine, Several(replace(batch, targets=torch.full_like(batch.targets, -100))), 2).run()
+
+
+class _AfterSomePasses(Stop):
+    """Asked to end while a pass goes on; counts how many begin."""
+
+    def __init__(self, machine, n: int) -> None:
+        super().__init__()
+        self.n_passes, perform = 0, machine.perform
+
+        def counted(index, op, step):
+            self.n_passes = max(self.n_passes, step + 1)
+            if self.n_passes == n:
+                self.request()
+            perform(index, op, step)
+
+        machine.perform = counted
+
+
+def test_who_asks_for_the_end_waits_for_the_pass_in_progress_and_training_goes_on_as_if_nothing_had_been():
+    semantics, config = semantics_of("llama"), tiny_config("llama")
+    machine = machine_of(config, semantics, Policy())
+    n = most_micro_batches(machine.plan) * semantics.micro_batch
+    stop = _AfterSomePasses(machine, 2)
+    with pytest.raises(Abandoned):
+        Evaluator(machine, Several(sequences(config["vocab_size"], 6 * n)), 6 * n, stop).run()
+    assert stop.n_passes in (2, 3), "the pass in progress, or that which some lane had begun already"
+    stop.n_passes = -(10**6)
+    with pytest.raises(Abandoned):
+        Evaluator(machine, Several(sequences(config["vocab_size"], n)), n, stop).run()
+    execute(machine.plan, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
 
 
 def test_the_perplexity_of_a_hopeless_model_is_infinite():

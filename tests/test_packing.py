@@ -21,6 +21,7 @@ class Listed:
     """Documents as lists: (id, whether it is to be learned) of each token."""
 
     tokens: list[list[tuple[int, bool]]]
+    n_apart: int = 0
 
     @property
     def lengths(self):

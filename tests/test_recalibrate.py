@@ -31,7 +31,7 @@ from .tiny import tiny_config
 from .training import ADAMW, batches_of, plan_of, semantics_of
 
 NEAR = 0.03  # of a factor: what the probe itself repeats within
-N_LAYERS = 8
+N_LAYERS = 6
 RUN, DAY = "demo/out", "2026-11-20"
 
 

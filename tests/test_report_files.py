@@ -59,6 +59,18 @@ def test_what_a_run_did_not_leave_is_absent_and_not_an_empty_box(planned, ran, t
     assert ("no timeline.json" in page.text) == (missing == "timeline.json")
 
 
+def test_of_a_run_that_was_killed_there_is_a_page_and_no_trace_and_both_say_when_its_timeline_is_written(planned, ran, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_bytes((ran / "metrics.jsonl").read_bytes())
+    assert invoke("report", planned, run, "-o", tmp_path / "r.html").exit_code == 0
+    page = page_of(planned, run)
+    assert page.data["curves"]
+    assert "no timeline.json, which is written when a run ends" in page.text
+    assert "no timeline.json, which a run writes at its end" in refused(invoke("report", planned, run, "-o", tmp_path / "r.json"))
+    assert not (tmp_path / "r.json").exists()
+
+
 @pytest.mark.parametrize(
     ("timeline", "said"),
     [

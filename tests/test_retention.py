@@ -115,7 +115,7 @@ def foreign(folder: Path, what: str) -> Path:
             state.write_text(json.dumps({"best_metric": None, "global_step": 7, "log_history": []}))
             (folder / "optimizer.pt").write_bytes(b"\x80\x04")
         case "a later version's":
-            state.write_text(state.read_text().replace('"format_version": 1', '"format_version": 2'))
+            state.write_text(state.read_text().replace('"format_version": 2', '"format_version": 3'))
         case "an empty folder":
             shutil.rmtree(folder)
             folder.mkdir()
@@ -127,7 +127,7 @@ def foreign(folder: Path, what: str) -> Path:
     [
         ("a model", "a model, not the state of a run .*--model"),
         ("another trainer's", "of another program's run; train from its weights with --model"),
-        ("a later version's", "format_version is not 1; resume with the version that wrote it"),
+        ("a later version's", "format_version is not 2; resume with the version that wrote it"),
         ("an empty folder", "trainer_state.json: cannot be read"),
     ],
 )

@@ -180,7 +180,7 @@ def test_decay_groups_are_those_that_were_named_and_a_name_of_nothing_is_refused
         (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
         (["--schedule", "exponential"], ("--schedule",)),
         (["--monitor", "wandb", "--epochs", "1"], ("steps and epochs",)),
-        (["--streaming", "--resume-from", "checkpoint-7"], ("checkpoint-7", "cannot be read")),
+        (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "there are: ")),
         (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
         (["--device", "emulated", "--resume-from", "checkpoint-1"], ("an emulated run saves nothing",)),
         (["--device", "emulated", "--prompt", "Why?"], ("an emulated run has a stand-in's weights",)),

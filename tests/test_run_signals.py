@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from runtime import cli_assembly
+from runtime import cli_assembly, evaluation, generation
 from runtime.cli_progress import Progress
 
 from .running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
@@ -88,6 +88,32 @@ def test_an_emulated_run_ends_after_the_step_too_and_saves_nothing(home, monkeyp
     assert done.exit_code == 0, done.output
     assert "nothing is saved" in done.stderr
     assert not list((home / "emulated").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("module", [evaluation, generation])
+def test_a_signal_while_the_end_is_looked_at_is_heeded_and_that_look_and_what_follows_are_missing(home, monkeypatch, module):
+    """All that was trained is saved by then; no more than the pass in progress is waited for."""
+    plan, saved, perform = plan_in(home), list[bool](), module.perform
+    (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
+    looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]
+
+    def asked(*args):
+        saved.append((home / "out" / "checkpoint-3").is_dir())
+        signal.raise_signal(signal.SIGTERM)
+        return perform(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "perform", asked)
+        done = train(home, plan, *looks, steps=3)
+    assert done.exit_code == 0, done.output
+    assert saved == [True], "one pass"
+    assert ["eval_loss" in line for line in lines_of(home, "out")].count(True) == (module is generation)
+    assert not (home / "out" / "samples.jsonl").exists()
+    again = train(home, plan, *looks, "--resume", steps=3)
+    assert again.exit_code == 0, again.output
+    assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == [3]
+    assert [line["prompt"] for line in lines_of(home, "out", "samples.jsonl")] == ["To be", "Why?"]
+    assert [line["step"] for line in lines_of(home, "out") if "loss" in line] == [1, 2, 3]
 
 
 # -- checkpoints that are damaged -----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Is what happens between steps counted, logged and saved as it was?"""
 
 import json
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from runtime.checkpoint import load_state
+from runtime.cli_progress import Progress
 from runtime.cpu import CpuMachine
 from runtime.errors import CheckpointError
 from runtime.executor import Stop, execute
 from runtime.optimizer import decays
 from runtime.plan import Kind, Policy, Update
 from runtime.settings import CheckpointSettings
-from runtime.trainer import DeviceMemoryError, Training, keep_metrics_up_to
+from runtime.trainer import DeviceMemoryError, Metrics, Training, keep_metrics_up_to
 
 from .row_of_tokens import RowOfTokens
 from .tiny import MODEL_TYPES, tiny_config
@@ -202,60 +202,6 @@ def test_of_all_checkpoints_the_last_few_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
 
 
-# -- evaluation
-
-
-def evaluated(run: Training, every: int | None, said: list[int]) -> Training:
-    """With an evaluation that writes a line, and asserts that all is quiet."""
-
-    def evaluate(step: int) -> None:
-        assert not [t for t in threading.enumerate() if t.name.startswith("lane")], "lanes are drained"
-        said.append(step)
-        with (run.folder / "metrics.jsonl").open("a") as log:
-            log.write(json.dumps({"step": step, "eval_loss": 1.0}) + "\n")
-
-    return replace(run, evaluate=evaluate, evaluate_every=every)
-
-
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize(("every", "expected"), [(None, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
-def test_lanes_are_drained_to_evaluate_every_so_many_steps_and_at_the_end(tmp_path, every, expected, background):
-    said: list[int] = []
-    evaluated(training(tmp_path, Policy(update=Update.DEFERRED), CpuMachine, 3, background), every, said).run(0, 5, lambda m: None)
-    assert said == expected
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-5"]
-
-
-def test_who_asks_for_the_end_does_not_wait_for_an_evaluation_and_who_goes_on_makes_up_for_it(tmp_path):
-    said: list[int] = []
-    run = evaluated(training(tmp_path, Policy(), save_every=1), 2, said)
-
-    def ask(metrics):
-        if metrics.step == 2:
-            run.stop.request()
-
-    run.run(0, 6, ask)
-    done = len(lines(tmp_path))
-    assert said == []
-    for n_steps in (6, 8):
-        again = evaluated(training(tmp_path, Policy(), save_every=1), done, said)
-        again.resume(load_state(sorted(tmp_path.glob("checkpoint-*"))[-1]))
-        again.run(done if n_steps == 6 else 6, n_steps, lambda metrics: None)
-    assert said == sorted({done, *(n for n in range(done, 9, done)), 6, 8}), "each step once"
-
-
-def test_a_checkpoint_of_a_step_that_is_evaluated_gets_its_name_after_the_evaluation(tmp_path):
-    """Else a run that is killed in between would go on with the evaluation missing."""
-    run = training(tmp_path, Policy(), save_every=1)
-    named = {}
-
-    def evaluate(step: int) -> None:
-        named[step] = (tmp_path / f"checkpoint-{step}").exists()
-
-    replace(run, evaluate=evaluate, evaluate_every=2).run(0, 4, lambda metrics: None)
-    assert named == {2: False, 4: False}
-
-
 # -- what is told of a step
 
 
@@ -281,7 +227,15 @@ def test_each_step_says_how_long_lanes_were_busy_and_how_long_the_step_should_ha
         assert line["predicted_step_s"] == values["predicted_step_s"] == 0.25
         assert set(line["busy_s"]) == {"gpu", "h2d", "d2h", "cpu"}
         assert all(0 < s <= line["step_s"] * 1.5 for s in line["busy_s"].values())
-        assert values["busy_fraction/gpu"] == pytest.approx(line["busy_s"]["gpu"] / line["step_s"])
+        assert values["busy_fraction/gpu"] == pytest.approx(min(1.0, line["busy_s"]["gpu"] / line["step_s"]))
+
+
+def test_no_lane_is_shown_busier_than_all_the_time():
+    """An op that began in the step before counts, with all its seconds, where it ended."""
+    metrics = Metrics(1, 1.0, 1.0, 1e-3, 8, 8, 2.0, 4.0, False, {"cpu": 3.0, "gpu": 1.0})
+    assert {k: v for k, v in metrics.values().items() if "busy" in k} == {"busy_fraction/cpu": 1.0, "busy_fraction/gpu": 0.5}
+    assert json.loads(metrics.to_json())["busy_s"] == {"cpu": 3.0, "gpu": 1.0}, "the log has what was measured"
+    assert Progress(0, 1, 1.0)._lanes(metrics) == "cpu 100%  gpu 50%"
 
 
 def test_lanes_that_only_issue_do_not_say_that_they_were_busy(tmp_path):
