@@ -178,6 +178,11 @@ class Trial:
             )
             story.n_checkpoints += n_whole
             story.mismatches += wrong
+        if stands_at == self.usual.pace.n_steps and differences(left_by(out), self.usual.left):
+            # Killed while the last state, which is on the disk, was looked at: going on makes up for that.
+            process = Process(self.command(self.plans[0], out, next(iter(WAYS))))
+            if code := process.end():
+                story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
         story.mismatches += differences(left_by(out), self.usual.left)
         if not story.mismatches:
             shutil.rmtree(out)

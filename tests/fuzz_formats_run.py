@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from planner.cli_run_files import read_run as read_logs
 from planner.report import report
 from runtime.chat import read_speech
-from runtime.checkpoint import load_state, load_weights
+from runtime.checkpoint import FORMAT_VERSION, load_state, load_weights, sum_of
 from runtime.data import read_data
 from runtime.encoders import read_encoder
 from runtime.formats import Chat
@@ -204,7 +204,8 @@ def _state(files: dict[str, bytes]) -> dict[str, Any]:
     sums = {name: {"n_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
     position = {"epoch": 0, "sequence": 4}
     state = {"seed": 1, "n_updates": 2, "data_fingerprint": "0" * 64, "data_position": position, "semantics": {"seq_len": 8}}
-    return {"format_version": 1, "step": 2, "state": state, "files": sums}
+    fields = {"format_version": FORMAT_VERSION, "step": 2, "state": state, "files": sums}
+    return fields | {"sha256": sum_of(fields)}
 
 
 @cache

@@ -70,7 +70,8 @@ for step in range(first + 1, n_steps + 1):
             time.sleep(0.004)
         entry = {"n_bytes": len(str(total)), "sha256": hashlib.sha256(str(total).encode()).hexdigest()}
         files = {"weights": entry, "moments": entry}
-        state = {"format_version": 1, "step": step, "state": {}, "files": files}
+        state = {"format_version": 2, "step": step, "state": {}, "files": files}
+        state["sha256"] = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
         json.dump(state, open(os.path.join(name + ".partial", "trainer_state.json"), "w"))
         os.rename(name + ".partial", name)
         if step > 6 and way != "undisturbed":
