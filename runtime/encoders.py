@@ -202,7 +202,9 @@ def _ends(model_folder: Path, tokenizer: Tokenizer) -> tuple[int, frozenset[int]
 def token_text(token: object) -> str | None:
     """A token as tokenizer_config.json names it: its text, or an object that holds it."""
     content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    if isinstance(content, str) and content == content.encode(errors="ignore").decode():  # and no half of a surrogate pair
+        return content
+    return None
 
 
 def read_config(file: Path) -> dict[str, Any]:

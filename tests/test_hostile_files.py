@@ -234,6 +234,13 @@ def test_a_tokenizer_whose_rules_make_text_without_measure_is_refused(world_of, 
     assert not of.judge(world_of("tokenizer.json"), json.dumps(fields).encode())
 
 
+@pytest.mark.parametrize("name", ["eos_token", "bos_token", "pad_token"])
+def test_a_token_that_is_half_of_a_surrogate_pair_is_no_token(world_of, name):
+    of = FORMATS["tokenizer_config.json"]
+    for seed in of.seeds():
+        of.judge(world_of("tokenizer_config.json"), json.dumps(json.loads(seed) | {name: "\ud800"}).encode())
+
+
 def test_a_tokenizer_whose_rules_only_exchange_letters_is_taken(world_of):
     of = FORMATS["tokenizer.json"]
     rules = [{"type": "Prepend", "prepend": "▁"}, RULE | {"content": "ooo"}, RULE | {"pattern": {"Regex": " {2,}"}, "content": "▁"}]
