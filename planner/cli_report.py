@@ -37,6 +37,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 
     if output.suffix.lower() not in (*PAGES, *TRACES):
         raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
+    if output.exists() and plan_file.exists() and output.samefile(plan_file):
+        raise click.UsageError(f"{output}: the plan itself would be overwritten; choose another name")
     file = PlanFile.read(plan_file)
     try:
         check(file.plan, file.claim)

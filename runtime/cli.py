@@ -77,7 +77,7 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
     assert settings.plan is not None
     file, device, out = checked_plan(Path(settings.plan)), device_of(settings.device), Path(settings.out)
     _refuse_odd_files(out)
-    _refuse_another_file_of_settings(out)
+    _refuse_what_others_wrote(out)
     refuse_missing(settings.monitors)
     if settings.deterministic and device == "cuda":
         _use_same_kernels()
@@ -295,15 +295,14 @@ def _alone_in(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refuse_another_file_of_settings(out: Path) -> None:
-    """The settings that are written there replace those of an earlier run, and nothing that a user wrote."""
-    path = out / RUN_FILE
-    try:
-        begins = path.read_bytes()[: len(WRITTEN_BY_A_RUN)]
-    except OSError:
-        return
-    if begins != WRITTEN_BY_A_RUN.encode():
-        raise CheckpointError(f"{path}: not written by a run, and a run writes its settings there; give it another name or place")
+def _refuse_what_others_wrote(out: Path) -> None:
+    """What is written there replaces what an earlier run wrote, and nothing else: a run's first file holds its settings."""
+    with suppress(OSError):
+        if (out / RUN_FILE).read_bytes().startswith(WRITTEN_BY_A_RUN.encode()):
+            return
+    for path in (out / name for name in WRITTEN):
+        if path.exists():
+            raise CheckpointError(f"{path}: not written by a run, which writes a file of that name; give it another name or place")
 
 
 def _refuse_odd_files(out: Path) -> None:

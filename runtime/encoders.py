@@ -129,6 +129,8 @@ def read_encoder(model_folder: Path | None) -> Encoder:
         tokenizer = Tokenizer.from_buffer(content)
         tokenizer.no_truncation()  # a saved tokenizer may cut and pad what it reads
         tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None):
+            raise DataError(f"{file}: its BPE leaves out merges at random, so a text has no fixed tokens; set `dropout` to null")
         _refuse_growth(tokenizer, file)
         _try(tokenizer)
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from .errors import PenstockError
 from .files import read_whole, write_whole
-from .settings import RunSettings
+from .settings import DataSettings, EvaluationSettings, RunSettings
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
@@ -94,7 +94,25 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
         raise RunConfigError(_words(error, where, flags)) from None
     if settings.steps is not None and settings.epochs is not None:
         raise RunConfigError(f"{where}: steps and epochs are both given; give one of them")
+    _refuse_idle(where, settings)
     return settings
+
+
+def _refuse_idle(where: str, settings: RunSettings) -> None:
+    """A setting that would do nothing is a misunderstanding."""
+    data, looks, saving = settings.data, settings.evaluation, settings.checkpoint
+    idle = {
+        "evaluation.every": (looks.every is not None and looks.data is None and not looks.prompts, "evaluation.data or prompts"),
+        "evaluation.top_p": (looks.top_p != EvaluationSettings().top_p and looks.temperature == 0, "a temperature above 0"),
+        "data.shuffle_buffer": (
+            data.shuffle_buffer != DataSettings(data.path).shuffle_buffer and not data.streaming,
+            "data.streaming",
+        ),
+        "checkpoint.copy_bytes": (saving.copy_bytes is not None and not saving.background, "checkpoint.background"),
+    }
+    for key, (is_idle, needs) in idle.items():
+        if is_idle:
+            raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")
 
 
 def _without_empty_sections(said: Mapping[str, Any], kind: type) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from runtime import plan
+from runtime.encoders import token_text
 from runtime.errors import CheckpointError, PenstockError, PlanError
 from runtime.plan import PlanFile
 
@@ -234,11 +235,18 @@ def test_a_tokenizer_whose_rules_make_text_without_measure_is_refused(world_of, 
     assert not of.judge(world_of("tokenizer.json"), json.dumps(fields).encode())
 
 
-@pytest.mark.parametrize("name", ["eos_token", "bos_token", "pad_token"])
-def test_a_token_that_is_half_of_a_surrogate_pair_is_no_token(world_of, name):
+def test_a_token_that_is_half_of_a_surrogate_pair_is_no_token(world_of):
     of = FORMATS["tokenizer_config.json"]
     for seed in of.seeds():
-        of.judge(world_of("tokenizer_config.json"), json.dumps(json.loads(seed) | {name: "\ud800"}).encode())
+        of.judge(world_of("tokenizer_config.json"), json.dumps(json.loads(seed) | {"eos_token": "\ud800"}).encode())
+    assert [token_text(name) for name in ("\ud800", {"content": "a\udfff"}, {"content": "</s>"}, 3)] == [None, None, "</s>", None]
+
+
+def test_a_tokenizer_that_leaves_out_merges_at_random_is_refused(world_of):
+    of = FORMATS["tokenizer.json"]
+    seed = next(fields for fields in map(json.loads, of.seeds()) if fields["model"]["type"] == "BPE")
+    seed["model"]["dropout"] = 0.1
+    assert not of.judge(world_of("tokenizer.json"), json.dumps(seed).encode())
 
 
 def test_a_tokenizer_whose_rules_only_exchange_letters_is_taken(world_of):

@@ -59,9 +59,14 @@ RUN = st.builds(
         no_decay=st.lists(TEXT, max_size=3).map(tuple),
         schedule=SCHEDULE,
     ),
-    checkpoint=st.builds(CheckpointSettings, MAYBE(COUNT), MAYBE(COUNT), st.booleans(), MAYBE(NATURAL)),
+    checkpoint=st.builds(CheckpointSettings, MAYBE(COUNT), MAYBE(COUNT), st.just(True), MAYBE(NATURAL))
+    | st.builds(CheckpointSettings, MAYBE(COUNT), MAYBE(COUNT), st.just(False)),
     evaluation=st.builds(
-        EvaluationSettings, MAYBE(TEXT), prompts=st.lists(TEXT, max_size=3).map(tuple), top_p=ABOVE_0.filter(lambda p: p <= 1)
+        EvaluationSettings,
+        MAYBE(TEXT),
+        prompts=st.lists(TEXT, max_size=3).map(tuple),
+        temperature=st.just(0.5),
+        top_p=ABOVE_0.filter(lambda p: p <= 1),
     ),
     monitors=st.lists(st.sampled_from(["tensorboard", "wandb", "mlflow"]), max_size=3).map(tuple),
 )

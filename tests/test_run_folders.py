@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from .running import lines_of, make_home, one_line, plan_in, train, weights_sha
+from .running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
 
 @pytest.fixture
@@ -47,6 +47,21 @@ def test_a_file_of_settings_that_a_user_wrote_is_not_replaced(home):
     own.unlink()
     assert train(home, plan).exit_code == 0
     assert train(home, plan, "--resume", steps=6).exit_code == 0
+
+
+def test_a_log_that_no_run_wrote_is_not_replaced(home):
+    plan = plan_in(home)
+    (home / "out").mkdir()
+    (home / "out" / "metrics.jsonl").write_text('{"mine": 1}\n')
+    one_line(train(home, plan), 2, "metrics.jsonl: not written by a run")
+    assert (home / "out" / "metrics.jsonl").read_text() == '{"mine": 1}\n'
+
+
+def test_no_report_is_written_over_its_plan(home):
+    plan = plan_in(home)
+    content = plan.read_bytes()
+    one_line(penstock("report", plan, "-o", plan), 2, "the plan itself")
+    assert plan.read_bytes() == content
 
 
 def test_no_profile_is_written_over_the_plan(home):
