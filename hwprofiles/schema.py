@@ -32,6 +32,7 @@ SourceKind = Literal["measured", "fitted", "published", "datasheet", "assumed", 
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 Dtype = Literal["bf16", "fp32"]
 Direction = Literal["h2d", "d2h"]
+AttentionKernel = Literal["flash", "cudnn"]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
 Size = Annotated[int, Field(gt=0, lt=2**53)]
 
@@ -97,7 +98,11 @@ class AttentionPoint(Part):
 
 
 class Device(Part):
-    """What computes: a GPU, or the cores of a CPU that the gpu lane uses, with its own arena."""
+    """What computes: a GPU, or the cores of a CPU that the gpu lane uses, with its own arena.
+
+    `attention` is of torch's own kernels (FlashAttention in bf16, the memory-efficient one in fp32); `cudnn_attention` of cuDNN's,
+    in the dtypes that it has them for. None: not measured.
+    """
 
     name: Text
     kind: Literal["cuda", "cpu"]
@@ -109,6 +114,7 @@ class Device(Part):
     compute_threads: Size | None
     matmul: dict[Dtype, tuple[MatmulPoint, ...]]
     attention: dict[Dtype, tuple[AttentionPoint, ...]]
+    cudnn_attention: dict[Dtype, tuple[AttentionPoint, ...]] | None = None
 
 
 class CopyPoint(Part):
@@ -191,8 +197,9 @@ class Profile(Part):
                 if not getattr(self.device, grid).get(dtype):
                     raise ValueError(f"device.{grid}.{dtype}: no point; give at least one")
             check_rising(_matmul_rows(self, dtype), 2, f"device.matmul.{dtype}")
-            for backward in (False, True):
-                check_rising(_attention_rows(self, dtype, backward), 2, f"device.attention.{dtype}")
+            _check_attention(self.device.attention[dtype], f"device.attention.{dtype}")
+        for dtype, points in (self.device.cudnn_attention or {}).items():
+            _check_attention(points, f"device.cudnn_attention.{dtype}")
         for direction, curve in (("h2d", self.link.h2d), ("d2h", self.link.d2h)):
             _check_curve(curve.bytes_per_s, f"link.{direction}.bytes_per_s")
         threads = [p.threads for p in self.host.optimizer]
@@ -241,9 +248,16 @@ class Profile(Part):
         """FLOP/s of (m, k) @ (k, n), interpolated over (m, sqrt(k n)): products of equal m and k n cost the same."""
         return interpolated(_matmul_rows(self, dtype), m, math.sqrt(k * n))
 
-    def attention_flop_per_s(self, dtype: Dtype, seq_len: int, head_dim: int, backward: bool) -> Rate:
-        """FLOP/s of causal attention, of the backward pass if asked; FLOP as in `AttentionPoint`."""
-        return interpolated(_attention_rows(self, dtype, backward), head_dim, seq_len)
+    def attention_flop_per_s(
+        self, dtype: Dtype, seq_len: int, head_dim: int, backward: bool, kernel: AttentionKernel = "flash"
+    ) -> Rate:
+        """FLOP/s of causal attention, of the backward pass if asked; FLOP as in `AttentionPoint`.
+
+        Where that kernel was not measured in that dtype the other one's rate holds, and the answer says that it is outside.
+        """
+        cudnn = (self.device.cudnn_attention or {}).get(dtype) if kernel == "cudnn" else None
+        rate = interpolated(_attention_rows(cudnn or self.device.attention[dtype], backward), head_dim, seq_len)
+        return rate if cudnn or kernel == "flash" else Rate(rate.value, inside_measured=False)
 
     def copy_s(self, direction: Direction, n_bytes: float) -> float:
         """Seconds of one pinned copy with nothing else on the link."""
@@ -297,9 +311,15 @@ def _matmul_rows(profile: Profile, dtype: Dtype) -> list[Row]:
     return rows_of((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in profile.device.matmul[dtype])
 
 
-def _attention_rows(profile: Profile, dtype: Dtype, backward: bool) -> list[Row]:
-    points = profile.device.attention[dtype]
+def _attention_rows(points: Sequence[AttentionPoint], backward: bool) -> list[Row]:
     return rows_of((p.head_dim, p.seq_len, (p.backward_flop_per_s if backward else p.forward_flop_per_s).value) for p in points)
+
+
+def _check_attention(points: Sequence[AttentionPoint], where: str) -> None:
+    if not points:
+        raise ValueError(f"{where}: no point; give at least one")
+    for backward in (False, True):
+        check_rising(_attention_rows(points, backward), 2, where)
 
 
 def _check_curve(points: tuple[CopyPoint, ...], where: str) -> None:

@@ -30,7 +30,7 @@ class Group(StrEnum):
 # How the places of a group's quantities begin.
 PLACES: dict[Group, tuple[str, ...]] = {
     Group.MATMUL: ("device.matmul.",),
-    Group.ATTENTION: ("device.attention.",),
+    Group.ATTENTION: ("device.attention.", "device.cudnn_attention."),
     Group.DEVICE_MEMORY: ("device.memory_bytes_per_s",),
     Group.LAUNCH: ("device.kernel_overhead_s", "device.op_overhead_s", "link.h2d.latency_s", "link.d2h.latency_s"),
     Group.UPLOAD: ("link.h2d.bytes_per_s.", "link.h2d.pageable_bytes_per_s"),

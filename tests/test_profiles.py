@@ -1,5 +1,6 @@
 """Does a profile hold what it must, and refuse the rest in one line?"""
 
+import itertools
 import json
 import math
 from copy import deepcopy
@@ -185,6 +186,45 @@ def test_outside_the_measured_points_the_nearest_one_holds_and_the_answer_says_s
     assert not profile.attention_flop_per_s("bf16", 10**6, 128, False).inside_measured
     assert not profile.attention_flop_per_s("bf16", 1024, 256, False).inside_measured
     assert profile.attention_flop_per_s("bf16", 1500, 96, True).inside_measured
+
+
+def with_cudnn_attention(times_flash: float) -> dict[str, Any]:
+    """Of the machine that `fields_of` gives, in bf16."""
+    fields = fields_of()
+    points = deepcopy(fields["device"]["attention"]["bf16"])
+    for point, passed in itertools.product(points, ("forward", "backward")):
+        point[f"{passed}_flop_per_s"]["value"] *= times_flash
+    fields["device"]["cudnn_attention"] = {"bf16": points}
+    return fields
+
+
+@given(st.sampled_from([64, 100, 128, 256]), st.integers(min_value=100, max_value=10**6), st.booleans())
+def test_each_kernel_of_attention_has_rates_of_its_own(head_dim: int, seq_len: int, backward: bool) -> None:
+    profile = Profile.from_json(with_cudnn_attention(1.5))
+    flash = profile.attention_flop_per_s("bf16", seq_len, head_dim, backward)
+    assert profile.attention_flop_per_s("bf16", seq_len, head_dim, backward, "flash") == flash
+    cudnn = profile.attention_flop_per_s("bf16", seq_len, head_dim, backward, "cudnn")
+    assert cudnn == (pytest.approx(1.5 * flash.value), flash.inside_measured)
+
+
+def test_a_kernel_that_was_not_measured_has_the_others_rate_and_the_answer_says_so() -> None:
+    flash_only, both = Profile.from_json(fields_of()), Profile.from_json(with_cudnn_attention(1.5))
+    assert flash_only.device.cudnn_attention is None
+    for profile, dtype in ((flash_only, "bf16"), (flash_only, "fp32"), (both, "fp32")):
+        flash = profile.attention_flop_per_s(dtype, 2048, 128, True)
+        assert flash.inside_measured
+        assert profile.attention_flop_per_s(dtype, 2048, 128, True, "cudnn") == (flash.value, False)
+
+
+def test_a_grid_of_cudnns_attention_is_held_to_what_the_other_is() -> None:
+    fields = with_cudnn_attention(1.5)
+    fields["device"]["cudnn_attention"]["bf16"][-1]["backward_flop_per_s"]["value"] = 1e20
+    assert "device.cudnn_attention.bf16: more work takes less time" in refusal(fields)
+    fields["device"]["cudnn_attention"]["bf16"] = []
+    assert "device.cudnn_attention.bf16: no point" in refusal(fields)
+    fields = with_cudnn_attention(1.5)
+    fields["device"]["cudnn_attention"]["bf16"][0]["sequence"] = 5
+    assert "device.cudnn_attention.bf16.0.sequence: unknown key; write seq_len" in refusal(fields)
 
 
 @given(profiles, directions, st.integers(min_value=0, max_value=10**12), st.integers(min_value=1, max_value=10**12))
