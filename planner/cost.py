@@ -17,7 +17,8 @@ SQUARE_BYTES = 8  # a sum of squares, fp64
 MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
 # What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
-# fitted from three published runs (docs/accuracy.md). A CPU's profile is probed with the calls that the modules make.
+# fitted from three published runs (docs/accuracy.md). A fused pointwise kernel reaches the rate of an isolated one, which it is.
+# A CPU's profile is probed with the calls that the modules make.
 EAGER_FRACTION = 0.841
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
 SQUARE_KERNELS = 4  # of `runtime/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
@@ -161,7 +162,7 @@ class CostModel:
         return (
             sum(self._matmul(dtype, m) for m in block.matmuls)
             + self._attention(dtype, block.attention, backward=False)
-            + block.pointwise_bytes / self._memory_rate
+            + self._pointwise_s(block)
             + block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -170,7 +171,7 @@ class CostModel:
         return (
             sum(self._matmul(dtype, m) for m in again.matmuls)
             + (self._attention(dtype, block.attention, backward=False) if again.attention else 0.0)
-            + again.pointwise_bytes / self._memory_rate
+            + self._pointwise_s(again)
             + again.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -179,7 +180,8 @@ class CostModel:
         return (
             BACKWARD_MATMULS * sum(self._matmul(dtype, m) for m in block.matmuls)
             + self._attention(dtype, block.attention, backward=True)
-            + (BACKWARD_POINTWISE * block.pointwise_bytes + block.tile_sum_bytes) / self._memory_rate
+            + BACKWARD_POINTWISE * self._pointwise_s(block)
+            + block.tile_sum_bytes / self._memory_rate
             + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -203,17 +205,24 @@ class CostModel:
         head = plan.workload.blocks[-1]
         return (
             (1 + BACKWARD_MATMULS) * sum(self._matmul(plan.semantics.compute_dtype, m) for m in head.matmuls)
-            + self.loss_bytes(plan) / self._memory_rate
+            + (1 + BACKWARD_POINTWISE) * self._pointwise_s(head)
+            + self._tile_sum_bytes(plan) / self._memory_rate
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
     def loss_bytes(self, plan: Plan) -> int:
         """Device memory traffic of the head besides its products: norm and softmax, both ways, and the weight's gradient."""
-        head = plan.workload.blocks[-1]
+        return (1 + BACKWARD_POINTWISE) * plan.workload.blocks[-1].pointwise_bytes + self._tile_sum_bytes(plan)
+
+    def _tile_sum_bytes(self, plan: Plan) -> int:
+        """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
         item = ITEM_BYTES[plan.semantics.compute_dtype]
-        # Each tile of tokens is one product; its weight gradient is read and added to an fp32 sum.
-        sums = sum(m.count * m.k * m.n for m in head.matmuls) * (item + 2 * FP32_BYTES)
-        return (1 + BACKWARD_POINTWISE) * head.pointwise_bytes + sums
+        return sum(m.count * m.k * m.n for m in plan.workload.blocks[-1].matmuls) * (item + 2 * FP32_BYTES)
+
+    def _pointwise_s(self, work: Block | Recompute) -> float:
+        """Seconds of moving what is neither a product nor attention through the device's memory, once."""
+        eager_bytes = work.pointwise_bytes - work.fused_bytes
+        return eager_bytes / self._memory_rate + work.fused_bytes / self.profile.device.memory_bytes_per_s.value
 
     def _gradient_bytes(self, plan: Plan, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""

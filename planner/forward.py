@@ -7,9 +7,13 @@ Norms, rotary embedding, attention, MLP and experts as transformers writes them,
 
 from dataclasses import dataclass
 
+from runtime.policy import AttentionKernel, Kernel
 from runtime.workload import Matmul
 
 from .tape import FP32, INT64, Call, Tape, Tensor
+
+NORM_SCRATCH = 6 * FP32  # bytes per element of a norm's backward on a CPU: its input, three results in between, two gradients
+MOST_PROCESSORS = 192  # of one GPU, which nobody tells a plan: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class AttentionShape:
     n_kv_heads: int
     head_dim: int
     masked: bool
+    kernel: AttentionKernel = "flash"
 
     @property
     def n_tokens(self) -> int:
@@ -37,9 +42,17 @@ class AttentionShape:
         return self.n_sequences * self.seq_len**2
 
 
-def rms_norm(tape: Tape, x: Tensor, width: int, style: str) -> Tensor:
-    """Root-mean-square norm over rows of `width`. `plain` rounds before the weight, `late` after it, `centred` uses 1 + weight."""
+def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "eager") -> Tensor:
+    """Root-mean-square norm over rows of `width`. `plain` rounds before the weight, `late` after it, `centred` uses 1 + weight.
+
+    The fused kernel reads and writes once, and keeps its input and a scale for each row. A CPU has none: its backward spells the
+    norm out again, in fp32.
+    """
     n, rows = x.n_elements, x.n_elements // width
+    if kernel == "fused":
+        return tape.step(
+            [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=NORM_SCRATCH * n, fused=True
+        )
     x32 = tape.cast(x, FP32)
     squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])
     mean = tape.step([squares], rows, item_bytes=FP32)
@@ -58,8 +71,10 @@ def rms_norm(tape: Tape, x: Tensor, width: int, style: str) -> Tensor:
     return tape.cast(y, tape.item_bytes)
 
 
-def rotate(tape: Tape, x: Tensor, table: Tensor, style: str) -> Tensor:
+def rotate(tape: Tape, x: Tensor, table: Tensor, style: str, kernel: Kernel = "eager") -> Tensor:
     """Rotary embedding of queries or keys; cosines and sines (each a `table`) are shared by all layers."""
+    if kernel == "fused":
+        return tape.step([x, table, table], x.n_elements, scratch_bytes=2 * x.n_bytes, fused=True)
     n, half = x.n_elements, x.n_elements // 2
     half_bytes = half * x.item_bytes
     if style == "halves":
@@ -81,8 +96,10 @@ def fused_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
         mask = Tensor(shape.square, 1, ours=False, differentiable=False)
         extra = [tape.step([mask], shape.square, n_calls=3, differentiable=False)]
     sums = Tensor(shape.n_tokens * shape.n_heads, FP32)
-    # The CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up
-    scratch_bytes = shape.q_elements * (FP32 + 2 * tape.item_bytes)
+    # The CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up. Without
+    # atomics every processor of a head has a sum of its own (FlashAttention-2: processors / (sequences x heads), rounded up).
+    n_sums = -(-MOST_PROCESSORS // (shape.n_sequences * shape.n_heads)) if shape.kernel == "deterministic" else 1
+    scratch_bytes = shape.q_elements * (n_sums * FP32 + 2 * tape.item_bytes)
     return tape.step(
         [q, k, v], shape.q_elements, saves=[q, k, v, *extra], saves_out=True, beside=[sums], moved_bytes=0,
         scratch_bytes=scratch_bytes, call=Call.ATTENTION,
@@ -117,9 +134,13 @@ def eager_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
     return tape.step([mixed], shape.q_elements)
 
 
-def gated_mlp(tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, bias: bool) -> Tensor:
-    """down(act(gate(x)) * up(x))."""
+def gated_mlp(tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, bias: bool, kernel: Kernel = "eager") -> Tensor:
+    """down(act(gate(x)) * up(x)). Fused, the activation is not kept: the backward makes it again, from what is."""
     gate = tape.linear(x, n_tokens, width, inner, bias)
+    if kernel == "fused":
+        up = tape.linear(x, n_tokens, width, inner, bias)
+        product = tape.step([gate, up], gate.n_elements, saves=[gate, up], scratch_bytes=2 * gate.n_bytes, fused=True)
+        return tape.linear(product, n_tokens, inner, width, bias)
     act = tape.step([gate], gate.n_elements, saves=[gate])
     up = tape.linear(x, n_tokens, width, inner, bias)
     product = tape.step([act, up], act.n_elements, saves=[act, up])

@@ -53,6 +53,7 @@ class Step:
     matmuls: tuple[Matmul, ...]
     made: tuple[Tensor, ...]  # all it makes: the output, and what else comes with it
     looped: bool  # done once per expert, so that the last save is made in the last of many passes
+    fused: bool  # one kernel that reads what it reads and writes what it makes once
 
     @property
     def keeps(self) -> tuple[Tensor, ...]:
@@ -88,6 +89,7 @@ class Tape:
         matmuls: Sequence[Matmul] = (),
         beside: Sequence[Tensor] = (),
         looped: bool = False,
+        fused: bool = False,
     ) -> Tensor:
         """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
 
@@ -103,7 +105,7 @@ class Tape:
             scratch_bytes = max(t.n_bytes for t in (*reads, out))
         kept = (*saves, *beside, *([out] if saves_out else ()))
         made, calls = (out, *beside), (tuple(reads), kept, out, weight_elements, scratch_bytes, moved_bytes, n_calls)
-        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped))
+        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, fused))
         return out
 
     def cast(self, x: Tensor, item_bytes: int) -> Tensor:
@@ -144,6 +146,11 @@ class Tape:
     def pointwise_bytes(self) -> int:
         """Read and written by all that is neither a matrix product nor fused attention."""
         return sum(count * s.moved_bytes for count, steps in self._again(None, early_stop=False) for s in steps)
+
+    @property
+    def fused_bytes(self) -> int:
+        """Of `pointwise_bytes`, what fused kernels read and write."""
+        return _fused_bytes(self._again(None, early_stop=False))
 
     @property
     def tile_sum_bytes(self) -> int:
@@ -196,6 +203,7 @@ class Tape:
             any(s.call is Call.ATTENTION for _, steps in again for s in steps),
             sum(count * s.moved_bytes for count, steps in again for s in steps),
             sum(count * s.n_calls for count, steps in again for s in steps),
+            _fused_bytes(again),
         )
 
     def _again(self, saved: Saved | None, early_stop: bool) -> list[tuple[int, list[Step]]]:
@@ -257,6 +265,10 @@ def _is_saved(step: Step, saved: Saved | None) -> bool:
 def _is_fused(step: Step) -> bool:
     """Whether all of attention is one call, which also makes the logarithms of its sums."""
     return step.call is Call.ATTENTION and len(step.made) > 1
+
+
+def _fused_bytes(runs: list[tuple[int, list[Step]]]) -> int:
+    return sum(count * s.moved_bytes for count, steps in runs for s in steps if s.fused)
 
 
 def _matmuls(runs: list[tuple[int, list[Step]]]) -> list[Matmul]:

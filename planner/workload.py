@@ -15,7 +15,7 @@ from . import forward as fw
 from .config import Config, config_of, read_model, shipped_models, supported_attention
 from .tape import FP32, INT64, Tape, Tensor
 
-__all__ = ["build_workload", "can_tile_mlp", "read_model", "shipped_models", "supported_attention"]
+__all__ = ["build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -31,6 +31,11 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         config.fail(f"attention {semantics.attention} is not possible for {config.model_type}; use {legal}")
     if semantics.mlp_tile_tokens is not None and not can_tile_mlp(model):
         config.fail("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
+    for part in ("norm", "loss", "pointwise"):
+        if getattr(semantics, part) == "fused" and part not in fusible(model):
+            config.fail(
+                f"no fused kernel computes the {part} of {config.model_type}; plan with --kernels eager, or name no kernels"
+            )
     embedding, head = _embedding(config, semantics), _head(config, semantics)
     kinds: dict[tuple[int | None, bool], Block] = {}  # layers of one structure differ in nothing but their names
     layers = []
@@ -40,6 +45,18 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
             kinds[key] = _layer(config, semantics, *key)
         layers.append(_renamed(kinds[key], f"model.layers.{i}"))
     return Workload((embedding, *layers, head))
+
+
+def fusible(model: Model) -> frozenset[str]:
+    """Which of `norm`, `loss` and `pointwise` fused kernels compute as the model's type means them."""
+    config = config_of(model)
+    a = config.architecture
+    can = {
+        "norm": a.norm != "centred",  # 1 + weight would be rounded before it is used
+        "loss": not config.final_softcap,
+        "pointwise": a.rotary == "full" and a.activation[1] == "silu",
+    }
+    return frozenset(part for part, possible in can.items() if possible)
 
 
 def can_tile_mlp(model: Model) -> bool:
@@ -54,26 +71,27 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
     n_seq, seq_len, head_dim = semantics.micro_batch, semantics.seq_len, config.head_dim
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
     masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
-    shape = fw.AttentionShape(n_seq, seq_len, config.n_heads, config.n_kv_heads, head_dim, masked)
+    norm, pointwise = semantics.norm, semantics.pointwise
+    shape = fw.AttentionShape(n_seq, seq_len, config.n_heads, config.n_kv_heads, head_dim, masked, semantics.attention_kernel)
     tape = Tape(ITEM_BYTES[semantics.compute_dtype])
     x = Tensor(tokens * width, tape.item_bytes, ours=False)
-    normed = fw.rms_norm(tape, x, width, a.norm)
+    normed = fw.rms_norm(tape, x, width, a.norm, norm)
     q = tape.linear(normed, tokens, width, q_width, config.qkv_bias)
-    q = fw.rms_norm(tape, q, head_dim, a.norm) if a.head_norms else q
+    q = fw.rms_norm(tape, q, head_dim, a.norm, norm) if a.head_norms else q
     k = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
-    k = fw.rms_norm(tape, k, head_dim, a.norm) if a.head_norms else k
+    k = fw.rms_norm(tape, k, head_dim, a.norm, norm) if a.head_norms else k
     v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
     table_width = head_dim // 2 if a.rotary == "halves" else head_dim
     table = Tensor(seq_len * table_width, tape.item_bytes, ours=False, differentiable=False)
-    q, k = fw.rotate(tape, q, table, a.rotary), fw.rotate(tape, k, table, a.rotary)
+    q, k = (fw.rotate(tape, x, table, a.rotary, pointwise) for x in (q, k))
     if semantics.attention == "sdpa":
         mixed = fw.fused_attention(tape, q, k, v, shape)
     else:
         mixed = fw.eager_attention(tape, q, k, v, shape, config.softcap, a.sinks)
     y = tape.linear(mixed, tokens, q_width, width, config.out_bias)
-    y = fw.rms_norm(tape, y, width, a.norm) if a.sandwich else y
+    y = fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
     x = tape.step([x, y], tokens * width, scratch_bytes=0)
-    normed = fw.rms_norm(tape, x, width, a.norm)
+    normed = fw.rms_norm(tape, x, width, a.norm, norm)
 
     def rest(tape: Tape, inputs: Sequence[Tensor], n_rows: int) -> None:
         """From the norm's output on: every row for itself."""
@@ -84,8 +102,8 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
                 n_rows, width, config.expert_inner, config.n_experts, config.top_k, a.router, a.sinks, config.normalised, grouped,
             ))  # fmt: skip
         else:
-            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, config.mlp_bias)
-        y = fw.rms_norm(tape, y, width, a.norm) if a.sandwich else y
+            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, config.mlp_bias, pointwise)
+        y = fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
         tape.step([x, y], n_rows * width, scratch_bytes=0)
 
     tile = semantics.mlp_tile_tokens
@@ -104,6 +122,7 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
         matmuls=tuple(tape.matmuls),
         attention=Attention(n_seq, config.n_heads, head_dim, seq_len, window if window and window < seq_len else None),
         pointwise_bytes=tape.pointwise_bytes,
+        fused_bytes=tape.fused_bytes,
         n_kernels=tape.n_kernels,
         boundary_bytes=tokens * width * tape.item_bytes,
         kept_bytes=tape.kept_bytes,
@@ -174,15 +193,23 @@ def _head(config: Config, semantics: Semantics) -> Block:
     tile = min(semantics.loss_tile_tokens, tokens)
     tape = Tape(ITEM_BYTES[semantics.compute_dtype])
     x = Tensor(tokens * width, tape.item_bytes, ours=False)
-    fw.rms_norm(tape, x, width, config.architecture.norm)
+    fw.rms_norm(tape, x, width, config.architecture.norm, semantics.norm)
     n_tiles, rest = divmod(tokens, tile)
     tiles = [Matmul(tile, width, vocab, n_tiles), *([Matmul(rest, width, vocab)] if rest else [])]
     narrow, capped = tape.item_bytes < FP32, config.final_softcap
-    # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
-    logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * FP32
-    # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
-    moved_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0) + 2 * FP32
-    n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
+    if semantics.loss == "fused":
+        # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
+        logit_bytes = tape.item_bytes + 2 * FP32
+        # Of forward and backward together, of which this is a third: the largest logit, probabilities (read twice), the gradient
+        moved_bytes = tokens * vocab * (3 * tape.item_bytes + FP32 + FP32 + tape.item_bytes) // 3
+        n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
+    else:
+        # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
+        logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * FP32
+        # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
+        each_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0) + 2 * FP32
+        moved_bytes = tokens * vocab * each_bytes
+        n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
     own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 else 0
     weight = Parameter("lm_head.weight", (vocab, width), EMBEDDING if config.tied else None)
     return Block(
@@ -190,7 +217,8 @@ def _head(config: Config, semantics: Semantics) -> Block:
         kind=BlockKind.HEAD,
         parameters=(Parameter("model.norm.weight", (width,)), weight),
         matmuls=tuple(tiles),
-        pointwise_bytes=tape.pointwise_bytes + tokens * vocab * moved_bytes,
+        pointwise_bytes=tape.pointwise_bytes + moved_bytes,
+        fused_bytes=tape.fused_bytes + (moved_bytes if semantics.loss == "fused" else 0),
         n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
         boundary_bytes=0,
         kept_bytes=0,

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from .batch import UNSUPERVISED
 from .documents import BY_DOCUMENT, Documents, supports_documents
 from .errors import WorkloadError
+from .kernels import fused_norm, use_kernels
 from .memory import DTYPE
 from .meta_models import meta_model
 from .plan import Policy, Semantics
@@ -67,7 +68,9 @@ class Templates:
         body: Any = self.model.model
         self.layers: list[nn.Module] = list(body.layers)
         self._refuse_surprises()
-        self.norm: nn.Module = body.norm
+        for layer in self.layers:
+            use_kernels(layer, semantics)
+        self.norm: nn.Module = fused_norm(body.norm) if semantics.norm == "fused" else body.norm
         self._tiled = self._by_tiles(policy or Policy())
         stand_ins = [_StandIn() for _ in self.layers]
         for stand_in, layer in zip(stand_ins, self.layers, strict=True):
@@ -176,6 +179,9 @@ class Templates:
         self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Summed loss of one tile and the gradients of its mean over the step's supervised tokens."""
+        if self.semantics.loss == "fused":
+            with torch.no_grad():
+                return _tile_at_once(head_VD, normed_ND, targets_N, n_supervised)
         head_VD, normed_ND = head_VD.detach().requires_grad_(), normed_ND.detach().requires_grad_()
         with torch.enable_grad():
             loss = self._summed_loss(head_VD, normed_ND, targets_N)
@@ -189,6 +195,8 @@ class Templates:
         return logits_NV.float()
 
     def _summed_loss(self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        if self.semantics.loss == "fused":
+            return row_losses(nn.functional.linear(normed_ND, head_VD), targets_N)[0].sum()
         logits_NV = self._logits(head_VD, normed_ND)
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
 
@@ -241,6 +249,32 @@ class Templates:
                 self.model._init_weights(part)
             weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
         return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
+
+
+def _tile_at_once(
+    head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A tile's loss and gradients with few passes over its logits: probabilities are made once, and become the gradient."""
+    logits_NV = nn.functional.linear(normed_ND, head_VD)
+    losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
+    probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
+    of_row_N = (targets_N != UNSUPERVISED) / n_supervised
+    gradient_NV = torch.mul(probabilities_NV, of_row_N.unsqueeze(1), out=logits_NV)  # rounded where the logits lay
+    return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND
+
+
+def row_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy of each row (N,), 0 where it is not supervised, and the probabilities (N, V); both fp32.
+
+    The loss is log(sum(exp(z - z_max))) + z_max - z_target, of which the first term is -log of the largest probability: no pass
+    over logits of its own, and no logarithm of a probability that is too small for fp32.
+    """
+    largest_N, at_N = logits_NV.max(dim=-1)
+    probabilities_NV = logits_NV.softmax(dim=-1, dtype=torch.float32)
+    of_target_N = logits_NV.gather(1, targets_N.clamp(min=0).unsqueeze(1)).squeeze(1)
+    of_largest_N = probabilities_NV.gather(1, at_N.unsqueeze(1)).squeeze(1)
+    losses_N = (largest_N.float() - of_target_N.float()) - of_largest_N.log()
+    return losses_N.masked_fill(targets_N == UNSUPERVISED, 0.0), probabilities_NV
 
 
 def _materialised(module: nn.Module) -> nn.Module:

@@ -12,6 +12,9 @@ from pydantic import Field
 
 from .workload import FILE, Count, Dtype, Natural
 
+Kernel = Literal["eager", "fused"]
+# flash: FlashAttention-2, whose backward adds as its threads come; deterministic: the same in a fixed order
+AttentionKernel = Literal["flash", "deterministic", "cudnn"]
 Slots = Annotated[int, Field(gt=0, le=2**16)]  # more than any model has layers
 
 
@@ -32,6 +35,11 @@ class Semantics:
     mlp_tile_tokens: Count | None = None  # None: the MLP is not tiled
     attention: Literal["sdpa", "eager"] = "sdpa"
     experts: Literal["eager", "grouped_mm"] = "grouped_mm"
+    # Which kernels compute. What a plan file does not say is as it was before there was a choice.
+    norm: Kernel = "eager"
+    loss: Kernel = "eager"
+    pointwise: Kernel = "eager"  # the MLP's activation and the rotary embedding: the same bits, other time and memory
+    attention_kernel: AttentionKernel = "flash"  # of fused attention on a GPU; a CPU has one of its own
     __pydantic_config__ = FILE
 
     @property

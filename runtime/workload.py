@@ -100,6 +100,7 @@ class Tier:
     attention: bool
     pointwise_bytes: Natural
     n_kernels: Natural
+    fused_bytes: Natural = 0
     __pydantic_config__ = FILE
 
 
@@ -118,6 +119,7 @@ class Recompute:
     attention: bool  # whether attention is computed again
     pointwise_bytes: int
     n_kernels: int
+    fused_bytes: int = 0  # of `pointwise_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class Block:
     matmuls: tuple[Matmul, ...] = ()
     attention: Attention | None = None
     pointwise_bytes: Natural = 0  # memory traffic of all that is neither matmul nor attention
+    fused_bytes: Natural = 0  # of it: by fused kernels, which nothing keeps from the memory's rate
     n_kernels: Natural = 0  # library calls of one forward
     boundary_bytes: Natural = 0  # the block's output
     kept_bytes: Natural = 0  # what autograd keeps of one forward until its backward, without weights and input
@@ -155,13 +158,13 @@ class Block:
         """
         if saved is Saved.BOUNDARY and not early_stop:
             attends = self.attention is not None
-            return Recompute(saved, False, 0, self.transient_bytes, self.matmuls, attends, self.pointwise_bytes, self.n_kernels)
+            work = self.pointwise_bytes, self.n_kernels, self.fused_bytes
+            return Recompute(saved, False, 0, self.transient_bytes, self.matmuls, attends, *work)
         for t in self.tiers:
             if t.saved is saved and t.early_stop == early_stop:
                 again = self.matmuls[: t.n_matmuls]
-                return Recompute(
-                    saved, early_stop, t.saved_bytes, t.transient_bytes, again, t.attention, t.pointwise_bytes, t.n_kernels
-                )
+                work = t.pointwise_bytes, t.n_kernels, t.fused_bytes
+                return Recompute(saved, early_stop, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
         return None
 
     @property

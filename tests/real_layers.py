@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.workload import build_workload
+from runtime.kernels import use_kernels
 from runtime.plan import Semantics
 from runtime.workload import Block, Model
 
@@ -142,15 +143,17 @@ SIZES = ((2, 48), (1, 160))  # several sequences, and a long one
 
 
 def layers_of(
-    case: tuple[str, str, str, str], batch: int, seq_len: int
+    case: tuple[str, str, str, str], batch: int, seq_len: int, **kernels: Any
 ) -> Iterator[tuple[Block, Any, torch.Tensor, dict[str, Any]]]:
-    """Each layer's prediction next to the real layer and its input."""
+    """Each layer's prediction next to the real layer and its input; `kernels` are fields of the semantics."""
     model_type, attention, dtype, experts = case
     config = tiny_config(model_type, **WIDER)
     options = {"experts_implementation": experts} if model_type in EXPERT_TYPES else {}
     torch.manual_seed(0)
     model = hf_model(config, attn_implementation=attention, **options).to(DTYPES[dtype]).train()
-    how = semantics(batch, seq_len, dtype, attention=attention, experts=experts)
+    how = semantics(batch, seq_len, dtype, attention=attention, experts=experts, **kernels)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        use_kernels(layer, how)
     blocks = build_workload(Model(config), how).blocks[1:-1]
     for block, (layer, x, kwargs) in zip(blocks, layer_calls(model, config["vocab_size"], batch, seq_len), strict=True):
         yield block, layer, x.requires_grad_(), kwargs

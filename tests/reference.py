@@ -37,9 +37,18 @@ class Reference:
 def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Module:
     fields = {k: v for k, v in config.items() if k != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **fields)
-    return AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(
         hf_config, dtype=dtype, attn_implementation=semantics.attention, experts_implementation=semantics.experts
     ).train()
+    if semantics.norm == "fused":
+        for module in model.modules():
+            if "RMSNorm" in type(module).__name__:
+                as_one_function(module)
+    return model
+
+
+def as_one_function(norm: torch.nn.Module) -> None:
+    norm.forward = lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 class ByTiles(torch.nn.Module):
@@ -167,6 +176,20 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     return result
 
 
+def at_once(logits: torch.Tensor, targets: torch.Tensor, n_supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss of a tile and the gradient of its mean over the step, from one softmax in fp32, as `loss: fused` means it."""
+    probabilities = torch.softmax(logits.float(), dim=-1)
+    supervised = targets != -100
+    targets = torch.where(supervised, targets, 0)
+    top, at = logits.max(dim=-1)
+    own = torch.stack([row[target] for row, target in zip(logits, targets, strict=True)])
+    largest = torch.stack([row[i] for row, i in zip(probabilities, at, strict=True)])
+    losses = torch.where(supervised, top.float() - own.float() - torch.log(largest), 0.0)
+    wanted = F.one_hot(targets, logits.shape[-1]).float()
+    gradient = (probabilities - wanted) * (supervised.float() / n_supervised)[:, None]
+    return losses.sum(), gradient.to(logits.dtype)
+
+
 def micro_batch_sums(
     model: torch.nn.Module, parameters: dict[str, torch.Tensor], semantics: Semantics, batch
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -186,8 +209,12 @@ def micro_batch_sums(
             logits = F.linear(x, w)
             if cap is not None:
                 logits = torch.tanh(logits / cap) * cap
-            loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")
-            dx, dw = torch.autograd.grad(loss / n_supervised, [x, w])
+            if semantics.loss == "fused":
+                loss, d_logits = at_once(logits.detach(), y, n_supervised)
+                dx, dw = torch.autograd.grad(logits, [x, w], d_logits)
+            else:
+                loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")
+                dx, dw = torch.autograd.grad(loss / n_supervised, [x, w])
             d_hidden.append(dx)
             d_head += dw
             loss_sum += loss.item()

@@ -32,6 +32,7 @@ from .training import (
     batches_of,
     clip_some_steps,
     differences,
+    fused,
     kept_whole,
     plain,
     plan_of,
@@ -67,6 +68,7 @@ def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(mo
         micro_batch=micro_batch,
         clip_norm=0.5 if clipped == "every step" else None,
         experts=data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
+        **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
     )
     overrides = {"tie_word_embeddings": tied, "num_hidden_layers": n_layers}
     key = tuple(overrides.items())

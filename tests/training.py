@@ -9,7 +9,7 @@ import torch
 
 from planner.check import check
 from planner.lower import lower
-from planner.workload import build_workload
+from planner.workload import build_workload, fusible
 from runtime.batch import Batch
 from runtime.cpu import CpuMachine
 from runtime.executor import execute
@@ -51,6 +51,11 @@ def semantics_of(model_type: str, **fields) -> Semantics:
     attention = "eager" if model_type in EAGER_ONLY else "sdpa"
     defaults = {"seq_len": 16, "batch_size": 4, "micro_batch": 1, "clip_norm": 0.5, "loss_tile_tokens": 5, "attention": attention}
     return Semantics(**(defaults | {"experts": "eager"} | fields))
+
+
+def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
+    """Every kernel that can be fused for a model type, as fields of the semantics."""
+    return dict.fromkeys(fusible(Model(tiny_config(model_type))), "fused") | {"attention_kernel": attention_kernel}
 
 
 def asked(thing) -> str:
