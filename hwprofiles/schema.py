@@ -112,6 +112,7 @@ class Device(Part):
     kernel_overhead_s: Quantity
     op_overhead_s: Quantity
     compute_threads: Size | None
+    workspace_bytes: Share | None = None  # what kernels and libraries take beside the context once they have been used
     matmul: dict[Dtype, tuple[MatmulPoint, ...]]
     attention: dict[Dtype, tuple[AttentionPoint, ...]]
     cudnn_attention: dict[Dtype, tuple[AttentionPoint, ...]] | None = None

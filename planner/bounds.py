@@ -63,7 +63,7 @@ def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iter
     capacity = cost.capacity
 
     # Every block forward and backward, no recompute; the head does both in one.
-    compute_s = sum(cost.forward_s(b, dtype) + cost.backward_s(b, dtype) for b in blocks[:-1]) + cost.loss_s(plan)
+    compute_s = sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in blocks[:-1]) + cost.loss_s(plan)
     gradient = ITEM_BYTES[semantics.gradient_dtype]
     squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
     yield "device compute", n_micro_batches * compute_s + squares_s

@@ -18,6 +18,7 @@ from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
     from runtime.plan import Policy, Semantics
+    from runtime.policy import Kernel
     from runtime.workload import Model, Workload
 
     from .search import Answer
@@ -73,7 +74,17 @@ class _Plan(click.Command):
 @click.option(
     "--attention", type=click.Choice(["sdpa", "eager"]), help="Attention implementation.  [default: the better one of the model's]"
 )
-@click.option("--loss-tile-tokens", type=COUNT, help="Tokens whose logits exist at a time.  [default: 1024, or what fits]")
+@click.option(
+    "--kernels",
+    type=click.Choice(["eager", "fused"]),
+    help="Norms, loss, activation and attention as transformers spells them out, or fused.  [default: the machine's fastest]",
+)
+@click.option("--deterministic", is_flag=True, help="Attention whose gradients are added in a fixed order, at its price.")
+@click.option(
+    "--loss-tile-tokens",
+    type=COUNT,
+    help="Tokens whose logits exist at a time.  [default: 4096 with fused kernels, else 1024, or what fits]",
+)
 @click.option("--mlp-tile-tokens", type=COUNT, help="Tokens that go through an MLP at a time.  [default: all, or what fits]")
 @click.option("--runnable", is_flag=True, expose_value=False, help="Only what `penstock run` performs: today that is everything.")
 @click.option(
@@ -100,6 +111,8 @@ def plan(
     compute: str,
     gradient_dtype: str,
     attention: str | None,
+    kernels: "Kernel | None",
+    deterministic: bool,
     loss_tile_tokens: int | None,
     mlp_tile_tokens: int | None,
     clipped_steps: float | None,
@@ -115,6 +128,7 @@ def plan(
     from hwprofiles.schema import read_profile
     from runtime.plan import PlanFile, Semantics
 
+    from .kernels import with_kernels
     from .search import search
     from .workload import read_model, supported_attention
 
@@ -136,6 +150,7 @@ def plan(
         mlp_tile_tokens=mlp_tile_tokens,
         attention=attention or supported_attention(described)[0],  # type: ignore[arg-type]
     )
+    asked = with_kernels(described, asked, profile, kernels, deterministic)
     given = {"micro_batch": micro_batch, "loss_tile_tokens": loss_tile_tokens, "mlp_tile_tokens": mlp_tile_tokens}
     free = frozenset(name for name, value in given.items() if value is None)
     semantics, workload = _sized(described, asked, profile, free)

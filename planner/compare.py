@@ -16,6 +16,7 @@ from runtime.units import GB, show_bytes, show_seconds
 from runtime.workload import Model, Workload
 
 from .memory import footprint, frame
+from .kernels import with_kernels
 from .micro_batch import SIZES, with_micro_batch
 from .remedy import MAX_PLAN_OPS, most_ops
 from .search import search
@@ -217,7 +218,7 @@ def compare(
 ) -> Comparison:
     """Rank machines for a workload by tokens per second, each with the fastest plan found, or with a `fixed` policy.
 
-    `free`: sizes that each machine chooses for itself. PlanError for semantics or a policy that no plan can have.
+    `free`: sizes that each machine chooses for itself, as it does its kernels. PlanError for semantics or a policy that no plan can have.
     """
     candidates = [_candidate(model, profile, semantics, fixed, free) for profile in profiles]
     return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=_rank)))
@@ -236,7 +237,7 @@ def _rank(candidate: Candidate) -> tuple[Literal[0, 1, 2], float, str]:
 
 
 def _candidate(model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None, free: frozenset[str]) -> Candidate:
-    semantics, workload = with_micro_batch(model, semantics, profile, free)
+    semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile, free)
     outcome = _outcome(model, workload, semantics, profile, fixed, free)
     least = None if isinstance(outcome, TooLong) else smallest_host_bytes(model, workload, semantics, profile, fixed)
     return Candidate(profile.name, outcome, least, hourly(profile))

@@ -5,10 +5,11 @@ memory counts reads and writes. On a machine of kind `cpu` the device's memory i
 """
 
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Literal, assert_never
 
 from hwprofiles.schema import Direction, Profile
 from runtime.plan import Kind, Op, Plan, Semantics
+from runtime.policy import AttentionKernel
 from runtime.region import Demand, Region, Resource, Uses
 from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
@@ -22,6 +23,9 @@ BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, 
 EAGER_FRACTION = 0.841
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
 SQUARE_KERNELS = 4  # of `runtime/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
+# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100, head
+# width 128, 8k tokens, causal) of the 290 that the profile has there.
+DETERMINISTIC_FRACTION = 0.57
 BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
@@ -76,7 +80,7 @@ class CostModel:
     capacity: dict[Resource, float] = field(init=False)
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
-    _attention_s: dict[tuple[Dtype, Attention, bool], float] = field(default_factory=dict)
+    _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
     _known: dict[_Key, Demand] = field(default_factory=dict)
     _known_for: tuple[Workload, Semantics] | None = None
 
@@ -121,17 +125,17 @@ class CostModel:
             case Kind.FETCH:
                 return self._copy("h2d", block.boundary_bytes)
             case Kind.FORWARD | Kind.RECOMPUTE:
-                return self._compute(self.forward_s(block, dtype), block.pointwise_bytes)
+                return self._compute(self.forward_s(block, plan.semantics), block.pointwise_bytes)
             case Kind.LOSS:
                 n_bytes = self.loss_bytes(plan) + self._gradient_bytes(plan, op)
                 return self._compute(self.loss_s(plan) + self._gradient_bytes(plan, op) / self._memory_rate, n_bytes)
             case Kind.BACKWARD:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
-                seconds = self.backward_s(block, dtype) + self._gradient_bytes(plan, op) / self._memory_rate
+                seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
                 if op.block != 0 and op.block not in plan.policy.keep_blocks:
                     again = block.recompute(plan.saved(op.block), plan.policy.early_stop)
                     assert again is not None, "lower refuses what a block cannot save"
-                    seconds += self.recompute_s(block, again, dtype)
+                    seconds += self.recompute_s(block, again, plan.semantics)
                     n_bytes += again.pointwise_bytes
                 return self._compute(seconds, n_bytes)
             case Kind.ACCUMULATE:
@@ -157,29 +161,29 @@ class CostModel:
             case _:
                 assert_never(op.kind)
 
-    def forward_s(self, block: Block, dtype: Dtype) -> float:
+    def forward_s(self, block: Block, of: Semantics) -> float:
         """Seconds of one forward of a block on one micro-batch."""
         return (
-            sum(self._matmul(dtype, m) for m in block.matmuls)
-            + self._attention(dtype, block.attention, backward=False)
+            sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+            + self._attention(of, block.attention, backward=False)
             + self._pointwise_s(block)
             + block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
-    def recompute_s(self, block: Block, again: Recompute, dtype: Dtype) -> float:
+    def recompute_s(self, block: Block, again: Recompute, of: Semantics) -> float:
         """Seconds of what one backward of a block computes again."""
         return (
-            sum(self._matmul(dtype, m) for m in again.matmuls)
-            + (self._attention(dtype, block.attention, backward=False) if again.attention else 0.0)
+            sum(self._matmul(of.compute_dtype, m) for m in again.matmuls)
+            + (self._attention(of, block.attention, backward=False) if again.attention else 0.0)
             + self._pointwise_s(again)
             + again.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
-    def backward_s(self, block: Block, dtype: Dtype) -> float:
+    def backward_s(self, block: Block, of: Semantics) -> float:
         """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
         return (
-            BACKWARD_MATMULS * sum(self._matmul(dtype, m) for m in block.matmuls)
-            + self._attention(dtype, block.attention, backward=True)
+            BACKWARD_MATMULS * sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+            + self._attention(of, block.attention, backward=True)
             + BACKWARD_POINTWISE * self._pointwise_s(block)
             + block.tile_sum_bytes / self._memory_rate
             + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
@@ -253,15 +257,20 @@ class CostModel:
             self._matmul_s[key] = matmul.flop / (rate.value * self._eager_fraction)
         return self._matmul_s[key]
 
-    def _attention(self, dtype: Dtype, attention: Attention | None, backward: bool) -> float:
+    def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
         if attention is None:
             return 0.0
-        key = (dtype, attention, backward)
+        kernel, dtype = of.attention_kernel, of.compute_dtype
+        key = (dtype, attention, kernel, backward)
         if key not in self._attention_s:
-            rate = self.profile.attention_flop_per_s(dtype, attention.seq_len, attention.head_dim, backward)
+            measured: Literal["flash", "cudnn"] = "cudnn" if kernel == "cudnn" else "flash"
+            rate = self.profile.attention_flop_per_s(dtype, attention.seq_len, attention.head_dim, backward, measured)
             if not rate.inside_measured:
                 self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
-            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / rate.value
+            in_order = (
+                DETERMINISTIC_FRACTION if kernel == "deterministic" and backward and self.profile.device.kind == "cuda" else 1.0
+            )
+            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * in_order)
         return self._attention_s[key]
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:

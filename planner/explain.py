@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwprofiles.schema import Profile
-from runtime.plan import Lane, Plan, Policy, Update
+from runtime.plan import Lane, Plan, Policy, Semantics, Update
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .memory import Footprint
@@ -39,6 +39,14 @@ def explain(answer: Answer, profile: Profile, console: Console, measurements: Se
         console.file.write(line.rstrip() + "\n")  # a pipe wants neither colours nor the padding of tables
 
 
+def kernels_in_words(semantics: Semantics) -> str:
+    """`fused norm, loss and pointwise; cudnn attention`: what computes besides products."""
+    fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) == "fused"]
+    attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
+    others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
+    return f"{others}; {attention} attention"
+
+
 def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
     plan, claim, certificate = answer.plan, answer.prediction_json(), answer.certificate
     semantics, policy = plan.semantics, plan.policy
@@ -56,6 +64,7 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
             f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
             f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
         ),
+        ("kernels", kernels_in_words(semantics)),
         *(("" if i else "policy", text) for i, text in enumerate(clauses(policy, plan).values())),
     )
     yield Text()

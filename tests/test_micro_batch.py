@@ -6,7 +6,8 @@ import pytest
 
 from hwprofiles.schema import Profile, read_profile
 from planner.memory import footprint, frame
-from planner.micro_batch import LEAST_FRACTION, LEAST_LOSS_TILE, LEAST_MLP_TILE, LOSS_TILE, SIZES, with_micro_batch
+from planner.micro_batch import LEAST_FRACTION, LEAST_LOSS_TILE, LEAST_MLP_TILE, SIZES, with_micro_batch
+from planner.micro_batch import LOSS_TILE as LOSS_TILES
 from planner.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.plan import Policy, Semantics
 from runtime.workload import Model
@@ -16,6 +17,8 @@ from .tiny import tiny_config
 GIB = 2**30
 MACHINES = ("h200-pcie5", "gh200", "rtx4090-server")
 LONG = 512 * 1024
+
+LOSS_TILE = LOSS_TILES["eager"]
 
 
 def proposed(name: str, machine: str, seq_len: int, batch: int) -> tuple[Model, Semantics, Profile]:

@@ -77,9 +77,9 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
     for b in range(1, case.workload.n_layers + 1):
         if b not in case.policy.keep_blocks:
             again = blocks[b].recompute(case.plan.saved(b), case.policy.early_stop)
-            again_s += cost.recompute_s(blocks[b], again, dtype)
+            again_s += cost.recompute_s(blocks[b], again, case.plan.semantics)
         if b % case.policy.boundary_stride and b != case.workload.n_layers:
-            again_s += cost.forward_s(blocks[b], dtype)
+            again_s += cost.forward_s(blocks[b], case.plan.semantics)
     again_s *= case.semantics.n_micro_batches
     parts = waterfall(case.plan, machine)
     assert parts.recompute_s == pytest.approx(again_s, rel=1e-6, abs=NEGLIGIBLE * parts.step_s)
@@ -93,7 +93,7 @@ def test_on_a_machine_where_only_computing_takes_time_the_step_is_computing(case
     assert parts.ideal_compute_s + parts.recompute_s == pytest.approx(step_s(case.plan, machine), rel=NEGLIGIBLE)
     cost, dtype = CostModel(machine), case.semantics.compute_dtype
     blocks = case.workload.blocks[:-1]
-    least_s = sum(cost.forward_s(b, dtype) + cost.backward_s(b, dtype) for b in blocks) + cost.loss_s(case.plan)
+    least_s = sum(cost.forward_s(b, case.semantics) + cost.backward_s(b, case.semantics) for b in blocks) + cost.loss_s(case.plan)
     assert parts.ideal_compute_s >= least_s * case.semantics.n_micro_batches * (1 - 1e-9)
 
 
