@@ -73,8 +73,7 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()  # else there is no generator to be seeded
-        # cuDNN's attention plans are kept per thread and never freed, and lanes are new threads after every checkpoint. Without
-        # them a run takes the same kernels with `--deterministic` and without.
+        # Without cuDNN's attention a run takes the same kernels with `--deterministic` and without.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.name: str | None = torch.cuda.get_device_name(self.device)
 

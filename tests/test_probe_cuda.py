@@ -23,6 +23,7 @@ from hwprofiles.gpu_link import rates_in_common
 from hwprofiles.samples import products_flop
 from hwprofiles.schema import Profile
 from hwprofiles.stopwatch import Stopwatch
+from runtime.cores import split_beside_gpu
 from runtime.errors import ProfileError
 
 from .fake_gpu import GB, FakeMachine, GiB, Truth
@@ -366,9 +367,10 @@ def test_without_a_gpu_asking_for_one_is_an_error_of_one_line() -> None:
     assert str(caught.value).isprintable()
 
 
-def test_the_host_beside_a_gpu_keeps_a_core_for_the_thread_that_feeds_it() -> None:
+def test_the_host_beside_a_gpu_leaves_the_lanes_that_feed_it_the_cores_that_a_run_does() -> None:
     host = measure.host_beside_gpu(quick=True)
     n_cores = len(host.bench.all_cores)
-    assert host.facts().n_cores == max(1, n_cores - 1)
+    assert (host.bench.compute_cores, host.bench.host_cores) == split_beside_gpu(host.bench.all_cores)
+    assert host.facts().n_cores == len(host.bench.host_cores)
     assert n_cores == 1 or not {*host.bench.compute_cores} & {*host.bench.host_cores}
     assert [core for node in host.facts().nodes for core in node]
