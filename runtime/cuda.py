@@ -81,6 +81,7 @@ class CudaMachine(TorchMachine):
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._cores = split_beside_gpu(cores)
         self._updates.workers = Workers(len(self._cores[1]), Scratch)
+        self.host.n_threads = len(cores)
         self._events: list[Event] = []  # which no token holds
 
     @contextmanager
