@@ -64,7 +64,7 @@ class CudaMachine(TorchMachine):
         streams: Streams | None = None,
     ) -> None:
         """Allocate and pin every arena and build the templates; the host state is zero until weights are set."""
-        torch.set_float32_matmul_precision("highest")  # fp32 products are fp32, whatever the process did before
+        _sum_in_fp32()
         self.streams = streams or CudaStreams()
         self._gpu_thread = LaneThread(Lane.GPU)  # for all runs: what cuDNN keeps per thread is then kept once
         self._stream: dict[Lane, Stream] = {lane: self.streams.stream() for lane in Lane if lane is not Lane.CPU}
@@ -174,6 +174,16 @@ class CudaMachine(TorchMachine):
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+
+
+def _sum_in_fp32() -> None:
+    """A product is rounded once, at its end, whatever the process did before.
+
+    Else cuBLAS, where it splits the inner dimension (a weight's gradient has one of all tokens), adds the parts in bf16.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _awaited(plan: Plan) -> set[int]:

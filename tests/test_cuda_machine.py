@@ -358,6 +358,53 @@ def test_without_a_gpu_a_run_that_asks_for_one_is_one_line_and_any_other_is_the_
     assert train(home, "o").exit_code == 0
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "found"),
+    [
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ("cpu", {}, {}),
+    ],
+)
+def test_the_devices_segments_may_grow_unless_the_user_says_otherwise(home, monkeypatch, device, said, found):
+    """It is settled before anybody looks for a device, when torch may read it."""
+    looked = []
+
+    def look(*args):
+        looked.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ})
+        raise PenstockError("enough seen")
+
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that what it was is put back
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("runtime.cli_assembly.device_of", look)
+    assert train(home, "o", "--device", device).exit_code == 2
+    assert looked == [found]
+
+
+def test_no_machine_adds_the_parts_of_a_product_in_less_than_fp32(monkeypatch):
+    products, kinds = torch.backends.cuda.matmul, [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [getattr(products, kind) for kind in kinds], torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        for kind in kinds:
+            setattr(products, kind, True)
+        machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+        assert [getattr(products, kind) for kind in kinds] == [False, False]
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before[1])
+        for kind, value in zip(kinds, before[0], strict=True):
+            setattr(products, kind, value)
+
+
 def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, monkeypatch):
     asked = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
