@@ -36,9 +36,22 @@ DEFAULT_NAME = "this-machine"
 @click.option(
     "--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device, or which column of --nvbandwidth."
 )
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help="Host memory that a run may have, for example 118GB: for a virtual machine whose memory grows as it is used. "
+    "[default: what the system says is available]",
+)
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
 def probe(
-    device: str, quick: bool, results_path: Path | None, onto: str | None, buffer_size: str, gpu: int, output: Path | None
+    device: str,
+    quick: bool,
+    results_path: Path | None,
+    onto: str | None,
+    buffer_size: str,
+    gpu: int,
+    host_memory: str | None,
+    output: Path | None,
 ) -> None:
     """Measure this machine: about 90 seconds.
 
@@ -50,6 +63,7 @@ def probe(
     if output is not None:
         _check_writable(output)  # before, not after, the measuring
     buffer_bytes = parse_bytes(buffer_size)
+    host_bytes = parse_bytes(host_memory) if host_memory is not None else None
     results = None if results_path is None else read_nvbandwidth(results_path, gpu)
     console = Console(stderr=True)
     name = output.stem if output else DEFAULT_NAME
@@ -58,6 +72,7 @@ def probe(
     lines: list[str] = []
     if results is not None:
         profile, lines = merged(profile, results, buffer_bytes, name)
+    profile = profile.with_memory(None, host_bytes)
     console.print(headline(profile))
     for line in [*lines, *remarks(profile)]:
         console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runtime.cores import split_cores
+from runtime.cores import split_beside_gpu, split_cores
 from runtime.errors import ProfileError
 from runtime.units import KiB, MiB, show_bytes
 
@@ -135,10 +135,10 @@ def probe_cpu(effort: Effort, progress: Progress, name: str = "this-machine") ->
 
 
 def host_beside_gpu(quick: bool) -> Processor:
-    """The host of a GPU: one core for the thread that feeds it, the others for copies and optimizer."""
+    """The host of a GPU: a core or two for the lanes that feed it, the others for the optimizer."""
     effort = QUICK if quick else THOROUGH
     cores = sorted(os.sched_getaffinity(0))
-    bench = Bench(effort.patience, cores[:1], cores[1:] or cores)
+    bench = Bench(effort.patience, *split_beside_gpu(cores))
     bench.hurry_after_s = bench.clock() + effort.patient_s
     free_bytes, needed_bytes = hosts.available_bytes(), effort.needed_bytes(len(cores), len(bench.host_cores))
     _check_memory(free_bytes, needed_bytes)

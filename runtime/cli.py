@@ -75,6 +75,8 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
     from .monitors import refuse_missing
 
     assert settings.plan is not None
+    if settings.device not in ("cpu", "emulated"):
+        _let_segments_grow()
     file, device, out = checked_plan(Path(settings.plan)), device_of(settings.device), Path(settings.out)
     _refuse_odd_files(out)
     _refuse_what_others_wrote(out)
@@ -246,6 +248,12 @@ def _use_same_kernels() -> None:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     use_same_kernels()
+
+
+def _let_segments_grow() -> None:
+    """What is free of the device's memory can then be had in one piece. torch reads it when it first looks for a device."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _tell_clients_of_monitors(settings: "RunSettings") -> None:

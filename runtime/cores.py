@@ -1,5 +1,7 @@
 """Which cores compute, and which serve the host lanes?"""
 
+MANY_CORES = 8  # from which on two of them feed a GPU
+
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     """(cores of the gpu lane, cores of the copies and the optimizer) on a CPU machine.
@@ -14,3 +16,16 @@ def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
         return ordered, ordered
     half = len(ordered) // 2
     return ordered[:half], ordered[half:]
+
+
+def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
+    """(cores of the lanes that issue to a GPU, cores of the optimizer).
+
+    Of the three lanes that issue one at a time has the interpreter. Where there are many cores they have two, so that a thread of
+    the driver or an interrupt does not hold them up; the optimizer, which memory binds, hardly misses it. A single core serves all.
+    """
+    if not cores:
+        raise ValueError("no cores to split")
+    ordered = sorted(set(cores))
+    n_issuing = 2 if len(ordered) >= MANY_CORES else 1
+    return ordered[:n_issuing], ordered[n_issuing:] or ordered

@@ -43,6 +43,7 @@ class CpuMachine(TorchMachine):
         self.pin_threads = pin_threads
         self._cores = cores or split_cores(sorted(os.sched_getaffinity(0)))
         self._updates.workers = Workers(n_workers or len(self._cores[1]), Scratch)
+        self.host.n_threads = n_workers or len({*self._cores[0], *self._cores[1]})
         self.arenas.touch(self._updates.workers.n_threads)
 
     def initialise(self, seed: int) -> None:

@@ -15,7 +15,9 @@ import torch
 
 from .batch import Batch
 from .chunks import Scratch
+from .cores import split_beside_gpu
 from .inference import Head
+from .lane_thread import LaneRun, LaneThread
 from .optimizer import AdamW
 from .plan import Kind, Lane, Op, Plan
 from .staging import Staging
@@ -24,8 +26,6 @@ from .streams import CudaStreams, Event, Stream, Streams
 from .timeline import Span
 from .torch_machine import TorchMachine
 from .workers import Workers
-
-ISSUING_CORES = 1  # of three lanes, one at a time has the interpreter; the optimizer has the other cores, as when probed
 
 
 class _Token:
@@ -64,8 +64,9 @@ class CudaMachine(TorchMachine):
         streams: Streams | None = None,
     ) -> None:
         """Allocate and pin every arena and build the templates; the host state is zero until weights are set."""
-        torch.set_float32_matmul_precision("highest")  # fp32 products are fp32, whatever the process did before
+        _sum_in_fp32()
         self.streams = streams or CudaStreams()
+        self._gpu_thread = LaneThread(Lane.GPU)  # for all runs: what cuDNN keeps per thread is then kept once
         self._stream: dict[Lane, Stream] = {lane: self.streams.stream() for lane in Lane if lane is not Lane.CPU}
         with self.streams.current(self._stream[Lane.GPU]):
             self._staging = Staging(plan.semantics, batches, self.streams, self._stream[Lane.GPU])
@@ -78,8 +79,9 @@ class CudaMachine(TorchMachine):
         self._stopwatch: Stopwatch | None = Stopwatch(plan, self.streams, self._stream)
         self._awaited = _awaited(plan)
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
-        self._cores = (cores[:ISSUING_CORES], cores[ISSUING_CORES:]) if len(cores) > ISSUING_CORES else (cores, cores)
+        self._cores = split_beside_gpu(cores)
         self._updates.workers = Workers(len(self._cores[1]), Scratch)
+        self.host.n_threads = len(cores)
         self._events: list[Event] = []  # which no token holds
 
     @contextmanager
@@ -93,6 +95,9 @@ class CudaMachine(TorchMachine):
                 yield
         finally:
             self._staging, self._stopwatch, self._awaited = own
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        return self._gpu_thread.run(work) if lane is Lane.GPU else super().on_thread(lane, work)
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
@@ -111,7 +116,7 @@ class CudaMachine(TorchMachine):
 
     @contextmanager
     def _settled(self, cores: list[int]) -> Iterator[None]:
-        """The calling thread, which ends with the lane: its cores, one thread inside a kernel of the CPU, and no autograd."""
+        """The calling thread, which is this lane's alone: its cores, one thread inside a kernel of the CPU, and no autograd."""
         os.sched_setaffinity(0, cores)  # 0: the calling thread
         torch.set_num_threads(1)
         with torch.no_grad():
@@ -169,6 +174,16 @@ class CudaMachine(TorchMachine):
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+
+
+def _sum_in_fp32() -> None:
+    """A product is rounded once, at its end, whatever the process did before.
+
+    Else cuBLAS, where it splits the inner dimension (a weight's gradient has one of all tokens), adds the parts in bf16.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _awaited(plan: Plan) -> set[int]:

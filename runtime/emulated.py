@@ -7,12 +7,13 @@ demand is served and its real work is done. Whatever lanes, waits and contention
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .cpu import CpuMachine
+from .lane_thread import LaneRun
 from .plan import Lane, Op, Semantics
 from .region import Demand, Region, rates
 from .timeline import Span
@@ -145,6 +146,9 @@ class EmulatedMachine:
         self._due_s: dict[Lane, float] = {}  # when the lane's next op could begin, if lanes took no time to wake
         self.n_performed = 0
         self.n_real_work_binds = 0  # ops whose stand-in's work lasted longer than the emulated op
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        return self.stand_in.on_thread(lane, work)
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """How is a plan performed?
 
-Each lane is a thread that walks its ops in plan order, step after step: wait, perform, signal. Nothing joins the lanes between
-steps; the plan's waits are all there is.
+Each lane is a thread that walks its ops in plan order, step after step: wait, perform, signal. The machine says which thread, as
+some of them outlive a run. Nothing joins the lanes between steps; the plan's waits are all there is.
 
 A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
 that nobody waits for rings no bell, and the caller's thread is woken once a step. So an op costs a few microseconds where no lane
@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from .errors import PenstockError
+from .lane_thread import LaneRun
 from .machine import Machine
 from .plan import Lane, Op, Plan
 from .timeline import Span, Timeline
@@ -174,13 +175,13 @@ def execute(
                 on_step(step, time.perf_counter() - start_s)
 
     workers: list[_Worker] = []
-    threads: list[threading.Thread] = []
+    threads: list[LaneRun] = []
     try:
         for track in sorted(
             board.tracks, key=lambda track: track.lane is Lane.GPU
         ):  # compute last: its thread settings are to stay
             workers.append(_Worker(track, machine, board, range(first_step, first_step + n_steps), keep_steps))
-            threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
+            threads.append(machine.on_thread(track.lane, workers[-1].run))
             threads[-1].start()
             workers[-1].ready.wait()
         _watch(board, report, quiet_s)
@@ -220,7 +221,7 @@ def _tracks(plan: Plan, n_steps: int) -> list[_Track]:
 
 @dataclass(slots=True)
 class _Worker:
-    """One lane's thread."""
+    """What one lane's thread does."""
 
     track: _Track
     machine: Machine
@@ -329,7 +330,7 @@ def _watch(board: _Board, report: Callable[[], None], quiet_s: float) -> None:
             say_at_s *= 2
 
 
-def _join(threads: list[threading.Thread], board: _Board, quiet_s: float) -> None:
+def _join(threads: Sequence[LaneRun], board: _Board, quiet_s: float) -> None:
     """Wait until every lane has ended. After a failure, for `quiet_s` at most: an op that hangs never ends."""
     deadline_s = time.perf_counter() + quiet_s
     for thread in threads:

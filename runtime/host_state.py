@@ -1,7 +1,8 @@
 """Where on the host does what training has made of a model lie?"""
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import torch
 
 from .chunks import Scratch
 from .memory import DTYPE, Arenas
-from .optimizer import CHUNK_ELEMENTS, Learned, SplitMaster, round_half_up
+from .optimizer import Learned, SplitMaster, round_half_up
 from .plan import Plan, Slot
 from .slabs import host_slab
 from .units import MiB
@@ -19,6 +20,10 @@ from .workload import Parameter
 STATE_ARENAS = ("masters", "remainders", "moments", "host_weights")
 SHADOW = "shadow_"  # before an arena's name: the part of a shadow that stands for a slot of it
 COPY_BYTES = 8 * MiB  # what one worker copies at a time: about a millisecond
+# Of a weight, what is set in one go: no more, so that what it takes meanwhile stays in a cache; and no less, or a dozen workers
+# would wait for each other's interpreter.
+SET_ELEMENTS = 2**18
+SET_AT_ONCE = 4 * SET_ELEMENTS  # what one worker sets at a time: some milliseconds
 
 Copy = Mapping[str, torch.Tensor]  # the bytes of a chunk, by arena
 
@@ -45,6 +50,7 @@ class HostState:
         self.plan, self.arenas = plan, arenas
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
+        self.n_threads = 1  # that set weights; a machine says how many it has cores
         self.chunks = [plan.chunks(b) for b in range(len(plan.workload.blocks))]
         self._state = [arena for name in STATE_ARENAS if (arena := plan.arena(name)) is not None]
         self._first: list[int] = []  # slot of each block's first chunk
@@ -112,27 +118,19 @@ class HostState:
         return learned.exp_avg, learned.exp_avg_sq
 
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
-        """Put an owned parameter (any float dtype) into master and compute weight."""
-        learned, given = self.learned(p), given.reshape(-1)
-        for start in range(0, p.n_elements, CHUNK_ELEMENTS):
-            part = slice(start, start + CHUNK_ELEMENTS)
-            match learned.master:
-                case SplitMaster() as master:
-                    master.cut(part, given[part].float())
-                    continue
-                case master if master.dtype is torch.float32:
-                    master[part] = given[part]
-                case master:
-                    round_half_up(given[part].float(), master[part])
-            if learned.weight is not None:
-                round_half_up(master[part], learned.weight[part])
+        """Put an owned parameter (any float dtype) into master and compute weight. No lane may be at work."""
+        _together(self._setting(p, given), self.n_threads)
+
+    def _setting(self, p: Parameter, given: torch.Tensor) -> list[Callable[[None], object]]:
+        """Setting a weight, in pieces that threads may share."""
+        learned, flat = self.learned(p), given.reshape(-1)
+        return [partial(_set, learned, flat, slice(at, at + SET_AT_ONCE)) for at in range(0, p.n_elements, SET_AT_ONCE)]
 
     # -- all of it --------------------------------------------------------------------------------------------------
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put a block's own weights into the store."""
-        for p in self.owned(block):
-            self.set_weight(p, weights[p.name])
+        """Put a block's own weights into the store. No lane may be at work."""
+        _together([task for p in self.owned(block) for task in self._setting(p, weights[p.name])], self.n_threads)
 
     def compute_weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
         """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
@@ -162,6 +160,40 @@ class HostState:
         number = self._first[block] + (chunk or 0)
         for arena in self._state:
             self.arenas.exchange(Slot(arena.name, number), Slot(SHADOW + arena.name, number))
+
+
+def _set(learned: Learned, given: torch.Tensor, piece: slice, own: None) -> None:
+    """Put a piece of a flat weight into master and compute weight."""
+    for at in range(piece.start, min(piece.stop, given.numel()), SET_ELEMENTS):
+        part = slice(at, min(at + SET_ELEMENTS, piece.stop))
+        match learned.master:
+            case SplitMaster() as master:
+                master.cut(part, given[part].float())
+                continue
+            case master if master.dtype is torch.float32:
+                master[part] = given[part]
+            case master:
+                round_half_up(given[part].float(), master[part])
+        if learned.weight is not None:
+            round_half_up(master[part], learned.weight[part])
+
+
+def _together(tasks: Sequence[Callable[[None], object]], n_threads: int) -> None:
+    """Have tasks done by so many threads, of which this is one, each with one thread inside a kernel."""
+    workers = Workers[None](max(1, min(n_threads, len(tasks))), lambda: None)
+    with _one_kernel_thread(), workers.helped(_one_kernel_thread):
+        workers.run(tasks)
+
+
+@contextmanager
+def _one_kernel_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _copy(to: torch.Tensor, there: torch.Tensor, own: Scratch) -> None:

@@ -5,16 +5,20 @@ another machine's time, `NullMachine` only remembers. `CudaMachine` takes the sa
 lane's stream and its `follow` makes the other lane's stream, or host thread, wait for it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+from .lane_thread import LaneRun, on_its_own_thread
 from .plan import Lane, Op
 from .timeline import Span
 
 
 class Machine(Protocol):
     """What an executor needs. `mark` and `follow` carry what one lane must know of another's work beyond that it was issued."""
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        """All the work of a lane in one run, its `lane` too, on the thread where it belongs; not begun yet."""
 
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
         """Prepare the calling thread to be this lane, until the context ends."""
@@ -37,6 +41,9 @@ class NullMachine:
 
     def __init__(self) -> None:
         self.performed: list[tuple[int, int]] = []  # (step, op)
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        return on_its_own_thread(lane, work)
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:

@@ -5,7 +5,8 @@ slot.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,11 +157,11 @@ class Arenas:
 
 
 def _slabs_of(arena: Arena) -> list[list[int]]:
-    """The slots of each of an arena's slabs: one slab, or on the host as many as a driver takes, each of whole slots."""
+    """The slots of each of an arena's slabs: one slab, or on the host as many as threads may lock at once, each of whole slots."""
     slabs: list[list[int]] = [[]]
     n_bytes = 0
     for index, slot_bytes in enumerate(arena.slot_bytes):
-        if slabs[-1] and arena.place is Place.HOST and n_bytes + slot_bytes > host_memory.REGISTER_BYTES:
+        if slabs[-1] and arena.place is Place.HOST and n_bytes + slot_bytes > host_memory.SLAB_BYTES:
             slabs.append([])
             n_bytes = 0
         slabs[-1].append(index)
@@ -168,12 +169,17 @@ def _slabs_of(arena: Arena) -> list[list[int]]:
     return slabs
 
 
-def register_for_dma(arenas: Arenas, cudart: Any = None) -> list[tuple[int, int]]:
+def register_for_dma(
+    arenas: Arenas,
+    cudart: Any = None,
+    n_threads: int = 1,
+    settled: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[tuple[int, int]]:
     """Lock the host's arenas in memory, so that copies to and from a CUDA device neither block nor pass through a buffer.
 
     (address, bytes) of what was registered, for `slabs.unregister`; PlanError where so much may not be locked.
     """
-    return host_memory.register_for_dma(arenas.host_slabs(), cudart)
+    return host_memory.register_for_dma(arenas.host_slabs(), cudart, n_threads, settled)
 
 
 def available_host_bytes() -> int | None:

@@ -9,8 +9,9 @@ import ctypes
 import mmap
 import platform
 import resource
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from .errors import PlanError
-from .units import KiB, MiB, show_bytes
+from .units import GiB, KiB, MiB, show_bytes
 from .workers import Workers
 
 HUGE_PAGE_BYTES = 2 * MiB  # below it a slab has no huge pages to gain
@@ -27,16 +28,24 @@ TOUCH_BYTES = 64 * MiB  # what one thread faults in at a time
 # leaves an error behind that the thread's next kernel reports as its own: so none is tried that would be. No smaller than need
 # be: a copy from two pieces may be refused too.
 REGISTER_BYTES = 2**39 - 2**30
+# What slots lie together in: small enough that several threads, each at a slab of its own, lock an arena at once.
+SLAB_BYTES = 4 * GiB
+MOST_LOCKING_THREADS = 8  # beyond them a driver's own locks bind
 NODES = Path("/sys/devices/system/node")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers of the C library's `mallopt`
 LARGE_BYTES = 8 * MiB  # what is freed from here on goes back to the system at once
 RETAINED_BYTES = 2**30  # of freed memory at the heap's end, which would be faulted in again by the next op
 _MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
 _PREFER, _INTERLEAVE = 1, 3  # memory policies
+_NO_RESERVE = {"x86_64": 0x4000, "aarch64": 0x4000}  # MAP_NORESERVE, which Python does not name
+GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def host_slab(n_bytes: int) -> torch.Tensor:
-    """So many bytes, zero; MemoryError where there are not so many. Pages come when they are touched, or with `touch`.
+    """So many bytes, zero; MemoryError where the system refuses. Pages come when they are touched, or with `touch`.
+
+    Nothing is reserved: by its heuristic a system refuses a mapping that is larger than its memory and swap are now, and the memory
+    of a virtual machine may grow as it is touched. Whether there is so much, who asks for it has to know (`available_host_bytes`).
 
     A process that forks leaves its slabs to itself: a child's copy would make the parent's next write a page fault, and move pages
     that a device reads. No page is shared, with other slabs or with anything else: a driver locks whole pages, and none twice.
@@ -44,13 +53,17 @@ def host_slab(n_bytes: int) -> torch.Tensor:
     if n_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
     try:
-        pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _no_reserve())
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         with suppress(OSError):  # a kernel without it
             pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8, count=n_bytes)  # keeps the pages until the tensor goes
+
+
+def _no_reserve() -> int:
+    return _NO_RESERVE.get(platform.machine(), 0) if sys.platform == "linux" else 0
 
 
 def settle_allocator() -> None:
@@ -72,8 +85,17 @@ def give_back_freed() -> None:
 
 
 def touch(slabs: Iterable[torch.Tensor], n_threads: int) -> None:
-    """Fault every page of fresh slabs in, with several threads."""
-    page_bytes = mmap.PAGESIZE
+    """Fault every page of fresh slabs in, with several threads.
+
+    PlanError where they are more than the process's control group may ever have: the system would kill it on the way.
+    """
+    slabs, page_bytes = list(slabs), mmap.PAGESIZE
+    n_bytes, most_bytes = sum(slab.numel() for slab in slabs), group_limit_bytes()
+    if most_bytes is not None and n_bytes > most_bytes:
+        raise PlanError(
+            f"{show_bytes(n_bytes)} of host memory cannot be had: this process's control group allows {show_bytes(most_bytes)}; "
+            "allow it more, or plan for less with --host-memory"
+        )
     parts = [slab[at : at + TOUCH_BYTES] for slab in slabs for at in range(0, slab.numel(), TOUCH_BYTES)]
     if not parts:
         return
@@ -84,6 +106,14 @@ def touch(slabs: Iterable[torch.Tensor], n_threads: int) -> None:
     workers = Workers[None](n_threads, lambda: None)
     with workers.helped():
         workers.run([task(part) for part in parts])
+
+
+def group_limit_bytes(path: Path = GROUP_LIMIT) -> int | None:
+    """The most memory that the process's control group may have; None where it has no limit, or the system does not say."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or `max`
+        return None
 
 
 # -- memory nodes ---------------------------------------------------------------------------------------------------
@@ -170,29 +200,52 @@ def huge_bytes(slabs: Iterable[torch.Tensor], maps: Path = Path("/proc/self/smap
 # -- registration for DMA -------------------------------------------------------------------------------------------
 
 
-def register_for_dma(slabs: Mapping[str, torch.Tensor], cudart: Any = None) -> list[tuple[int, int]]:
+def register_for_dma(
+    slabs: Mapping[str, torch.Tensor],
+    cudart: Any = None,
+    n_threads: int = 1,
+    settled: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[tuple[int, int]]:
     """Lock host slabs, by name, in memory, so that a CUDA device reads and writes them itself, and copies do not block.
 
-    Returns (address, bytes) of each registered piece, for `unregister`: a slab, or pieces of one that no driver takes whole.
-    PlanError when memory may not be locked; nothing is registered then.
+    Several threads do, each a piece at a time and `settled` for it, as a call locks a few GB a second. Returns (address, bytes) of
+    each registered piece, for `unregister`: a slab, or pieces of one that no driver takes whole. PlanError when memory may not be
+    locked; nothing is registered then.
     """
     cudart = cudart if cudart is not None else torch.cuda.cudart()
+    pieces = [(name, at) for name, slab in slabs.items() for at in range(0, slab.numel(), REGISTER_BYTES)]
     done: list[tuple[int, int]] = []
-    for name, slab in slabs.items():
-        for at in range(0, slab.numel(), REGISTER_BYTES):
-            address, n_bytes = slab.data_ptr() + at, min(REGISTER_BYTES, slab.numel() - at)
+
+    def task(name: str, at: int) -> Callable[[None], object]:
+        address, n_bytes = slabs[name].data_ptr() + at, min(REGISTER_BYTES, slabs[name].numel() - at)
+
+        def register(_: None) -> None:
             if error := int(cudart.cudaHostRegister(address, n_bytes, 0)):
-                unregister(done, cudart)
-                total = sum(each.numel() for each in slabs.values())
-                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-                allowed = "unlimited" if limit == resource.RLIM_INFINITY else show_bytes(limit)
-                raise PlanError(
-                    f"arena {name}: {show_bytes(slab.numel())} of {show_bytes(total)} cannot be locked in memory for the device "
-                    f"(CUDA error {error}); the limit of locked memory (memlock, `ulimit -l`) is {allowed}: "
-                    "raise it, or free memory"
-                )
+                raise _refused(name, slabs, error)
             done.append((address, n_bytes))
+
+        return register
+
+    if not pieces:
+        return done
+    workers = Workers[None](max(1, min(n_threads, MOST_LOCKING_THREADS, len(pieces))), lambda: None)
+    try:
+        with settled(), workers.helped(settled):
+            workers.run([task(name, at) for name, at in pieces])
+    except BaseException:
+        unregister(done, cudart)
+        raise
     return done
+
+
+def _refused(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanError:
+    total = sum(each.numel() for each in slabs.values())
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else show_bytes(limit)
+    return PlanError(
+        f"arena {name}: {show_bytes(slabs[name].numel())} of {show_bytes(total)} cannot be locked in memory for the device "
+        f"(CUDA error {error}); the limit of locked memory (memlock, `ulimit -l`) is {allowed}: raise it, or free memory"
+    )
 
 
 def unregister(pieces: Iterable[tuple[int, int]], cudart: Any = None) -> None:

@@ -4,6 +4,7 @@ Streams, which do what is issued to them in order and later, and events, which m
 tests give lanes streams of their own, which dawdle.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -73,8 +74,7 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()  # else there is no generator to be seeded
-        # cuDNN's attention plans are kept per thread and never freed, and lanes are new threads after every checkpoint. Without
-        # them a run takes the same kernels with `--deterministic` and without.
+        # Without cuDNN's attention a run takes the same kernels with `--deterministic` and without.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.name: str | None = torch.cuda.get_device_name(self.device)
 
@@ -123,7 +123,11 @@ class CudaStreams:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def lock(self, arenas: Arenas) -> None:
-        weakref.finalize(arenas, unregister, register_for_dma(arenas))
+        def on_this_device() -> AbstractContextManager[None]:  # a thread's first call would else be of the first device
+            return torch.cuda.device(self.device)
+
+        pieces = register_for_dma(arenas, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
+        weakref.finalize(arenas, unregister, pieces)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
 

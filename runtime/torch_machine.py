@@ -16,6 +16,7 @@ from .compute import Compute
 from .copies import Copies
 from .host_state import HostState
 from .inference import Head, Inference
+from .lane_thread import LaneRun, on_its_own_thread
 from .memory import Arenas
 from .norms import Squares
 from .optimizer import AdamW
@@ -77,6 +78,10 @@ class TorchMachine(ABC):
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
         return None
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        """As a machine's."""
+        return on_its_own_thread(lane, work)
 
     @abstractmethod
     def lane(self, lane: Lane) -> AbstractContextManager[None]:

@@ -7,8 +7,10 @@ import gc
 import itertools
 import json
 import os
+import threading
 import time
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -20,13 +22,16 @@ from planner.cli import cli
 from planner.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
+from runtime.evaluation import Evaluator
 from runtime.executor import OpError, execute
+from runtime.generation import generate
 from runtime.plan import Kind, Lane, Policy, Update
 from runtime.staging import Staging
 from runtime.workload import Model
 
 from .late_streams import LateStreams, Poisoned, machine_of
 from .strategies import policies
+from .test_evaluation import LateForBoth, Several, sequences
 from .tiny import tiny_config
 from .training import (
     EVERYTHING,
@@ -147,6 +152,47 @@ def test_a_long_run_makes_no_event_and_no_stream_that_a_short_one_does_not():
 
 
 EVERYTHING_SMALL = Policy(product_blocks=(1,), update=Update.DEFERRED, speculate_blocks=(0, 2))
+
+
+class NotesThreads(LateForBoth):
+    """Which thread issued each lane's ops: the thread itself, as numbers of threads that have ended are given again."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.threads = defaultdict(list)
+        self.fails_at = None
+
+    def perform(self, index, op, step):
+        if threading.current_thread() not in self.threads[op.lane]:
+            self.threads[op.lane].append(threading.current_thread())
+        if (op.kind, step) == self.fails_at:
+            raise OSError("the disk is gone")
+        super().perform(index, op, step)
+
+
+def test_all_that_a_machine_computes_is_issued_by_one_thread_which_ends_with_the_machine():
+    """Over runs, evaluations, samples, and a failure in any lane."""
+    semantics, config = semantics_of("llama"), tiny_config("llama")
+    machine = machine_of(config, semantics, Policy(), machine_type=NotesThreads)
+    execute(machine.plan, machine, 2)
+    Evaluator(machine, Several(sequences(config["vocab_size"], 3)), 3).run()
+    generate(machine, [[1, 2, 3]], 2)
+    for kind in (Kind.BACKWARD, Kind.OFFLOAD):  # in the lane itself, and in another
+        machine.fails_at = (kind, 2)
+        with pytest.raises(OpError, match=rf"step 3, lane .*: {kind} .* failed: OSError: the disk is gone"):
+            execute(machine.plan, machine, 1, 2)
+    machine.fails_at = None
+    execute(machine.plan, machine, 1, 2)
+    assert differences(machine, plain("llama", semantics)) == []
+    assert len(machine.threads[Lane.H2D]) > 5, "each run has new ones, but for the lane that computes"
+    (thread,) = machine.threads[Lane.GPU]
+    assert thread.is_alive()
+    assert thread.name == "lane-gpu"
+    assert thread is not threading.current_thread()
+    del machine
+    gc.collect()  # what failed refers to itself, and to the machine
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_when_a_run_ends_every_stream_has_ended_whatever_ended_the_run():
@@ -310,6 +356,53 @@ def test_without_a_gpu_a_run_that_asks_for_one_is_one_line_and_any_other_is_the_
     assert done.stderr.count("\n") == 1
     monkeypatch.setattr("runtime.cuda.CudaStreams", None)
     assert train(home, "o").exit_code == 0
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "found"),
+    [
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ("cpu", {}, {}),
+    ],
+)
+def test_the_devices_segments_may_grow_unless_the_user_says_otherwise(home, monkeypatch, device, said, found):
+    """It is settled before anybody looks for a device, when torch may read it."""
+    looked = []
+
+    def look(*args):
+        looked.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ})
+        raise PenstockError("enough seen")
+
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that what it was is put back
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("runtime.cli_assembly.device_of", look)
+    assert train(home, "o", "--device", device).exit_code == 2
+    assert looked == [found]
+
+
+def test_no_machine_adds_the_parts_of_a_product_in_less_than_fp32(monkeypatch):
+    products, kinds = torch.backends.cuda.matmul, [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [getattr(products, kind) for kind in kinds], torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        for kind in kinds:
+            setattr(products, kind, True)
+        machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+        assert [getattr(products, kind) for kind in kinds] == [False, False]
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before[1])
+        for kind, value in zip(kinds, before[0], strict=True):
+            setattr(products, kind, value)
 
 
 def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, monkeypatch):

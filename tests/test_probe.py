@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from hwprofiles.host import Processor
 from hwprofiles.instruments import Bench, Patience
 from hwprofiles.samples import Sample
 from hwprofiles.schema import Profile
-from runtime.cores import split_cores
+from runtime.cores import split_beside_gpu, split_cores
 from runtime.errors import ProfileError
 from runtime.optimizer import adamw_
 
@@ -128,9 +129,18 @@ def test_compute_and_host_lanes_have_cores_of_their_own_unless_there_is_only_one
     assert len(cores) == 1 or len(compute) == len(cores) // 2
 
 
-def test_without_cores_there_is_nothing_to_split() -> None:
+@pytest.mark.parametrize(("n_cores", "n_issuing", "n_host"), [(1, 1, 1), (2, 1, 1), (4, 1, 3), (7, 1, 6), (8, 2, 6), (16, 2, 14)])
+def test_the_lanes_that_feed_a_gpu_have_a_core_and_from_eight_cores_on_two(n_cores: int, n_issuing: int, n_host: int) -> None:
+    cores = list(range(10, 10 + n_cores))
+    issuing, host = split_beside_gpu(cores[::-1])
+    assert (issuing, host) == (cores[:n_issuing], cores[-n_host:])
+    assert {*issuing, *host} == {*cores}
+
+
+@pytest.mark.parametrize("split", [split_cores, split_beside_gpu])
+def test_without_cores_there_is_nothing_to_split(split: Callable[[list[int]], object]) -> None:
     with pytest.raises(ValueError, match="no cores"):
-        split_cores([])
+        split([])
 
 
 def test_work_runs_on_the_cores_and_threads_of_its_lane_and_this_thread_keeps_its_own() -> None:

@@ -23,7 +23,8 @@ from hwprofiles.gpu_link import rates_in_common
 from hwprofiles.samples import products_flop
 from hwprofiles.schema import Profile
 from hwprofiles.stopwatch import Stopwatch
-from runtime.errors import ProfileError
+from runtime.cores import split_beside_gpu
+from runtime.errors import PenstockError, ProfileError
 
 from .fake_gpu import GB, FakeMachine, GiB, Truth
 
@@ -359,6 +360,39 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, 
     assert "of pageable memory" in result.stderr
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    """All else is as measured."""
+    machine, out = FakeMachine(Truth(host_bytes=12 * GB)), tmp_path / "rig.json"
+    measured = probe_gpu(machine.device, machine.host, QUICK_GPU, lambda what, fraction: None, "rig")  # type: ignore[arg-type]
+    assert measured.host.memory_bytes.value == 12 * GB
+    monkeypatch.setattr("hwprofiles.cli._measured", lambda asked, *_: measured if asked == device else None)
+    words = ["--device", device, "-o", str(out)]
+    assert CliRunner().invoke(probe, [*words, "--host-memory", "118GB"], catch_exceptions=False).exit_code == 0
+    profile = Profile.from_json(json.loads(out.read_text()))
+    booked = profile.host.memory_bytes
+    assert booked.value == 118 * GB
+    source = profile.sources[booked.source]
+    assert (source.kind, source.detail) == ("user", "host memory of 118 GB as given by the user")
+    assert profile.device == measured.device
+    assert profile.host.model_copy(update={"memory_bytes": None}) == measured.host.model_copy(update={"memory_bytes": None})
+    assert CliRunner().invoke(probe, words, catch_exceptions=False).exit_code == 0
+    assert Profile.from_json(json.loads(out.read_text())) == measured
+
+
+@pytest.mark.parametrize("size", ["0", "-5GB", "plenty", "", "nan", "1e400GB", "12 parsecs"])
+def test_host_memory_that_is_no_size_is_refused_in_one_line_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: str
+) -> None:
+    monkeypatch.setattr("hwprofiles.cli._measured", None)
+    with pytest.raises(PenstockError, match="write for example 80GB") as caught:
+        CliRunner().invoke(probe, ["--host-memory", size, "-o", str(tmp_path / "rig.json")], catch_exceptions=False)
+    assert str(caught.value).isprintable()
+    assert not (tmp_path / "rig.json").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_asking_for_one_is_an_error_of_one_line() -> None:
     with pytest.raises(ProfileError, match="--device cpu") as caught:
@@ -366,9 +400,10 @@ def test_without_a_gpu_asking_for_one_is_an_error_of_one_line() -> None:
     assert str(caught.value).isprintable()
 
 
-def test_the_host_beside_a_gpu_keeps_a_core_for_the_thread_that_feeds_it() -> None:
+def test_the_host_beside_a_gpu_leaves_the_lanes_that_feed_it_the_cores_that_a_run_does() -> None:
     host = measure.host_beside_gpu(quick=True)
     n_cores = len(host.bench.all_cores)
-    assert host.facts().n_cores == max(1, n_cores - 1)
+    assert (host.bench.compute_cores, host.bench.host_cores) == split_beside_gpu(host.bench.all_cores)
+    assert host.facts().n_cores == len(host.bench.host_cores)
     assert n_cores == 1 or not {*host.bench.compute_cores} & {*host.bench.host_cores}
     assert [core for node in host.facts().nodes for core in node]

@@ -1,13 +1,16 @@
 """Does the host's memory stay where it is, and is it held once?"""
 
 import faulthandler
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,18 +18,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import slabs
+from runtime import host_state, slabs
 from runtime.cpu import CpuMachine
 from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.memory import Arenas, register_for_dma
+from runtime.optimizer import round_half_up
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from runtime.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement
 from runtime.units import MiB
 
 from .tiny import tiny_config
 from .tour import ROOT
-from .training import ADAMW, batches_of, differences, plain, plan_of, semantics_of, streamed
+from .training import ADAMW, batches_of, differences, plain, plan_of, same_bits, semantics_of, streamed
 
 PAGE_BYTES = resource.getpagesize()
 CPU = torch.device("cpu")
@@ -151,6 +155,39 @@ def test_a_child_process_does_not_get_the_arenas():
     assert bool((slab == 5).all())
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks the kernel")
+def test_no_memory_is_reserved_for_a_slab_as_it_may_grow_when_it_is_touched():
+    """A system with its usual heuristic refuses a mapping of more than memory and swap, unless told to reserve nothing."""
+    slab = host_slab(8 * MiB)
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for mapping, flags in itertools.pairwise(mappings):
+        spans = [line.split()[0] for line in mapping.splitlines() if "-" in line.split(" ")[0]]
+        begin, end = (int(address, 16) for address in spans[-1].split("-")) if spans else (0, 0)
+        if begin <= slab.data_ptr() < end:
+            assert "nr" in flags.splitlines()[0].split()
+            break
+    else:
+        raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_refused"), [("max\n", False), (f"{9 * MiB}\n", False), (f"{7 * MiB}\n", True), (None, False)]
+)
+def test_touching_what_a_control_group_never_allows_is_one_line_and_no_kill(tmp_path, monkeypatch, limit, is_refused):
+    path = tmp_path / "memory.max"
+    if limit is not None:
+        path.write_text(limit)
+    monkeypatch.setattr(slabs, "group_limit_bytes", partial(slabs.group_limit_bytes, path))
+    arenas = Arenas([Arena("masters", Place.HOST, (8 * MiB,))], CPU)
+    if not is_refused:
+        arenas.touch(1)
+        return
+    with pytest.raises(
+        PlanError, match=r"^8.39 MB of host memory cannot be had: .* control group allows 7.34 MB; .*--host-memory$"
+    ):
+        arenas.touch(1)
+
+
 def test_an_arena_that_the_system_refuses_is_one_line():
     with pytest.raises(PlanError, match=r"arena masters of \d+ bytes cannot be allocated \(.*\)$"):
         Arenas([Arena("masters", Place.HOST, (2**52,))], CPU)
@@ -265,6 +302,7 @@ def test_no_two_arenas_share_a_page_however_small_they_are():
 
 def test_an_arena_that_no_driver_takes_whole_has_several_slabs_and_no_call_is_refused(monkeypatch):
     """A copy from two registrations may be refused: each slot lies in one, but for a slot that is too large itself."""
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     monkeypatch.setattr(slabs, "REGISTER_BYTES", 2 * MiB)
     driver, arenas = Driver(most_at_once=2 * MiB), Arenas(ARENAS, CPU)
     register_for_dma(arenas, driver)
@@ -278,14 +316,14 @@ def test_an_arena_of_several_slabs_trains_the_same_bits(monkeypatch):
     semantics = semantics_of("llama")
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), transfer_chunk_bytes=4096, storage="split", spill_blocks=(0,))
     policy = replace(policy, group_micro_batches=4)
-    monkeypatch.setattr(slabs, "REGISTER_BYTES", 8192)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 8192)
     machine = streamed(tiny_config("llama"), semantics, policy)
     assert len(machine.arenas.addresses) > 3 * len(machine.plan.arenas)
     assert differences(machine, plain("llama", semantics)) == []
 
 
 def test_memory_that_may_not_be_locked_is_one_line_that_says_what_to_raise(monkeypatch):
-    monkeypatch.setattr(slabs, "REGISTER_BYTES", 2 * MiB)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     driver = Driver(most=3 * MiB)
     with pytest.raises(PlanError) as caught:
         register_for_dma(Arenas(ARENAS[::-1], CPU), driver)  # the small one first, which it takes
@@ -293,6 +331,120 @@ def test_memory_that_may_not_be_locked_is_one_line_that_says_what_to_raise(monke
     for words in ("arena masters", "3.15 MB of 5.24 MB", "CUDA error 2", "memlock", "ulimit -l"):
         assert words in str(caught.value)
     assert driver.registered == {}, "what was registered is given back"
+
+
+class SlowDriver(Driver):
+    """Takes its time for each call, and notes which threads call, how many at once, and whether each was settled for it."""
+
+    def __init__(self, n_together: int, **limits: int) -> None:
+        super().__init__(**limits)
+        self.together = threading.Barrier(n_together)
+        self.threads: list[threading.Thread] = []
+        self.most_at_once_seen, self.n_inside, self.lock = 0, 0, threading.Lock()
+        self.settled = threading.local()
+        self.n_met = 0
+
+    @contextmanager
+    def settle(self):
+        self.settled.is_here = True
+        yield
+        self.settled.is_here = False
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
+        assert self.settled.is_here
+        with self.lock:
+            self.threads.append(threading.current_thread())
+            self.n_inside += 1
+            is_first = self.threads.count(threading.current_thread()) == 1
+        if is_first:
+            self.together.wait(20)  # all of them are inside at once
+            self.n_met += 1
+        with self.lock:
+            result = super().cudaHostRegister(address, n_bytes, flags)
+            self.n_inside -= 1
+        return result
+
+
+MANY_SLOTS = [Arena("moments", Place.HOST, (MiB, 100, MiB - 100, 3 * MiB, *(5000 + 77 * i for i in range(400))))]
+
+
+def test_several_threads_lock_an_arena_at_once_and_no_slot_lies_in_two_pieces(monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
+    driver, arenas = SlowDriver(3), Arenas(MANY_SLOTS, CPU)
+    pieces = register_for_dma(arenas, driver, 3, driver.settle)
+    assert driver.n_met == len(set(driver.threads)) == 3
+    assert driver.registered == dict(pieces)
+    assert len(pieces) > 10
+    assert sum(driver.registered.values()) == MANY_SLOTS[0].n_bytes
+    for index in range(len(MANY_SLOTS[0].slot_bytes)):
+        slot = arenas.raw(Slot("moments", index))
+        begin, end = slot.data_ptr(), slot.data_ptr() + slot.numel()
+        assert any(address <= begin and end <= address + n for address, n in pieces), "a copy would be of two registrations"
+    slabs.unregister(pieces, driver)
+    assert driver.registered == {}
+
+
+def test_when_one_of_several_threads_may_not_lock_its_piece_all_are_given_back(monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
+    driver = SlowDriver(3, most=4 * MiB)
+    n_threads = threading.active_count()
+    with pytest.raises(PlanError, match=r"arena moments: .* cannot be locked .*CUDA error 2.*memlock"):
+        register_for_dma(Arenas(MANY_SLOTS, CPU), driver, 3, driver.settle)
+    assert driver.registered == {}
+    assert threading.active_count() == n_threads
+
+
+def test_an_error_of_the_driver_itself_leaves_nothing_locked_either(monkeypatch):
+    class Breaks(Driver):
+        def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
+            if len(self.registered) == 3:
+                raise RuntimeError("CUDA error: the device is gone")
+            return super().cudaHostRegister(address, n_bytes, flags)
+
+    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
+    driver = Breaks()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        register_for_dma(Arenas(MANY_SLOTS, CPU), driver)
+    assert driver.registered == {}
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(("storage", "master_dtype"), [("mirrored", "fp32"), ("split", "fp32"), ("mirrored", "bf16")])
+def test_weights_set_by_several_threads_are_those_set_by_one(monkeypatch, storage, master_dtype, n_threads):
+    """The master is what was given, rounded half up where it is bf16; the weight is the master, rounded half up."""
+    monkeypatch.setattr(host_state, "SET_ELEMENTS", 100)
+    monkeypatch.setattr(host_state, "SET_AT_ONCE", 300)
+    semantics = semantics_of("llama", master_dtype=master_dtype)
+    machine = CpuMachine(plan_of(tiny_config("llama"), semantics, Policy(storage=storage)), lambda step: None, lambda step: ADAMW)
+    host, threads, set_piece = machine.host, set(), host_state._set
+    host.n_threads, together = n_threads, threading.Barrier(n_threads)
+
+    def noted(*args):
+        if threading.current_thread() not in threads:
+            threads.add(threading.current_thread())
+            together.wait(20)
+        set_piece(*args)
+
+    monkeypatch.setattr(host_state, "_set", noted)
+    before = torch.get_num_threads()
+    for block in range(len(machine.plan.workload.blocks)):
+        given = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned(block)}
+        large = max(host.owned(block), key=lambda p: p.n_elements)
+        given[large.name].view(-1)[[5, 301]] = torch.tensor([torch.nan, torch.inf])
+        host.set_weights(block, given)
+        for p in host.owned(block):
+            wide = given[p.name].reshape(-1)
+            rounded = torch.empty_like(wide, dtype=torch.bfloat16)
+            round_half_up(wide, rounded)
+            assert same_bits(host.master(p), wide if master_dtype == "fp32" else rounded), p.name
+            assert same_bits(host.compute_weight(p).reshape(-1), rounded), p.name
+            assert not any(moment.any() for moment in host.moments(p))
+        threads.clear()
+    host.set_weight(large, given[large.name].bfloat16())
+    assert torch.get_num_threads() == before
 
 
 # -- the allocator --------------------------------------------------------------------------------------------------
