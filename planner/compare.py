@@ -15,8 +15,8 @@ from runtime.plan import Policy, Semantics
 from runtime.units import GB, show_bytes, show_seconds
 from runtime.workload import Model, Workload
 
-from .memory import footprint, frame
 from .kernels import with_kernels
+from .memory import footprint, frame
 from .micro_batch import SIZES, with_micro_batch
 from .remedy import MAX_PLAN_OPS, most_ops
 from .search import search
@@ -218,7 +218,8 @@ def compare(
 ) -> Comparison:
     """Rank machines for a workload by tokens per second, each with the fastest plan found, or with a `fixed` policy.
 
-    `free`: sizes that each machine chooses for itself, as it does its kernels. PlanError for semantics or a policy that no plan can have.
+    `free`: sizes that each machine chooses for itself, as it does its kernels.
+    PlanError for semantics or a policy that no plan can have.
     """
     candidates = [_candidate(model, profile, semantics, fixed, free) for profile in profiles]
     return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=_rank)))

@@ -23,8 +23,8 @@ BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, 
 EAGER_FRACTION = 0.841
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
 SQUARE_KERNELS = 4  # of `runtime/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
-# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100, head
-# width 128, 8k tokens, causal) of the 290 that the profile has there.
+# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
+# head width 128, 8k tokens, causal) of the 290 that the profile has there.
 DETERMINISTIC_FRACTION = 0.57
 BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient

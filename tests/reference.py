@@ -48,7 +48,7 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
 
 
 def as_one_function(norm: torch.nn.Module) -> None:
-    """What the norm's input gets from it is one gradient, before that of the residual is added: so its input is a node of its own."""
+    """Its input is a node of its own: what that gets from the norm is one gradient, before the residual's is added."""
     norm.forward = lambda x: F.rms_norm(x.view_as(x), norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 

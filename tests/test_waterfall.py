@@ -72,7 +72,7 @@ def test_what_is_free_has_no_part_in_the_step(case, machine):
 @settings(deadline=None, max_examples=40)
 def test_recompute_is_what_is_computed_a_second_time(case, machine):
     """Held against what each layer that is not kept computes again, and the forwards that a boundary's absence asks for."""
-    cost, dtype, blocks = CostModel(without(machine, LAUNCH)), case.semantics.compute_dtype, case.workload.blocks
+    cost, blocks = CostModel(without(machine, LAUNCH)), case.workload.blocks
     again_s = 0.0
     for b in range(1, case.workload.n_layers + 1):
         if b not in case.policy.keep_blocks:
@@ -91,7 +91,7 @@ def test_on_a_machine_where_only_computing_takes_time_the_step_is_computing(case
     machine = without(machine, LINK, DRAM, OPTIMIZER, LAUNCH)
     parts = waterfall(case.plan, machine)
     assert parts.ideal_compute_s + parts.recompute_s == pytest.approx(step_s(case.plan, machine), rel=NEGLIGIBLE)
-    cost, dtype = CostModel(machine), case.semantics.compute_dtype
+    cost = CostModel(machine)
     blocks = case.workload.blocks[:-1]
     least_s = sum(cost.forward_s(b, case.semantics) + cost.backward_s(b, case.semantics) for b in blocks) + cost.loss_s(case.plan)
     assert parts.ideal_compute_s >= least_s * case.semantics.n_micro_batches * (1 - 1e-9)
