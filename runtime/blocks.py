@@ -23,6 +23,7 @@ from .kernels import fused_norm, use_kernels
 from .memory import DTYPE
 from .meta_models import meta_model
 from .plan import Policy, Semantics
+from .pointwise import fastest
 from .tiles import TiledLayer
 from .workload import Workload
 
@@ -68,8 +69,9 @@ class Templates:
         body: Any = self.model.model
         self.layers: list[nn.Module] = list(body.layers)
         self._refuse_surprises()
+        pointwise = fastest(device or torch.device("cpu"), DTYPE[semantics.compute_dtype])
         for layer in self.layers:
-            use_kernels(layer, semantics)
+            use_kernels(layer, semantics, pointwise)
         self.norm: nn.Module = fused_norm(body.norm) if semantics.norm == "fused" else body.norm
         self._tiled = self._by_tiles(policy or Policy())
         stand_ins = [_StandIn() for _ in self.layers]

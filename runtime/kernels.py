@@ -5,7 +5,8 @@ rotary embedding that are one node of autograd each, keep no more than they must
 is replaced where it stands, by one with the same weights under the same names.
 """
 
-# N rows, D width, I width inside the MLP; B sequences, H heads, T tokens, E width of a head
+# B sequences, H heads, T tokens, E width of a head
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .errors import WorkloadError
+from .pointwise import Pointwise
 from .policy import Semantics
+from .recompute import unnoticed
 
+CALL_BY_CALL = Pointwise()
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # of these an MLP consists that is down(act(gate(x)) * up(x))
 
 
-def use_kernels(layer: nn.Module, semantics: Semantics) -> None:
+def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
     """Have a decoder layer compute with the kernels of the semantics. WorkloadError where it cannot."""
     if semantics.norm == "fused":
         for parent in list(layer.modules()):
@@ -29,10 +33,10 @@ def use_kernels(layer: nn.Module, semantics: Semantics) -> None:
                 if _is_norm(child):
                     setattr(parent, name, fused_norm(child))
     if semantics.pointwise == "fused":
-        _rotate_at_once(layer.get_submodule("self_attn"))
+        _rotate_at_once(layer.get_submodule("self_attn"), pointwise)
         mlp = layer.get_submodule("mlp")
         if {name for name, _ in mlp.named_children()} == PLAIN_MLP:  # experts compute as they do
-            layer.mlp = GatedMlp(mlp)
+            layer.mlp = GatedMlp(mlp, pointwise)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -86,8 +90,9 @@ class _NormOfACpu(torch.autograd.Function):
 class GatedMlp(nn.Module):
     """down(silu(gate(x)) * up(x)), with the modules of one of transformers' MLPs."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, pointwise: Pointwise) -> None:
         super().__init__()
+        self.pointwise = pointwise
         for name, child in mlp.named_children():
             self.add_module(name, child)
         if type(self.act_fn) is not type(ACT2FN["silu"]):
@@ -95,78 +100,63 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts: Any = self
-        return parts.down_proj(_Swiglu.apply(parts.gate_proj(x), parts.up_proj(x)))  # type: ignore[no-any-return,no-untyped-call]
-
-
-def swiglu(gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, each rounded to their dtype."""
-    return F.silu(gate_NI) * up_NI
-
-
-def swiglu_gradients(gradient_NI: torch.Tensor, gate_NI: torch.Tensor, up_NI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of gate and up, as autograd makes them call by call."""
-    towards_up_NI = gradient_NI * F.silu(gate_NI)
-    return torch.ops.aten.silu_backward(gradient_NI * up_NI, gate_NI), towards_up_NI
+        gate, up = parts.gate_proj(x), parts.up_proj(x)
+        return parts.down_proj(_Swiglu.apply(self.pointwise, gate, up))  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Swiglu(torch.autograd.Function):
     """Keeps what it reads. What the activation makes is made again."""
 
     @staticmethod
-    def forward(ctx: Any, gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_NI, up_NI)
-        return swiglu(gate_NI, up_NI)
+    def forward(ctx: Any, pointwise: Pointwise, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.pointwise = pointwise
+        with unnoticed():
+            return pointwise.swiglu(gate.flatten(), up.flatten()).view_as(gate)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gate_NI, up_NI = ctx.saved_tensors
-        return swiglu_gradients(gradients[0], gate_NI, up_NI)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        with unnoticed():
+            towards = ctx.pointwise.swiglu_gradients(gradients[0].flatten(), gate.flatten(), up.flatten())
+        return None, *(each.view_as(gate) for each in towards)
 
 
 # -- rotary embedding -------------------------------------------------------------------------------------------------
 
 
-def _rotate_at_once(attention: nn.Module) -> None:
+def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
     """Let this module's own forward find another function under the name of the rotary embedding. No other module sees it."""
     own: Any = type(attention).forward
     if ROTARY not in own.__globals__ or ROTARY not in own.__code__.co_names:
         raise WorkloadError(
             f"no fused kernel computes the rotary embedding of {type(attention).__name__}; plan with --kernels eager"
         )
-    forward = FunctionType(own.__code__, own.__globals__ | {ROTARY: rotary}, own.__name__, own.__defaults__, own.__closure__)
+    known = own.__globals__ | {ROTARY: partial(rotary, pointwise)}
+    forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     attention.forward = MethodType(forward, attention)
 
 
 def rotary(
-    q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor, unsqueeze_dim: int = 1
+    pointwise: Pointwise, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys, turned by their positions, as transformers' function of that name."""
-    cos, sin = cos_BTE.unsqueeze(unsqueeze_dim), sin_BTE.unsqueeze(unsqueeze_dim)
-    q, k = (_Rotary.apply(x, cos, sin) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
+    cos, sin = cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1)
+    q, k = (_Rotary.apply(pointwise, x, cos, sin) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
     return q, k
-
-
-def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + (the halves of each head exchanged, the second negated) * sin, each result rounded."""
-    first, second = x_BHTE.chunk(2, -1)
-    return x_BHTE * cos + torch.cat((-second, first), -1) * sin
-
-
-def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of what was turned, as autograd makes it call by call."""
-    first, second = (gradient_BHTE * sin).chunk(2, -1)
-    # Autograd adds a half's gradient to zeros in the place of the other half: -0.0 becomes +0.0.
-    return gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, pointwise: Pointwise, x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return rotate(x_BHTE, cos, sin)
+        ctx.pointwise = pointwise
+        with unnoticed():
+            return pointwise.rotate(x_BHTE, cos, sin)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return rotate_back(gradients[0], cos, sin), None, None
+        with unnoticed():
+            return None, ctx.pointwise.rotate_back(gradients[0], cos, sin), None, None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
 from .workload import Saved
@@ -149,6 +149,11 @@ class _Replaying(_Recording):
         if func.overloadpacket.__name__ in self.calls:
             return self.results.popleft()
         return func(*args, **(kwargs or {}))
+
+
+def unnoticed() -> AbstractContextManager[object]:
+    """Around calls that no forward under way is to note or to answer: others answer for them, or they are cheap to make again."""
+    return _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), _Recording) else nullcontext()
 
 
 def _detached(thing: Any) -> Any:

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from .errors import WorkloadError
 from .plan import Policy
-from .recompute import Replay, _Recording
+from .recompute import Replay, unnoticed
 from .workload import Saved
 
 POSITION_WISE = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what an MLP consists of that treats every row for itself
@@ -129,7 +128,7 @@ class _ByTiles(torch.autograd.Function):
             return x_ND.new_zeros(1).expand_as(x_ND)
         if not mlp.remembers:
             return mlp.output(x_ND, lambda at: mlp.rows(x_ND[at]))
-        with _unnoticed():
+        with unnoticed():  # of the whole layer's: a `Replay` of each tile notes them
             return mlp.output(x_ND, lambda at: _remembered(ctx, at, x_ND, weights))
 
     @staticmethod
@@ -161,11 +160,6 @@ def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Te
 
 def _edges(*tensors: torch.Tensor) -> list[GradientEdge]:
     return [get_gradient_edge(tensor) for tensor in tensors]
-
-
-def _unnoticed() -> AbstractContextManager[object]:
-    """Around calls whose results the `Replay` of the whole layer must not note: those of the tiles do."""
-    return _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), _Recording) else nullcontext()
 
 
 def _add_gradients(tile: _Tile, gradient_ND: torch.Tensor, sums: list[torch.Tensor]) -> torch.Tensor:

@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from planner.workload import build_workload, fusible
 from runtime.blocks import Templates, row_losses
 from runtime.errors import WorkloadError
-from runtime.kernels import FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
+from runtime.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
 from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.pointwise import compiled, probes, swiglu
 from runtime.workload import Model
 
 from .real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
@@ -25,9 +26,12 @@ DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def same_bytes(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bool:
-    """Equal to the last bit, signs of zeros included."""
+    """Equal to the last bit, signs of zeros included, and in the same order in memory, in which a sum may be made of them."""
     pairs = zip(ours, theirs, strict=True)
-    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
+    return all(
+        a.stride() == b.stride() and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in pairs
+    )
 
 
 def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +51,7 @@ def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_an_activation_in_one_node_has_the_bits_of_transformers_calls(data: st.DataObject, dtype: torch.dtype) -> None:
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
-    ours, theirs = _Swiglu.apply(gate, up), F.silu(gate) * up
+    ours, theirs = _Swiglu.apply(CALL_BY_CALL, gate, up), F.silu(gate) * up
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
 
@@ -58,7 +62,9 @@ def test_a_rotary_embedding_in_one_node_has_the_bits_of_transformers_calls(data:
     x = some(data, 2, 7, 3, 8, dtype=dtype).transpose(1, 2).requires_grad_()
     cos, sin = (some(data, 2, 7, 8, dtype=dtype) for _ in range(2))
     gradient = some(data, 2, 3, 7, 8, dtype=dtype)
-    ours = _Rotary.apply(x, cos.unsqueeze(1), sin.unsqueeze(1))
+    if data.draw(st.booleans(), label="token after token"):  # as fused attention leaves it; else head after head
+        gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    ours = _Rotary.apply(CALL_BY_CALL, x, cos.unsqueeze(1), sin.unsqueeze(1))
     theirs, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
@@ -100,6 +106,41 @@ def test_fused_kernels_are_not_eager_ones_by_another_name() -> None:
     for part in ("norm", "loss"):
         machine = streamed(tiny_config("qwen3"), dataclasses.replace(eager, **{part: "fused"}), Policy())
         assert differences(machine, plain("qwen3", eager)) != [], part
+
+
+def test_a_function_is_compiled_where_its_bits_stay_and_runs_call_by_call_elsewhere(monkeypatch) -> None:
+    """On a CPU, whose compiler is another one, under the same emulation of eager's roundings. One function is made wrong."""
+
+    def compile_wrongly(function, **options):
+        return (lambda g, u: F.silu(g.float()).mul(u).to(g.dtype)) if function is swiglu else compile_truly(function, **options)
+
+    compile_truly = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
+    with pytest.warns(
+        RuntimeWarning, match=r"^swiglu runs call by call on cpu in torch.bfloat16: compiled, \d+ of \d+ numbers are others$"
+    ):
+        found = compiled(torch.device("cpu"), torch.bfloat16)
+    assert (found.swiglu, found.rotate is not CALL_BY_CALL.rotate) == (CALL_BY_CALL.swiglu, True)
+    for name in ("swiglu_gradients", "rotate", "rotate_back"):
+        one, several = getattr(found, name), getattr(CALL_BY_CALL, name)
+        assert one is not several, name
+        for inputs in probes(several, torch.device("cpu"), torch.bfloat16):
+            pairs = zip(*(r if isinstance(r, tuple) else (r,) for r in (one(*inputs), several(*inputs))), strict=True)
+            for ours, theirs in pairs:
+                finite = theirs.isfinite()
+                assert same_bytes((ours[finite],), (theirs[finite],)), name
+
+
+def test_where_nothing_compiles_everything_runs_call_by_call_and_says_why(monkeypatch) -> None:
+    def broken(function, **options):
+        def call(*inputs):
+            raise RuntimeError("no compiler\nhere")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(RuntimeWarning, match=r"cannot be compiled \(no compiler here\)"):
+        assert compiled(torch.device("cpu"), torch.float32) == CALL_BY_CALL
 
 
 # -- the same meaning ---------------------------------------------------------------------------------------------------

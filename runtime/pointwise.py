@@ -1,0 +1,142 @@
+"""Which of a layer's pointwise functions does this device compute in one kernel, to the bits of many?
+
+Small pure functions, each compiled with the compiler's emulation of eager's roundings, and used only where its bits are eager's on
+every number that a weight format has and on random ones. Elsewhere the function itself runs, call by call: the bits are the same
+either way, and what is kept for the backward too.
+"""
+
+# N elements; B sequences, H heads, T tokens, E width of a head
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Function = Callable[..., Any]  # of tensors, to a tensor or several
+
+COMPILED = {
+    "emulate_precision_casts": True,  # every result is rounded where eager rounds it
+    "eager_numerics.division_rounding": True,  # a division is one, not the product with an approximate reciprocal
+    "compile_threads": 1,  # no pool of processes beside threads that hold locked memory
+    "max_autotune": False,  # which would let timing choose
+}
+TEST_REPEATS = 16  # of all numbers, each with other partners
+TEST_TOKENS = 192
+
+
+def swiglu(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, each rounded to their dtype."""
+    return F.silu(gate_N) * up_N
+
+
+def swiglu_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of gate and up, as autograd makes them call by call."""
+    towards_up_N = gradient_N * F.silu(gate_N)
+    return torch.ops.aten.silu_backward(gradient_N * up_N, gate_N), towards_up_N
+
+
+def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x * cos + (the halves of each head exchanged, the second negated) * sin, each result rounded."""
+    first, second = x_BHTE.chunk(2, -1)
+    return x_BHTE * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The gradient of what was turned, as autograd makes it call by call: head after head, whatever the gradient's order in memory.
+
+    A norm before the rotation adds up in the order of memory.
+    """
+    first, second = (gradient_BHTE * sin).chunk(2, -1)
+    # Autograd adds a half's gradient to zeros in the place of the other half: -0.0 becomes +0.0.
+    return (gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """What computes each of them."""
+
+    swiglu: Function = swiglu
+    swiglu_gradients: Function = swiglu_gradients
+    rotate: Function = rotate
+    rotate_back: Function = rotate_back
+
+
+@lru_cache(maxsize=8)
+def fastest(device: torch.device, dtype: torch.dtype) -> Pointwise:
+    """Compiled on a GPU where the bits stay eager's; a warning names what does not run in one kernel there, and why.
+
+    A CPU computes call by call: its compiler takes longer than most runs gain.
+    """
+    return Pointwise() if device.type == "cpu" else compiled(device, dtype)
+
+
+def compiled(device: torch.device, dtype: torch.dtype, options: dict[str, Any] = COMPILED) -> Pointwise:
+    """Each function compiled for the device, or itself where that cannot be or changes a bit."""
+    known = options.keys() & _known_options()
+    chosen: dict[str, Function] = {}
+    for field in fields(Pointwise):
+        function = getattr(Pointwise(), field.name)
+        one_kernel = torch.compile(function, dynamic=True, fullgraph=True, options={key: options[key] for key in known})
+        if (fault := _fault(function, one_kernel, device, dtype)) is None:
+            chosen[field.name] = one_kernel
+        else:
+            warnings.warn(f"{field.name} runs call by call on {device.type} in {dtype}: {fault}", RuntimeWarning, stacklevel=2)
+    return Pointwise(**chosen)
+
+
+def _known_options() -> set[str]:
+    """Some are newer than our oldest torch."""
+    from torch._inductor import config
+
+    return set(config.get_config_copy())
+
+
+def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the other does not stand for the function; None if it does."""
+    for inputs in probes(function, device, dtype):
+        expected = function(*inputs)
+        try:
+            found = other(*inputs)
+        except Exception as error:  # whatever a compiler makes of its machine
+            return f"it cannot be compiled ({' '.join(str(error).split())[:120] or type(error).__name__})"
+        pairs = list(zip(_several(expected), _several(found), strict=True))
+        if any(a.stride() != b.stride() for a, b in pairs):
+            return "compiled, it leaves its result in another order in memory"
+        n_other = sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs)
+        if n_other:
+            return f"compiled, {n_other} of {sum(t.numel() for t in _several(expected))} numbers are others"
+    return None
+
+
+def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
+    """What a compiled function is held to the original on: random numbers; for the activation each bf16 number there is, too."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        numbers = torch.randn(*shape, generator=generator)
+        numbers[torch.rand(*shape, generator=generator) < 0.02] = -0.0
+        return numbers.to(device, dtype)
+
+    if function in (rotate, rotate_back):
+        for n_sequences, n_heads, width in ((2, 3, 64), (1, 4, 128)):
+            cos, sin = (random(n_sequences, 1, TEST_TOKENS, width) for _ in range(2))
+            rows = random(n_sequences, TEST_TOKENS, n_heads, width)
+            yield rows.transpose(1, 2), cos, sin
+            yield rows.transpose(1, 2).contiguous(), cos, sin
+        return
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = every[torch.isfinite(every)].repeat(TEST_REPEATS).to(device, dtype)
+    others = [random(len(gate)) for _ in range(2)]
+    yield (gate, others[0]) if function is swiglu else (others[0], gate, others[1])
+
+
+def _several(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A number's bits; every NaN has the same."""
+    return torch.where(x.isnan(), 0x7FC0, x.view({2: torch.int16, 4: torch.int32}[x.element_size()]))
