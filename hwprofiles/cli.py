@@ -17,7 +17,7 @@ from runtime.units import parse_bytes, show_bytes, show_rate, show_seconds
 
 from .cliffs import cliff_lines, without_cliffs
 from .nvbandwidth import merged, read_nvbandwidth
-from .schema import Profile, Quantity, Share, read_profile
+from .schema import AttentionPoint, Profile, Quantity, Share, read_profile
 
 DEVICES = ("auto", "cuda", "cpu")
 DEFAULT_NAME = "this-machine"
@@ -113,9 +113,12 @@ def headline(profile: Profile) -> Table:
     for dtype in ("bf16", "fp32"):
         best = max(device.matmul[dtype], key=lambda p: p.flop_per_s.value)
         row(f"{dtype} products, best: ({best.m}, {best.k}) @ ({best.k}, {best.n})", best.flop_per_s, rate("FLOP"))
-        longest = max(device.attention[dtype], key=lambda p: (p.seq_len, p.head_dim))
+        longest = max(device.attention[dtype], key=_place)
         row(f"{dtype} attention over {longest.seq_len} tokens, forward", longest.forward_flop_per_s, rate("FLOP"))
         row(f"{dtype} attention over {longest.seq_len} tokens, backward", longest.backward_flop_per_s, rate("FLOP"))
+        for cudnn in [p for p in (device.cudnn_attention or {}).get(dtype, ()) if _place(p) == _place(longest)]:
+            row("  by cuDNN, forward", cudnn.forward_flop_per_s, rate("FLOP"))
+            row("  by cuDNN, backward", cudnn.backward_flop_per_s, rate("FLOP"))
     row("memory traffic of other kernels", device.memory_bytes_per_s, rate("B"))
     row("one library call", device.kernel_overhead_s, show_seconds)
     row("hand-over between two lanes", device.op_overhead_s, show_seconds)
@@ -139,6 +142,10 @@ def headline(profile: Profile) -> Table:
         row("  of which its context takes", device.context_bytes, show_bytes)
     row("memory for the host", host.memory_bytes, show_bytes)
     return table
+
+
+def _place(point: AttentionPoint) -> tuple[int, int]:
+    return point.seq_len, point.head_dim
 
 
 def remarks(profile: Profile) -> list[str]:

@@ -6,22 +6,25 @@ size. Everything that torch raises becomes a DeviceError of one line.
 
 import contextlib
 import threading
+import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.errors import ProfileError
 
 from .device import Buffer, DeviceError, DeviceFacts, DeviceOutOfMemory, Event, Issue, Memory, PciLink, Place, Stream
 from .instruments import on_cores
 from .pci import pci_folder, pci_link
-from .schema import Direction, Dtype
+from .schema import AttentionKernel, Direction, Dtype
 from .works import Work, attention, products, slab
 
 DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
@@ -29,6 +32,11 @@ COPIES_AHEAD = 2  # in a stream's queue while copies run without end
 MOST_PLACES = 64  # that copies step through
 COPY_STRIDE_BYTES = 4096
 LONGEST_MESSAGE = 160
+# Left to itself torch takes cuDNN's attention where it thinks it faster, and a run takes the one that it is told to.
+BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         """DeviceError where torch cannot use it."""
         self._device = torch.device("cuda", index)
+        self._has_cudnn: dict[Dtype, bool] = {}
         with translated():
             self._streams = {stream: torch.cuda.Stream(self._device) for stream in Stream}
 
@@ -184,10 +193,30 @@ class CudaDevice:
             work = products(dtype, m, k, n, self._device)
         return self._issue(work)
 
-    def attention(self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int) -> tuple[Issue, Issue]:
-        with self._computing():
+    def attention_kernels(self, dtype: Dtype) -> Sequence[AttentionKernel]:
+        if dtype not in self._has_cudnn:
+            self._has_cudnn[dtype] = self._attends_by_cudnn(dtype)
+        return ("flash", "cudnn") if self._has_cudnn[dtype] else ("flash",)
+
+    def _attends_by_cudnn(self, dtype: Dtype) -> bool:
+        """Only a call tells: whether it can depends on the device, on the versions of both libraries, and on the shape."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # in which torch says why not
+                for issue in self.attention(dtype, 1, 2, 512, 64, "cudnn"):
+                    issue(1)
+            self.synchronise()
+        except DeviceError:
+            return False
+        return True
+
+    def attention(
+        self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel
+    ) -> tuple[Issue, Issue]:
+        by_kernel = partial(sdpa_kernel, BACKENDS[kernel])
+        with self._computing(), by_kernel():
             forward, backward = attention(dtype, n_sequences, n_heads, seq_len, head_dim, self._device)
-        return self._issue(forward), self._issue(backward)
+        return self._issue(forward, by_kernel), self._issue(backward)  # a backward is by the kernel of its forward
 
     def pointwise(self, n_bytes: int) -> Issue:
         with self._computing():
@@ -205,9 +234,9 @@ class CudaDevice:
         with translated(), torch.cuda.stream(self._streams[Stream.COMPUTE]), torch.no_grad():
             yield
 
-    def _issue(self, work: Work) -> Issue:
+    def _issue(self, work: Work, settled: Callable[[], AbstractContextManager[object]] = nullcontext) -> Issue:
         def issue(n: int) -> None:
-            with self._computing():
+            with self._computing(), settled():
                 for _ in range(n):
                     work()
 

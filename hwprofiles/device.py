@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol
 
 from .samples import Reading, Sample
-from .schema import Direction, Dtype
+from .schema import AttentionKernel, Direction, Dtype
 
 Place = Literal["device", "pinned", "pageable"]
 Issue = Callable[[int], object]  # puts a piece of work on its stream, so many times in a row, and returns at once
@@ -108,8 +108,13 @@ class Device(Protocol):
     def product(self, dtype: Dtype, m: int, k: int, n: int) -> Issue:
         """(m, k) @ (k, n) and the two products of its backward, on random data."""
 
-    def attention(self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int) -> tuple[Issue, Issue]:
-        """Causal attention as transformers calls it: forward, and backward."""
+    def attention_kernels(self, dtype: Dtype) -> Sequence[AttentionKernel]:
+        """Those that it has for this dtype, `flash` always."""
+
+    def attention(
+        self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel
+    ) -> tuple[Issue, Issue]:
+        """Causal attention as transformers calls it, by this kernel and no other: forward, and backward."""
 
     def pointwise(self, n_bytes: int) -> Issue:
         """One kernel that reads and writes so many bytes in sum."""

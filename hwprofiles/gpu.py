@@ -17,7 +17,7 @@ from .cliffs import Seen, gpu_cliffs, listed_cliffs, named_cliffs
 from .device import Device, DeviceError, DeviceFacts, DeviceOutOfMemory, Host, HostFacts, Issue, Memory, PciLink, Stream
 from .gpu_link import PIECE_BYTES, LinkProbe
 from .samples import AttentionTimes, Reading, Sample, product_points, products_flop, quantity, thread_counts
-from .schema import Dtype, Profile
+from .schema import AttentionKernel, Dtype, Profile
 from .stopwatch import Stopwatch
 
 Progress = Callable[[str, float], None]
@@ -102,6 +102,7 @@ class _Probe:
         self.watch = Stopwatch(device, effort.batch_s, effort.longest_s, effort.least_repeats, effort.most_repeats, effort.point_s)
         self.now = "the device"
         self.slowdown: dict[str, float] = {}  # time while copies and the optimizer run over time alone
+        self.left_out = ""  # what could not be measured though the device has it, and why
 
     def step(self, what: str, fraction: float) -> None:
         self.now = what
@@ -149,6 +150,7 @@ class _Probe:
             f"penstock probe --device cuda: medians of {least} to {most} timings between events, on random data, after timings had "
             f"settled, {show_seconds(self.host.now_s() - began_s)} in all; the same product at {sustained:.2f} of its first rate "
             f"in the end; copies and optimizer beside each other, and what both cost computing (taken into its spread): {slow}"
+            f"{self.left_out}"
         )
 
     def _memory(self) -> tuple[Memory, int, int]:
@@ -175,7 +177,9 @@ class _Probe:
         """One of each kind."""
         kernels = [self.device.smallest(), self.device.pointwise(MiB)]
         for dtype in ITEM_BYTES:
-            kernels += [self.device.product(dtype, 512, 512, 512), *self.device.attention(dtype, 1, 2, 512, 64)]
+            kernels.append(self.device.product(dtype, 512, 512, 512))
+            for kernel in self.device.attention_kernels(dtype):
+                kernels += self.device.attention(dtype, 1, 2, 512, 64, kernel)
         return kernels
 
     def _link_and_host(
@@ -222,7 +226,8 @@ class _Probe:
         first = self.watch.sample(reference)
         self._slow_by(f"{dtype} products", reference)
         grid = {dtype: self._products(dtype, 0.45, 0.75) for dtype in ITEM_BYTES}
-        attention = {dtype: self._attention(dtype, 0.75, 0.95) for dtype in ITEM_BYTES}
+        attention = {dtype: self._attention(dtype, "flash", 0.75, 0.85) for dtype in ITEM_BYTES}
+        cudnn_attention = self._cudnn_attention(0.85, 0.95)
         self.step("calls and memory traffic", 0.95)
         pointwise = self.device.pointwise(KERNEL_BYTES)
         self._slow_by("memory traffic", pointwise)
@@ -232,7 +237,7 @@ class _Probe:
         drift = max(1.0, 1 / sustained)
         for point in [p for points in grid.values() for p in points]:
             _widen(point["flop_per_s"], drift)
-        for point in [p for points in attention.values() for p in points]:
+        for point in [p for grid in (attention, cudnn_attention) for points in grid.values() for p in points]:
             _widen(point["forward_flop_per_s"], drift)
             _widen(point["backward_flop_per_s"], drift)
         device = {
@@ -241,6 +246,7 @@ class _Probe:
             "op_overhead_s": self._handover().as_quantity("probe"),
             "matmul": grid,
             "attention": attention,
+            "cudnn_attention": cudnn_attention or None,
         }
         self.step("done", 1.0)
         return device, sustained
@@ -280,21 +286,31 @@ class _Probe:
         self.device.release()
         return product_points(times, self.slowdown["bf16 products"])
 
-    def _attention(self, dtype: Dtype, begin: float, end: float) -> list[dict[str, Any]]:
+    def _cudnn_attention(self, begin: float, end: float) -> dict[Dtype, list[dict[str, Any]]]:
+        """Where the device has it. A shape that it refuses leaves it out, for a run can do without."""
+        dtypes: list[Dtype] = [dtype for dtype in ITEM_BYTES if "cudnn" in self.device.attention_kernels(dtype)]
+        try:
+            return {dtype: self._attention(dtype, "cudnn", begin, end) for dtype in dtypes}
+        except DeviceError as error:
+            self.left_out = f"; left out: {self.now} ({error})"
+            self.device.release()
+            return {}
+
+    def _attention(self, dtype: Dtype, kernel: AttentionKernel, begin: float, end: float) -> list[dict[str, Any]]:
         # Query, key, value, output, their gradients, and what a backward keeps in fp32.
         token_bytes = 12 * ITEM_BYTES[dtype] * N_HEADS * max(self.effort.head_dims)
         lengths = [n for n in self.effort.seq_lens[dtype] if self._fits(token_bytes * n)]
         if not lengths:
             raise DeviceOutOfMemory(f"not even {self.effort.seq_lens[dtype][0]} tokens fit the free device memory")
-        n_tokens = lengths[-1]
+        n_tokens, name = lengths[-1], f"{dtype} attention" + (" by cuDNN" if kernel == "cudnn" else "")
         points = AttentionTimes(N_HEADS, self.slowdown["bf16 products"])
         for i, head_dim in enumerate(self.effort.head_dims):
             times: list[tuple[int, Sample, Sample]] = []
             for j, seq_len in enumerate(lengths):
                 done = (i + j / len(lengths)) / len(self.effort.head_dims)
-                self.step(f"{dtype} attention over {seq_len} tokens", _between(begin, end, dtype, done))
+                self.step(f"{name} over {seq_len} tokens", _between(begin, end, dtype, done))
                 n_sequences = n_tokens // seq_len
-                issues = self.device.attention(dtype, n_sequences, N_HEADS, seq_len, head_dim)
+                issues = self.device.attention(dtype, n_sequences, N_HEADS, seq_len, head_dim, kernel)
                 forward, backward = (self.watch.sample(issue) for issue in issues)
                 times.append((seq_len, _one_of(forward, n_sequences), _one_of(backward, n_sequences)))
             points.add(head_dim, times)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hwprofiles.device import DeviceError, DeviceFacts, DeviceOutOfMemory, HostFacts, Issue, Memory, PciLink, Place, Stream
 from hwprofiles.samples import Reading, Sample
-from hwprofiles.schema import Direction, Dtype
+from hwprofiles.schema import AttentionKernel, Direction, Dtype
 
 GB, GiB = 10**9, 2**30
 ITEM = {"bf16": 2, "fp32": 4}
@@ -26,6 +26,7 @@ class Truth:
     flop_per_s: dict[Dtype, float] = field(default_factory=lambda: {"bf16": 700e12, "fp32": 50e12})
     work_lost_flop: float = 3e9  # small products reach less: as if each had so much more to do
     attention_flop_per_s: dict[Dtype, float] = field(default_factory=lambda: {"bf16": 350e12, "fp32": 12e12})
+    cudnn_flop_per_s: dict[Dtype, float] = field(default_factory=lambda: {"bf16": 560e12})  # of attention, where it has it
     memory_bytes_per_s: float = 4e12
     kernel_s: float = 4e-6
     copy_latency_s: float = 8e-6
@@ -232,10 +233,19 @@ class FakeDevice:
         seconds = (6 * m * k * n + self.m.truth.work_lost_flop) / self.m.truth.flop_per_s[dtype]
         return self._kernel(f"{dtype} product", seconds)
 
-    def attention(self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int) -> tuple[Issue, Issue]:
-        self._may_fail(f"{dtype} attention", 10 * ITEM[dtype] * n_sequences * n_heads * seq_len * head_dim)
+    def attention_kernels(self, dtype: Dtype) -> tuple[AttentionKernel, ...]:
+        return ("flash", "cudnn") if dtype in self.m.truth.cudnn_flop_per_s else ("flash",)
+
+    def attention(
+        self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel
+    ) -> tuple[Issue, Issue]:
+        self._may_fail(
+            f"{dtype} attention" if kernel == "flash" else f"cuDNN over {seq_len}",
+            10 * ITEM[dtype] * n_sequences * n_heads * seq_len * head_dim,
+        )
         n_flop = n_sequences * n_heads * 4 * head_dim * seq_len * (seq_len + 1) / 2
-        seconds = n_flop / self.m.truth.attention_flop_per_s[dtype]
+        rates = {"flash": self.m.truth.attention_flop_per_s, "cudnn": self.m.truth.cudnn_flop_per_s}
+        seconds = n_flop / rates[kernel][dtype]
         return self._kernel("attention", seconds), self._kernel("attention", 2.5 * seconds / 0.8)
 
     def pointwise(self, n_bytes: int) -> Issue:

@@ -160,7 +160,7 @@ def test_every_kind_of_work_can_be_issued_and_timed(remembered: tuple[CudaDevice
     device, stub = remembered
     streams = device._streams
     issues = [device.smallest(), device.pointwise(600), device.product("bf16", 4, 8, 16), device.product("fp32", 4, 8, 16)]
-    issues += [*device.attention("bf16", 1, 2, 8, 16), *device.attention("fp32", 1, 2, 8, 16)]
+    issues += [*device.attention("bf16", 1, 2, 8, 16, "flash"), *device.attention("fp32", 1, 2, 8, 16, "flash")]
     for issue in issues:
         first = device.record(Stream.COMPUTE)
         issue(2)
@@ -176,6 +176,47 @@ def test_every_kind_of_work_can_be_issued_and_timed(remembered: tuple[CudaDevice
     device.reserve(100)
     device.release()
     assert stub.current == []
+
+
+def enabled() -> dict[str, bool]:
+    kinds = ("flash", "mem_efficient", "math", "cudnn")
+    return {kind: bool(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()) for kind in kinds}
+
+
+@pytest.mark.parametrize("preferred", [False, True])
+def test_attention_is_by_the_kernel_that_is_asked_for_whichever_torch_would_take(
+    remembered: tuple[CudaDevice, RememberingCuda], monkeypatch: pytest.MonkeyPatch, preferred: bool
+) -> None:
+    """And a kernel that refuses a dtype is none that the device has."""
+    device, _ = remembered
+    seen: list[dict[str, bool]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+        assert is_causal
+        seen.append(enabled())
+        if seen[-1]["cudnn"] and q.dtype is torch.float32:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return q + k + v
+
+    monkeypatch.setattr("hwprofiles.works.F.scaled_dot_product_attention", attend)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(preferred)
+    try:
+        own, by_cudnn = enabled(), dict.fromkeys(("flash", "mem_efficient", "math"), False) | {"cudnn": True}
+        for kernel, expected in (("flash", {kind: not on for kind, on in by_cudnn.items()}), ("cudnn", by_cudnn)):
+            forward, backward = device.attention("bf16", 1, 2, 8, 16, kernel)  # type: ignore[arg-type]
+            forward(2)
+            backward(1)
+            assert [*map(sorted, (each.items() for each in seen))] == [sorted(expected.items())] * 3
+            assert enabled() == own, "what the process had is put back"
+            seen.clear()
+        assert [device.attention_kernels(dtype) for dtype in ("bf16", "fp32")] == [("flash", "cudnn"), ("flash",)]  # type: ignore[arg-type]
+        n_tries = len(seen)
+        device.attention_kernels("fp32")
+        assert len(seen) == n_tries
+        assert enabled() == own
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

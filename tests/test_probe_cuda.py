@@ -58,6 +58,12 @@ def assert_found(profile: Profile, truth: Truth) -> None:
         for a in device.attention[dtype]:
             assert_close(a.forward_flop_per_s.value, truth.attention_flop_per_s[dtype])
             assert_close(a.backward_flop_per_s.value, 0.8 * truth.attention_flop_per_s[dtype])
+    assert (device.cudnn_attention or {}).keys() == truth.cudnn_flop_per_s.keys()
+    for dtype, points in (device.cudnn_attention or {}).items():
+        assert [(a.seq_len, a.head_dim) for a in points] == [(a.seq_len, a.head_dim) for a in device.attention[dtype]]
+        for a in points:
+            assert_close(a.forward_flop_per_s.value, truth.cudnn_flop_per_s[dtype])
+            assert_close(a.backward_flop_per_s.value, 0.8 * truth.cudnn_flop_per_s[dtype])
     assert_close(device.memory_bytes_per_s.value, truth.memory_bytes_per_s)
     assert_close(device.kernel_overhead_s.value, truth.kernel_s)
     assert truth.handover_s < device.op_overhead_s.value < 1.5 * truth.handover_s
@@ -95,6 +101,7 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
     truth = Truth(
         flop_per_s={"bf16": 160e12, "fp32": 40e12},
         attention_flop_per_s={"bf16": 120e12, "fp32": 9e12},
+        cudnn_flop_per_s={},
         memory_bytes_per_s=0.9e12,
         pinned={"h2d": 25e9, "d2h": 26e9},
         pageable={"h2d": 18e9, "d2h": 17e9},
@@ -146,6 +153,7 @@ def test_a_probed_gpu_is_a_profile_that_reads_back_and_says_what_it_rests_on(tho
         assert source.date
     assert {q.source for _, q in profile.quantities()} == set(profile.sources)
     assert headline(profile).row_count > 25
+    assert "  by cuDNN, forward" in list(headline(profile).columns[0].cells)
 
 
 def test_progress_rises_to_one_and_names_what_is_measured(thorough: tuple[object, object, list[tuple[str, float]]]) -> None:
@@ -278,6 +286,19 @@ def test_clocks_that_fell_widen_the_spread_of_what_was_measured_before() -> None
 def test_several_cliffs_are_all_told() -> None:
     profile = probed_of(Truth(pageable={"h2d": 9e9, "d2h": 9e9}, duplex_bytes_per_s=58e9, most_params_per_s=1e9))
     assert len([line for line in remarks(profile) if line.startswith("cliff")]) == 3
+
+
+def test_cudnns_attention_is_left_out_and_the_profile_says_why_where_a_shape_is_refused() -> None:
+    profile = probed_of(Truth(fails_at="cuDNN over 4096"))
+    assert profile.device.cudnn_attention is None
+    said = "left out: bf16 attention by cuDNN over 4096 tokens (CUDA error: unspecified launch failure)"
+    assert said in " ".join(remarks(profile))
+    whole = probed_of(Truth())
+    assert "left out" not in " ".join(remarks(whole))
+    for seq_len, backward in ((4096, False), (16384, True)):
+        flash, cudnn = (whole.attention_flop_per_s("bf16", seq_len, 128, backward, kernel) for kernel in ("flash", "cudnn"))
+        assert_close(cudnn.value / flash.value, 1.6, 0.04)
+        assert cudnn.inside_measured
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------
