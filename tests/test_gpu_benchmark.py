@@ -121,7 +121,7 @@ def harness_of(home, codes):
         return [sys.executable, "-c", NOTES.format(str(home / "results")) + codes.get(stage.name, "")]
 
     stages = [Stage(name, 1, 30.0, "") for name in codes]
-    return Harness(home, go_on(home, home / "results"), command, dict(os.environ)), stages
+    return Harness(home, go_on(home, home / "results"), command, lambda stage: dict(os.environ)), stages
 """
 _names: dict = {}
 exec(STAGES_OF_CODE, _names)

@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
             return 2
         stream = go_on(asked.home, asked.results)
         command = [sys.executable, "-m", "benchmarks.gpu", *words]
-        harness = Harness(asked.home, stream, partial(_command, command), _environment(Path(folder), asked))
+        harness = Harness(asked.home, stream, partial(_command, command), partial(_environment, Path(folder), asked))
         patience = TINY_PATIENCE if asked.tiny else 1.0
         outcomes = harness.perform_all(_chosen(options.stages, patience), patience * options.limit_s)
     return 0 if {*outcomes.values()} <= {DONE, SKIPPED} else 1
@@ -64,9 +64,10 @@ def _command(command: Sequence[str], stage: Stage, limit_s: float) -> list[str]:
     return [*command, "--perform", stage.name, "--stage-limit-s", str(limit_s)]
 
 
-def _environment(site: Path, asked: Asked) -> dict[str, str]:
-    """Of every stage. The allocator's segments grow, so a plan that fills the device is not cut to pieces by what is freed."""
-    folders = [str(site), *([str(asked.megatrain)] if asked.megatrain else []), os.environ.get("PYTHONPATH", "")]
+def _environment(site: Path, asked: Asked, stage: Stage) -> dict[str, str]:
+    """Of a stage. The allocator's segments grow, so a plan that fills the device is not cut to pieces by what is freed."""
+    given = getattr(asked, stage.is_given) if stage.is_given else None
+    folders = [str(site), *([str(given)] if given else []), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),

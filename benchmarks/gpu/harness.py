@@ -82,10 +82,14 @@ def go_on(home: Path, results: Path) -> Results:
 
 
 class Harness:
-    """Performs stages one after another. `command` says how a stage with so many seconds is started."""
+    """Performs stages one after another. `command` says how a stage with so many seconds is started, `environment` in what."""
 
     def __init__(
-        self, home: Path, stream: Results, command: Callable[[Stage, float], Sequence[str]], environment: dict[str, str]
+        self,
+        home: Path,
+        stream: Results,
+        command: Callable[[Stage, float], Sequence[str]],
+        environment: Callable[[Stage], dict[str, str]],
     ) -> None:
         self.home, self.stream, self.command, self.environment = home, stream, command, environment
         self.logs = home / "logs"
@@ -137,7 +141,7 @@ class Harness:
     def _run(self, stage: Stage, limit_s: float, log: Path) -> tuple[str, str]:
         with log.open("wb") as out:
             process = subprocess.Popen(
-                self.command(stage, limit_s), cwd=ROOT, env=self.environment, stdout=out, stderr=out, start_new_session=True
+                self.command(stage, limit_s), cwd=ROOT, env=self.environment(stage), stdout=out, stderr=out, start_new_session=True
             )
         try:
             code = process.wait(timeout=limit_s)
