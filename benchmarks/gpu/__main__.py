@@ -1,0 +1,159 @@
+"""What does a GPU do with penstock?
+
+    python -m benchmarks.gpu prepare --home FOLDER --machine h100-sxm --device-memory 78GB --host-memory 118GB    # anywhere
+    python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do
+    python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
+
+Give stages, or `first`, `second` and `third` for those of one call of ten minutes; all of them otherwise. Each is a process of
+its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed is tried
+again.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from .harness import DONE, SKIPPED, SKIPPED_CODE, Harness, Results, go_on, say
+from .packages import WheelsError, carried, missing, missing_words
+from .stages import CALL_S, CALLS, PAGE, STAGES, TINY_CONFIG, TINY_MACHINE, TINY_PATIENCE, Asked, SkippedError, Stage
+
+PREPARE = "prepare"
+TRACED_S = 5.0  # before the limit: every thread's traceback goes to the log
+
+
+def main(words: Sequence[str]) -> int:
+    asked, options = _parsed(words)
+    if options.perform:
+        return _perform(asked, options.fail == asked.stage)
+    if asked.tiny:
+        asked.home.mkdir(parents=True, exist_ok=True)
+        (asked.home / asked.sizes.model).write_text(json.dumps(TINY_CONFIG))
+    if options.stages == [PREPARE]:
+        from .commands import prepare
+
+        return prepare(asked)
+    with tempfile.TemporaryDirectory(prefix="wheels-") as folder:
+        try:
+            if options.wheels is not None:
+                say(f"installed from {options.wheels}: {', '.join(carried(options.wheels, Path(folder))) or 'nothing was missing'}")
+        except WheelsError as error:
+            return _refused(str(error))
+        for_all, for_one = missing_words(Path(folder))
+        for line in [*for_all, *for_one]:
+            say(line)
+        if for_all:
+            return 2
+        stream = go_on(asked.home, asked.results)
+        command = [sys.executable, "-m", "benchmarks.gpu", *words]
+        harness = Harness(asked.home, stream, partial(_command, command), partial(_environment, Path(folder), asked))
+        patience = TINY_PATIENCE if asked.tiny else 1.0
+        outcomes = harness.perform_all(_chosen(options.stages, patience), patience * options.limit_s)
+    return 0 if {*outcomes.values()} <= {DONE, SKIPPED} else 1
+
+
+def _command(command: Sequence[str], stage: Stage, limit_s: float) -> list[str]:
+    return [*command, "--perform", stage.name, "--stage-limit-s", str(limit_s)]
+
+
+def _environment(site: Path, asked: Asked, stage: Stage) -> dict[str, str]:
+    """Of a stage. The allocator's segments grow, so a plan that fills the device is not cut to pieces by what is freed."""
+    given = getattr(asked, stage.is_given) if stage.is_given else None
+    folders = [str(site), *([str(given)] if given else []), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _perform(asked: Asked, is_to_fail: bool) -> int:
+    """A stage, in this process."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, asked.stage_limit_s - TRACED_S))
+    stage = next(stage for stage in (*STAGES, PAGE) if stage.name == asked.stage)
+    note = partial(Results(asked.results).note, stage.name)
+    module, _, function = stage.perform.partition(":")
+    try:
+        if is_to_fail:
+            raise RuntimeError("made to fail on purpose")
+        _see_to_it(stage, asked)
+        getattr(import_module(f".{module}", __package__), function)(asked, note)
+    except SkippedError as error:
+        print(error, flush=True)
+        return SKIPPED_CODE
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+        return 1
+    return 0
+
+
+def _see_to_it(stage: Stage, asked: Asked) -> None:
+    """SkippedError where what only this stage needs is not there."""
+    if names := missing(stage.needs):
+        raise SkippedError(f"not installed: {', '.join(names)}")
+    folder = getattr(asked, stage.is_given) if stage.is_given else None
+    if stage.is_given and (folder is None or not folder.is_dir()):
+        raise SkippedError(f"not given: name a checkout with --{stage.is_given} FOLDER")
+
+
+def _chosen(words: Sequence[str], patience: float) -> list[Stage]:
+    """The stages named, in the order of the table."""
+    numbers = {CALLS[word] for word in words if word in CALLS}
+    chosen = [stage for stage in STAGES if not words or stage.name in words or stage.call in numbers]
+    return [replace(stage, limit_s=patience * stage.limit_s) for stage in chosen]
+
+
+def _parsed(words: Sequence[str]) -> tuple[Asked, argparse.Namespace]:
+    names = [*CALLS, *(stage.name for stage in STAGES), PAGE.name]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join([PREPARE, *names])}")
+    parser.add_argument("--home", type=Path, default=Path("gpu-benchmark"), help="plans and logs, and the results of earlier calls")
+    parser.add_argument("--results", type=Path, help="the few files that must come back [HOME/results]")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes that show whether it works, and nothing else")
+    parser.add_argument("--machine", help="a shipped profile, for plans that were not made beforehand and are not of a probed one")
+    parser.add_argument("--device-memory", metavar="SIZE", help="of the device, for those plans")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="to plan for, e.g. 118GB [92 %% of what the system calls its memory, which may grow]"
+    )
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install missing packages from here, beside those there are")
+    parser.add_argument("--megatrain", type=Path, metavar="FOLDER", help="a checkout of its public repository")
+    parser.add_argument("--limit-s", type=float, default=CALL_S, help="of the whole call [%(default)s]")
+    parser.add_argument("--fail", metavar="STAGE", help="this stage fails: to see that the others do not mind")
+    parser.add_argument("--perform", help=argparse.SUPPRESS)
+    parser.add_argument("--stage-limit-s", type=float, default=CALL_S, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if odd := {*options.stages} - {*names, PREPARE}:
+        parser.error(f"no such stage: {', '.join(sorted(odd))}")
+    if PREPARE in options.stages and options.stages != [PREPARE]:
+        parser.error("prepare is a call of its own")
+    home = options.home.resolve()
+    asked = Asked(
+        home, (options.results or home / "results").resolve(), options.device, options.tiny, options.machine,
+        options.device_memory, options.host_memory, options.megatrain and options.megatrain.resolve(),
+        options.perform or "", options.stage_limit_s,
+    )  # fmt: skip
+    return (replace(asked, machine=TINY_MACHINE) if asked.tiny and asked.machine is None else asked), options
+
+
+def _refused(words: str) -> int:
+    say(f"error: {words}")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""What do the project's own commands say here: plan, probe, and the tests?
+
+Torch is not needed to plan, so plans for a GPU are made beforehand, anywhere.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import PenstockError
+from runtime.plan import PlanFile
+from runtime.units import parse_bytes, show_bytes, show_seconds
+
+from .stages import ROOT, Asked, Case, Note
+
+CLI = (sys.executable, "-m", "planner.cli")
+HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
+# On the host, for each parameter, under FSDP2's CPUOffloadPolicy: fp32 master and gradient, each locked in memory with sizes
+# rounded up to a power of two, and two moments.
+FSDP2_HOST_BYTES_PER_PARAM = 24
+PROCESS_BYTES = 6 * 10**9
+MOST_FAILURES = 20
+TESTS = ("tests/test_on_a_gpu.py", "tests/test_cuda_device.py", "tests/test_cuda_machine.py")
+
+
+class CommandError(RuntimeError):
+    """A command of the project's failed: its last line."""
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------------
+
+
+def prepare(asked: Asked) -> int:
+    """Make the plans of every stage that trains, for the machine that is named; say what each needs."""
+    if asked.machine is None or asked.host_memory is None:
+        print("error: name the machine to plan for, and its host memory: --machine h100-sxm --host-memory 118GB", file=sys.stderr)
+        return 2
+    n_failed = 0
+    for name, case in asked.sizes.cases.items():
+        try:
+            path = make_plan(asked, name, case, asked.machine, asked.plans / f"{name}.plan.json")
+            command(["check", str(path)])
+        except (CommandError, PenstockError) as error:
+            print(f"{name}: {error}")
+            n_failed += 1
+            continue
+        said = claim_of(path)["prediction"]
+        needs = f"device {show_bytes(said['device_peak_bytes'])}, host {show_bytes(said['host_peak_bytes'])}"
+        print(f"{name}: {show_seconds(said['step_s'])} a step predicted on {asked.machine}; {needs}", flush=True)
+    return 1 if n_failed else 0
+
+
+def plan_of(asked: Asked, note: Note) -> Path:
+    """The plan of the stage: of the probed machine, if it is to be; else the one that was carried; else made for the machine named.
+
+    Never for another machine: without any of the three this fails.
+    """
+    carried = asked.plans / f"{asked.stage}.plan.json"
+    if asked.case.is_probed and asked.profile.exists():
+        try:
+            return make_plan(asked, asked.stage, asked.case, str(asked.profile), asked.plans / f"{asked.stage}.probed.plan.json")
+        except (CommandError, PenstockError) as error:
+            note("failed", case="planned with the profile probed here", said=str(error))
+    if carried.exists():
+        return carried
+    if asked.machine is None:
+        raise CommandError(
+            f"{carried} was not carried and no machine is named with --machine, and another machine's plan would predict nothing"
+        )
+    return make_plan(asked, asked.stage, asked.case, asked.machine, carried)
+
+
+def make_plan(asked: Asked, name: str, case: Case, machine: str, path: Path) -> Path:
+    words = ["plan", str(model_of(asked, name, case)), "--machine", machine, "--seq-len", str(asked.sizes.seq_len)]
+    words += ["--batch-size", str(case.batch_size), *asked.sizes.plan_words]
+    if not asked.tiny:
+        words += ["--host-memory", f"{host_bytes(asked)}B"]
+    if asked.device_memory is not None and machine != str(asked.profile):  # a probed one knows its own
+        words += ["--device-memory", asked.device_memory]
+    said = command([*words, "-o", str(path)])
+    if asked.stage:
+        print(said, flush=True)  # to the stage's log
+    return path
+
+
+def claim_of(path: Path) -> dict[str, Any]:
+    claim = PlanFile.read(path).claim
+    assert claim is not None, f"{path} claims nothing"
+    return claim
+
+
+def model_of(asked: Asked, name: str, case: Case) -> Path:
+    """The model of a case, with as many layers as it is to have."""
+    from planner.workload import read_model
+
+    config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model).config)
+    n_layers = layers_that_fit(asked, FSDP2_HOST_BYTES_PER_PARAM) if case.as_fsdp2 else case.n_layers
+    path = asked.plans / f"{name}.model.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config | ({} if n_layers is None else {"num_hidden_layers": n_layers})))
+    return path
+
+
+def layers_that_fit(asked: Asked, bytes_per_param: float) -> int:
+    """How many of the model's layers the host holds at so many bytes for each parameter; all of them, at most."""
+    from planner.workload import build_workload, read_model
+    from runtime.plan import Semantics
+
+    model = read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model)
+    blocks = build_workload(model, Semantics(asked.sizes.seq_len, 1, 1)).blocks
+    n_vocab = sum(p.n_elements for b in (blocks[0], blocks[-1]) for p in b.parameters if p.tied_to is None)
+    n_layer = sum(p.n_elements for p in blocks[1].parameters)
+    n_params = (host_bytes(asked) - PROCESS_BYTES) / bytes_per_param
+    n_layers = min(int(model.config["num_hidden_layers"]), int((n_params - n_vocab) // n_layer))
+    if n_layers < 1:
+        raise CommandError(f"{show_bytes(host_bytes(asked))} of host memory hold no layer at {bytes_per_param} B a parameter")
+    return n_layers
+
+
+def host_bytes(asked: Asked) -> int:
+    """As asked; else most of what the system says it has. What is free now says little where memory grows as it is used."""
+    if asked.host_memory is not None:
+        return parse_bytes(asked.host_memory)
+    return int(HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def command(words: list[str]) -> str:
+    """What a `penstock` command prints, performed here: it need not be installed."""
+    from planner.cli import cli
+
+    out, err, code = StringIO(), StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    if code:
+        raise CommandError((err.getvalue().strip().splitlines() or [f"exit code {code}"])[-1])
+    return out.getvalue()
+
+
+# -- stages ---------------------------------------------------------------------------------------------------------------
+
+
+def probe(asked: Asked, note: Note) -> None:
+    """The quick one: the profile comes back with the results, and later stages plan with it."""
+    words = ["probe", "--device", asked.device, "--quick", "-o", str(asked.profile)]
+    if asked.host_memory is not None and "--host-memory" in command(["probe", "--help"]):
+        words += ["--host-memory", asked.host_memory]
+    subprocess.run([*CLI, *words], cwd=ROOT, check=True)
+    note("measured", profile=asked.profile.name, n_bytes=asked.profile.stat().st_size)
+
+
+def tests(asked: Asked, note: Note) -> None:
+    """Those that need a GPU, several at a time where pytest-xdist is installed."""
+    files = TESTS[1:2] if asked.tiny else TESTS
+    words = [sys.executable, "-m", "pytest", "-q", "-ra", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    if not asked.tiny and importlib.util.find_spec("xdist"):
+        words += ["-n", str(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))]
+    if importlib.util.find_spec("pytest_timeout"):
+        words += ["--timeout", str(int(asked.stage_limit_s * 0.8))]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        done = subprocess.run([*words, f"--junitxml={report}"], cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    failed = {f"{c.get('classname')}::{c.get('name')}": bad for c in cases for bad in (*c.findall("failure"), *c.findall("error"))}
+    for name, bad in list(failed.items())[:MOST_FAILURES]:
+        note("failed", case=name, said=(bad.get("message") or "").partition("\n")[0][:300])
+    n_skipped = sum(case.find("skipped") is not None for case in cases)
+    note("measured", n_tests=len(cases), n_failed=len(failed), n_skipped=n_skipped, exit_code=done.returncode)
+    if done.returncode:
+        raise CommandError(f"{len(failed)} of {len(cases)} tests failed (exit code {done.returncode})")

@@ -1,0 +1,245 @@
+"""How fast are the kernels of one layer, eager and fused?
+
+Each is called as torch offers it, whatever the runtime has chosen: what it could choose is to be known.
+"""
+
+# T tokens, H width, I width inside the MLP, D width of a head, V vocabulary
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from planner.workload import read_model
+
+from .stages import Asked, Note
+
+Work = Callable[[], object]
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+WARM_UP_RUNS, LEAST_RUNS = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    n_tokens: int
+    contexts: tuple[tuple[int, int], ...]  # (sequences, tokens of each)
+    measured_s: float  # of one kernel
+    sustained_s: float
+    loss_tokens: int
+
+
+FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 10.0, 4096)
+TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 0.2, 32)
+
+
+def kernels(asked: Asked, note: Note) -> None:
+    """All of it; a kernel that fails is a line, and the stage fails if none works."""
+    model = str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model
+    config, shapes, device = dict(read_model(model).config), TINY if asked.tiny else FULL, torch.device(asked.device)
+    n_failed, n_measured = 0, 0
+    for name, measure in _all(config, shapes, device, note):
+        try:
+            measure()
+            n_measured += 1
+        except Exception as error:  # one backend's refusal is no reason to leave out the others
+            n_failed += 1
+            note("failed", case=name, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300])
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if not n_measured:
+        raise RuntimeError(f"all {n_failed} kernels failed")
+
+
+def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iterator[tuple[str, Work]]:
+    width, inner, n_heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    n_kv_heads, head_dim = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
+    products = {"q, o": (width, width), "k, v": (width, n_kv_heads * head_dim), "gate, up": (width, inner), "down": (inner, width)}
+    for name, (k, n) in products.items():
+        yield f"product {name}", lambda name=name, k=k, n=n: _product(name, shapes, k, n, device, note)
+    yield "product of the head", lambda: _product("head", shapes, width, config["vocab_size"], device, note, shapes.loss_tokens)
+    for n_rows, d in ((shapes.n_tokens, width), (shapes.n_tokens * n_heads, head_dim)):
+        for name, norm in (("eager", _eager_norm), ("fused", _fused_norm)):
+            yield (
+                f"norm {name}",
+                lambda name=name, norm=norm, n_rows=n_rows, d=d: _norm(name, norm, n_rows, d, shapes, device, note),
+            )
+    for name in BACKENDS:
+        for n_sequences, seq_len in shapes.contexts:
+            size = (n_sequences, seq_len, n_heads, n_kv_heads, head_dim)
+            yield f"attention {name} at {seq_len}", lambda name=name, size=size: _attention(name, size, shapes, device, note)
+    yield "layer", lambda: _layer(config, shapes, device, note)
+    yield "sustained", lambda: _sustained(shapes, width, inner, device, note)
+
+
+def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
+    """Median time of the work; on a GPU, of each run by itself, by events."""
+    for _ in range(WARM_UP_RUNS):
+        work()
+    times: list[float] = []
+    if device.type == "cpu":
+        began_s = time.perf_counter()
+        while len(times) < LEAST_RUNS or time.perf_counter() - began_s < shapes.measured_s:
+            run_s = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - run_s)
+        return median(times)
+    torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    while len(times) < LEAST_RUNS or time.perf_counter() - began_s < shapes.measured_s:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(LEAST_RUNS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        events[-1].synchronize()
+        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # torch counts in milliseconds
+    return median(times)
+
+
+def _random(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+
+def _product(name: str, shapes: Shapes, k: int, n: int, device: torch.device, note: Note, n_tokens: int | None = None) -> None:
+    m = n_tokens or shapes.n_tokens
+    x, w, dy = _random(m, k, device=device), _random(n, k, device=device) * k**-0.5, _random(m, n, device=device)
+    works = {"forward": lambda: F.linear(x, w), "of_input": lambda: dy @ w, "of_weight": lambda: dy.t() @ x}
+    flop = 2 * m * k * n
+    note(
+        "product",
+        name=name,
+        m=m,
+        k=k,
+        n=n,
+        **{f"{key}_flop_per_s": flop / _seconds(work, shapes, device) for key, work in works.items()},
+    )
+
+
+def _eager_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As transformers' modules compute it."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _fused_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
+def _norm(
+    name: str,
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    n_rows: int,
+    d: int,
+    shapes: Shapes,
+    device: torch.device,
+    note: Note,
+) -> None:
+    x, dy = _random(n_rows, d, device=device).requires_grad_(), _random(n_rows, d, device=device)
+    weight = torch.ones(d, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = norm(x, weight)
+    forward_s = _seconds(lambda: norm(x, weight), shapes, device)
+    backward_s = _seconds(lambda: torch.autograd.grad(out, (x, weight), dy, retain_graph=True), shapes, device)
+    one_pass_bytes = x.nbytes  # what is read, or written, once
+    note(
+        "norm", name=name, n_rows=n_rows, width=d, forward_s=forward_s, backward_s=backward_s,
+        forward_bytes_per_s=2 * one_pass_bytes / forward_s, backward_bytes_per_s=3 * one_pass_bytes / backward_s,
+    )  # fmt: skip
+
+
+def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.device, note: Note) -> None:
+    """Causal, as transformers calls it: a head of keys and values for several of queries, or repeated where that is refused."""
+    n_sequences, seq_len, n_heads, n_kv_heads, head_dim = size
+    q, dy = (_random(n_sequences, seq_len, n_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
+    k, v = (_random(n_sequences, seq_len, n_kv_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
+    is_shared = True
+    with sdpa_kernel([BACKENDS[name]]):
+        try:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        except RuntimeError:
+            k, v = (x.repeat_interleave(n_heads // n_kv_heads, 1) for x in (k, v))
+            is_shared = False
+        for x in (q, k, v):
+            x.requires_grad_()
+
+        def forward() -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
+
+        out = forward()
+        forward_s = _seconds(forward, shapes, device)
+        backward_s = _seconds(lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True), shapes, device)
+    causal_flop = 2 * 2 * n_sequences * n_heads * seq_len**2 * head_dim // 2  # two products, half of each
+    note(
+        "attention", name=name, n_sequences=n_sequences, seq_len=seq_len, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+        are_heads_shared=is_shared, forward_s=forward_s, backward_s=backward_s, forward_flop_per_s=causal_flop / forward_s,
+        backward_flop_per_s=5 / 2 * causal_flop / backward_s,  # five products
+    )  # fmt: skip
+
+
+def _layer(config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
+    """One decoder layer of transformers' as it is, forward and backward with everything kept."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    n_sequences, seq_len = shapes.contexts[0]
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype", "auto_map")}
+    of_layer = AutoConfig.for_model(
+        config["model_type"], **fields | {"num_hidden_layers": 1, "vocab_size": 128, "attention_dropout": 0.0}
+    )
+    model = AutoModelForCausalLM.from_config(of_layer, dtype=torch.bfloat16, attn_implementation="sdpa").to(device).model
+    layer, hidden = model.layers[0], _random(n_sequences, seq_len, config["hidden_size"], device=device).requires_grad_()
+    rotary = model.rotary_emb(hidden, torch.arange(seq_len, device=device)[None])
+    parameters, dy = [hidden, *layer.parameters()], torch.randn_like(hidden)
+
+    def out() -> torch.Tensor:
+        said = layer(hidden, attention_mask=None, position_embeddings=rotary)
+        return said[0] if isinstance(said, tuple) else said
+
+    forward_s = _seconds(out, shapes, device)
+    both_s = _seconds(lambda: torch.autograd.grad(out(), parameters, dy), shapes, device)
+    n_params, n_tokens = sum(p.numel() for p in layer.parameters()), n_sequences * seq_len
+    flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # attention's causal half
+    note("layer", n_tokens=n_tokens, seq_len=seq_len, forward_s=forward_s, forward_and_backward_s=both_s, flop_per_s=flop / both_s)
+
+
+def _sustained(shapes: Shapes, k: int, n: int, device: torch.device, note: Note) -> None:
+    """Products for as long as a card takes to grow hot: a line for each second, with the clock and the power that it had."""
+    x, w = _random(shapes.n_tokens, k, device=device), _random(n, k, device=device) * k**-0.5
+    flop, began_s, rates = 2 * shapes.n_tokens * k * n, time.perf_counter(), []
+    while time.perf_counter() - began_s < shapes.sustained_s:
+        second_s, n_runs, asking = time.perf_counter(), 0, _ask_power() if device.type == "cuda" else None
+        while time.perf_counter() - second_s < shapes.sustained_s / 10:
+            for _ in range(LEAST_RUNS):
+                F.linear(x, w)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            n_runs += LEAST_RUNS
+        rates.append(n_runs * flop / (time.perf_counter() - second_s))
+        note("sustained", at_s=round(time.perf_counter() - began_s, 1), flop_per_s=rates[-1], said=_said(asking))
+    note(
+        "sustained in all", seconds=time.perf_counter() - began_s, m=shapes.n_tokens, k=k, n=n, first_flop_per_s=rates[0],
+        last_flop_per_s=rates[-1], median_flop_per_s=median(rates),
+    )  # fmt: skip
+
+
+def _ask_power() -> subprocess.Popen[str] | None:
+    """Ask for clock and power while the card works."""
+    words = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader"]
+    try:
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError:
+        return None
+
+
+def _said(asking: subprocess.Popen[str] | None) -> str | None:
+    if asking is None:
+        return None
+    try:
+        return asking.communicate(timeout=3)[0].strip()
+    except subprocess.TimeoutExpired:
+        asking.kill()
+        return None

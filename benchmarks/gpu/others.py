@@ -1,0 +1,301 @@
+"""How fast do other systems train the same model with the states on the host?
+
+PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, each set up as its own documentation or example does it, on one device: bf16
+compute, clipping to the same norm, every layer recomputed from its input. Each is given what suits it: as many of the model's
+layers as the host holds under it, the micro-batch at which it is fastest, torch's default attention, and a loss that makes the
+logits of a few thousand tokens at a time. MegaTrain's code is its own, from the folder that is named; none of it is here.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from planner.workload import build_workload, read_model
+from runtime.batch import UNSUPERVISED, Batch
+from runtime.plan import Semantics
+from runtime.workload import Model
+
+from .commands import FSDP2_HOST_BYTES_PER_PARAM, layers_that_fit
+from .stages import Asked, Note, SkippedError
+from .training import LR, fill, host_peak_bytes, pattern, random_batches
+
+CLIP_NORM = 1.0
+N_TIMED = 2  # steps of each batch, after one that warms up
+# On the host, for each parameter: locked bf16 weights, fp32 masters, moments and gradients, and what rounding up and buffers take.
+ZERO3_HOST_BYTES_PER_PARAM = 24
+# bf16 weights twice, and gradients; two moments as its optimizer keeps them; its slabs for gradients.
+MEGATRAIN_HOST_BYTES_PER_PARAM = {"DeepSpeed's": 17, "torch's": 13}
+Step = Callable[[list[Batch]], float]  # of a step's micro-batches: performs it to its end, and returns the loss
+
+
+# -- what they have in common -----------------------------------------------------------------------------------------------
+
+
+class WithLoss(torch.nn.Module):
+    """A causal model that returns the sum of its tokens' losses, and never has the logits of more than a chunk."""
+
+    def __init__(self, model: Any, chunk_tokens: int) -> None:
+        super().__init__()
+        self.model, self.chunk_tokens = model, chunk_tokens
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        total = torch.zeros((), device=hidden.device)
+        for part, wanted in zip(hidden.split(self.chunk_tokens), targets.flatten().split(self.chunk_tokens), strict=True):
+            total = total + checkpoint(self._of_chunk, part, wanted, use_reentrant=False)
+        return total
+
+    def _of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model.lm_head(hidden).float(), targets, ignore_index=UNSUPERVISED, reduction="sum")
+
+
+class Trial:
+    """Steps at one batch after another, each twice as large, until one does not fit or the time is up."""
+
+    def __init__(self, asked: Asked, note: Note, config: dict[str, Any], **said: object) -> None:
+        self.asked, self.note, self.config, self.said = asked, note, config, said
+        self.ends_s = time.monotonic() + 0.9 * asked.stage_limit_s
+        self.flop_per_token = _flop_per_token(config, asked.sizes.seq_len)
+        note("system", n_layers=config["num_hidden_layers"], seq_len=asked.sizes.seq_len, clip_norm=CLIP_NORM, **said)
+
+    def run(self, take_step: Step, accumulates: bool = True) -> None:
+        """A line for each batch. The fastest micro-batch is tried once more in a larger batch, if gradients can be accumulated."""
+        speed: dict[int, float] = {}
+        for micro_batch in self.asked.sizes.micro_batches:
+            tokens_per_s = self._tried(take_step, micro_batch, micro_batch)
+            if tokens_per_s is None:
+                break
+            speed[micro_batch] = tokens_per_s
+        if not speed:
+            raise RuntimeError("not even the smallest batch was trained")
+        largest, best = self.asked.sizes.largest_batch, max(speed, key=lambda size: speed[size])
+        if accumulates and best < largest:
+            self._tried(take_step, largest, best)
+
+    def _tried(self, take_step: Step, batch_size: int, micro_batch: int) -> float | None:
+        """Tokens per second; None where it does not fit, or not in the time that is left."""
+        seq_len, sizes = self.asked.sizes.seq_len, {"batch_size": batch_size, "micro_batch": micro_batch}
+        batches, times_s, loss = random_batches(self.config["vocab_size"], batch_size, seq_len), [], 0.0
+        try:
+            for step in range(1 + N_TIMED):
+                batch = batches(step)
+                parts = zip(batch.input_ids.split(micro_batch), batch.targets.split(micro_batch), strict=True)
+                began_s = time.perf_counter()
+                loss = take_step([Batch(*part) for part in parts])
+                times_s.append(time.perf_counter() - began_s)
+                if time.monotonic() + times_s[-1] > self.ends_s:
+                    break
+        except torch.OutOfMemoryError as error:
+            self.note("tried", **sizes, failed=str(error).partition("\n")[0][:200])
+            return None
+        if not times_s[1:]:
+            self.note("tried", **sizes, failed="the time is up", warm_up_s=times_s[0])
+            return None
+        if loss != loss:
+            raise RuntimeError("the loss is not a number")
+        step_s = min(times_s[1:])
+        tokens_per_s = batch_size * seq_len / step_s
+        self.note(
+            "tried", n_layers=self.config["num_hidden_layers"], seq_len=seq_len, **sizes, step_s=step_s, times_s=times_s,
+            tokens_per_s=tokens_per_s, model_flop_per_s=tokens_per_s * self.flop_per_token, loss=loss,
+            device_peak_bytes=torch.cuda.max_memory_reserved() if self.asked.device == "cuda" else None,
+            host_peak_bytes=host_peak_bytes(),
+        )  # fmt: skip
+        return tokens_per_s if time.monotonic() < self.ends_s else None
+
+
+def _flop_per_token(config: dict[str, Any], seq_len: int) -> float:
+    """Of the model's own work, as a plan's claim counts it: forward and twice that, attention's causal half, nothing recomputed."""
+    blocks = build_workload(Model(config), Semantics(seq_len, 1, 1)).blocks
+    return 3 * sum(block.forward_flop for block in blocks) / seq_len
+
+
+def _config_of(asked: Asked, bytes_per_param: float) -> dict[str, Any]:
+    model = read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model)
+    return dict(model.config) | {"num_hidden_layers": layers_that_fit(asked, bytes_per_param)}
+
+
+def _hf_config(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        config["model_type"], **{k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
+    )
+
+
+def _on_meta(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(_hf_config(config), dtype=dtype, attn_implementation="sdpa").train()
+
+
+def _rotary(model: Any, device: str) -> Any:
+    """Made anew: what it computes in its constructor was on the meta device."""
+    return type(model.model.rotary_emb)(model.config).to(device)
+
+
+@contextmanager
+def _alone(device: str) -> Iterator[None]:
+    """A process group of one."""
+    from torch import distributed
+
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+# -- each of them -----------------------------------------------------------------------------------------------------------
+
+
+def fsdp2(asked: Asked, note: Note) -> None:
+    """`fully_shard` with `CPUOffloadPolicy`: fp32 masters, moments and gradients on the host, torch's fused AdamW there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    config, device = _config_of(asked, FSDP2_HOST_BYTES_PER_PARAM), asked.device
+    trial = Trial(
+        asked,
+        note,
+        config,
+        system=f"FSDP2 of torch {torch.__version__}, CPUOffloadPolicy",
+        optimizer="torch's, fused, fp32 moments",
+    )
+    with _alone(device):
+        model = _on_meta(config, torch.float32)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        sharded: dict[str, Any] = {
+            "mesh": init_device_mesh(device, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu"),
+        }
+        whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
+        for layer in model.model.layers:
+            fully_shard(layer, **sharded)
+        fully_shard(whole, **sharded)
+        whole.to_empty(device="cpu")
+        numbers = pattern()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                fill(parameter.to_local(), numbers)  # type: ignore[attr-defined]
+        model.model.rotary_emb = _rotary(model, device)
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=LR, weight_decay=0.0, fused=True)
+
+        def take_step(micro_batches: list[Batch]) -> float:
+            n_supervised, total = sum(batch.n_supervised for batch in micro_batches), torch.zeros((), device=device)
+            optimizer.zero_grad()
+            for batch in micro_batches:
+                loss = whole(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
+                loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP_NORM)
+            optimizer.step()
+            return total.item()
+
+        trial.run(take_step)
+
+
+def zero3(asked: Asked, note: Note) -> None:
+    """DeepSpeed with parameters and optimizer on the host."""
+    import deepspeed  # type: ignore[import-not-found,unused-ignore]
+    from transformers import AutoModelForCausalLM
+
+    config, device = _config_of(asked, ZERO3_HOST_BYTES_PER_PARAM), asked.device
+    trial = Trial(
+        asked, note, config, system=f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload", optimizer="DeepSpeed's, fp32 moments"
+    )
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,  # what it is told is used for its own figures: batches of any size go through
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP_NORM,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    with _alone(device):
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model: Any = AutoModelForCausalLM.from_config(
+                _hf_config(config), dtype=torch.bfloat16, attn_implementation="sdpa"
+            ).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
+        engine, *_ = deepspeed.initialize(model=whole, model_parameters=whole.parameters(), config=settings)
+
+        def take_step(micro_batches: list[Batch]) -> float:
+            (batch,) = micro_batches
+            loss = engine(batch.input_ids.to(device), batch.targets.to(device)) / batch.n_supervised
+            engine.backward(loss)
+            engine.step()
+            return float(loss.item())
+
+        trial.run(take_step, accumulates=False)
+
+
+class _NoMask:
+    """In the place of a mask that hides nothing: its layers pass on what they are given, and torch's attention wants none then."""
+
+    def to(self, *_: object, **__: object) -> None:
+        return None
+
+
+def megatrain(asked: Asked, note: Note) -> None:
+    """The class that its examples train with, from the folder named; its weights are filled as the others' are."""
+    if asked.device != "cuda":
+        raise SkippedError("it needs a CUDA device")
+    from infinity.config.training import CPUMasterConfig  # type: ignore[import-not-found,unused-ignore]
+    from infinity.model.cpu_master import CPUMasterModel  # type: ignore[import-not-found,unused-ignore]
+
+    whose = "DeepSpeed's" if importlib.util.find_spec("deepspeed") else "torch's"
+    flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
+    config = _config_of(asked, MEGATRAIN_HOST_BYTES_PER_PARAM[whose])
+    moments = "fp32 moments" if whose == "DeepSpeed's" else "fused, bf16 moments"
+    trial = Trial(asked, note, config, system="MegaTrain, its public code", optimizer=f"{whose}, {moments}", attention=flash)
+    model = _on_meta(config, torch.bfloat16).to_empty(device="cpu")
+    model.set_attn_implementation(flash)
+    numbers = pattern()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fill(parameter, numbers)
+    model.model.rotary_emb = _rotary(model, "cpu")
+    seq_len = asked.sizes.seq_len
+    said = CPUMasterConfig(
+        model_name="", dataset_path="none", max_seq_len=seq_len, attn_implementation=flash, max_grad_norm=CLIP_NORM
+    )
+    theirs = CPUMasterModel(model, said)
+    del model
+    if whose == "DeepSpeed's":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found,unused-ignore]
+
+        optimizer = DeepSpeedCPUAdam(theirs.get_parameters(), lr=LR, weight_decay=0.0, adamw_mode=True)
+    else:
+        optimizer = torch.optim.AdamW(theirs.get_parameters(), lr=LR, weight_decay=0.0, fused=True)
+
+    def take_step(micro_batches: list[Batch]) -> float:
+        (batch,) = micro_batches
+        mask: Any = torch.ones_like(batch.input_ids) if flash == "flash_attention_2" else _NoMask()
+        loss, _, _ = theirs.forward_and_backward(batch.input_ids, mask, batch.input_ids)  # it shifts the labels itself
+        torch.nn.utils.clip_grad_norm_(theirs.get_parameters(), CLIP_NORM)
+        optimizer.step()
+        theirs._sync_params_to_gpu()
+        theirs.zero_grad()
+        optimizer.zero_grad()
+        return float(loss)
+
+    try:
+        trial.run(take_step, accumulates=False)
+    finally:
+        theirs.cleanup()

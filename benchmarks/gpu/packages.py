@@ -1,0 +1,59 @@
+"""What is not installed, and can it be carried?
+
+Nothing here imports what may be missing.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from .stages import NEEDED, STAGES
+
+
+class WheelsError(Exception):
+    """A folder of wheels that cannot be used; the message says why."""
+
+
+def missing(names: Iterable[str], beside: Path | None = None) -> list[str]:
+    """Those of the packages that can be imported neither here nor from the folder `beside`."""
+    folder = [str(beside)] if beside is not None else []
+    return [name for name in names if find_spec(name) is None and PathFinder.find_spec(name, folder) is None]
+
+
+def missing_words(beside: Path | None = None) -> tuple[list[str], list[str]]:
+    """What is missing, in lines: for everything, and for one stage."""
+    for_all, for_one = missing(NEEDED, beside), []
+    for stage in STAGES:
+        if names := missing(stage.needs, beside):
+            for_one.append(f"missing for {stage.name}: {', '.join(names)}; that stage is skipped")
+    words = f"missing, and every stage needs it: {', '.join(for_all)}; give a folder of its wheels with --wheels"
+    return ([words] if for_all else []), for_one
+
+
+def carried(wheels: Path, to: Path) -> list[str]:
+    """Install what the wheels in a folder hold, where it is not installed already, without asking any index; their names."""
+    if not (files := sorted(wheels.glob("*.whl"))):
+        raise WheelsError(f"{wheels}: holds no wheel")
+    wanted = [path for path in files if not _is_installed(path.name.partition("-")[0])]
+    if wanted:
+        words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--target", to)
+        _run([sys.executable, *map(str, (*words, *wanted))])
+    return [path.name.partition("-")[0] for path in wanted]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise WheelsError((done.stderr.strip().splitlines() or ["pip failed"])[-1])

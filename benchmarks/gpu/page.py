@@ -1,0 +1,191 @@
+"""What was measured, as a page of Markdown?
+
+Made of the stream of results alone, so it can be made anywhere, of whatever there is.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .harness import DONE, Results
+from .stages import STAGES, Asked, Note
+
+Row = dict[str, Any]
+PAGE_NAME = "page.md"
+OURS = tuple(stage.name for stage in STAGES if stage.perform == "training:planned")
+OTHERS = tuple(stage.name for stage in STAGES if stage.perform.startswith("others:"))
+NOTHING = "-"
+
+
+def page(asked: Asked, note: Note) -> None:
+    text = "\n".join(lines(Results(asked.results).rows())) + "\n"
+    (asked.results / PAGE_NAME).write_text(text, encoding="utf-8")
+    print(text)
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The page. Of a stage that was tried several times, what it said the last time."""
+    last = _last_attempts(rows)
+    yield "# What does a GPU do with penstock?"
+    yield ""
+    yield from _facts(last.get("facts", []))
+    yield from _table("stage | how it ended | seconds | said", _outcomes(last))
+    yield from _section("Predicted and measured")
+    yield from _table(
+        "plan | layers | sequences x tokens | predicted, s | measured, s | error | tokens/s | TFLOP/s | of the bound | "
+        "device peak, planned, GB | host peak, planned, GB | steps",
+        (_our_row(name, row) for name in OURS for row in last.get(name, []) if row["what"] == "measured"),
+    )
+    yield "TFLOP/s are of the model's work: forward and twice that, attention's causal half, nothing that is recomputed."
+    yield from _section("Other systems")
+    yield from _table(
+        "system | layers | sequences (micro-batch) x tokens | step, s | tokens/s | TFLOP/s | device peak, GB | host peak, GB",
+        _their_rows(last),
+    )
+    yield "Each with as many layers as the host holds under it; `same-layers` above is ours with as many as FSDP2 has."
+    yield from _section("Host and link")
+    yield from _table("what | size | rate", _host_rows(last.get("host", [])))
+    yield from _section("Kernels")
+    yield from _table("kernel | forward | backward", _kernel_rows(last.get("kernels", [])))
+
+
+def _last_attempts(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Of each stage, the lines since it last began, in the best attempt: the last one that was done, else the last."""
+    attempts: dict[str, list[list[Row]]] = {}
+    for row in rows:
+        if row["what"] == "began":
+            attempts.setdefault(row["stage"], []).append([])
+        if row["stage"] in attempts:
+            attempts[row["stage"]][-1].append(row)
+    done = {name: [a for a in each if any(row.get("outcome") == DONE for row in a)] for name, each in attempts.items()}
+    return {name: (done[name] or each)[-1] for name, each in attempts.items()}
+
+
+def _facts(rows: Sequence[Row]) -> Iterator[str]:
+    found = {row["what"]: row for row in rows}
+    system, versions, torch = found.get("system", {}), found.get("versions", {}), found.get("torch", {})
+    gpu, cores, memory = found.get("gpu", {}), found.get("cores", {}), found.get("memory", {})
+    yield f"- date: {system.get('at', 'unknown')}"
+    yield f"- command: `python -m benchmarks.gpu {' '.join(_without_own(system.get('command', [])))}`"
+    yield f"- commit: {system.get('commit', 'unknown')}"
+    driver, power = (gpu.get(key, NOTHING) for key in ("driver_version", "power.limit"))
+    yield f"- GPU: {gpu.get('name', 'none')}, driver {driver}, power limit {power}"
+    n_cores, size = cores.get("n_usable", NOTHING), _scaled(memory.get("total_bytes"), 1e9)
+    yield f"- host: {n_cores} cores, {cores.get('model', 'unknown')}, {size} GB"
+    names = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "triton") if versions.get(name))
+    names += "".join(f", {name} {torch.get(key) or 'none'}" for name, key in (("CUDA", "cuda"), ("cuDNN", "cudnn")))
+    yield f"- versions: {names}, Python {system.get('python', 'unknown')}"
+    yield ""
+
+
+def _without_own(words: Sequence[str]) -> list[str]:
+    """A stage's command without what its parent added."""
+    return list(words[: words.index("--perform")] if "--perform" in words else words)
+
+
+def _outcomes(last: dict[str, list[Row]]) -> Iterator[list[str]]:
+    for stage in STAGES:
+        ended = next((row for row in reversed(last.get(stage.name, [])) if row["what"] == "ended"), None)
+        if ended is not None:
+            yield [stage.name, ended["outcome"], f"{ended['seconds']:.0f}", ended["said"].replace("|", "/")]
+        else:
+            yield [stage.name, "cut short" if stage.name in last else "to be measured", "", ""]
+
+
+def _our_row(name: str, row: Row) -> list[str]:
+    return [
+        f"{name}, {'probed here' if row['is_probed'] else row['profile']}",
+        str(row["n_layers"]),
+        f"{row['batch_size']} x {row['seq_len']}",
+        f"{row['predicted_s']:.4g}",
+        f"{row['step_s']:.4g}",
+        f"{row['error_fraction']:+.1%}",
+        f"{row['tokens_per_s']:,.0f}",
+        _scaled(row["model_flop_per_s"], 1e12),
+        f"{row['bound_fraction']:.0%}",
+        f"{_scaled(row['device_peak_bytes'], 1e9)}, {_scaled(row['device_planned_bytes'], 1e9)}",
+        f"{_scaled(row['host_peak_bytes'], 1e9)}, {_scaled(row['host_planned_bytes'], 1e9)}",
+        str(len(row["times_s"])),
+    ]
+
+
+def _their_rows(last: dict[str, list[Row]]) -> Iterator[list[str]]:
+    """The fastest batch of each, or why there is none."""
+    for name in OTHERS:
+        rows = last.get(name, [])
+        system = next((row for row in rows if row["what"] == "system"), {"system": name})
+        tried = [row for row in rows if row["what"] == "tried" and "step_s" in row]
+        if not tried:
+            ended = next((row["said"] for row in reversed(rows) if row["what"] == "ended"), "to be measured")
+            yield [f"{system['system']}: {ended}".replace("|", "/"), *[NOTHING] * 7]
+            continue
+        best = max(tried, key=lambda row: row["tokens_per_s"])
+        yield [
+            f"{system['system']} (optimizer: {system['optimizer']})",
+            str(best["n_layers"]),
+            f"{best['batch_size']} ({best['micro_batch']}) x {best['seq_len']}",
+            f"{best['step_s']:.4g}",
+            f"{best['tokens_per_s']:,.0f}",
+            _scaled(best["model_flop_per_s"], 1e12),
+            _scaled(best["device_peak_bytes"], 1e9),
+            _scaled(best["host_peak_bytes"], 1e9),
+        ]
+
+
+def _host_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for row in rows:
+        size = f"{_scaled(row.get('n_bytes'), 1e6)} MB"
+        match row["what"]:
+            case "touch" | "lock":
+                yield [row["what"], size, f"{_scaled(row['bytes_per_s'], 1e9)} GB/s"]
+            case "copies" | "copies both ways":
+                rates = f"{_scaled(row['h2d_bytes_per_s'], 1e9)} GB/s up, {_scaled(row['d2h_bytes_per_s'], 1e9)} GB/s down"
+                yield [row["what"], size, rates]
+            case "optimizer":
+                alone, beside = (_scaled(row[key], 1e9) for key in ("params_per_s", "beside_copies_params_per_s"))
+                yield [f"optimizer, {row['n_workers']} workers", NOTHING, f"{alone} G params/s, {beside} beside copies"]
+
+
+def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for row in rows:
+        match row["what"]:
+            case "product":
+                both = f"{_scaled(row['of_input_flop_per_s'], 1e12)} and {_scaled(row['of_weight_flop_per_s'], 1e12)} TFLOP/s"
+                yield [
+                    f"({row['m']}, {row['k']}) @ ({row['k']}, {row['n']}), {row['name']}",
+                    f"{_scaled(row['forward_flop_per_s'], 1e12)} TFLOP/s",
+                    both,
+                ]
+            case "norm":
+                yield [
+                    f"norm of ({row['n_rows']}, {row['width']}), {row['name']}",
+                    *(f"{row[key] * 1e3:.3g} ms" for key in ("forward_s", "backward_s")),
+                ]
+            case "attention":
+                rates = (f"{_scaled(row[key], 1e12)} TFLOP/s" for key in ("forward_flop_per_s", "backward_flop_per_s"))
+                yield [f"attention, {row['name']}, {row['n_sequences']} x {row['seq_len']}", *rates]
+            case "layer":
+                yield [
+                    f"layer as it is, {row['n_tokens']} tokens",
+                    f"{row['forward_s'] * 1e3:.3g} ms",
+                    f"{_scaled(row['flop_per_s'], 1e12)} TFLOP/s with forward",
+                ]
+            case "sustained in all":
+                first, end = (_scaled(row[key], 1e12) for key in ("first_flop_per_s", "last_flop_per_s"))
+                yield [f"products for {row['seconds']:.0f} s", f"{first} TFLOP/s at first", f"{end} TFLOP/s at the end"]
+            case "failed":
+                yield [str(row["case"]), str(row["said"]).replace("|", "/"), NOTHING]
+
+
+def _scaled(value: float | None, by: float) -> str:
+    return NOTHING if value is None else f"{value / by:.3g}"
+
+
+def _section(title: str) -> tuple[str, ...]:
+    return ("", f"## {title}", "")
+
+
+def _table(head: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {head} |"
+    yield "|" + "---|" * (head.count("|") + 1)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""

@@ -1,0 +1,102 @@
+"""Does any policy change a bit here?
+
+Tiny models, with kernels that add in a fixed order: every policy must end in the bits of the one that keeps everything. The tests
+marked `gpu` say far more; this says it in a minute, and where the first of them would fail.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hwprofiles.schema import read_profile
+from planner.check import check
+from planner.lower import lower
+from planner.workload import build_workload
+from runtime.cpu import CpuMachine
+from runtime.cuda import CudaMachine
+from runtime.executor import execute
+from runtime.optimizer import AdamW
+from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.streams import use_same_kernels
+from runtime.torch_machine import TorchMachine
+from runtime.workload import Model
+from tests.tiny import tiny_config
+
+from .stages import Asked, Note
+from .training import QUIET_S, batches_of
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3_moe")
+N_STEPS = 3
+KEPT_WHOLE = Policy(keep_blocks=(1, 2, 3, 4), group_micro_batches=4)
+POLICIES = {
+    "inputs only": Policy(),
+    "attention saved, split masters": Policy(attention_blocks=(1, 2, 3), early_stop=True, storage="split", group_micro_batches=2),
+    "products saved, spilled, speculated": Policy(
+        product_blocks=(1,),
+        spill_blocks=(2, 3),
+        group_micro_batches=4,
+        update=Update.DEFERRED,
+        speculate_blocks=(0, 2),
+        gradient_slots=2,
+    ),
+    "every second input": Policy(early_stop=True, boundary_stride=2),
+    "resident": Policy(resident_blocks=(1, 3), keep_blocks=(2,), update=Update.DEFERRED, prefetch_depth=2),
+    "in chunks, squared on the device": Policy(transfer_chunk_bytes=4096, square_blocks=(1, 2), group_micro_batches=4),
+}
+
+
+def smoke(asked: Asked, note: Note) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
+    if asked.device == "cuda":
+        use_same_kernels()
+    failed = []
+    for model_type in MODEL_TYPES[:1] if asked.tiny else MODEL_TYPES:
+        expected: dict[str, torch.Tensor] = {}
+        for name, policy in {"kept whole": KEPT_WHOLE, **POLICIES}.items():
+            try:
+                bits = _trained(model_type, policy, asked.device)
+                expected = expected or bits
+                odd = [key for key in expected if not torch.equal(expected[key], bits[key])]
+                note("measured", case=f"{model_type}, {name}", n_different=len(odd), first_different=odd[:1])
+            except Exception as error:  # the other cases say where the fault is not
+                traceback.print_exc()
+                odd = ["all"]
+                note("failed", case=f"{model_type}, {name}", said=f"{type(error).__name__}: {error}"[:300])
+            failed += [f"{model_type}, {name}"] if odd else []
+    if failed:
+        raise RuntimeError(f"{len(failed)} cases failed or changed bits, the first: {failed[0]}")
+
+
+def _trained(model_type: str, policy: Policy, device: str) -> dict[str, torch.Tensor]:
+    """What three steps made of the model, as bits, and their losses and norms."""
+    plan = _plan(model_type, policy)
+    check(plan)
+    kind: Callable[..., TorchMachine] = CudaMachine if device == "cuda" else CpuMachine
+    machine = kind(plan, batches_of(plan), lambda step: AdamW(lr=1e-3 / (step + 1), weight_decay=0.1))
+    machine.initialise(7)
+    execute(plan, machine, N_STEPS, quiet_s=QUIET_S)
+    return dict(_state(machine))
+
+
+def _plan(model_type: str, policy: Policy) -> Plan:
+    semantics = Semantics(
+        seq_len=32, batch_size=4, micro_batch=1, clip_norm=0.5, loss_tile_tokens=24, experts="eager", attention="sdpa"
+    )
+    model = Model(tiny_config(model_type, num_hidden_layers=4))
+    profile = read_profile(
+        "h100-sxm"
+    ).to_json()  # nothing is predicted: it only fills the plan's account of the device's own memory
+    return lower(model, build_workload(model, semantics), semantics, policy, profile)
+
+
+def _state(machine: TorchMachine) -> Iterator[tuple[str, torch.Tensor]]:
+    for step in range(N_STEPS):
+        result = machine.results[step]
+        yield f"step {step}", torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)
+    for block in range(len(machine.plan.workload.blocks)):
+        for p in machine.host.owned(block):
+            moments = machine.host.moments(p)
+            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (machine.host.master(p), *moments), strict=True):
+                yield f"{p.name} {name}", tensor.clone().view(torch.int32)

@@ -1,0 +1,158 @@
+"""Which stages are there, in which order, how long may each last, and at what sizes?
+
+All of it is data here. A stage is a plain function `(asked, note)` in a module of this folder, performed in a process of its own;
+it calls `note(what, **values)` with each thing it has learned, as soon as it has.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+ROOT = Path(__file__).parents[2]
+CALL_S = 540.0  # of a command that may last ten minutes: what all stages of one call may take together
+
+
+class SkippedError(Exception):
+    """There is nothing to be measured here, and that is no failure: the message says why."""
+
+
+class Note(Protocol):
+    def __call__(self, what: str, /, **values: object) -> None:
+        """Write a line to the stream of results, at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One process. `perform` names a module of this folder and a function in it."""
+
+    name: str
+    call: int  # of which call of ten minutes it is a part
+    limit_s: float
+    perform: str
+    needs: tuple[str, ...] = ()  # packages, beyond those that every stage needs
+    is_given: str | None = None  # the option that names a folder without which there is nothing to perform
+
+
+STAGES = (
+    Stage("facts", 1, 20, "facts:facts"),
+    Stage("host", 1, 60, "host:host"),
+    Stage("kernels", 1, 70, "kernels:kernels"),
+    Stage("smoke", 1, 60, "smoke:smoke"),
+    Stage("eight-layers", 1, 90, "training:planned"),
+    Stage("all-layers", 1, 200, "training:planned"),
+    Stage("probe", 1, 40, "commands:probe"),
+    Stage("tests", 2, 140, "commands:tests", ("pytest", "hypothesis")),
+    Stage("batch-4", 2, 110, "training:planned"),
+    Stage("batch-16", 2, 120, "training:planned"),
+    Stage("batch-64", 2, 170, "training:planned"),
+    Stage("same-layers", 3, 110, "training:planned"),
+    Stage("fsdp2", 3, 120, "others:fsdp2"),
+    Stage("zero3", 3, 170, "others:zero3", ("deepspeed",)),
+    Stage("megatrain", 3, 140, "others:megatrain", is_given="megatrain"),
+)
+PAGE = Stage("page", 0, 10, "page:page")  # after the others of any call, every time
+CALLS = {"first": 1, "second": 2, "third": 3}
+
+# What every stage needs, by the name under which it is imported; what pydantic needs too, as its wheels are carried one by one.
+NEEDED = (
+    "torch", "transformers", "safetensors", "tokenizers", "numpy", "scipy", "click", "rich",
+    "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run of our own: the model with so many of its layers (None: all), so many sequences a step."""
+
+    batch_size: int
+    n_steps: int
+    n_layers: int | None = None
+    as_fsdp2: bool = False  # with the layers that fit the host under FSDP2
+    is_probed: bool = False  # planned with the profile that was measured here, where there is one
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is trained, and in what steps the others look for the batch that suits them."""
+
+    model: str
+    seq_len: int
+    cases: dict[str, Case]
+    micro_batches: tuple[int, ...]  # of the others, each tried until one does not fit
+    largest_batch: int  # which the others try too, in several of the micro-batches that suit them best
+    loss_chunk_tokens: int  # of the others
+    plan_words: tuple[str, ...] = ()  # for `penstock plan`
+
+
+# MegaTrain's own configuration for this model takes 158 sequences of 1024 tokens a step: about as many tokens as 64 of 2048.
+FULL = Sizes(
+    "qwen2.5-7b",
+    2048,
+    {
+        "eight-layers": Case(16, 5, n_layers=8),
+        "all-layers": Case(16, 4),
+        "batch-4": Case(4, 8, is_probed=True),
+        "batch-16": Case(16, 6, is_probed=True),
+        "batch-64": Case(64, 4, is_probed=True),
+        "same-layers": Case(64, 4, as_fsdp2=True, is_probed=True),
+    },
+    (4, 8, 16, 32, 64),
+    64,
+    4096,
+)
+TINY = Sizes(
+    "tiny.json",
+    32,
+    {
+        "eight-layers": Case(4, 3, n_layers=1),
+        "all-layers": Case(4, 3),
+        "batch-4": Case(2, 3, is_probed=True),
+        "batch-16": Case(4, 3, is_probed=True),
+        "batch-64": Case(8, 3, is_probed=True),
+        "same-layers": Case(4, 3, as_fsdp2=True, is_probed=True),
+    },
+    (1, 2),
+    4,
+    24,
+    ("--micro-batch", "2", "--loss-tile-tokens", "16"),
+)
+TINY_PATIENCE = 3.0  # times a stage's limit: a tiny run shares its two cores
+TINY_MACHINE = "cpu-2core"  # whose plans a tiny run takes where no other machine is named
+TINY_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 128,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line said."""
+
+    home: Path
+    results: Path
+    device: str = "cuda"
+    tiny: bool = False
+    machine: str | None = None  # for which plans are made where none was carried and none is probed
+    device_memory: str | None = None
+    host_memory: str | None = None
+    megatrain: Path | None = None
+    stage: str = ""  # the one that is performed
+    stage_limit_s: float = CALL_S
+
+    @property
+    def sizes(self) -> Sizes:
+        return TINY if self.tiny else FULL
+
+    @property
+    def case(self) -> Case:
+        return self.sizes.cases[self.stage]
+
+    @property
+    def plans(self) -> Path:
+        return self.home / "plans"
+
+    @property
+    def profile(self) -> Path:
+        """Of this machine, once it has been probed."""
+        return self.results / "profile.json"

@@ -1,0 +1,137 @@
+"""How long is a step, against what was predicted for it?
+
+Random weights and tokens: nothing is saved, and only time and memory are looked at.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import torch
+
+from runtime.batch import UNSUPERVISED, Batch
+from runtime.cpu import CpuMachine
+from runtime.cuda import CudaMachine
+from runtime.executor import execute
+from runtime.optimizer import AdamW
+from runtime.plan import Plan, PlanFile
+from runtime.torch_machine import TorchMachine
+
+from .commands import claim_of, plan_of
+from .stages import Asked, Note
+
+LR = 1e-5
+QUIET_S = 20.0  # a lane that hangs says so well within any stage's limit
+WARM_UP_STEPS = 2
+PATTERN_ELEMENTS = 2**24  # random numbers that weights are tiled with: drawing billions would take longer than training
+FILLING_THREADS = 8
+ALONE_ELEMENTS = 2**28  # a weight that is filled by itself: its fp32 copy is a gigabyte or more
+
+
+def planned(asked: Asked, note: Note) -> None:
+    """Perform the stage's plan on random weights, a line for each step, and what they come to."""
+    path = plan_of(asked, note)
+    plan, claim = PlanFile.read(path).plan, claim_of(path)
+    predicted = claim["prediction"]
+    n_layers, semantics = len(plan.workload.blocks) - 2, plan.semantics
+    sizes = {
+        "n_layers": n_layers,
+        "seq_len": semantics.seq_len,
+        "batch_size": semantics.batch_size,
+        "micro_batch": semantics.micro_batch,
+    }
+    note("planned", plan=path.name, profile=plan.profile["name"], **sizes, **predicted)
+    began_s = time.perf_counter()
+    batches = batches_of(plan)
+    machine: TorchMachine
+    if asked.device == "cuda":
+        machine = CudaMachine(plan, batches, settings)
+    else:
+        machine = CpuMachine(plan, batches, settings, pin_threads=True)
+    note("allocated", seconds=time.perf_counter() - began_s, said=machine.arenas.host_words())
+    began_s = time.perf_counter()
+    fill_all(machine)
+    note("weights", seconds=time.perf_counter() - began_s)
+    ended_s = [time.perf_counter()]
+
+    def on_step(step: int, at_s: float) -> None:
+        ended_s.append(time.perf_counter())
+        note("step", step=step, seconds=ended_s[-1] - ended_s[-2], loss=machine.results[step].loss)
+
+    timeline = execute(plan, machine, asked.case.n_steps, quiet_s=QUIET_S, on_step=on_step)
+    times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
+    step_s, losses = median(times_s), [machine.results[step].loss for step in range(asked.case.n_steps)]
+    is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
+    note(
+        "measured", plan=path.name, profile=plan.profile["name"], is_probed=is_probed, **sizes, step_s=step_s, times_s=times_s,
+        predicted_s=predicted["step_s"], error_fraction=step_s / predicted["step_s"] - 1,
+        bound_fraction=claim["certificate"]["machine_bound_s"] / step_s,
+        tokens_per_s=semantics.tokens_per_step / step_s, model_flop_per_s=flop / step_s,
+        busy_s={str(lane): s for lane, s in timeline.from_step(1).busy_s(plan).items()}, predicted_busy_s=predicted["busy_s"],
+        device_peak_bytes=machine.device_peak_bytes(), device_planned_bytes=predicted["device_peak_bytes"],
+        host_peak_bytes=host_peak_bytes(), host_planned_bytes=predicted["host_peak_bytes"], losses=losses,
+    )  # fmt: skip
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"a loss is not a number: {losses}")
+
+
+def settings(step: int) -> AdamW:
+    return AdamW(lr=LR, weight_decay=0.0)
+
+
+def host_peak_bytes() -> int:
+    """The most that this process has had of the host's memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def batches_of(plan: Plan) -> Callable[[int], Batch]:
+    return random_batches(plan.workload.blocks[0].parameters[0].shape[0], plan.semantics.batch_size, plan.semantics.seq_len)
+
+
+def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[int], Batch]:
+    """Random tokens, all of them supervised but the last."""
+
+    def of_step(step: int) -> Batch:
+        tokens = torch.randint(vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(step))
+        targets = torch.full_like(tokens, UNSUPERVISED)
+        targets[:, :-1] = tokens[:, 1:]
+        return Batch(tokens, targets)
+
+    return of_step
+
+
+# -- weights --------------------------------------------------------------------------------------------------------------
+
+
+def fill_all(machine: TorchMachine) -> None:
+    """Several at a time, but the largest, whose copies would fill what the plan leaves of the host."""
+    numbers, owned = pattern(), [p for block in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(block)]
+
+    def task(p) -> None:  # type: ignore[no-untyped-def]
+        weight = torch.empty(p.shape)
+        fill(weight, numbers)
+        machine.host.set_weight(p, weight)
+
+    for p in owned:
+        if p.n_elements >= ALONE_ELEMENTS:
+            task(p)
+    with ThreadPoolExecutor(FILLING_THREADS) as pool:
+        list(pool.map(task, [p for p in owned if p.n_elements < ALONE_ELEMENTS]))
+
+
+def fill(weight: torch.Tensor, pattern: torch.Tensor) -> None:
+    """Random numbers, as a matrix would have them; ones, as a norm would."""
+    flat = weight.view(-1)
+    if weight.dim() < 2:
+        flat.fill_(1.0)
+        return
+    for at in range(0, flat.numel(), pattern.numel()):
+        part = flat[at : at + pattern.numel()]
+        part.copy_(pattern[: part.numel()])
+
+
+def pattern() -> torch.Tensor:
+    return torch.randn(PATTERN_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
