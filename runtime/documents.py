@@ -24,9 +24,9 @@ from .workload import ITEM_BYTES
 
 BY_DOCUMENT = "sdpa_by_document"
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # of the types that we know those with fused attention
-# Queries that torch's kernel for processors takes at a time, for so many tokens; its keys come in blocks of 512.
-QUERY_BLOCKS = ((192, 32), (768, 64))
-LARGEST_QUERY_BLOCK = 256
+# Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
+# 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
+SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
 CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 
@@ -96,8 +96,8 @@ def _calls_fused(plan: Plan, head_dim: int) -> bool:
 
 
 def padded_tokens(n_tokens: int) -> int:
-    """The length class of a document: whole blocks of queries."""
-    block = next((block for below, block in QUERY_BLOCKS if n_tokens < below), LARGEST_QUERY_BLOCK)
+    """The length class of a document."""
+    block = SHORT_BLOCK if n_tokens < LONG_TOKENS else LONG_BLOCK
     return -(-n_tokens // block) * block
 
 

@@ -41,7 +41,7 @@ def write_chats(path, n_chats=1500):
 
 @pytest.mark.parametrize("packing", ["documents", "joined", "one"])
 def test_after_300_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned(tmp_path, packing):
-    """Within a tenth, in a process of its own. Without length classes the library that multiplies would hold twice that."""
+    """Within a tenth, in a process of its own. Without length classes the library that multiplies alone would take twice that."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
     write_chats(tmp_path / "chats.jsonl")
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)
