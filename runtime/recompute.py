@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_map
 
 from .workload import Saved
 
-# Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses.
+# Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
+# sequences are one call (documents.py).
 PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm"})
 FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")) | {
-    "_scaled_dot_product_flash_attention_for_cpu"
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "attention_by_document",
 }
 CALLS_SAVED: dict[Saved, frozenset[str]] = {
     Saved.BOUNDARY: frozenset(),

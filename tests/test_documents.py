@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import accumulate, cycle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.check import check
+from runtime import documents
 from runtime.batch import Batch
 from runtime.cpu import CpuMachine
-from runtime.documents import document_bytes, supports_documents
+from runtime.documents import document_bytes, padded_tokens, supports_documents
 from runtime.errors import WorkloadError
 from runtime.evaluation import Evaluator
 from runtime.executor import execute
 from runtime.forward_plan import forward_plan
-from runtime.plan import Kind, Policy, Semantics, Update
+from runtime.memory import DTYPE
+from runtime.plan import Kind, Plan, Policy, Semantics, Update
 
 from . import reference
 from .late_streams import LateStreams, Poisoned
@@ -224,6 +227,10 @@ def test_no_device_is_waited_for_after_the_first_two_micro_batches():
     assert seen == []
 
 
+def on_processor(plan: Plan) -> Plan:
+    return replace(plan, profile=plan.profile | {"device": plan.profile["device"] | {"kind": "cpu"}})
+
+
 @pytest.mark.parametrize(
     "way", [Policy(), Policy(attention_blocks=(1, 2)), Policy(product_blocks=(1, 2)), Policy(keep_blocks=(1, 2, 3))]
 )
@@ -231,13 +238,17 @@ def test_no_device_is_waited_for_after_the_first_two_micro_batches():
 def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept(model_type, way):
     policy = replace(way, group_micro_batches=2)
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
-    plan = plan_of(tiny_config(model_type, **WIDE), semantics, policy)
+    plan = on_processor(plan_of(tiny_config(model_type, **WIDE), semantics, policy))
     batches = [Batch(b.input_ids, b.targets, ((48, 30, 17, 1), (10,) * 9 + (6,))) for b in batches_of(96, 2, 96)]
     without_bytes, _ = device_bytes(plan)
     left_bytes, peak_bytes = device_bytes(plan, batches)
     assert peak_bytes <= plan.kept_bytes + plan.transient_bytes + document_bytes(plan)
-    more_bytes = left_bytes - without_bytes
-    assert more_bytes == pytest.approx(document_bytes(plan), rel=0.01, abs=2000)  # positions of the tokens, and a few numbers
+    more_bytes, while_one_attends = (
+        left_bytes - without_bytes,
+        document_bytes(replace(plan, policy=replace(policy, keep_blocks=()))),
+    )
+    kept_bytes = document_bytes(plan) - while_one_attends
+    assert more_bytes == pytest.approx(kept_bytes, rel=0.01, abs=2000)  # positions of the tokens, and a few numbers
 
 
 @pytest.mark.parametrize(
@@ -267,6 +278,83 @@ def test_the_other_types_attend_by_document(model_type):
     assert supports_documents(config_of(model_type), Semantics(16, 1, 1)) is None
     windowless = {"use_sliding_window": False, "sliding_window": 8} if model_type in ("qwen2", "qwen3", "qwen3_moe") else {}
     assert supports_documents(config_of(model_type, **windowless), Semantics(16, 1, 1)) is None
+
+
+# -- attention itself -----------------------------------------------------------------------------------------------------
+
+
+def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[torch.Tensor]:
+    """What attention by document makes of queries, keys, values (B, H, T, E) and its result's gradient (B, T, H, E), and the
+    gradients of the first three; all with tokens second."""
+    query, key, value, d_out = (x.detach().requires_grad_() for x in inputs)
+    out = documents._Attention.apply(query, key, value, list(n_tokens), None)
+    return [out.detach(), *(x.transpose(1, 2) for x in torch.autograd.grad(out, (query, key, value), d_out))]
+
+
+def drawn(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1, width: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = [torch.randn(n_sequences, seq_len, n, width, generator=generator).to(dtype) for n in (4, 2, 2, 4)]
+    return [*(x.transpose(1, 2) for x in heads[:3]), heads[3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
+def test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_and_gradients_are_the_same_bits(n, dtype):
+    """What is computed of its padding reaches nothing, not even where another document's values are not finite."""
+    seq_len = 256
+    first, other = drawn(seq_len, dtype), drawn(seq_len, dtype, seed=1)
+    for x in other[:3]:
+        x[:, :, n:] = float("nan")
+    for x, y in zip(first[:3], other[:3], strict=True):
+        y[:, :, seq_len - n :] = x[:, :, :n]
+    other[3][:, seq_len - n :] = first[3][:, :n]
+    alone = attended(first, [n, seq_len - n])
+    packed = attended(other, [*[1] * (seq_len - n), n])
+    for x, y in zip(alone, packed, strict=True):
+        assert torch.equal(x[:, :n], y[:, seq_len - n :])
+
+
+@pytest.mark.parametrize("n", [1, 5, 47, 200])
+def test_a_padded_document_is_attended_to_as_an_unpadded_one_but_for_rounding(n):
+    inputs = drawn(256, torch.bfloat16)
+    exactly = attended([x.double().float() for x in inputs], [n, 256 - n])
+    for found, wanted in zip(attended(inputs, [n, 256 - n]), exactly, strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_length_classes_are_whole_blocks_of_queries_and_few():
+    classes = {padded_tokens(n) for n in range(1, 4097)}
+    assert sorted(classes)[:8] == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert len([n for n in classes if n <= 768]) == 12
+    assert all(n <= padded_tokens(n) < n + 256 and padded_tokens(padded_tokens(n)) == padded_tokens(n) for n in range(1, 4097))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("cut", [(255, 1), (128, 128), (3,) * 85 + (1,)], ids=len)
+def test_attending_by_document_makes_no_more_than_attending_to_all_and_what_is_booked_for_it(cut, dtype):
+    config = tiny_config("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    plan = on_processor(plan_of(config, semantics_of("llama", seq_len=256, compute_dtype=dtype), Policy()))
+    inputs = drawn(256, DTYPE[dtype])
+    whole_bytes, by_document_bytes = (most_allocated(lambda n=n: attended(inputs, n)) for n in ([256], cut))
+    assert by_document_bytes <= whole_bytes + document_bytes(plan)
+
+
+def most_allocated(work) -> int:
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    return max(accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+
+
+def test_on_cuda_torch_has_the_calls_that_are_made_for_a_document():
+    """On tensors that only claim to be on a device: names, arguments and shapes."""
+    with FakeTensorMode(), torch.no_grad():
+        query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
+        sums = torch.empty(1, 4, 48, device="cuda")
+        made = documents._attend([query, key, value], 0.25)
+        found = documents._attend_backward([query, query, key, value, query, sums], 0.25)
+    assert [x.shape for x in (*made, *found)] == [x.shape for x in (query, sums, query, key, value)]
 
 
 REFUSED = [
