@@ -2,8 +2,10 @@
 
 PYTHON ?= $(shell python3 -c 'import sys; print("python3" if sys.version_info >= (3, 11) else "python3.11")' 2>/dev/null || echo python3.11)
 PY := .venv/bin/python
+PYTHON_OLDEST ?= python3.12
+PY_OLDEST := .venv-oldest/bin/python
 
-.PHONY: demo test lint types unit format tour clean
+.PHONY: demo test test-oldest lint types unit format tour clean
 
 demo: .venv/stamp
 	$(PY) demo/demo.py
@@ -21,6 +23,11 @@ types: .venv/stamp
 unit: .venv/stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
+# The same tests with the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Not part of `test`:
+# the usual torch for Linux carries the CUDA libraries, gigabytes to fetch; point pip at an index of CPU builds to avoid it.
+test-oldest: .venv-oldest/stamp
+	OMP_NUM_THREADS=1 $(PY_OLDEST) -m pytest -q -n 2 --dist worksteal
+
 format: .venv/stamp
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -35,5 +42,11 @@ tour: .venv/stamp
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[run,test,dev]'
 	touch .venv/stamp
 
+.venv-oldest/stamp: pyproject.toml constraints-oldest.txt
+	$(PYTHON_OLDEST) -c 'import sys; sys.exit("Python 3.12 is needed; set PYTHON_OLDEST=path" if sys.version_info[:2] != (3, 12) else 0)'
+	$(PYTHON_OLDEST) -m venv .venv-oldest
+	$(PY_OLDEST) -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[run,test]'
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache demo/out *.egg-info
+	rm -rf .venv .venv-oldest .pytest_cache .hypothesis .mypy_cache .ruff_cache demo/out *.egg-info

@@ -193,11 +193,17 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     scores = route(tape, x, s)
     n, inner, each = s.n_rows * s.width, s.n_rows * s.inner, 1 if s.grouped else s.n_experts
     index = Tensor(s.n_rows, INT64 if s.grouped else 2 * INT64)
+    # Which rows belong to another device's expert: none, but transformers 5.17 asks. What it masks takes the place of what it was
+    mask = Tensor(s.n_rows, 1 if s.grouped else 0)
     # Bookkeeping on row numbers: sorting or one-hot masks; beside the rows themselves its traffic is small
     n_calls = each + (8 if s.grouped else 7 + 6 * s.n_experts)
-    rows = tape.step([x], n, saves=[index], moved_bytes=2 * n * x.item_bytes + index.n_bytes, n_calls=n_calls)
+    rows = tape.step([x], n, saves=[index, mask], moved_bytes=2 * n * x.item_bytes + index.n_bytes, n_calls=n_calls)
     order = Tensor(s.n_rows, INT64 if s.grouped else 0)
     row_weights = tape.step([scores], s.n_rows, item_bytes=scores.item_bytes, saves=[order], n_calls=each)
+    # By their names in the module: what the router said, and the expert of each row, once more in 4 bytes to count rows
+    chosen, counted = (Tensor(s.n_rows, item_bytes if s.grouped else 0) for item_bytes in (INT64, 4))
+    names = (scores, chosen, counted) if s.grouped else ()
+    tape.held = names
 
     def product(x: Tensor, k: int, n: int) -> Tensor:
         elements, out = s.n_experts * k * n, s.n_rows * n
@@ -208,8 +214,12 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
             call=Call.OVERWRITTEN if s.bias and s.grouped else Call.PRODUCT, matmuls=s.products(k, n),
         )  # fmt: skip
         if s.bias:  # the bias of each row's expert, then the sum
-            bias = Tensor(out if s.grouped else 0, tape.item_bytes, ours=False, differentiable=False)
-            y = tape.step([y, bias], out, weight_elements=s.n_experts * n, n_calls=2 if s.grouped else each)
+            bias = Tensor(out if s.grouped else 0, tape.item_bytes, differentiable=False)
+            y = tape.step(
+                [y, bias], out, saves=[chosen], weight_elements=s.n_experts * n, scratch_bytes=0 if s.grouped else None,
+                n_calls=2 if s.grouped else each,
+            )  # fmt: skip
+            tape.held = (*names, bias)
         return y
 
     gate_up = product(rows, s.width, 2 * s.inner)
@@ -218,16 +228,25 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
         gate, up = (tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=each) for _ in "gu")
         sigmoid = tape.step([tape.step([gate], inner, n_calls=each)], inner, saves_out=True, n_calls=each)
         act = tape.step([gate, sigmoid], inner, saves=[gate, sigmoid], n_calls=each)
+        held, tape.held = tape.held, (*tape.held, up)
         up = tape.step([up], inner, n_calls=each)
         mixed = tape.step([up, act], inner, saves=[up, act], n_calls=each)
+        tape.held = held
     else:
         act = tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=each)
         mixed = tape.step([act, gate_up], inner, saves=[act, gate_up], moved_bytes=3 * half_bytes, n_calls=each)
     y = product(mixed, s.inner, s.width)
     weighted_bytes = max(y.item_bytes, row_weights.item_bytes)
-    y = tape.step([y, row_weights], n, item_bytes=weighted_bytes, saves=[y, row_weights], n_calls=each)
+    # Where precisions are mixed, one of the factors is also made in the wider one
+    scratch_bytes = n * weighted_bytes * (2 if s.grouped and y.item_bytes < weighted_bytes else 1)
+    y = tape.step(
+        [y, row_weights], n, item_bytes=weighted_bytes, saves=[y, row_weights], scratch_bytes=scratch_bytes, n_calls=each
+    )  # fmt: skip
     if s.grouped:  # back into token order, then summed over each token's experts
         y = tape.step([y], n, item_bytes=weighted_bytes, saves=[Tensor(s.n_rows, INT64)])
-        return tape.cast(tape.step([y], s.n_tokens * s.width, item_bytes=weighted_bytes), tape.item_bytes)
-    y = tape.cast(y, tape.item_bytes)
-    return tape.step([y], s.n_tokens * s.width, saves=[y], moved_bytes=3 * y.n_bytes, n_calls=each, looped=True)
+        y = tape.cast(tape.step([y], s.n_tokens * s.width, item_bytes=weighted_bytes), tape.item_bytes)
+    else:
+        y = tape.cast(y, tape.item_bytes)
+        y = tape.step([y], s.n_tokens * s.width, saves=[y], moved_bytes=3 * y.n_bytes, n_calls=each, looped=True)
+    tape.held = ()
+    return y

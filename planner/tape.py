@@ -53,11 +53,17 @@ class Step:
     matmuls: tuple[Matmul, ...]
     made: tuple[Tensor, ...]  # all it makes: the output, and what else comes with it
     looped: bool  # done once per expert, so that the last save is made in the last of many passes
+    held: tuple[Tensor, ...]  # what else lies there meanwhile, though neither read nor saved
     fused: bool  # one kernel that reads what it reads and writes what it makes once
 
     @property
     def keeps(self) -> tuple[Tensor, ...]:
         return tuple(t for t in self.saves if t.ours)
+
+    @property
+    def uses(self) -> set[Tensor]:
+        """What of the block's own must lie there for it."""
+        return {t for t in (*self.reads, self.out, *self.held) if t.ours}
 
 
 @dataclass(slots=True)
@@ -71,6 +77,7 @@ class Tape:
     steps: list[Step] = field(default_factory=list)
     tiles: list[tuple[int, "Tape"]] = field(default_factory=list)
     cuts: tuple[tuple[Tensor, Tensor], ...] = ()  # what the tiles read, whole, and one tile of it
+    held: tuple[Tensor, ...] = ()  # what the module's own names keep alive from here on
 
     def step(
         self,
@@ -105,7 +112,7 @@ class Tape:
             scratch_bytes = max(t.n_bytes for t in (*reads, out))
         kept = (*saves, *beside, *([out] if saves_out else ()))
         made, calls = (out, *beside), (tuple(reads), kept, out, weight_elements, scratch_bytes, moved_bytes, n_calls)
-        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, fused))
+        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, self.held, fused))
         return out
 
     def cast(self, x: Tensor, item_bytes: int) -> Tensor:
@@ -223,6 +230,15 @@ class Tape:
 
     # ---- memory
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The gradient that lies there while steps run again: backward has made it when it asks for the last tensor saved.
+
+        None of its own where only a sum comes after: then it is the output's, which lies in the boundary's slot.
+        """
+        last = max((i for i, s in enumerate(self.steps) if s.saves), default=len(self.steps))
+        return 0 if all(s.scratch_bytes == 0 for s in self.steps[last + 1 :]) else self.steps[last].out.n_bytes
+
     def backward_peak_bytes(self, saved: Saved = Saved.BOUNDARY, early_stop: bool = False) -> int:
         """A bound on what lies in the allocator while the pass is recomputed and its backward runs, beside what was saved.
 
@@ -294,16 +310,19 @@ class _Memory:
     def recompute(self, tape: Tape) -> None:
         """The forward, under grad: every tensor that autograd saves stays."""
         stop = tape._stop if self.early_stop else len(tape.steps)
+        last_use = {t: i for i, s in enumerate(tape.steps) for t in s.uses}
+        made: set[Tensor] = set()
         for i, s in enumerate(tape.steps):
             there = _is_saved(s, self.tier)
             if there and i < stop:
                 self.elsewhere |= {*s.made}
             self.live_bytes += sum(self.size(t) for t in {*s.keeps} - self.saved)
             self.saved |= {*s.keeps}
+            made |= s.uses
             if i < stop:
-                passing = {t for t in (*s.reads, s.out) if t.ours} - self.saved
-                scratch_bytes = 0 if there else s.scratch_bytes
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + scratch_bytes)
+                passing = {t for t in made if last_use[t] >= i} - self.saved
+                beside_bytes = max(0 if there else s.scratch_bytes, tape.waiting_bytes)
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + beside_bytes)
         if stop == len(tape.steps) and not tape.tiles:
             self.live_bytes += self.size(tape.steps[-1].out)  # its gradient lies in the boundary's slot
 

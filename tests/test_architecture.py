@@ -375,6 +375,22 @@ def test_the_base_install_plans_and_says_what_running_and_probing_need(words: li
     assert "Traceback" not in done.stderr
 
 
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return {library: version for library, _, version in (line.partition("==") for line in lines) if version}
+
+
+def test_the_oldest_versions_that_are_allowed_are_those_that_the_tests_are_run_with() -> None:
+    """Of torch and transformers; everything else is what it always is, but for what the older transformers cannot use."""
+    oldest, newest = pins("constraints-oldest.txt"), pins("constraints.txt")
+    bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["run"]
+    allowed = {library: version for library, _, version in (line.partition(">=") for line in bounds)}
+    for library in ("torch", "transformers"):
+        assert oldest[library].removesuffix(".0") == allowed[library]
+    assert oldest.keys() == newest.keys()
+    assert {library for library in oldest if oldest[library] != newest[library]} == {"torch", "transformers", "huggingface_hub"}
+
+
 def test_the_package_names_resolve_to_this_repository() -> None:
     """Both names exist on the package index."""
     code = "import planner, hwprofiles, runtime\nfor room in (planner, hwprofiles, runtime): print(room.__file__)"

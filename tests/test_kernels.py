@@ -207,7 +207,7 @@ def test_scores_are_the_losses_to_the_bit(dtype: str) -> None:
 def test_kept_and_transient_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
     """Of a scale for each row, which a GPU keeps and a CPU does not, two in a hundred are allowed for."""
     for size in SIZES:
-        for block, layer, x, kwargs in layers_of(case, *size, **fused(case[0])):
+        for block, layer, x, kwargs in layers_of(case, *size, fused(case[0])):
             gradient, weights = torch.randn_like(x), list(layer.parameters())
             assert block.kept_bytes == pytest.approx(saved_bytes(layer, x, kwargs, weights), rel=0.03)
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023

@@ -1,17 +1,19 @@
 """Is what backward computes again what PyTorch's own checkpointing computes again?"""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from runtime.workload import Block, Recompute, Saved
 
-from .real_layers import SIZES, Work, cases, layers_of, peak_bytes, tensors
-from .tiny import EXPERT_TYPES, MODEL_TYPES
+from .real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, tensors
+from .tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES
 
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
 FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
@@ -25,19 +27,32 @@ def called(op: Any) -> str:
     return op.overloadpacket.__name__  # type: ignore[no-any-return]
 
 
-class Selection:
-    """Saves what a tier saves, and counts its bytes; of products only the first `n_products`: those that recompute reaches."""
+class Selection(TorchDispatchMode):
+    """Saves what a tier saves; of products only the first `n_products`: those that recompute reaches. Good for one checkpoint.
+
+    As a mode around the first run it counts the bytes. Older versions of torch ask again, when it runs again, what was saved.
+    """
 
     def __init__(self, saved: Saved, n_products: int) -> None:
-        self.saved, self.products_left, self.n_bytes = saved, n_products, 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved, self.n_products, self.n_bytes = saved, n_products, 0
+        self.n_seen: Counter[str] = Counter()
+
+    def takes(self, op: Any, run: str) -> bool:
+        """Whether a run's next call is one whose result is saved."""
+        name = called(op)
+        self.n_seen[run] += name in WITH_WEIGHTS
+        return name in STORED[self.saved] and (name not in WITH_WEIGHTS or self.n_seen[run] <= self.n_products)
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = called(op)
-        if name not in STORED[self.saved] or (name in WITH_WEIGHTS and not self.products_left):
-            return CheckpointPolicy.MUST_RECOMPUTE
-        self.products_left -= name in WITH_WEIGHTS
-        self.n_bytes += sum(t.numel() * t.element_size() for t in tensors(context.op_output))
-        return CheckpointPolicy.MUST_SAVE
+        taken = self.takes(op, "again" if context.is_recompute else "first")
+        return CheckpointPolicy.MUST_SAVE if taken else CheckpointPolicy.MUST_RECOMPUTE
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.takes(func, "counted"):
+            self.n_bytes += sum(t.numel() * t.element_size() for t in tensors(out))
+        return out
 
 
 @contextmanager
@@ -56,7 +71,7 @@ def checkpointed(
         if selection.saved is Saved.BOUNDARY:
             return nullcontext(), watch
         first, again = create_selective_checkpoint_contexts(selection)  # type: ignore[no-untyped-call]
-        return first, inside(watch, again)
+        return inside(selection, first), inside(watch, again)
 
     return checkpoint(  # type: ignore[no-any-return]
         layer, x, use_reentrant=False, context_fn=contexts, early_stop=early_stop, **kwargs
@@ -89,11 +104,11 @@ def can(case: Case, saved: Saved) -> bool:
 
 
 def ways_of(
-    case: Case, sizes: tuple[tuple[int, int], ...]
+    case: Case, sizes: tuple[tuple[int, int], ...], **overrides: Any
 ) -> Iterator[tuple[Block, Recompute, Selection, Any, torch.Tensor, dict[str, Any]]]:
     """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
     for size in sizes:
-        for block, layer, x, kwargs in layers_of(case, *size):
+        for block, layer, x, kwargs in layers_of(case, *size, **overrides):
             for saved, early_stop in WAYS:
                 recompute = block.recompute(saved, early_stop)
                 assert (recompute is not None) == can(case, saved)
@@ -137,13 +152,36 @@ def test_gradients_are_bit_for_bit_the_same_whatever_was_saved(case: Case) -> No
 
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_a_backward_with_recompute_stays_within_its_transient_bytes_and_not_far_below(case: Case) -> None:
-    for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[1:]):
-        gradient, weights = torch.randn_like(x), list(layer.parameters())
+    for way in ways_of(case, SIZES[1:]):
+        stays_within(*way, at_most=1.5)
 
-        def work() -> object:
-            y = checkpointed(layer, x, kwargs, selection, ours.early_stop)  # noqa: B023
-            return torch.autograd.grad(y, [x, *weights], gradient)  # noqa: B023
 
-        peak = peak_bytes(work) - block.boundary_bytes  # the output, which lies in an arena
-        assert peak <= ours.saved_bytes + ours.transient_bytes <= 1.5 * peak
-        assert ours.transient_bytes <= block.transient_bytes
+def stays_within(
+    block: Block,
+    ours: Recompute,
+    selection: Selection,
+    layer: Any,
+    x: torch.Tensor,
+    kwargs: dict[str, Any],
+    at_most: float,
+    but_for_bytes: int = 0,
+) -> None:
+    gradient, weights = torch.randn_like(x), list(layer.parameters())
+
+    def work() -> object:
+        y = checkpointed(layer, x, kwargs, selection, ours.early_stop)
+        return torch.autograd.grad(y, [x, *weights], gradient)
+
+    peak = peak_bytes(work) - block.boundary_bytes  # the output, which lies in an arena
+    assert peak - but_for_bytes <= ours.saved_bytes + ours.transient_bytes <= at_most * peak
+    assert ours.transient_bytes <= block.transient_bytes
+
+
+@pytest.mark.parametrize("overrides", ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", EXPERT_TYPES)
+def test_rows_of_experts_stay_within_it_where_nothing_else_is_large(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
+    """Copies of them that only a name in the module keeps alive, and those that older versions of transformers mask. But for a few
+    numbers per token."""
+    for way in ways_of((model_type, "eager" if model_type in EAGER_ONLY else "sdpa", dtype, "grouped_mm"), (MANY,), **overrides):
+        stays_within(*way, at_most=1.6, but_for_bytes=12 * MANY[0] * MANY[1])

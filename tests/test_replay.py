@@ -32,7 +32,7 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved, 
 def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case: Case) -> None:
     """In bytes, calls and gradients."""
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
-        again = Selection(ours.saved, selection.products_left)
+        again = Selection(ours.saved, selection.n_products)
         wanted = gradients(checkpointed(layer, x, kwargs, selection, ours.early_stop), x, layer)
         y, replay = replayed(layer, x, kwargs, ours.saved, ours.early_stop)
         assert sum(t.nbytes for t in tensors(list(replay._results))) == ours.saved_bytes
