@@ -24,6 +24,7 @@ Progress = Callable[[str, float], None]
 
 ITEM_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 4}
 BEYOND_TORCH_BYTES = 300_000_000  # transformers, templates, tokenizer and data in the runtime's process
+BEYOND_PROBE_BYTES = 512 * MiB  # of the device: kernels that only a run has, and workspaces of cuBLAS (32 MiB a stream)
 KERNEL_BYTES = 768 * MiB  # that a pointwise kernel reads and writes: far above a device's cache
 REFERENCE = 8192  # m = k = n of the product that tells how the clocks are
 N_HEADS = 16
@@ -117,6 +118,7 @@ class _Probe:
         runtime_bytes = self.host.process_bytes() + BEYOND_TORCH_BYTES
         link, host, pci, nodes = self._link_and_host(host_facts)
         device, sustained = self._device()
+        workspace_bytes = self._taken_since(context_bytes) + BEYOND_PROBE_BYTES
         fields: dict[str, Any] = {
             "format_version": 1,
             "name": name,
@@ -128,6 +130,7 @@ class _Probe:
                 "kind": "cuda",
                 "memory_bytes": quantity(usable_bytes, 0.0, "memory"),
                 "context_bytes": quantity(context_bytes, 0.0, "memory"),
+                "workspace_bytes": quantity(workspace_bytes, 0.5, "workspace"),
                 "compute_threads": None,
                 **device,
             },
@@ -152,6 +155,13 @@ class _Probe:
             f"in the end; copies and optimizer beside each other, and what both cost computing (taken into its spread): {slow}"
             f"{self.left_out}"
         )
+
+    def _taken_since(self, context_bytes: int) -> int:
+        """What kernels and libraries have come to hold of the device beside its context."""
+        self.device.synchronise()
+        self.device.release()
+        now = self.device.memory()
+        return max(0, now.total_bytes - now.free_bytes - context_bytes)
 
     def _memory(self) -> tuple[Memory, int, int]:
         """Memory before the first kernel; usable bytes, context and all; and the bytes of the context with its kernels loaded."""
@@ -339,6 +349,11 @@ def _sources(facts: DeviceFacts, host: HostFacts, detail: str) -> dict[str, Any]
 
     return {
         "probe": source("measured", detail),
+        "workspace": source(
+            "assumed",
+            f"what the probe's kernels came to hold beyond the context that they were first used in, and "
+            f"{show_bytes(BEYOND_PROBE_BYTES)} for those of a run",
+        ),
         "memory": source(
             "measured",
             "device: what is in use after the first kernels, and the largest piece that could be had beyond; host: memory "

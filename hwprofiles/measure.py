@@ -116,6 +116,7 @@ def probe_cpu(effort: Effort, progress: Progress, name: str = "this-machine") ->
             "kind": "cpu",
             "memory_bytes": quantity(device_bytes, 0.0, "memory"),
             "context_bytes": quantity(0, 0.0, "nature"),
+            "workspace_bytes": quantity(0, 0.0, "nature"),
             "compute_threads": len(bench.compute_cores),
             **device,
         },

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import PlanError
+from runtime.footprint import device_needs, host_needs
 from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
 from runtime.units import show_bytes, show_seconds
 from runtime.workload import ITEM_BYTES
@@ -204,9 +205,12 @@ def _peaks(plan: Plan) -> dict[Place, float]:
     """Peak bytes on device and host, by the plan's own arithmetic."""
     context_bytes = _number(plan.profile, "device.context_bytes.value", "profile")
     runtime_bytes = _number(plan.profile, "host.runtime_bytes.value", "profile")
+    device = plan.profile["device"]
+    workspace_bytes = _number(plan.profile, "device.workspace_bytes.value", "profile") if device.get("workspace_bytes") else None
+    needs = device_needs(plan, device.get("kind") == "cuda", workspace_bytes)
     return {
-        Place.DEVICE: plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes + context_bytes,
-        Place.HOST: plan.host_arena_bytes + runtime_bytes,
+        Place.DEVICE: sum(needs.values()) + context_bytes,
+        Place.HOST: sum(host_needs(plan).values()) + runtime_bytes,
     }
 
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from hwprofiles.schema import Profile
-from runtime.plan import Place, Plan, Policy, Semantics
+from runtime.footprint import device_needs, host_needs
+from runtime.plan import Plan, Policy, Semantics
 from runtime.units import show_bytes
 from runtime.workload import Model, Workload
 
@@ -48,11 +49,10 @@ def frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 
 def footprint(plan: Plan, profile: Profile) -> Footprint:
     """The peaks of a plan: arenas, what autograd keeps, the block being computed, and what the process needs besides."""
-    device = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.DEVICE}
-    device |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
-    device |= {"context": round(profile.device.context_bytes.value)}
-    host = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
-    host |= {"runtime": round(profile.host.runtime_bytes.value)}
+    of = profile.device
+    device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
+    device |= {"context": round(of.context_bytes.value)}
+    host = host_needs(plan) | {"runtime": round(profile.host.runtime_bytes.value)}
     return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
 
 

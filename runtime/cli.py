@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .checkpoint import State
     from .cli_assembly import Assembled
     from .executor import Stop
+    from .plan import Plan
     from .settings import RunSettings
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints, each perhaps in a .partial first
@@ -81,8 +82,8 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
     _refuse_odd_files(out)
     _refuse_what_others_wrote(out)
     refuse_missing(settings.monitors)
-    if settings.deterministic and device == "cuda":
-        _use_same_kernels()
+    if device == "cuda":
+        _settle_kernels(file.plan, settings.deterministic)
     _tell_clients_of_monitors(settings)
     with _no_empty_folder(out), ExitStack() as until_the_end:
         writable_folder(out)
@@ -243,9 +244,16 @@ def _first_signal_asks(stop: "Stop") -> Iterator[_Asked]:
             signal.signal(number, handler)
 
 
-def _use_same_kernels() -> None:
+def _settle_kernels(plan: "Plan", asked_in_order: bool) -> None:
+    """Those that the plan names, and with them no others on a GPU. PlanError where it cannot be so."""
+    from .attention import refuse_any_order, refuse_missing_attention
     from .streams import use_same_kernels
 
+    if asked_in_order:
+        refuse_any_order(plan.semantics)
+    refuse_missing_attention(plan)
+    if not asked_in_order and plan.semantics.attention_kernel != "deterministic":
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     use_same_kernels()
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .settings import OptimizerSettings, RunSettings
     from .trainer import Training
 
-CUDA_OWN_BYTES = 2**30  # assumed: kernels, loaded when first used, and workspaces of products, which no plan counts
 TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
 
 
@@ -304,22 +303,20 @@ def _cut_alike(plan: "Plan", small: "Plan") -> "Policy":
 
 
 def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
-    from .documents import document_bytes, supports_documents
+    """What the plan books must be free. A CPU's own memory has the place of the device's."""
+    from .footprint import host_needs, planned_device_needs
     from .memory import available_host_bytes
 
-    on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
-    if supports_documents(plan.model.config, plan.semantics) is None:
-        on_device += document_bytes(plan)  # which no plan counts, as it does not know the data
+    on_device, on_host = sum(planned_device_needs(plan).values()), sum(host_needs(plan).values())
+    where = "here"
     if device == "cuda":
         from .streams import free_cuda_bytes
 
-        needed_bytes = on_device + CUDA_OWN_BYTES
-        short_device_bytes = max(0, needed_bytes - free_cuda_bytes())
-        on_host, where = plan.host_arena_bytes, "of pinned memory"
-        if short_device_bytes:
-            raise _does_not_fit(f"{show_bytes(needed_bytes)} of the GPU's memory", short_device_bytes, 0)
+        if (short_bytes := on_device - free_cuda_bytes()) > 0:
+            raise _does_not_fit(f"{show_bytes(on_device)} of the GPU's memory", short_bytes, 0)
+        where = "of pinned memory"
     else:
-        on_host, where = plan.host_arena_bytes + on_device, "here"
+        on_host += on_device
     available_bytes = available_host_bytes()
     if available_bytes is not None and on_host > available_bytes:
         raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes)

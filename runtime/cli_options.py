@@ -118,7 +118,8 @@ _SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         {
             "is_flag": True,
             "default": None,
-            "help": "With a GPU: bits that do not depend on the plan, as on a CPU. Some kernels are slower.",
+            "help": "With a GPU: bits that do not depend on the plan, as on a CPU, of a plan made with --deterministic. "
+            "Some kernels are slower.",
         },
     ),
 )

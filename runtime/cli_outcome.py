@@ -15,6 +15,7 @@ import click
 
 from .errors import PlanError
 from .files import try_to_write, write_whole
+from .footprint import planned_device_needs
 from .run_config import RunConfigError
 from .units import on_one_line, show_bytes, show_seconds
 
@@ -85,7 +86,7 @@ def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
         _Row("device arenas", plan.device_arena_bytes, in_arenas, show_bytes),
         _Row("host arenas", plan.host_arena_bytes, sum(by_arena.values()) - in_arenas, show_bytes),
     ]
-    on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
+    on_device = sum(planned_device_needs(plan).values())
     on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     device_peak_bytes = training.store.device_peak_bytes()

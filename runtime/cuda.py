@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from .attention import use_attention
 from .batch import Batch
 from .chunks import Scratch
 from .cores import split_beside_gpu
@@ -65,6 +66,7 @@ class CudaMachine(TorchMachine):
     ) -> None:
         """Allocate and pin every arena and build the templates; the host state is zero until weights are set."""
         _sum_in_fp32()
+        use_attention(plan.semantics.attention_kernel)
         self.streams = streams or CudaStreams()
         self._gpu_thread = LaneThread(Lane.GPU)  # for all runs: what cuDNN keeps per thread is then kept once
         self._stream: dict[Lane, Stream] = {lane: self.streams.stream() for lane in Lane if lane is not Lane.CPU}

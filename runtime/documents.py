@@ -18,16 +18,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .footprint import CUDA_HEAD_ELEMENTS, DOCUMENT_TYPES, padded_tokens
 from .meta_models import read_config
-from .plan import Plan, Semantics
-from .workload import ITEM_BYTES
+from .plan import Semantics
 
 BY_DOCUMENT = "sdpa_by_document"
-TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # of the types that we know those with fused attention
-# Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
-# 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
-SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
-CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ def positions_of(n_tokens: Sequence[Sequence[int]]) -> torch.Tensor:
 def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | None:
     """None where a model can attend by document; else why not, in a few words. WorkloadError for a model that cannot be built."""
     model_type = config.get("model_type")
-    if model_type not in TYPES:
+    if model_type not in DOCUMENT_TYPES:
         return f"attention by document is not there for {str(model_type)[:40]} models, whose attention is not a fused one"
     if semantics.attention != "sdpa":
         return f"attention by document needs fused attention, and the plan says {semantics.attention}"
@@ -58,47 +53,6 @@ def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | No
             f"attention by document is not there for windows: this model's is of {window} tokens, a sequence of {semantics.seq_len}"
         )
     return None
-
-
-def document_bytes(plan: Plan) -> int:
-    """Device memory that documents take at most beyond what a plan books, whatever their lengths.
-
-    Of each layer under `keep`, for each micro-batch of a group, the cosines and sines of positions; and while a layer attends to
-    one document, what that makes, and on a processor what is padded for it. Where torch has no fused attention to call for each
-    document, autograd keeps what attention made a second time: as the results of documents, and joined.
-    """
-    of, config = plan.semantics, plan.model.config
-    item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
-    pads = plan.profile["device"]["kind"] == "cpu" and of.compute_dtype == "bf16"
-    n_computed = padded_tokens(of.seq_len) if pads else of.seq_len
-    for b, block in enumerate(plan.workload.blocks):
-        if (attention := block.attention) is None:
-            continue
-        n_heads, width = attention.n_heads, attention.head_dim
-        n_kv_heads = int(config.get("num_key_value_heads") or n_heads)
-        if b in plan.policy.keep_blocks:
-            n_kept = 2 if _calls_fused(plan, width) else 2 + n_heads
-            kept_bytes += attention.n_sequences * of.seq_len * width * n_kept * item_bytes
-        # Most in backward: the gradients of queries, keys and values, and a copy of the sums; padded, besides, all that goes in:
-        # the same three, results, and their gradient.
-        n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
-        token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
-        turn_bytes = max(turn_bytes, n_computed * token_bytes)
-    return plan.policy.group_micro_batches * kept_bytes + turn_bytes
-
-
-def _calls_fused(plan: Plan, head_dim: int) -> bool:
-    """Whether the plan's documents have fused attention on the plan's device."""
-    if plan.model.config.get("attention_dropout"):
-        return False
-    on_cuda = plan.profile["device"]["kind"] == "cuda"
-    return not on_cuda or (plan.semantics.compute_dtype != "fp32" and head_dim % CUDA_HEAD_ELEMENTS == 0)
-
-
-def padded_tokens(n_tokens: int) -> int:
-    """The length class of a document."""
-    block = SHORT_BLOCK if n_tokens < LONG_TOKENS else LONG_BLOCK
-    return -(-n_tokens // block) * block
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------

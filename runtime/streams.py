@@ -74,8 +74,6 @@ class CudaStreams:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()  # else there is no generator to be seeded
-        # Without cuDNN's attention a run takes the same kernels with `--deterministic` and without.
-        torch.backends.cuda.enable_cudnn_sdp(False)
         self.name: str | None = torch.cuda.get_device_name(self.device)
 
     def stream(self) -> torch.cuda.Stream:

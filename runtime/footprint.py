@@ -1,0 +1,90 @@
+"""What memory does a plan ask of a machine?
+
+One account for everybody: what the planner books is what the checker adds up and what a run asks for before it starts. It leaves
+out what a process has before a plan is begun: a GPU's context, and Python with its libraries.
+"""
+
+from typing import Any
+
+from .plan import Place, Plan, Semantics
+from .workload import ITEM_BYTES
+
+# Of the types whose attention can be a fused one, all can attend document by document
+DOCUMENT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+# Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
+# 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
+SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
+CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
+
+
+def device_needs(plan: Plan, on_cuda: bool, workspace_bytes: float | None) -> dict[str, int]:
+    """Bytes of the device's memory at the peak, by what they are for.
+
+    `workspace_bytes`: what kernels and libraries take once they have been used. None: a profile from before that was a number of
+    its own, whose plans book neither that nor documents.
+    """
+    needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.DEVICE}
+    needs |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
+    if workspace_bytes is not None:
+        needs |= {"documents": document_bytes(plan, on_cuda), "kernels and workspaces": round(workspace_bytes)}
+    return needs
+
+
+def planned_device_needs(plan: Plan) -> dict[str, int]:
+    """The same on the machine of the plan's own profile."""
+    device = plan.profile["device"]
+    workspace = device.get("workspace_bytes")
+    return device_needs(plan, device["kind"] == "cuda", None if workspace is None else workspace["value"])
+
+
+def host_needs(plan: Plan) -> dict[str, int]:
+    """Bytes of the host's memory, by arena."""
+    return {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
+
+
+def may_attend_by_document(config: dict[str, Any], semantics: Semantics) -> bool:
+    """Whether a packed sequence's documents may be attended to one by one, as far as a plan can tell."""
+    return config.get("model_type") in DOCUMENT_TYPES and semantics.attention == "sdpa"
+
+
+def document_bytes(plan: Plan, on_cuda: bool) -> int:
+    """Device memory that documents take at most beyond what a plan books, whatever their lengths.
+
+    Of each layer under `keep`, for each micro-batch of a group, the cosines and sines of positions; and while a layer attends to
+    one document, what that makes, and on a processor what is padded for it. Where torch has no fused attention to call for each
+    document, autograd keeps what attention made a second time: as the results of documents, and joined.
+    """
+    of, config = plan.semantics, plan.model.config
+    if not may_attend_by_document(config, of):
+        return 0
+    item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
+    pads = not on_cuda and of.compute_dtype == "bf16"
+    n_computed = padded_tokens(of.seq_len) if pads else of.seq_len
+    for b, block in enumerate(plan.workload.blocks):
+        if (attention := block.attention) is None:
+            continue
+        n_heads, width = attention.n_heads, attention.head_dim
+        said = config.get("num_key_value_heads")
+        n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
+        if b in plan.policy.keep_blocks:
+            n_kept = 2 if _calls_fused(plan, width, on_cuda) else 2 + n_heads
+            kept_bytes += attention.n_sequences * of.seq_len * width * n_kept * item_bytes
+        # Most in backward: the gradients of queries, keys and values, and a copy of the sums; padded, besides, all that goes in:
+        # the same three, results, and their gradient.
+        n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
+        token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
+        turn_bytes = max(turn_bytes, n_computed * token_bytes)
+    return plan.policy.group_micro_batches * kept_bytes + turn_bytes
+
+
+def _calls_fused(plan: Plan, head_dim: int, on_cuda: bool) -> bool:
+    """Whether the plan's documents have fused attention there."""
+    if plan.model.config.get("attention_dropout"):
+        return False
+    return not on_cuda or (plan.semantics.compute_dtype != "fp32" and head_dim % CUDA_HEAD_ELEMENTS == 0)
+
+
+def padded_tokens(n_tokens: int) -> int:
+    """The length class of a document."""
+    block = SHORT_BLOCK if n_tokens < LONG_TOKENS else LONG_BLOCK
+    return -(-n_tokens // block) * block
