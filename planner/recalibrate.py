@@ -34,10 +34,11 @@ LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there a
 SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
 KEY = "recalibrated"
 
-# What one factor makes faster or slower: how the places of its quantities begin. {dtype} is the plan's.
+# What one factor makes faster or slower: how the places of its quantities begin. {dtype} is the plan's, {attention} the grid of its
+# attention kernel.
 RESOURCES: dict[str, tuple[str, ...]] = {
     "matrix products, {dtype}": ("device.matmul.{dtype}.",),
-    "attention, {dtype}": ("device.attention.{dtype}.",),
+    "attention, {dtype}": ("device.{attention}.{dtype}.",),
     "device memory": ("device.memory_bytes_per_s",),
     "kernels' overhead": ("device.kernel_overhead_s",),
     "ops' overhead": ("device.op_overhead_s",),
@@ -133,8 +134,11 @@ class _Machine:
     def __init__(self, plan: Plan, profile: Profile, clips: bool) -> None:
         dtype = plan.semantics.compute_dtype
         self.plan, self.profile, self.clips = plan, profile, clips
+        is_cudnn = plan.semantics.attention_kernel == "cudnn" and profile.device.cudnn_attention is not None
+        attention = "cudnn_attention" if is_cudnn else "attention"
         self.resources = {
-            name.format(dtype=dtype): tuple(p.format(dtype=dtype) for p in places) for name, places in RESOURCES.items()
+            name.format(dtype=dtype): tuple(p.format(dtype=dtype, attention=attention) for p in places)
+            for name, places in RESOURCES.items()
         }
 
     def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:

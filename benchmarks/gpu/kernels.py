@@ -7,8 +7,9 @@ Each is called as torch offers it, whatever the runtime has chosen: what it coul
 
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
 
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.workload import read_model
+from runtime.kernels import use_kernels
+from runtime.plan import Semantics
+from runtime.pointwise import Pointwise, fastest
 
 from .stages import Asked, Note
 
@@ -73,7 +77,9 @@ def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iter
         for n_sequences, seq_len in shapes.contexts:
             size = (n_sequences, seq_len, n_heads, n_kv_heads, head_dim)
             yield f"attention {name} at {seq_len}", lambda name=name, size=size: _attention(name, size, shapes, device, note)
-    yield "layer", lambda: _layer(config, shapes, device, note)
+    yield "pointwise", lambda: _pointwise(device, note)
+    for name in ("eager", "fused"):
+        yield f"layer {name}", lambda name=name: _layer(name, config, shapes, device, note)
     yield "sustained", lambda: _sustained(shapes, width, inner, device, note)
 
 
@@ -181,8 +187,19 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
     )  # fmt: skip
 
 
-def _layer(config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
-    """One decoder layer of transformers' as it is, forward and backward with everything kept."""
+def _pointwise(device: torch.device, note: Note) -> None:
+    """Which functions are compiled to eager's bits here, how long that takes, and what was said of the others."""
+    began_s = time.perf_counter()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = fastest(device, torch.bfloat16)
+    in_one_kernel = [f.name for f in fields(Pointwise) if getattr(found, f.name) is not getattr(Pointwise(), f.name)]
+    faults = [str(w.message)[:300] for w in said if w.category is RuntimeWarning]
+    note("pointwise", in_one_kernel=in_one_kernel, faults=faults, seconds=time.perf_counter() - began_s)
+
+
+def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
+    """One decoder layer of transformers', as it is or with the runtime's fused kernels, with everything kept."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     n_sequences, seq_len = shapes.contexts[0]
@@ -192,6 +209,8 @@ def _layer(config: dict, shapes: Shapes, device: torch.device, note: Note) -> No
     )
     model = AutoModelForCausalLM.from_config(of_layer, dtype=torch.bfloat16, attn_implementation="sdpa").to(device).model
     layer, hidden = model.layers[0], _random(n_sequences, seq_len, config["hidden_size"], device=device).requires_grad_()
+    if name == "fused":
+        use_kernels(layer, Semantics(seq_len, 1, 1, norm="fused", pointwise="fused"), fastest(device, torch.bfloat16))
     rotary = model.rotary_emb(hidden, torch.arange(seq_len, device=device)[None])
     parameters, dy = [hidden, *layer.parameters()], torch.randn_like(hidden)
 
@@ -203,7 +222,15 @@ def _layer(config: dict, shapes: Shapes, device: torch.device, note: Note) -> No
     both_s = _seconds(lambda: torch.autograd.grad(out(), parameters, dy), shapes, device)
     n_params, n_tokens = sum(p.numel() for p in layer.parameters()), n_sequences * seq_len
     flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # attention's causal half
-    note("layer", n_tokens=n_tokens, seq_len=seq_len, forward_s=forward_s, forward_and_backward_s=both_s, flop_per_s=flop / both_s)
+    note(
+        "layer",
+        name=name,
+        n_tokens=n_tokens,
+        seq_len=seq_len,
+        forward_s=forward_s,
+        forward_and_backward_s=both_s,
+        flop_per_s=flop / both_s,
+    )
 
 
 def _sustained(shapes: Shapes, k: int, n: int, device: torch.device, note: Note) -> None:

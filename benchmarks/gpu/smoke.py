@@ -1,12 +1,14 @@
 """Does any policy change a bit here?
 
-Tiny models, with kernels that add in a fixed order: every policy must end in the bits of the one that keeps everything. The tests
-marked `gpu` say far more; this says it in a minute, and where the first of them would fail.
+Tiny models, eager and with fused kernels, which all add in a fixed order: every policy must end in the bits of the one that keeps
+everything, and fused activations and rotary embeddings in those of eager ones. The tests marked `gpu` say far more; this says it in a
+minute, and where the first of them would fail.
 """
 
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -29,6 +31,12 @@ from .training import QUIET_S, batches_of
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3_moe")
 N_STEPS = 3
+# Each after what it must have the bits of: fields of the semantics
+KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "eager": ({}, None),
+    "eager, pointwise fused": ({"pointwise": "fused"}, "eager"),
+    "fused": ({"norm": "fused", "loss": "fused", "pointwise": "fused"}, None),
+}
 KEPT_WHOLE = Policy(keep_blocks=(1, 2, 3, 4), group_micro_batches=4)
 POLICIES = {
     "inputs only": Policy(),
@@ -53,25 +61,28 @@ def smoke(asked: Asked, note: Note) -> None:
         use_same_kernels()
     failed = []
     for model_type in MODEL_TYPES[:1] if asked.tiny else MODEL_TYPES:
-        expected: dict[str, torch.Tensor] = {}
-        for name, policy in {"kept whole": KEPT_WHOLE, **POLICIES}.items():
-            try:
-                bits = _trained(model_type, policy, asked.device)
-                expected = expected or bits
-                odd = [key for key in expected if not torch.equal(expected[key], bits[key])]
-                note("measured", case=f"{model_type}, {name}", n_different=len(odd), first_different=odd[:1])
-            except Exception as error:  # the other cases say where the fault is not
-                traceback.print_exc()
-                odd = ["all"]
-                note("failed", case=f"{model_type}, {name}", said=f"{type(error).__name__}: {error}"[:300])
-            failed += [f"{model_type}, {name}"] if odd else []
+        expected: dict[str, dict[str, torch.Tensor]] = {}
+        for kernels, (fields, as_those_of) in KERNELS.items():
+            policies = {"kept whole": KEPT_WHOLE} if as_those_of else {"kept whole": KEPT_WHOLE, **POLICIES}
+            for name, policy in policies.items():
+                case = f"{model_type}, {kernels}, {name}"
+                try:
+                    bits = _trained(model_type, policy, fields, asked.device)
+                    wanted = expected.setdefault(as_those_of or kernels, bits)
+                    odd = [key for key in wanted if not torch.equal(wanted[key], bits[key])]
+                    note("measured", case=case, n_different=len(odd), first_different=odd[:1])
+                except Exception as error:  # the other cases say where the fault is not
+                    traceback.print_exc()
+                    odd = ["all"]
+                    note("failed", case=case, said=f"{type(error).__name__}: {error}"[:300])
+                failed += [case] if odd else []
     if failed:
         raise RuntimeError(f"{len(failed)} cases failed or changed bits, the first: {failed[0]}")
 
 
-def _trained(model_type: str, policy: Policy, device: str) -> dict[str, torch.Tensor]:
+def _trained(model_type: str, policy: Policy, kernels: dict[str, Any], device: str) -> dict[str, torch.Tensor]:
     """What three steps made of the model, as bits, and their losses and norms."""
-    plan = _plan(model_type, policy)
+    plan = _plan(model_type, policy, kernels)
     check(plan)
     kind: Callable[..., TorchMachine] = CudaMachine if device == "cuda" else CpuMachine
     machine = kind(plan, batches_of(plan), lambda step: AdamW(lr=1e-3 / (step + 1), weight_decay=0.1))
@@ -80,9 +91,16 @@ def _trained(model_type: str, policy: Policy, device: str) -> dict[str, torch.Te
     return dict(_state(machine))
 
 
-def _plan(model_type: str, policy: Policy) -> Plan:
+def _plan(model_type: str, policy: Policy, kernels: dict[str, Any]) -> Plan:
     semantics = Semantics(
-        seq_len=32, batch_size=4, micro_batch=1, clip_norm=0.5, loss_tile_tokens=24, experts="eager", attention="sdpa"
+        seq_len=32,
+        batch_size=4,
+        micro_batch=1,
+        clip_norm=0.5,
+        loss_tile_tokens=24,
+        experts="eager",
+        attention_kernel="deterministic",
+        **kernels,
     )
     model = Model(tiny_config(model_type, num_hidden_layers=4))
     profile = read_profile(
