@@ -1,8 +1,8 @@
 """Does any policy change a bit here?
 
 Tiny models, eager and with fused kernels, which all add in a fixed order: every policy must end in the bits of the one that keeps
-everything, and fused activations and rotary embeddings in those of eager ones. The tests marked `gpu` say far more; this says it in a
-minute, and where the first of them would fail.
+everything, and fused activations and rotary embeddings in those of eager ones. The tests marked `gpu` say far more; this says it in
+a minute, and where the first of them would fail.
 """
 
 import os
