@@ -17,8 +17,7 @@ from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
-    from runtime.plan import Policy, Semantics
-    from runtime.policy import Kernel
+    from runtime.plan import Kernel, Policy, Semantics
     from runtime.workload import Model, Workload
 
     from .search import Answer

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from hwprofiles.schema import Direction, Profile
-from runtime.plan import Kind, Op, Plan, Semantics
-from runtime.policy import AttentionKernel
+from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics
 from runtime.region import Demand, Region, Resource, Uses
 from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 

@@ -7,7 +7,7 @@ Norms, rotary embedding, attention, MLP and experts as transformers writes them,
 
 from dataclasses import dataclass
 
-from runtime.policy import AttentionKernel, Kernel
+from runtime.plan import AttentionKernel, Kernel
 from runtime.workload import Matmul
 
 from .tape import FP32, INT64, Call, Tape, Tensor

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.plan import Semantics
-from runtime.policy import AttentionKernel, Kernel
+from runtime.plan import AttentionKernel, Kernel, Semantics
 from runtime.workload import Model
 
 from .config import config_of

@@ -93,11 +93,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from .errors import PlanError
 from .files import read_whole, write_whole
 from .ops import LANE_OF, Kind, Lane, Op, OpLine, Slot, Wait
-from .policy import Policy, Semantics, Update
+from .policy import AttentionKernel, Kernel, Policy, Semantics, Update
 from .workload import FILE, ITEM_BYTES, BlockKind, Dtype, Model, Natural, Saved, Workload
 
 __all__ = [
-    "LANE_OF", "Arena", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy", "Semantics", "Slot", "Update", "Wait",
+    "LANE_OF", "Arena", "AttentionKernel", "Kernel", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy", "Semantics",
+    "Slot", "Update", "Wait",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1

@@ -26,7 +26,7 @@ PACKAGES = ("planner", "hwprofiles", "runtime")
 MAY_IMPORT = {
     "planner": {
         "hwprofiles.schema",
-        *(f"runtime.{name}" for name in ("plan", "workload", "timeline", "units", "errors", "region", "files")),
+        *(f"runtime.{name}" for name in ("plan", "workload", "timeline", "units", "errors", "region", "files", "footprint")),
     },
     "hwprofiles": {"runtime.units", "runtime.errors", "runtime.files"},
     # What is timed is the runtime's own work, on the cores that it would use.
@@ -58,6 +58,7 @@ HOME = {
             for name in ("documents", "layer_inputs", "tokens", "views", "inference", "evaluation", "generation", "meta_models")
         ),
         *(f"runtime/{name}.py" for name in ("samples", "prefetch")),
+        *(f"runtime/{name}.py" for name in ("kernels", "pointwise", "attention")),
         *(f"runtime/{name}.py" for name in ("background", "saving", "resuming")),
         *(f"runtime/{name}.py" for name in ("schedules", "monitors")),
         *(f"hwprofiles/{name}.py" for name in ("measure", "works", "instruments", "cuda")),
@@ -68,6 +69,7 @@ HOME = {
         "runtime/templates.py",
         "runtime/documents.py",
         "runtime/generation.py",
+        "runtime/kernels.py",
         "runtime/schedules.py",
     },
     "safetensors": {"runtime/tensor_files.py"},
@@ -93,9 +95,22 @@ TORCH_FREE_ROOMS = ("planner",)
 TORCH_FREE_FILES = (
     *(
         f"runtime/{name}.py"
-        for name in ("plan", "ops", "policy", "workload", "timeline", "units", "errors", "region", "cores", "cli", "settings")
+        for name in (
+            "plan",
+            "ops",
+            "policy",
+            "workload",
+            "timeline",
+            "units",
+            "errors",
+            "region",
+            "cores",
+            "cli",
+            "settings",
+            "footprint",
+        )
     ),
-    *(f"runtime/{name}.py" for name in ("run_config", "cli_options")),
+    *(f"runtime/{name}.py" for name in ("settings", "run_config", "cli_options")),
     *(f"hwprofiles/{name}.py" for name in ("schema", "curves", "cli", "samples", "stopwatch", "device", "gpu", "gpu_link")),
     *(f"hwprofiles/{name}.py" for name in ("cliffs", "nvbandwidth", "pci")),
 )
