@@ -56,6 +56,7 @@ class CpuMachine(TorchMachine):
         compute_cores, host_cores = self._cores
         with ExitStack() as until_the_lane_ends:
             if lane is Lane.GPU:
+                give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
                 until_the_lane_ends.enter_context(self._settled(compute_cores, len(compute_cores) if self.pin_threads else 1))
             else:
                 until_the_lane_ends.enter_context(self._settled(host_cores, 1))

@@ -100,6 +100,21 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
+def test_holes_that_others_left_in_the_heap_are_given_back_when_compute_begins():
+    """After evaluations and saves, whose memory is free, but not at the heap's end."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[0], lambda step: ADAMW)
+    tensors = [torch.ones(MiB // 4) for _ in range(200)]
+    stays = torch.ones(1000)  # at the end
+    del tensors
+    before = resident_bytes()
+    thread = threading.Thread(target=lambda: machine.lane(Lane.GPU).__enter__())
+    thread.start()
+    thread.join()
+    assert before - resident_bytes() > 150 * MiB
+    assert stays.sum() == 1000
+
+
 @given(st.integers(0, 3 * HUGE_PAGE_BYTES))
 def test_a_slab_is_of_exactly_the_bytes_asked_for_and_starts_aligned(n_bytes):
     slab = host_slab(n_bytes)
