@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.compare import TITLES, Misfit, Speed, TooLong, compare, hourly, smallest_host_bytes
 from planner.faster import Group, faster
+from planner.kernels import with_kernels
 from planner.micro_batch import SIZES, with_micro_batch
 from planner.remedy import MAX_PLAN_OPS, most_ops
 from planner.search import search
@@ -43,7 +44,7 @@ def test_a_machine_is_ranked_by_what_its_own_plan_says():
     found = compare(MODEL, profiles, SEMANTICS)
     for candidate in found.candidates:
         profile = read_profile(candidate.machine)
-        semantics, workload = with_micro_batch(MODEL, SEMANTICS, profile)
+        semantics, workload = with_micro_batch(MODEL, with_kernels(MODEL, SEMANTICS, profile), profile)
         answer = search(MODEL, workload, semantics, profile, free=SIZES)
         speed = candidate.outcome
         assert isinstance(speed, Speed)
