@@ -307,7 +307,7 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
     from .footprint import host_needs, planned_device_needs
     from .memory import available_host_bytes
 
-    on_device, on_host = sum(planned_device_needs(plan).values()), sum(host_needs(plan).values())
+    on_device, on_host = sum(planned_device_needs(plan, device == "cuda").values()), sum(host_needs(plan).values())
     where = "here"
     if device == "cuda":
         from .streams import free_cuda_bytes

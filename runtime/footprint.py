@@ -14,6 +14,7 @@ DOCUMENT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
 # 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
 SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
+USUAL_WORKSPACE_BYTES = 2**30  # assumed, of a GPU whose profile is not at hand
 CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 
@@ -30,11 +31,13 @@ def device_needs(plan: Plan, on_cuda: bool, workspace_bytes: float | None) -> di
     return needs
 
 
-def planned_device_needs(plan: Plan) -> dict[str, int]:
-    """The same on the machine of the plan's own profile."""
+def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, int]:
+    """The same on the machine of the plan's own profile; or on the other kind of device, of which the profile knows nothing."""
     device = plan.profile["device"]
-    workspace = device.get("workspace_bytes")
-    return device_needs(plan, device["kind"] == "cuda", None if workspace is None else workspace["value"])
+    of_cuda, workspace = device["kind"] == "cuda", device.get("workspace_bytes")
+    if on_cuda is not None and on_cuda != of_cuda:
+        return device_needs(plan, on_cuda, USUAL_WORKSPACE_BYTES if on_cuda else 0.0)
+    return device_needs(plan, of_cuda, None if workspace is None else workspace["value"])
 
 
 def host_needs(plan: Plan) -> dict[str, int]:

@@ -135,8 +135,12 @@ def run_text(settings: RunSettings) -> str:
     import yaml
 
     class Writer(yaml.SafeDumper):  # type: ignore[misc]
-        """Quotes whatever any reader of YAML might take for something other than text."""
+        """Quotes whatever any reader of YAML might take for something other than text, or for the end of a line."""
 
+        def represent_str(self, data: str) -> Any:
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if set(data) & set(_LINE_ENDS) else None)
+
+    Writer.add_representer(str, Writer.represent_str)
     Writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
     return WRITTEN_BY_A_RUN + str(
         yaml.dump(_plain(asdict(settings)), Dumper=Writer, sort_keys=False, allow_unicode=True, width=120)
@@ -187,6 +191,7 @@ def _read_toml(path: Path, text: str) -> Any:
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+_LINE_ENDS = "\n\r\x85\u2028\u2029"  # as YAML has them: but for in double quotes it reads them as spaces
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$")
 
 

@@ -317,6 +317,11 @@ def penstock(*args):
     return CliRunner().invoke(cli, [str(a) for a in args])
 
 
+def one_line(done, code, words):
+    assert (done.exit_code, done.stderr.count("\n")) == (code, 1), done.output
+    assert words in done.stderr
+
+
 def train(home, out, *extra):
     return penstock("run", home / "p.json", "--data", home / "data", "--out", home / out, "--steps", 4, "--lr", "1e-3", *extra)
 
@@ -409,8 +414,13 @@ def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, m
     asked = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr("runtime.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
-    assert train(home, "a", "--deterministic").exit_code == 0
-    assert asked == [":4096:8"]
+    one_line(train(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
     assert train(home, "b").exit_code == 0
     assert train(home, "c", "--deterministic", "--device", "cpu").exit_code == 0
-    assert len(asked) == 1
+    assert asked == []
+    monkeypatch.setattr("runtime.attention._can_use", lambda kernel, heads: True)
+    plan = home / "p.json"
+    plan.write_text(plan.read_text().replace('"attention_kernel": "flash"', '"attention_kernel": "deterministic"'))
+    for out, flags in (("a", ["--deterministic"]), ("d", [])):  # what is planned so is run so
+        assert train(home, out, *flags).exit_code == 0
+    assert asked == [":4096:8"] * 2

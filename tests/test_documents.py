@@ -12,10 +12,11 @@ from planner.check import check
 from runtime import documents
 from runtime.batch import Batch
 from runtime.cpu import CpuMachine
-from runtime.documents import document_bytes, padded_tokens, supports_documents
+from runtime.documents import supports_documents
 from runtime.errors import WorkloadError
 from runtime.evaluation import Evaluator
 from runtime.executor import execute
+from runtime.footprint import document_bytes, padded_tokens
 from runtime.forward_plan import forward_plan
 from runtime.memory import DTYPE
 from runtime.plan import Kind, Plan, Policy, Semantics, Update
@@ -242,12 +243,12 @@ def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activat
     batches = [Batch(b.input_ids, b.targets, ((48, 30, 17, 1), (10,) * 9 + (6,))) for b in batches_of(96, 2, 96)]
     without_bytes, _ = device_bytes(plan)
     left_bytes, peak_bytes = device_bytes(plan, batches)
-    assert peak_bytes <= plan.kept_bytes + plan.transient_bytes + document_bytes(plan)
+    assert peak_bytes <= plan.kept_bytes + plan.transient_bytes + document_bytes(plan, on_cuda=False)
     more_bytes, while_one_attends = (
         left_bytes - without_bytes,
-        document_bytes(replace(plan, policy=replace(policy, keep_blocks=()))),
+        document_bytes(replace(plan, policy=replace(policy, keep_blocks=())), on_cuda=False),
     )
-    kept_bytes = document_bytes(plan) - while_one_attends
+    kept_bytes = document_bytes(plan, on_cuda=False) - while_one_attends
     assert more_bytes == pytest.approx(kept_bytes, rel=0.01, abs=2000)  # positions of the tokens, and a few numbers
 
 
@@ -336,7 +337,7 @@ def test_attending_by_document_makes_no_more_than_attending_to_all_and_what_is_b
     plan = on_processor(plan_of(config, semantics_of("llama", seq_len=256, compute_dtype=dtype), Policy()))
     inputs = drawn(256, DTYPE[dtype])
     whole_bytes, by_document_bytes = (most_allocated(lambda n=n: attended(inputs, n)) for n in ([256], cut))
-    assert by_document_bytes <= whole_bytes + document_bytes(plan)
+    assert by_document_bytes <= whole_bytes + document_bytes(plan, on_cuda=False)
 
 
 def most_allocated(work) -> int:

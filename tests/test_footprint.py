@@ -119,10 +119,20 @@ def test_attention_in_a_fixed_order_books_a_sum_for_every_processor_of_a_head() 
         assert scratch_bytes["cudnn"] == scratch_bytes["flash"]
 
 
+def test_a_plan_for_the_other_kind_of_device_is_asked_for_what_that_one_takes() -> None:
+    """A GPU's libraries for a CPU's plan; a CPU's padding of documents for a GPU's."""
+    how, model = semantics_of("llama", seq_len=100), Model(tiny_config("llama"))
+    for machine, on_cuda in (("cpu-2core", True), ("h100-sxm", False)):
+        plan = lower(model, build_workload(model, how), how, Policy(), read_profile(machine).to_json())
+        needs = planned_device_needs(plan, on_cuda)
+        assert needs["kernels and workspaces"] == (2**30 if on_cuda else 0)
+        assert needs["documents"] == document_bytes(plan, on_cuda) != document_bytes(plan, not on_cuda)
+
+
 def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that asks for a byte more than is booked is seen."""
     plan = exactly(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
     real = planned_device_needs
-    monkeypatch.setattr("runtime.footprint.planned_device_needs", lambda plan: real(plan) | {"more": 1})
+    monkeypatch.setattr("runtime.footprint.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
     with pytest.raises(DoesNotFitError, match="GPU's memory"):
         start(plan, "cuda")

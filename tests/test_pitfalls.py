@@ -170,6 +170,10 @@ OTHER_SEMANTICS = {
     "mlp_tile_tokens": 4,
     "attention": "eager",
     "experts": "eager",
+    "norm": "fused",
+    "loss": "fused",
+    "pointwise": "fused",
+    "attention_kernel": "deterministic",
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/test_settling.py
 OF_ONE_VALUE = {"weight_rounding"}

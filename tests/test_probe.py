@@ -69,7 +69,7 @@ def test_a_probe_is_a_profile_that_reads_back(probed: tuple[Profile, object]) ->
 def test_a_probe_calls_measured_all_but_what_a_cpu_has_by_nature(probed: tuple[Profile, object]) -> None:
     profile = probed[0]
     not_measured = {place for place, q in profile.quantities() if profile.sources[q.source].kind != "measured"}
-    assert not_measured == {"device.context_bytes", "link.host_cores_per_copy", "host.runtime_bytes"}
+    assert not_measured == {"device.context_bytes", "device.workspace_bytes", "link.host_cores_per_copy", "host.runtime_bytes"}
     for source in profile.sources.values():
         assert source.date
         assert source.device

@@ -147,7 +147,7 @@ def test_a_probed_gpu_is_a_profile_that_reads_back_and_says_what_it_rests_on(tho
     assert Profile.from_json(json.loads(text_of(profile))) == profile
     assert (profile.name, profile.device.kind, profile.device.compute_threads) == ("mine", "cuda", None)
     not_measured = {place for place, q in profile.quantities() if profile.sources[q.source].kind != "measured"}
-    assert not_measured == {"link.host_cores_per_copy", "host.runtime_bytes"}
+    assert not_measured == {"device.workspace_bytes", "link.host_cores_per_copy", "host.runtime_bytes"}
     for source in profile.sources.values():
         assert (source.date, source.device, source.driver) == (source.date, "Fake GPU; Fake CPU", "driver 1.2")
         assert source.date

@@ -83,6 +83,7 @@ RUN = st.builds(
         evaluation=EvaluationSettings("2026-11-20", prompts=("1:30", "0x1f", "=", "<<")),
     )
 )
+@example(RunSettings(DataSettings("0"), optimizer=OptimizerSettings(1.0, no_decay=("\x85", "\u2028", "\r", "a\n"))))
 @example(
     RunSettings(
         DataSettings("\x85 \u2028\ufeff"),
