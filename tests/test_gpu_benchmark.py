@@ -294,16 +294,17 @@ def test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_sa
     monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
     kept = import_module("benchmarks.gpu.smoke")._trained
 
-    def trained(model_type, policy, device):
-        bits = kept(model_type, policy, device)
+    def trained(model_type, policy, kernels, device):
+        bits = kept(model_type, policy, kernels, device)
         return bits if policy.storage == "mirrored" else {name: x + 1 for name, x in bits.items()}
 
     monkeypatch.setattr("benchmarks.gpu.smoke._trained", trained)
     rows = []
-    with pytest.raises(RuntimeError, match="1 cases failed or changed bits, the first: llama, attention saved"):
+    with pytest.raises(RuntimeError, match="2 cases failed or changed bits, the first: llama, eager, attention saved"):
         smoke(asked_of(tmp_path, tiny=True), lambda what, **values: rows.append(values["n_different"]))
-    assert rows[:2] == [0, 0]
-    assert rows[2] > 0
+    changed = [2, 6]  # of three policies with eager kernels, one with fused pointwise ones, three with all fused
+    assert [i for i, n_different in enumerate(rows) if n_different] == changed
+    assert len(rows) == 7
 
 
 def test_the_page_can_be_made_of_nothing():
