@@ -51,14 +51,15 @@ def tokens_per_s(answer: Answer) -> float:
 
 
 def row(model: str, machine: str, shape: tuple[int, int]) -> str:
-    """One cell, before and after; on an H100 also with activation and rotary embedding call by call."""
+    """One cell, before and after; where a figure is wanted also with activation and rotary embedding call by call."""
     profile = read_profile(machine).with_memory(None, HOST_BYTES)
     before, after = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
     name = f"| {model} | {machine} | {shape[0]} x {shape[1]:,} |"
     if before is None or after is None:
-        return f"{name} does not fit | | | | | |"
+        speeds = ("does not fit" if answer is None else f"{tokens_per_s(answer):,.0f}" for answer in (before, after))
+        return f"{name} | | {' | '.join(speeds)} | | |"
     ratio, wanted = before.step_s / after.step_s, WANTED.get((model, shape[0])) if machine == "h100-sxm" else None
-    call_by_call = planned(model, profile, shape, pointwise="eager") if machine == "h100-sxm" else None
+    call_by_call = planned(model, profile, shape, pointwise="eager") if wanted else None
     of_these = "" if call_by_call is None else f"{before.step_s / call_by_call.step_s:.2f}"
     return (
         f"{name} {show_seconds(before.step_s)} | {show_seconds(after.step_s)} | {tokens_per_s(before):,.0f} | "

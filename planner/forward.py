@@ -12,7 +12,8 @@ from runtime.workload import Matmul
 
 from .tape import FP32, INT64, Call, Tape, Tensor
 
-NORM_SCRATCH = 6 * FP32  # bytes per element of a norm's backward on a CPU: its input, three results in between, two gradients
+# Of a fused norm's backward on a CPU, which has so many rows in fp32 at a time: input, three results in between, two gradients
+NORM_ROWS, NORM_SCRATCH = 1024, 6 * FP32
 MOST_PROCESSORS = 192  # of one GPU, which nobody tells a plan: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
 
 
@@ -45,13 +46,14 @@ class AttentionShape:
 def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "eager") -> Tensor:
     """Root-mean-square norm over rows of `width`. `plain` rounds before the weight, `late` after it, `centred` uses 1 + weight.
 
-    The fused kernel reads and writes once, and keeps its input and a scale for each row. A CPU has none: its backward spells the
-    norm out again, in fp32.
+    The fused kernel reads and writes once, and keeps its input and a scale for each row. A CPU has none, and spells the norm out
+    for some rows at a time.
     """
     n, rows = x.n_elements, x.n_elements // width
     if kernel == "fused":
+        scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # the first: its gradient, in order
         return tape.step(
-            [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=NORM_SCRATCH * n, fused=True
+            [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=scratch_bytes, fused=True
         )
     x32 = tape.cast(x, FP32)
     squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])

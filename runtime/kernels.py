@@ -5,7 +5,7 @@ rotary embedding that are one node of autograd each, keep no more than they must
 is replaced where it stands, by one with the same weights under the same names.
 """
 
-# B sequences, H heads, T tokens, E width of a head
+# N rows, D width; B sequences, H heads, T tokens, E width of a head
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -21,6 +21,7 @@ from .policy import Semantics
 from .recompute import unnoticed
 
 CALL_BY_CALL = Pointwise()
+NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # of these an MLP consists that is down(act(gate(x)) * up(x))
 
@@ -62,26 +63,46 @@ class FusedRMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type == "cpu" and torch.is_grad_enabled():
+        if x.device.type == "cpu":
             return _NormOfACpu.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class _NormOfACpu(torch.autograd.Function):
-    """On a CPU that function is spelled out, in fp32, and all of it would be kept. This keeps what a GPU's kernel keeps."""
+    """On a CPU that function is spelled out, in fp32, and all of it would be kept. This keeps what a GPU's kernel keeps.
+
+    Some rows at a time, so that nothing in fp32 is as large as the input. The weight's gradient is the fp32 sum over such rows of
+    their sums, in order, rounded once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return F.rms_norm(x, weight.shape, weight, eps)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        for rows_ND, out_ND in zip(_rows(x, weight), _rows(y, weight), strict=True):
+            out_ND.copy_(F.rms_norm(rows_ND, weight.shape, weight, eps))
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-        with torch.enable_grad():
-            y = F.rms_norm(x, weight.shape, weight, ctx.eps)
-        return *torch.autograd.grad(y, (x, weight), gradients), None
+        x, weight = ctx.saved_tensors
+        towards, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
+        for rows_ND, gradient_ND, out_ND in zip(*(_rows(each, weight) for each in (x, gradients[0], towards)), strict=True):
+            wide_ND, gradient_ND = rows_ND.float(), gradient_ND.float()
+            scale_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + ctx.eps)
+            normed_ND = wide_ND * scale_N1
+            sum_D += (gradient_ND * normed_ND).sum(0)
+            gradient_ND = gradient_ND * weight.float()
+            along_N1 = (gradient_ND * normed_ND).mean(-1, keepdim=True)
+            out_ND.copy_((gradient_ND - normed_ND * along_N1) * scale_N1)
+        return towards, sum_D.to(weight.dtype), None
+
+
+def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor's rows, as wide as the weight, so many at a time."""
+    parts: tuple[torch.Tensor, ...] = x.reshape(-1, weight.numel()).split(NORM_ROWS)
+    return parts
 
 
 # -- activation -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from planner import forward
 from planner.workload import build_workload, fusible
+from runtime import kernels
 from runtime.blocks import Templates, row_losses
 from runtime.errors import WorkloadError
 from runtime.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
@@ -143,6 +145,26 @@ def test_where_nothing_compiles_everything_runs_call_by_call_and_says_why(monkey
         assert compiled(torch.device("cpu"), torch.float32) == CALL_BY_CALL
 
 
+@pytest.mark.parametrize("n_rows", [1, 1024, 2600])
+def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
+    """In fp64's light: rows by the thousand and their sums change nothing but the last digits."""
+    x, gradient = (torch.randn(n_rows, 24, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    x, weight = x.requires_grad_(), torch.rand(24).requires_grad_()
+    ours = FusedRMSNorm(torch.nn.Parameter(weight.detach()), 1e-6)
+    y = ours(x)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = F.rms_norm(exact_x, (24,), exact_weight, 1e-6)
+    assert same_bytes((y,), (F.rms_norm(x, (24,), weight, 1e-6),))
+    found = torch.autograd.grad(y, (x, ours.weight), gradient)
+    wanted = torch.autograd.grad(exact, (exact_x, exact_weight), gradient.double())
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_planner_and_runtime_mean_the_same_rows() -> None:
+    assert forward.NORM_ROWS == kernels.NORM_ROWS
+
+
 # -- the same meaning ---------------------------------------------------------------------------------------------------
 
 
@@ -151,10 +173,10 @@ def test_where_nothing_compiles_everything_runs_call_by_call_and_says_why(monkey
 def test_losses_and_norms_are_those_of_eager_kernels_within_rounding(model_type: str, dtype: str, tolerance: float) -> None:
     """Relative to the largest: 2e-6 in fp32; in bf16 2e-2, a few of its last digits."""
     eager = semantics_of(model_type, compute_dtype=dtype)
-    kernels = plain(model_type, dataclasses.replace(eager, **fused(model_type)))
+    at_once = plain(model_type, dataclasses.replace(eager, **fused(model_type)))
     usual = plain(model_type, eager)
-    assert kernels.losses == pytest.approx(usual.losses, rel=tolerance)
-    assert kernels.norms == pytest.approx(usual.norms, rel=10 * tolerance)
+    assert at_once.losses == pytest.approx(usual.losses, rel=tolerance)
+    assert at_once.norms == pytest.approx(usual.norms, rel=10 * tolerance)
 
 
 @pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t != "gemma2"])
@@ -286,9 +308,9 @@ def test_a_plan_that_names_no_kernels_is_read_as_eager() -> None:
     assert Plan.parse(str(plan)) == plan
     lines = str(plan).splitlines()
     said = json.loads(lines[1].removeprefix("semantics "))
-    kernels = {key: said.pop(key) for key in ("norm", "loss", "pointwise", "attention_kernel")}
-    assert kernels == {"norm": "fused", "loss": "fused", "pointwise": "fused", "attention_kernel": "cudnn"}
+    named = {key: said.pop(key) for key in ("norm", "loss", "pointwise", "attention_kernel")}
+    assert named == {"norm": "fused", "loss": "fused", "pointwise": "fused", "attention_kernel": "cudnn"}
     old = Plan.parse("\n".join([lines[0], f"semantics {json.dumps(said)}", *lines[2:]]))
     defaults = Semantics(1, 1, 1)
-    assert old.semantics == dataclasses.replace(plan.semantics, **{key: getattr(defaults, key) for key in kernels})
-    assert {getattr(defaults, key) for key in kernels} == {"eager", "flash"}
+    assert old.semantics == dataclasses.replace(plan.semantics, **{key: getattr(defaults, key) for key in named})
+    assert {getattr(defaults, key) for key in named} == {"eager", "flash"}
