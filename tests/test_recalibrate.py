@@ -44,8 +44,8 @@ def real_plan(machine="h200-pcie5", policy=None, seq_len=1024):
 
 
 def as_if(profile, factors):
-    """The profile were each named resource so many times as fast."""
-    by_place = {place.format(dtype="bf16"): f for name, f in factors.items() for place in RESOURCES[name]}
+    """The profile were each named resource so many times as fast. The plans of these tests attend with flash."""
+    by_place = {place.format(dtype="bf16", attention="attention"): f for name, f in factors.items() for place in RESOURCES[name]}
 
     def change(place, quantity):
         factor = next((f for begins, f in by_place.items() if place.startswith(begins)), None)
