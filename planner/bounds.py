@@ -311,8 +311,7 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
                 yield moved, b, _demand(plan, cost, moved, b, 0), n_micro_batches
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
         # The first and the last micro-batch move their gradients differently from those between.
-        last = n_micro_batches - 1
-        for m, count in Counter(m if m in (0, last) else 1 for m in range(n_micro_batches)).items():
+        for m, count in _kinds_of_micro_batches(n_micro_batches):
             yield kind, b, _demand(plan, cost, kind, b, m), count
         if not plan.reduced:
             yield Kind.OFFLOAD, b, _demand(plan, cost, Kind.OFFLOAD, b, 0), n_micro_batches
@@ -324,6 +323,15 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
         for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), *norm, *updates):
             for chunk in chunks(b):
                 yield kind, b, _demand(plan, cost, kind, b, None, chunk), 1
+
+
+def _kinds_of_micro_batches(n: int) -> Iterator[tuple[int, int]]:
+    """The first, one that stands for those between, the last; and how many each stands for."""
+    yield 0, 1
+    if n > 2:
+        yield 1, n - 2
+    if n > 1:
+        yield n - 1, 1
 
 
 def _spared_layers(plan: Plan) -> list[int]:

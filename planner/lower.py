@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
-from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import LANE_OF, MAX_REPETITIONS, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
 from runtime.workload import BlockKind, Model, Workload
 
 from .arenas import (
@@ -29,8 +29,9 @@ from .fold import N_SHOWN, fold
 from .waits import with_waits
 
 FEWEST_FOLDED_GROUPS = 8  # of micro-batches; a step of fewer is not much longer than what does not repeat of it
-FEWEST_FOLDED = 4000  # micro-batches times blocks, each of which is four ops or more: about the plan that simulates in a second
+FEWEST_FOLDED = 2000  # micro-batches times blocks, each of which is four ops or more: about the plan that simulates in a second
 MOST_ALIKE_GROUPS = 4  # after so many at most, weights are to lie where they lay
+FOLDED_GROUPS = 3  # that a folded plan has as a rule: the first, one that repeats, the last
 
 
 def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
@@ -48,7 +49,19 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
     """Whether a step has so many groups that what repeats is to be said once."""
     n = semantics.n_micro_batches
-    return n >= FEWEST_FOLDED_GROUPS * policy.group_micro_batches and n * len(workload.blocks) >= FEWEST_FOLDED
+    is_worth_it = n >= FEWEST_FOLDED_GROUPS * policy.group_micro_batches and n * len(workload.blocks) >= FEWEST_FOLDED
+    return is_worth_it and n <= MAX_REPETITIONS
+
+
+def plan_ops(workload: Workload, semantics: Semantics, policy: Policy) -> int:
+    """About how many ops the plan has that computing asks for, counted before it is made. Of a long step the first groups, one
+    repetition and the last count."""
+    n, group = semantics.n_micro_batches, policy.group_micro_batches
+    n_written = min(n, FOLDED_GROUPS * group) if is_long(workload, semantics, policy) else n
+    per_micro_batch = 2 if group >= n else 4  # forward, backward, and where the host adds up gradients, offload and accumulate
+    per_micro_batch += 1 if policy.boundary_stride > 1 else 0
+    n_computed = n_written * (per_micro_batch * len(workload.blocks) + 2 * len(policy.spill_blocks))
+    return n_computed + 2 * -(-n_written // group) * len(workload.blocks)
 
 
 def lower_written_out(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:

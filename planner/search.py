@@ -20,7 +20,7 @@ from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
 from .simulate import Prediction
 from .space import baseline, eager_is_legal, leanest
-from .uncertainty import Interval
+from .uncertainty import Interval, interval
 
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
 
@@ -117,7 +117,7 @@ def search(
     policy_bound_s = max(min(step_s, bound_s), machine.seconds)
     binding = binding_of(plan, prediction, trial.cost) or policy_bound(plan, trial.cost).binding
     certificate = Certificate(policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried))
-    drawn = trial.drawn(best)
+    drawn = interval(plan, profile)
     p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
     needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
     clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None
@@ -133,9 +133,9 @@ def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | Non
     A shared resource comes before the lanes: one that is used up slows every lane that draws on it, and makes them look busy.
     """
     drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
-    for demand in cost.demands(plan):
+    for i, demand in enumerate(cost.demands(plan)):
         for resource, per_s in demand.uses:
-            drawn[resource] += min(per_s, cost.capacity[resource]) * demand.alone_s
+            drawn[resource] += plan.often(i) * min(per_s, cost.capacity[resource]) * demand.alone_s
     resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
     lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
     for shares in (resources, lanes):

@@ -16,6 +16,7 @@ from runtime.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 MAX_CYCLE_STEPS = 8  # a plan may settle into a rhythm of several steps; longer ones are averaged
 SAME_FRACTION = 1e-9  # two moments of two steps are the same when they differ by less than this share of a step
 SAME_REPETITION_FRACTION = 1e-11  # of a repetition: thousands follow that are taken to be the same
+USUAL_REPETITIONS = 8  # of a section until its rhythm is known, with those that timelines keep
 MOST_REPETITIONS = 200  # performed before the rhythm of the last is taken for that of all the rest, though it is not the same
 NOTHING = Repeat(0, 0, 1, 1)  # repeats
 State = tuple[tuple[int, ...], tuple[float, ...]]  # where each lane is, and the seconds left of what it does
@@ -39,6 +40,12 @@ class Prediction:
             return {lane: median(busy_s.get(lane, 0.0) for busy_s in settled) for lane in Lane}
         n_steps = len(self.timeline.step_ends_s)
         return self.timeline.from_step(n_steps - self.n_cycle_steps).busy_s(plan)
+
+
+def n_simulated(plan: Plan) -> int:
+    """About how many ops of a step are performed one by one, to know how long it takes."""
+    repeat = plan.repeat
+    return len(plan.ops) + (0 if repeat is None else min(repeat.times - 1, USUAL_REPETITIONS) * repeat.n_ops)
 
 
 def simulate(plan: Plan, demands: Sequence[Demand], region: Region | None, max_steps: int = 32) -> Prediction:

@@ -16,6 +16,7 @@ from runtime.workload import Block, Model, Saved, Workload
 
 from .arenas import can_split
 from .memory import Footprint, footprint, frame
+from .micro_batch import divisors
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried
@@ -95,8 +96,8 @@ def families(semantics: Semantics, workload: Workload) -> list[Family]:
 
 def group_sizes(n_micro_batches: int) -> list[int]:
     """Layer-major, row-major, and the largest divisors between them."""
-    divisors = [d for d in range(n_micro_batches // 2, 1, -1) if n_micro_batches % d == 0]
-    return sorted({n_micro_batches, *divisors[:N_BETWEEN_GROUPS], 1}, reverse=True)
+    between = [d for d in divisors(n_micro_batches) if 1 < d < n_micro_batches]
+    return sorted({n_micro_batches, *between[:N_BETWEEN_GROUPS], 1}, reverse=True)
 
 
 def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Plan, Footprint]]:

@@ -100,13 +100,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from .errors import PlanError
 from .files import read_whole, write_whole
-from .ops import LANE_OF, Kind, Lane, Op, OpLine, Repeat, Slot, Wait
+from .ops import LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, OpLine, Repeat, Slot, Wait
 from .policy import AttentionKernel, Kernel, Policy, Semantics, Update
 from .workload import FILE, ITEM_BYTES, BlockKind, Dtype, Model, Natural, Saved, Workload
 
 __all__ = [
-    "LANE_OF", "Arena", "AttentionKernel", "Kernel", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy", "Repeat",
-    "Semantics", "Slot", "Update", "Wait",
+    "LANE_OF", "MAX_REPETITIONS", "Arena", "AttentionKernel", "Kernel", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy",
+    "Repeat", "Semantics", "Slot", "Update", "Wait",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1

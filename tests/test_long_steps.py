@@ -15,10 +15,11 @@ from planner.lower import lower_folded, lower_written_out
 from runtime.cpu import CpuMachine
 from runtime.executor import OpError, StallError, execute
 from runtime.machine import NullMachine
-from runtime.plan import Kind, Lane, Plan, Policy, Semantics, Update, Wait
+from runtime.plan import Kind, Lane, Plan, PlanFile, Policy, Semantics, Update, Wait
 from runtime.repetition import unrolled
 from runtime.timeline import is_kept
 
+from .running import lines_of, make_home, penstock, plan_in, train, weights_sha
 from .strategies import MODEL, PROFILE, small_workload
 from .test_repetition import folded, small
 from .tiny import tiny_config
@@ -239,3 +240,40 @@ def test_what_repeats_does_not_depend_on_the_number_of_layers():
         plan = lower_folded(MODEL, small_workload(3, tied=False), semantics, policy, PROFILE)
         written = lower_written_out(MODEL, small_workload(3, tied=False), semantics, policy, PROFILE)
         assert plan.n_performed == len(written.ops)
+
+
+# --- as a user does it ------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monkeypatch):
+    """Begun under the plan that repeats and gone on with under the one that does not, and the other way round: the same files."""
+    home = make_home(tmp_path)
+    sizes = ("--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
+    written = plan_in(home, *sizes, name="written.json")
+    monkeypatch.setattr("planner.lower.FEWEST_FOLDED", 10)
+    repeats = plan_in(home, *sizes, name="repeats.json")
+    assert PlanFile.read(written).plan.repeat is None
+    assert PlanFile.read(repeats).plan.repeat is not None
+    said = [penstock("check", path).output.partition(": ")[2] for path in (written, repeats)]
+    assert said[0] == said[1]
+    assert said[0].startswith("right: ")
+    constant = ("--schedule", "constant")
+    for out, first, second in (("a", repeats, written), ("b", written, repeats)):
+        for plan, n_steps, more in ((first, 2, ()), (second, 4, ("--resume",))):
+            done = train(home, plan, *constant, *more, out=out, steps=n_steps)
+            assert done.exit_code == 0, done.output
+    files = [home / out / "checkpoint-4" for out in ("a", "b")]
+    assert weights_sha(files[0]) == weights_sha(files[1])
+    assert [line["loss"] for line in lines_of(home, "a")] == [line["loss"] for line in lines_of(home, "b")]
+    for page in ("page.html", "trace.json"):
+        done = penstock("report", repeats, home / "b", "-o", home / page)
+        assert done.exit_code == 0, done.output
+
+
+def test_a_run_of_a_long_step_corrects_its_machine(tmp_path, monkeypatch):
+    home = make_home(tmp_path)
+    monkeypatch.setattr("planner.lower.FEWEST_FOLDED", 10)
+    plan = plan_in(home, "--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
+    done = train(home, plan, "--recalibrate", home / "profile.json", steps=4)
+    assert done.exit_code == 0, done.output
+    assert (home / "profile.json").exists()
