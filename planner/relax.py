@@ -14,12 +14,13 @@ from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Updat
 from runtime.region import Demand, Resource
 from runtime.workload import BlockKind, Model, Saved, Workload
 
-from .arenas import N_STAGING_SLOTS, SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
-from .bounds import Phases, add_to_phases, ops_at_least
+from .arenas import SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
+from .bounds import early_fetches, ops_at_least
 from .cost import CostModel
 from .facets import KEYS, MEETINGS, Facets, Key, add, nothing
 from .integer import Program
 from .memory import footprint, frame
+from .phases import Buffers, add_to_phases, phases_of, staged_slots
 from .space import CHUNKS_PER_LAYER, GRADIENT_SLOTS, MOST_PREFETCH, PREFETCH_DEPTHS, Family, Fill, classes_of, cut, tiers_of
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
@@ -80,13 +81,15 @@ class _Builder:
         self.spared = p.variable(0, inf, integer=False)  # loads that a turn of the walk saves
         self.transient = p.variable(0, inf, integer=False)  # in shares of device memory
         may_spill = family.boundary_stride == 1
+        self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
         self.n_spilled, self.spills = p.variable(0, n_layers if may_spill else 0), p.variable(0, int(may_spill))
         self.saving = {
             (i, tier): (p.variable(0, len(self.classes[i])), p.variable(0, 1))
             for i in self.layers
             for tier in tiers_of(self.workload.blocks[self.classes[i][0]], family)
         }
-        self.up, self.down = p.variable(0, inf, integer=False), p.variable(0, inf, integer=False)  # the groups' two ways
+        # Phases of all groups: `bounds.Phases` has them as up, back, around, home and the last of these.
+        self.up, self.back, self.around, self.left, self.last = (p.variable(0, inf, integer=False) for _ in range(5))
         self.resident = [p.variable(0, len(blocks)) for blocks in self.classes]
         speculates = family.update is Update.DEFERRED and often is not None
         self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
@@ -155,6 +158,9 @@ class _Builder:
                 p.at_most({n: 1.0, used: -float(n_blocks)}, 0.0)
         n_layers = self.workload.n_layers
         p.at_most({self.n_spilled: 1.0, self.spills: -float(n_layers)}, 0.0)
+        group = self.family.group_micro_batches
+        p.at_most({self.early: 1.0, self.spills: -float(early_fetches(group, n_layers))}, 0.0)
+        p.at_most({self.early: 1.0, self.n_spilled: -float(group)}, 0.0)
         kept = {n: 1.0 for (_, tier), (n, _) in self.saving.items() if tier is None}
         p.at_most({self.n_spilled: 1.0, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
         n_turns = 2 * self.n_groups - 1
@@ -198,9 +204,10 @@ class _Builder:
     def _phases_at_least(self, step: int, seconds: float, first_up: bool, less: Mapping[int, float]) -> None:
         """step >= seconds + the phases of all groups, but for the first way up unless it is asked for + less @ x."""
         equal = self.of.semantics.n_micro_batches % self.family.group_micro_batches == 0
-        share = 1.0 if first_up else 1.0 - 1.0 / self.n_groups if equal else 0.0
+        shares = {self.around: 1.0 - 1.0 / self.n_groups, self.last: 1.0 / self.n_groups} if equal else {self.last: 1.0}
+        shares |= {self.up: equal / self.n_groups} if first_up else {}
         row = {n: s / self.scale_s for n, s in less.items()}
-        self.program.at_most({**row, self.up: share, self.down: 1.0, step: -1.0}, -(seconds + self.vocab_s) / self.scale_s)
+        self.program.at_most({**row, **shares, step: -1.0}, -(seconds + self.loss_s) / self.scale_s)
 
     def _at_least(self, step: int, seconds: float, variable: Mapping[int, float]) -> None:
         """step >= seconds + variable @ x."""
@@ -276,7 +283,7 @@ class _Builder:
                 before_s += n_first * self._demand(Kind.FORWARD, b, 0).uncontended_s
         updates, first_loads = self._sum(Kind.UPDATE, blocks), self._sum(Kind.LOAD, blocks)
         forwards = self._sum(Kind.FORWARD, blocks[:-1], 0)
-        spill = self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, 0))
+        spill, fetch = (self.facets.of(kind, self._demand(kind, 0, 0)) for kind in (Kind.SPILL, Kind.FETCH))
         untils: list[tuple[float, dict[int, float]]] = [(updated_s + load_s[-1], sooner)]
         first_s = update_s[0] + load_s[0] + before_s  # the way of the first micro-batches to the loss
         untils.append((first_s, {s: -load[Lane.CPU] for s, load in early.items() if s == self.speculate[0]}))
@@ -290,6 +297,7 @@ class _Builder:
                 after_s = seconds - updates[key] - first_loads[key] - n_first * forwards[key]
                 per_unit = {n: load.get(key, 0.0) for n, load in variable.items()} if key is not Lane.GPU else dict(computed)
                 per_unit[self.n_spilled] -= n_first * spill.get(key, 0.0)
+                per_unit[self.early] = -fetch.get(key, 0.0)
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
                 for s, per_block in less.items():
@@ -298,30 +306,37 @@ class _Builder:
 
     def _phases(self, first: list[dict[Key, float]]) -> None:
         """The two ways of all groups over the layers, each as long as what it asks for: `bounds.Phases`."""
-        phases = Phases(self.n_groups)
-        if self.take_turns:  # one gradient may still be leaving when the next phase begins
-            largest_s = max(self._demand(Kind.OFFLOAD, b[0], None if self.plan.reduced else 0).uncontended_s for b in self.classes)
-            self._at_least(self.down, self.turns_s - self.n_groups * largest_s, self.turns)
+        phases = phases_of(self.plan)
         for kind, b, demand, count in ops_at_least(self.plan, self.of.cost):
             if kind is not Kind.BACKWARD or b == 0:
                 add_to_phases(phases, self.plan, kind, b, self.facets.of(kind, demand), count)
-        self.vocab_s = phases.vocab_s(len(self.workload.blocks) - 1)
+        self.loss_s, n_groups = phases.loss_s, self.n_groups
+        n_slots = self.lean.gradient_slots if self.take_turns else max(GRADIENT_SLOTS)
+        buffers = Buffers(0, n_slots, staged_slots(self.plan))
+        ends = [(self.back, buffers.n_slots, phases.embedding_s), (self.left, 0, phases.home_s)]
+        ends += [(self.back, 0, phases.embedding_after_layers_s)] if phases.takes_turns else []
+        if self.take_turns:  # one gradient may still be leaving when the next phase begins
+            largest_s = max(self._demand(Kind.OFFLOAD, b[0], None if self.plan.reduced else 0).uncontended_s for b in self.classes)
+            for end, late, more_s in ends:
+                self._at_least(end, self.turns_s - late * n_groups * largest_s + more_s, self.turns)
         for key in KEYS:
-            streamed = {self.resident[i]: -self.n_groups * first[i].get(key, 0.0) for i in self.layers}
-            one_load_s = self.n_groups * phases.largest_load.get(key, 0.0)
+            streamed = {self.resident[i]: -n_groups * first[i].get(key, 0.0) for i in self.layers}
+            one_load_s = n_groups * phases.largest_load.get(key, 0.0)
             # Loads take what is left of them when every slot is full; where chunks may be small, that still holds.
-            loads_s = self.n_groups * phases.loads[key] - one_load_s
-            ahead = {self.depth: -one_load_s}
-            with_loads = {**streamed, **ahead}
-            for row, seconds in ((with_loads, phases.up[key] + loads_s), ({}, phases.up[key])):
-                self._at_least(self.up, seconds, row)
+            loads_s = n_groups * phases.loads[key] - one_load_s
+            with_loads = {**streamed, self.depth: -one_load_s}
             backward = {n: load.get(key, 0.0) for n, load in self.backward.items()}
             backward |= {self.square[i]: self.squares[i][key] for i in self.layers}
-            n_left = (self.lean.gradient_slots if self.take_turns else max(GRADIENT_SLOTS)) + N_STAGING_SLOTS
-            leaving_s = phases.leaving[key] - self.n_groups * n_left * phases.largest_leaving.get(key, 0.0)
             for more, more_s in (({}, 0.0), (with_loads, loads_s)):
-                for left_s in (0.0, leaving_s):
-                    self._at_least(self.down, phases.down[key] + more_s + left_s, {**backward, **more})
+                self._at_least(self.up, phases.up[key] + more_s, more)
+                for end, late, then_s in ends:
+                    left_s = phases.left_s(key, buffers) if late else phases.all_left_s(key, buffers)
+                    for leaving_s in (0.0, left_s):
+                        self._at_least(end, phases.down[key] + more_s + leaving_s + then_s, {**backward, **more})
+        around = ({self.up: 1.0, self.back: 1.0}, {self.left: 1.0})
+        for then, rows in ((self.around, around), (self.last, ({self.back: 1.0}, {self.left: 1.0}))):
+            for row in rows:
+                self.program.at_most({**row, then: -1.0}, 0.0)
 
     def _take_turns(self, step: int, until_s: float, less: Mapping[int, float]) -> None:
         """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
