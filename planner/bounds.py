@@ -27,6 +27,7 @@ FACET = {
     Resource.DRAM: "host DRAM",
     Resource.CORES: "host cores",
 }
+ARRIVING = (Kind.OFFLOAD, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)  # what is done with gradients that are there
 MEETING_NAME = "copies and host work that slow each other"
 LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
 
@@ -111,6 +112,7 @@ class Work:
     first_loads: dict[Key, float] = field(default_factory=nothing)
     first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
     early_fetches: dict[Key, float] = field(default_factory=nothing)  # that may be done before the first loss
+    arriving: dict[Key, float] = field(default_factory=nothing)  # all that comes after the first gradient, the head's, has left
     seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)  # of one op; of updates in chunks all, of loads the last
     last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
 
@@ -118,7 +120,7 @@ class Work:
 def work_of(plan: Plan, cost: CostModel) -> Work:
     """Counted, not read off ops: the plan needs arenas only."""
     n_first = plan.policy.group_micro_batches
-    work = Work(phases_of(plan))
+    work = Work(phases_of(plan, range(n_first, n_first + 1)))
     facets = Facets((plan,), cost)
     for kind, block, demand, count in ops_at_least(plan, cost):
         load = facets.of(kind, demand)
@@ -133,11 +135,16 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
         elif kind is Kind.FETCH:
             largest = {key: max(s, work.early_fetches[key]) for key, s in load.items()}
             work.early_fetches |= largest
+        if kind in ARRIVING:
+            add(work.arriving, load, count - is_first_gradient(plan, kind, block))
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
         work.seconds[kind, block] = earlier_s + demand.uncontended_s
         leaves = kind in (Kind.SQUARE, Kind.OFFLOAD) or (kind is Kind.BACKWARD and not plan.reduced)
         if leaves and plan.workload.blocks[block].kind is BlockKind.LAYER:
             work.last_backwards_s += count * demand.uncontended_s
+    for lane, idle_s in idle_in_turns(plan, work.phases).items():
+        work.total[lane] += idle_s
+        work.arriving[lane] += idle_s
     n_early = early_fetches(n_first, len(plan.policy.spill_blocks))
     work.early_fetches = {key: n_early * one_s for key, one_s in work.early_fetches.items()}
     if plan.reduced:
@@ -216,6 +223,7 @@ def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], turns_s:
         "computing": compute_s - before_s + last_s,
         "turns": turns_s,
         "phases": phases[1],
+        "gradients": first_gradient_s(plan, work.phases) + max(work.arriving.values()),
         "shared": max(work.total[key] - sum(of[key] for of in before) for key in KEYS),
     }
     for (first, until_s), (then, after_s) in product(until.items(), after.items()):
@@ -229,12 +237,38 @@ def _updates_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> list[fl
 
 
 def _phases(plan: Plan, work: Work) -> tuple[float, float]:
-    """Seconds of all phases from the first way up, and from the first loss."""
+    """Seconds of all phases, and of those after the first way up."""
     layers, phases, turns_s = range(1, plan.workload.n_layers + 1), work.phases, _backwards_s(plan, work)
     buffers = buffers_of(plan, 1 if plan.policy.transfer_chunk_bytes is None else max(len(plan.chunks(b)) for b in layers))
-    equal = plan.semantics.n_micro_batches % plan.policy.group_micro_batches == 0
-    after_s = phases.after_first_way_up_s(buffers, turns_s, equal)
-    return phases.up_s(buffers) / phases.n_groups * equal + after_s, after_s
+    all_s = phases.loss_s + phases.up_s(buffers) + phases.back_s(buffers, turns_s)
+    return all_s, phases.after_first_way_up_s(buffers, turns_s)
+
+
+def idle_in_turns(plan: Plan, phases: Phases) -> dict[Key, float]:
+    """Seconds for which lanes do nothing, where gradients of single micro-batches leave: a vocabulary block's next one is computed
+    when the last has left, leaves when that has been added, and is added when it has left. In no lane lies anything between."""
+    if plan.reduced:
+        return {}
+    between = {kind: sum(_between_s(phases, kind, block) for block in (0, phases.head)) for kind in (Kind.OFFLOAD, Kind.ACCUMULATE)}
+    leaving_s, adding_s = between[Kind.OFFLOAD], between[Kind.ACCUMULATE]
+    return {Lane.GPU: leaving_s, Lane.D2H: adding_s, Lane.CPU: leaving_s}
+
+
+def _between_s(phases: Phases, kind: Kind, block: int) -> float:
+    """Seconds of a vocabulary block's op, once between every two micro-batches of a group."""
+    turns = phases.vocab[kind, block]
+    return (turns.n - phases.n_groups) * turns.shortest_s
+
+
+def is_first_gradient(plan: Plan, kind: Kind, block: int) -> bool:
+    """Whether the first of these ops brings the step's first gradient home."""
+    return (kind, block) == (Kind.OFFLOAD, plan.workload.n_layers + 1)
+
+
+def first_gradient_s(plan: Plan, phases: Phases) -> float:
+    """Seconds from the first loss to the first gradient on the host, the head's: all its losses come before if the device sums."""
+    losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD))
+    return (losses.total_s if plan.reduced else losses.shortest_s) + left.shortest_s
 
 
 def early_fetches(group_micro_batches: int, n_spilled: int) -> int:

@@ -14,11 +14,12 @@ from itertools import product
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Update
 from runtime.workload import Model, Workload
 
 from .arenas import can_square
-from .bounds import policy_bound
+from .bounds import ops_at_least, policy_bound
+from .climb import neighbours
 from .cost import CostModel, region_of
 from .lower import lower
 from .memory import footprint, frame, short_of
@@ -41,6 +42,7 @@ from .uncertainty import Interval, interval
 
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about four seconds on one core
+MOST_RELAXED = 120  # parts whose bound is asked for, once the budget for simulations is spent
 MAX_STEPS = 24
 ESTIMATED_GROUPS = 3  # of micro-batches: a step of so many, and of one fewer, tells about one of many
 FEWEST_ESTIMATED = 8  # groups: a step of fewer is simulated as it is
@@ -49,6 +51,7 @@ LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the 
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
 MOST_CLIMBED_OPS = 2 * MAX_SEARCHED_OPS  # of all plans, when the search for early updates ends wherever it is
+LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
 SPECULATION_STARTS = (0.25, 0.5, 0.75)  # of the blocks
 SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
 
@@ -162,8 +165,14 @@ class _Node:
     bound_s: float
     number: int
     family: Family = field(compare=False)
-    buffers: tuple[int, int] | None = field(compare=False, default=None)  # prefetch depth (at least), gradient slots
+    n_slots: int | None = field(compare=False, default=None)  # for gradients
     policy: Policy | None = field(compare=False, default=None)
+    relaxed: bool = field(compare=False, default=True)  # whether the bound is that of the relaxation
+
+    @property
+    def can_be_simulated(self) -> bool:
+        """Whether it is one policy, or so small a part that its policies are next."""
+        return self.policy is not None or self.n_slots is not None
 
 
 class Tree:
@@ -186,33 +195,44 @@ class Tree:
             self._take(policy)
         self.trial.n_ops = 0  # these are not counted
         for family in self.families:
-            relaxed = self.relaxation.solve(family)
-            if relaxed is not None:
-                self._push(relaxed.bound_s, family)
+            if family.boundary_stride == 1:
+                self._relax(family, 0.0)
+            else:
+                self._push(self._computing_s(family), family, relaxed=False)
         self._scout()
         while self.open:
             node = heapq.heappop(self.open)
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
-            if self._close_to_best(node.bound_s) or out_of_budget:
+            may_expand = not out_of_budget or (self.relaxation.n_solved < MOST_RELAXED and not node.can_be_simulated)
+            if self._close_to_best(node.bound_s) or not may_expand:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
             self._expand(node)
         self._speculate_more_or_less()
         self._norm_elsewhere()
         self._cut_transfers()
+        self._climb()
+
+    def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
+        """Push what the relaxation says of a part, which is in one that nothing is below `least_s` in."""
+        relaxed = self.relaxation.solve(family, None, n_slots)
+        if relaxed is not None:
+            self._push(max(relaxed.bound_s, least_s), family, n_slots)
+
+    def _computing_s(self, family: Family) -> float:
+        """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
+        ops = ops_at_least(self.trial.frame(family.policy(self.trial.semantics)), self.trial.cost)
+        return sum(demand.uncontended_s * count for kind, _, demand, count in ops if LANE_OF[kind] is Lane.GPU)
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, begin with one of each promising family."""
         if most_ops(self.trial.workload, self.trial.semantics) <= LONGEST_UNSCOUTED_OPS:
             return
-        # A barrier asks for the memory that a deferred update asks for, and only ever for more time.
-        promising = [node for node in sorted(self.open) if node.family.update is not Update.BARRIER]
-        for node in promising[:SCOUTED_FAMILIES]:
+        for node in sorted(self.open)[:SCOUTED_FAMILIES]:
             fitting = [
                 policy
                 for buffers in SCOUTED_BUFFERS
-                if self.relaxation.solve(node.family, *buffers) is not None
-                for policy in self._suggested(node.family, *buffers)
+                for policy in self._suggested(replace(node.family, largest_group=node.family.group_micro_batches), *buffers)
                 if self.trial.fits(policy)
             ]
             if fitting:
@@ -222,31 +242,41 @@ class Tree:
     def _close_to_best(self, bound_s: float) -> bool:
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
-    def _push(self, bound_s: float, family: Family, buffers: tuple[int, int] | None = None, policy: Policy | None = None) -> None:
-        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, buffers, policy))
+    def _push(
+        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, relaxed: bool = True
+    ) -> None:
+        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, relaxed))
         self.n_nodes += 1
 
     def _expand(self, node: _Node) -> None:
-        """Open a family into its buffers, buffers into policies, or simulate a policy."""
+        """Open a family into smaller ones, one into numbers of slots, these into policies, or simulate a policy."""
+        family, n_slots = node.family, node.n_slots
         if node.policy is not None:
             self._take(node.policy)
-        elif node.buffers is None:
-            for depth, slots in product((*PREFETCH_DEPTHS, max(PREFETCH_DEPTHS) + 1), GRADIENT_SLOTS):
-                relaxed = self.relaxation.solve(node.family, depth, slots)
-                if relaxed is not None:
-                    self._push(max(relaxed.bound_s, node.bound_s), node.family, (depth, slots))
+        elif not node.relaxed:
+            self._relax(family, node.bound_s)
+        elif len(family.groups) > 1:
+            for half in family.halves():
+                self._relax(half, node.bound_s)
+        elif n_slots is None:
+            for n in GRADIENT_SLOTS:
+                self._relax(family, node.bound_s, n)
         else:
             # The policies suggested are a few of those that the bound covers: it stays as what the others may reach.
             self.bound_s = min(self.bound_s, node.bound_s)
-            for policy in self._suggested(node.family, *node.buffers):
+            relaxed = self.relaxation.solve(family, None, n_slots)
+            assert relaxed is not None
+            depths = dict.fromkeys((relaxed.prefetch_depth, *PREFETCH_DEPTHS))
+            for policy in dict.fromkeys(policy for depth in depths for policy in self._suggested(family, depth, n_slots)):
                 if self.trial.fits(policy):
                     bound_s = policy_bound(self.trial.frame(policy), self.trial.cost).seconds
-                    self._push(max(bound_s, node.bound_s), node.family, node.buffers, policy)
+                    self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
         relaxed = self.relaxation.solve(family, prefetch_depth, gradient_slots)
-        assert relaxed is not None
+        if relaxed is None:
+            return
         lean = family.policy(self.trial.semantics)
         one_group = family.group_micro_batches == self.trial.semantics.n_micro_batches
         found: dict[Policy, None] = {}
@@ -313,3 +343,16 @@ class Tree:
             smaller = cut(best, self.trial.frame(best), n)
             if self.trial.fits(smaller) and self.trial.step_s(smaller) < self.trial.step_s(best) * (1 - CLOSE_FRACTION):
                 self._take(smaller)
+
+    def _climb(self) -> None:
+        """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""
+        climbing = True
+        while climbing and self.best is not None and not self._close_to_best(self.bound_s):
+            climbing = False
+            for policy in neighbours(self.trial.frame(self.best)):
+                if self.trial.n_ops >= MOST_CLIMBED_OPS:
+                    return
+                if self.trial.fits(policy) and self.trial.step_s(policy) < self.trial.step_s(self.best) * (1 - LEAST_GAIN_FRACTION):
+                    self._take(policy)
+                    climbing = True
+                    break

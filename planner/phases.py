@@ -41,6 +41,8 @@ class Phases:
     """
 
     n_groups: int
+    equal: bool  # all groups are as large
+    first_fraction: float  # of the step's micro-batches that the first group, the largest, has at most
     n_gradients: int  # of layers, that leave in the phase down of the smallest group
     in_turn: int  # gradients of one vocabulary block that the smallest group sends one after another
     head: int
@@ -151,23 +153,28 @@ class Phases:
         computed_s = self.back_s(buffers, turns_s) + self.up_s(buffers)
         return max(computed_s, max(turns_s, self.down_and_left_s(buffers)) + self.home_s)
 
-    def after_first_way_up_s(self, buffers: Buffers, turns_s: float, equal: bool) -> float:
-        """From the first loss of the step to the norm; the groups are `equal`, or the first may have most of the way up."""
+    def after_first_way_up_s(self, buffers: Buffers, turns_s: float) -> float:
+        """From the first loss of the step to the norm."""
+        around_s, up_s = self.around_s(buffers, turns_s), self.up_s(buffers)
         back_s, home_s = self.back_s(buffers, turns_s), max(turns_s, self.down_and_left_s(buffers)) + self.home_s
-        if not equal:
-            return self.loss_s + max(back_s, home_s)
-        return self.loss_s + (1 - 1 / self.n_groups) * self.around_s(buffers, turns_s) + max(back_s, home_s) / self.n_groups
+        if self.equal:
+            return self.loss_s + (1 - 1 / self.n_groups) * around_s + max(back_s, home_s) / self.n_groups
+        # Of every sum over the groups but the first, or but the last and smallest, at least this share is left.
+        others = 1 - self.first_fraction
+        return self.loss_s + max(back_s + others * up_s, others * around_s)
 
 
 def _largest_s(of: Mapping[int, Mapping[Key, float]], key: Key) -> float:
     return max((load[key] for load in of.values()), default=0.0)
 
 
-def phases_of(plan: Plan) -> Phases:
-    """The phases of the plan's groups, nothing counted yet."""
-    n, group, n_layers = plan.semantics.n_micro_batches, plan.policy.group_micro_batches, plan.workload.n_layers
-    smallest = n % group or group
-    return Phases(-(-n // group), n_layers * (1 if plan.reduced else smallest), smallest, n_layers + 1)
+def phases_of(plan: Plan, groups: range) -> Phases:
+    """The phases of the plan's groups, nothing counted yet; their size is any of `groups`, which make equally many."""
+    n, n_layers = plan.semantics.n_micro_batches, plan.workload.n_layers
+    smallest, largest = min(n % size or size for size in groups), groups[-1]
+    n_groups = -(-n // largest)
+    equal = n_groups * largest == n
+    return Phases(n_groups, equal, largest / n, n_layers * (1 if plan.reduced else smallest), smallest, n_layers + 1)
 
 
 def buffers_of(plan: Plan, n_loads_per_block: int) -> Buffers:

@@ -19,7 +19,7 @@ from planner.lower import lower
 from planner.memory import Footprint, footprint, frame
 from planner.relax import Relaxation
 from planner.simulate import simulate
-from planner.space import CHUNKS_PER_LAYER, Family, cut, eager_is_legal
+from planner.space import CHUNKS_PER_LAYER, cut, eager_is_legal, family_of
 from planner.workload import build_workload, read_model
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
@@ -267,9 +267,11 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
     bounds = [*policy_bounds(plan, cost), machine_bound(plan, cost)]
     found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
     if relaxation is not None:
-        family = Family(policy.update, policy.group_micro_batches, policy.boundary_stride)
-        for name, sizes in (("family", (None, None)), ("buffers", (policy.prefetch_depth, policy.gradient_slots))):
-            relaxed = relaxation.solve(family, *sizes)
+        family = family_of(policy, of.semantics)
+        one_size = replace(family, group_micro_batches=policy.group_micro_batches, largest_group=policy.group_micro_batches)
+        sizes = policy.prefetch_depth, policy.gradient_slots
+        for name, part, buffers in (("family", family, (None, None)), ("buffers", one_size, sizes)):
+            relaxed = relaxation.solve(part, *buffers)
             # A policy that fits refutes a relaxation without members.
             found.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
     return found
