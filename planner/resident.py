@@ -182,7 +182,7 @@ def _fixed_bytes(plan: Plan, alone: Plan, profile: Profile) -> dict[str, int]:
         "weights": n_elements * ITEM_BYTES[of.compute_dtype],
         "masters": n_elements * ITEM_BYTES[of.master_dtype] if of.master_dtype != of.compute_dtype else 0,
         "moments": n_elements * MOMENT_BYTES,
-        "gradients": sum(_gradient_bytes(plan, b) for b in range(len(blocks))),
+        "gradients": sum(_gradient_bytes(plan)),
         "boundaries": boundaries.n_bytes,
         "documents": _documents_bytes(alone, profile),
         "kernels and workspaces": round(workspace.value) if workspace is not None else 0,
@@ -195,31 +195,31 @@ def _documents_bytes(plan: Plan, profile: Profile) -> int:
     return document_bytes(plan, profile.device.kind == "cuda") if profile.device.workspace_bytes is not None else 0
 
 
-def _gradient_bytes(plan: Plan, b: int) -> int:
-    """Of one block: sums of several micro-batches are fp32."""
+def _gradient_bytes(plan: Plan) -> list[int]:
+    """Block by block; sums of several micro-batches are fp32."""
     whole = replace(plan, policy=Policy(group_micro_batches=plan.semantics.n_micro_batches))
-    width = FP32_BYTES if plan.semantics.n_micro_batches > 1 else ITEM_BYTES[whole.gradient_dtype(b)]
-    return plan.workload.blocks[b].slot_elements * width
+    summed, head = plan.semantics.n_micro_batches > 1, len(plan.workload.blocks) - 1
+    layer, vocab = (FP32_BYTES if summed else ITEM_BYTES[whole.gradient_dtype(b)] for b in (1, 0))
+    return [block.slot_elements * (vocab if b in (0, head) else layer) for b, block in enumerate(plan.workload.blocks)]
 
 
 def _computing_s(plan: Plan, cost: CostModel) -> float:
     """Forward, loss and backward of every micro-batch, gradients summed, nothing computed again."""
     n, head = plan.semantics.n_micro_batches, len(plan.workload.blocks) - 1
-    everything = Policy(group_micro_batches=n, keep_blocks=tuple(range(1, head)))
-    keeping = replace(plan, policy=everything, ops=())
+    kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(head)]
     total_s = 0.0
-    # The first and the last micro-batch move their gradients differently from those between.
-    for m, count in (({1: n - 2} if n > 2 else {}) | {0: 1, n - 1: 1}).items():
-        ops = [Op(kind, Lane.GPU, b, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for b in range(head)]
-        ops.append(Op(Kind.LOSS, Lane.GPU, head, m))
-        total_s += count * sum(cost.demand(keeping, op).alone_s for op in ops)
+    for kind, b in kinds:
+        keeping = replace(plan, policy=Policy(group_micro_batches=n, keep_blocks=(b,)), ops=())
+        # The first and the last micro-batch move their gradients differently from those between.
+        for m, count in (({1: n - 2} if n > 2 else {}) | {0: 1, n - 1: 1}).items():
+            total_s += count * cost.demand(keeping, Op(kind, Lane.GPU, b, m)).alone_s
     return total_s
 
 
 def _updating_s(plan: Plan, cost: CostModel) -> float:
     """The norm of all gradients, and AdamW."""
     of, blocks = plan.semantics, plan.workload.blocks
-    gradient_bytes = [_gradient_bytes(plan, b) for b in range(len(blocks))]
+    gradient_bytes = _gradient_bytes(plan)
     norm_s = sum(cost.square_s(block, n_bytes) for block, n_bytes in zip(blocks, gradient_bytes, strict=True))
     weight = ITEM_BYTES[of.compute_dtype] if of.master_dtype != of.compute_dtype else 0
     state_bytes = plan.workload.n_params * (2 * (ITEM_BYTES[of.master_dtype] + MOMENT_BYTES) + weight)
