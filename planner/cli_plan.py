@@ -197,7 +197,7 @@ def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[st
         "semantics": asdict(answer.plan.semantics),
         "policy": asdict(answer.plan.policy),
         **answer.claim(),
-        "baselines": answer.baselines,
+        "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": asdict(answer.next_best[0]), "step_s": answer.next_best[1]},
     }
     if measurements:

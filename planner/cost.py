@@ -196,6 +196,10 @@ class CostModel:
         n_kernels = SQUARE_KERNELS + sum((n >= NORM_CHUNK_ELEMENTS) + (n % NORM_CHUNK_ELEMENTS > 0) for n in sizes)
         return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
+    def moving_s(self, n_bytes: int, n_kernels: int) -> float:
+        """Seconds of eager pointwise kernels that read and write so many bytes of the device's memory."""
+        return n_bytes / self._memory_rate + n_kernels * self.profile.device.kernel_overhead_s.value
+
     @property
     def square_bytes_per_s(self) -> float:
         """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""

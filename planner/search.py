@@ -18,6 +18,7 @@ from .branch import Tree, Trial
 from .cost import CostModel
 from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
+from .resident import Resident, resident
 from .simulate import Prediction
 from .space import baseline, eager_is_legal, leanest
 from .uncertainty import Interval
@@ -27,7 +28,8 @@ BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is w
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far from optimal the plan can be: no policy of the space below one bound, no schedule below the other."""
+    """How far from optimal the plan can be: no policy of the space is below one bound; no schedule is below the other that has this
+    micro-batch and updates on the host."""
 
     policy_bound_s: float
     machine_bound_s: float
@@ -53,10 +55,15 @@ class Answer:
     next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
     clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
     drawn: Interval  # of step times, as the profile's spreads allow them
+    resident: Resident | None  # what a step would take with all state on the device; None: device and host are one memory
 
     def claim(self) -> dict[str, Any]:
         """What a plan file says of its plan."""
         return {"prediction": self.prediction_json(), "certificate": asdict(self.certificate)}
+
+    def all_baselines(self) -> dict[str, dict[str, Any]]:
+        """The schedules of other systems, and `resident` where that means something: what a step takes, or why it does not fit."""
+        return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
 
     def prediction_json(self) -> dict[str, Any]:
         step_s, semantics = self.step_s, self.plan.semantics
@@ -123,7 +130,7 @@ def search(
     clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None
     return Answer(
         plan, prediction, step_s, p10_step_s, p90_step_s, needs, certificate, known, outside, trial.next_best(best), clipped_step_s,
-        drawn,
+        drawn, resident(plan, trial.cost),
     )  # fmt: skip
 
 
