@@ -165,9 +165,9 @@ def policy_bounds(plan: Plan, cost: CostModel) -> Iterator[Bound]:
     The plan needs arenas, no ops: the ops are counted here, not read.
     """
     work = work_of(plan, cost)
-    yield from (Bound(work.total[lane], LANE_NAME[lane], "lane") for lane in Lane)
-    yield from (Bound(work.total[resource], FACET[resource], "resource") for resource in Resource)
-    yield from (Bound(work.total[meeting], MEETING_NAME, "meeting") for meeting in MEETINGS)
+    yield from (Bound(work.total[lane], LANE_NAME[lane], f"lane {lane}") for lane in Lane)
+    yield from (Bound(work.total[resource], FACET[resource], f"resource {resource}") for resource in Resource)
+    yield from (Bound(work.total[meeting], MEETING_NAME, f"meeting of {', '.join(meeting.kinds)}") for meeting in MEETINGS)
     yield from _ring(plan, work)
 
 
@@ -179,14 +179,13 @@ def home_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> float:
 def _ring(plan: Plan, work: Work) -> Iterator[Bound]:
     """The ring of a step: updates, the loads they allow, all that computing asks for, the last gradient's way home."""
     seconds, last_s = work.seconds, home_s(plan, work.seconds)
-    phases, turns_s = _phases(plan, work), _backwards_s(plan, work)
+    phases = _phases(plan, work)
     match plan.policy.update:
         case Update.BARRIER:
             # Between the last update and the next first one lies everything else.
             updates_s = sum(_updates_s(plan, seconds))
             rest = {
                 "computing": seconds[Kind.LOAD, 0] + work.total[Lane.GPU] + last_s,
-                "turns": turns_s,
                 "phases": phases[0],
                 "shared": max(work.total[key] - work.updates[key] for key in KEYS),
             }
@@ -197,10 +196,10 @@ def _ring(plan: Plan, work: Work) -> Iterator[Bound]:
             yield Bound(ring_s, "the way home of the last gradient", "eager")
             yield Bound(phases[0], "groups of micro-batches that take turns", "phases")
         case Update.DEFERRED:
-            yield from _deferred_ring(plan, work, phases, turns_s, last_s)
+            yield from _deferred_ring(plan, work, phases, last_s)
 
 
-def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], turns_s: float, last_s: float) -> Iterator[Bound]:
+def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], last_s: float) -> Iterator[Bound]:
     """Updates that the next forward waits for. Block k is computed after the updates up to k, and only forwards of earlier blocks
     can come before."""
     blocks, seconds, compute_s = range(len(plan.workload.blocks)), work.seconds, work.total[Lane.GPU]
@@ -221,7 +220,6 @@ def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], turns_s:
     before = (work.updates, work.first_loads, work.first_forwards, work.early_fetches)
     after = {
         "computing": compute_s - before_s + last_s,
-        "turns": turns_s,
         "phases": phases[1],
         "gradients": first_gradient_s(plan, work.phases) + max(work.arriving.values()),
         "shared": max(work.total[key] - sum(of[key] for of in before) for key in KEYS),

@@ -36,6 +36,7 @@ from .space import (
     cut,
     families,
     filled,
+    leanest,
     speculated,
 )
 from .uncertainty import Interval, interval
@@ -208,6 +209,10 @@ class Tree:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
             self._expand(node)
+        if self.best is None:  # what was suggested needs a little more than there is
+            for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
+                if needs.fits:
+                    self._take(plan.policy)
         self._speculate_more_or_less()
         self._norm_elsewhere()
         self._cut_transfers()

@@ -318,7 +318,6 @@ class _Builder:
         ]
         arriving, first_gradient_s = self._arriving(), first_gradient_s_of(self.plan, self.phases)
         for until_s, less in untils:
-            self._take_turns(step, until_s, less)
             for of in self.keys[1:]:  # all but the device's lane
                 more = {n: load[of] for n, load in zip(self.square, self.squaring, strict=True)}
                 more |= {s: update.get(of, 0.0) + less.get(s, 0.0) for s, update in early.items()}
@@ -373,11 +372,6 @@ class _Builder:
         for then, rows in ((self.around, around), (self.last, ({self.back: 1.0}, {self.left: 1.0}))):
             for row in rows:
                 self.program.at_most({**row, then: -1.0}, 0.0)
-
-    def _take_turns(self, step: int, until_s: float, less: Mapping[int, float]) -> None:
-        """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
-        if self.take_turns:
-            self._at_least(step, until_s + self.turns_s, {**self.turns, **less})
 
     def _turns(self) -> tuple[float, dict[int, float]]:
         """Every layer's last backward, by tier, and squares, and every layer's gradient leaving."""

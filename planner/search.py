@@ -20,9 +20,10 @@ from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
 from .resident import Resident, resident
 from .simulate import Prediction
-from .space import baseline, eager_is_legal, leanest
+from .space import baseline, eager_is_legal, family_of, leanest
 from .uncertainty import Interval
 
+ROUNDING = 1 - 1e-9  # of sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
 
 
@@ -111,6 +112,11 @@ def search(
         if tree.best is None:
             raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
         best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)
+        relaxed = tree.relaxation.solve(family_of(best, semantics))
+        repeats = trial.tried[best][1].periodic
+        assert not repeats or relaxed is None or trial.step_s(best) >= relaxed.bound_s * ROUNDING, (
+            f"{best} is below the bound of its family"
+        )
     else:
         plan = frame(model, workload, semantics, fixed)
         if not (needs := footprint(plan, profile)).fits:
@@ -120,9 +126,11 @@ def search(
     plan, prediction = trial.tried[best]
     step_s = trial.step_s(best)
 
-    machine = machine_bound(plan, trial.cost)
+    machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
+    # Steps that find no rhythm are a mean of the last, which may be any moment's.
+    assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
     policy_bound_s = max(min(step_s, bound_s), machine.seconds)
-    binding = binding_of(plan, prediction, trial.cost) or policy_bound(plan, trial.cost).binding
+    binding = binding_of(plan, prediction, trial.cost) or own.binding
     certificate = Certificate(policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried))
     drawn = trial.drawn(best)
     p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
