@@ -78,6 +78,12 @@ class Source(Part):
     device: Text | None
     driver: Text | None
 
+    @model_validator(mode="after")
+    def _names_what_was_measured(self) -> "Source":
+        if self.kind == "measured" and self.device is None:
+            raise ValueError("measured, but on no device; name it, or say that it is assumed")
+        return self
+
 
 class MatmulPoint(Part):
     """Rate of (m, k) @ (k, n), one multiply and one add per inner step."""

@@ -60,10 +60,12 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 
 
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
-    from .cli_run_files import read_run
+    from .cli_run_files import read_run, refuse_disorder
     from .report import report as page_of
 
     run = None if run_dir is None else read_run(run_dir, len(file.plan.ops))
+    if run_dir is not None and run is not None and run.timeline is not None:
+        refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
     return page_of(file, on_one_line(plan_file.name), run)
 
 
@@ -71,7 +73,7 @@ def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from hwprofiles.schema import Profile
     from runtime.timeline import chrome_trace
 
-    from .cli_run_files import read_timeline
+    from .cli_run_files import read_timeline, refuse_disorder
     from .cost import costs, region_of
     from .simulate import simulate
 
@@ -84,6 +86,7 @@ def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
             said = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
             raise click.UsageError(f"{run_dir}: {said if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}")
         tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
+        refuse_disorder(tracks["measured"], plan, timeline_file)
     return chrome_trace(plan, tracks)
 
 
