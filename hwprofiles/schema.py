@@ -372,7 +372,8 @@ def _explain(error: ValidationError) -> str:
         case "missing":
             return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
         case "value_error":
-            return _plain(first["msg"].removeprefix("Value error, ")) if not first["loc"] else f"{place}: {_plain(first['msg'])}"
+            said = _plain(first["msg"].removeprefix("Value error, "))
+            return f"{place}: {said}" if first["loc"] else said
         case _:
             return f"{place}: {_plain(first['msg'])}; correct it, in the unit of its name"
 

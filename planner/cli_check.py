@@ -21,7 +21,7 @@ def check(plan_file: Path, quick: bool) -> None:
     claims is so: its blocks are the model's, its memory, times and bounds follow from the profile, its certificate from the search.
 
     Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
-    is no plan, or claims nothing. The search takes as long as it took `plan`; all else about a second.
+    is no plan, or claims nothing. The search takes as long as it took `plan`, all else a second or two.
     """
     from hwprofiles.schema import Profile
     from runtime.errors import PlanError, WrongPlanError

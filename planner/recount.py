@@ -152,8 +152,8 @@ def _with_memory_of(profile: Profile, shipped: Profile) -> Profile:
     return shipped.with_memory(*sizes)
 
 
-def _by_name(arenas: Sequence[Arena]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {a.name: (str(a.place), a.slot_bytes) for a in arenas}
+def _by_name(arenas: Sequence[Arena]) -> dict[str, Arena]:
+    return {a.name: a for a in arenas}
 
 
 def _differences(place: str, said: object, found: object) -> Iterator[Difference]:
