@@ -76,13 +76,16 @@ class Trial:
     def step_s(self, policy: Policy) -> float:
         """Seconds of a step, in the mean over those that are clipped and those that are not."""
         if policy not in self.tried:
-            plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
-            self.n_ops += len(plan.ops)
-            self.tried[policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
+            self.adopt(lower(self.model, self.workload, self.semantics, policy, self.profile_json))
         step_s, often = self.tried[policy][1].step_s, self.clipped_fraction
         if not policy.speculate_blocks or not often:
             return step_s
         return (1 - often) * step_s + often * self.clipped_step_s(policy)
+
+    def adopt(self, plan: Plan) -> None:
+        """Simulate a plan, whoever made it, as the one of its policy."""
+        self.n_ops += len(plan.ops)
+        self.tried[plan.policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
 
     def estimate_s(self, policy: Policy) -> float | None:
         """About how long a step takes, from steps of two and of three groups of micro-batches; None where it has few anyway."""

@@ -4,6 +4,7 @@ From sizes and a profile to seconds of work alone and the rates at which shared 
 memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -29,9 +30,9 @@ BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backw
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
-def costs(plan: Plan, profile: Profile) -> list[Demand]:
-    """What each op of the plan asks for, in plan order."""
-    return CostModel(profile).demands(plan)
+def costs(plan: Plan, profile: Profile, alike: Mapping[int, int] | None = None) -> list[Demand]:
+    """What each op of the plan asks for, in plan order. `alike`: of each block, one that differs in nothing but names."""
+    return CostModel(profile, alike=alike or {}).demands(plan)
 
 
 def region_of(profile: Profile) -> Region:
@@ -76,6 +77,7 @@ class CostModel:
 
     profile: Profile
     clipped: bool = False
+    alike: Mapping[int, int] = field(default_factory=dict)  # of a block, one that costs the same; of one that is not there, itself
     capacity: dict[Resource, float] = field(init=False)
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class CostModel:
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
         stop, cut = policy.early_stop, policy.transfer_chunk_bytes
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        key = (op.kind, b, op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
+        key = (op.kind, self.alike.get(b, b), op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)

@@ -13,6 +13,7 @@ from runtime.region import Resource
 from runtime.workload import Model, Workload
 
 from .arenas import refuse_illegal
+from .arithmetic import arithmetic
 from .bounds import FACET, LANE_NAME, machine_bound, policy_bound
 from .branch import Tree, Trial
 from .cost import CostModel
@@ -38,6 +39,12 @@ class Certificate:
     binding: str
     n_families: int  # that the bound covers; 0: it is that of the one policy asked for
     n_simulated: int
+    # With what the claim can be made again: the share of steps that are clipped (None: nobody said), the draws of the interval,
+    # and the code that did the arithmetic.
+    clipped_fraction: float | None
+    n_draws: int
+    seed: int
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +130,23 @@ def search(
             raise does_not_fit(request, [needs])
         best, bound_s, n_families = fixed, policy_bound(plan, trial.cost).seconds, 0
         trial.step_s(fixed)
-    plan, prediction = trial.tried[best]
-    step_s = trial.step_s(best)
+    return answer_of(trial, best, bound_s, n_families, known)
 
+
+def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known: dict[str, dict[str, Any]]) -> Answer:
+    """What is known of a policy that was tried, where no other one of so many families is below the bound."""
+    plan, prediction = trial.tried[best]
+    step_s, profile = trial.step_s(best), trial.profile
     machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
     # Steps that find no rhythm are a mean of the last, which may be any moment's.
     assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
     policy_bound_s = max(min(step_s, bound_s), machine.seconds)
     binding = binding_of(plan, prediction, trial.cost) or own.binding
-    certificate = Certificate(policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried))
     drawn = trial.drawn(best)
+    certificate = Certificate(
+        policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried), trial.clipped_fraction,
+        drawn.n_draws, drawn.seed, arithmetic(),
+    )  # fmt: skip
     p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
     needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
     clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None

@@ -3,15 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
-from hwprofiles.schema import read_profile, shipped_profiles
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.cost import CostModel, costs, region_of, update_bytes_per_param
 from planner.faster import Group, faster
 from planner.lower import lower
 from planner.memory import frame
+from planner.space import classes_of
 from planner.workload import build_workload, read_model
-from runtime.plan import LANE_OF, Kind, Op, Policy, Semantics
+from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics
 from runtime.region import Resource
+
+from .strategies import plans
 
 MODEL = read_model("qwen2.5-0.5b")  # tied weights
 UNTIED = read_model("qwen2.5-7b")
@@ -151,3 +155,12 @@ def test_one_model_of_cost_serves_many_workloads(profile):
     small, large = plan_of(model=MODEL), plan_of(model=UNTIED)
     for plan in (small, large, small):
         assert demand(cost, plan, Kind.LOAD, 1) == demand(CostModel(profile), plan, Kind.LOAD, 1)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:
+    """So that draws of a machine need not price each layer anew."""
+    profile = Profile.from_json(plan.profile)
+    alike = {b: blocks[0] for blocks in classes_of(plan.workload) for b in blocks}
+    assert costs(plan, profile, alike) == costs(plan, profile)
