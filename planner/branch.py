@@ -220,6 +220,7 @@ class Tree:
         self._norm_elsewhere()
         self._cut_transfers()
         self._climb()
+        self._prefetch_less()
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push what the relaxation says of a part, which is in one that nothing is below `least_s` in."""
@@ -274,7 +275,7 @@ class Tree:
             self.bound_s = min(self.bound_s, node.bound_s)
             relaxed = self.relaxation.solve(family, None, n_slots)
             assert relaxed is not None
-            depths = dict.fromkeys((relaxed.prefetch_depth, *PREFETCH_DEPTHS))
+            depths = dict.fromkeys((*PREFETCH_DEPTHS, relaxed.prefetch_depth))
             for policy in dict.fromkeys(policy for depth in depths for policy in self._suggested(family, depth, n_slots)):
                 if self.trial.fits(policy):
                     bound_s = policy_bound(self.trial.frame(policy), self.trial.cost).seconds
@@ -364,3 +365,14 @@ class Tree:
                     self._take(policy)
                     climbing = True
                     break
+
+    def _prefetch_less(self) -> None:
+        """Of plans that are as fast, the one with the fewest slots for weights."""
+        best = self.best
+        if best is None:
+            return
+        for depth in sorted(d for d in PREFETCH_DEPTHS if d < best.prefetch_depth):
+            fewer = replace(best, prefetch_depth=depth)
+            if self.trial.fits(fewer) and self.trial.step_s(fewer) <= self.trial.step_s(best) * (1 + LEAST_GAIN_FRACTION):
+                self.best = fewer
+                return
