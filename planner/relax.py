@@ -15,7 +15,7 @@ from runtime.region import Demand, Resource
 from runtime.workload import BlockKind, Model, Saved, Workload
 
 from .arenas import N_STAGING_SLOTS, SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
-from .bounds import Phases, add_to_phases, ops_at_least
+from .bounds import Phases, add_to_phases, of_each_size, ops_at_least
 from .cost import CostModel
 from .facets import KEYS, MEETINGS, Facets, Key, add, nothing
 from .integer import Program
@@ -181,9 +181,10 @@ class _Builder:
             variable[self.resident[i]] = {key: -(n_loads - 1) * seconds for key, seconds in first[i].items()}
         largest = {key: max(first[i].get(key, 0.0) for i in self.layers) for key in {k for i in self.layers for k in first[i]}}
         variable[self.spared] = {key: -seconds for key, seconds in largest.items()}
-        n_micro_batches, moved = self.of.semantics.n_micro_batches, dict.fromkeys(total, 0.0)
+        moved = dict.fromkeys(total, 0.0)
         for kind in (Kind.SPILL, Kind.FETCH):
-            add(moved, self.facets.of(kind, self._demand(kind, 0, 0)), n_micro_batches)
+            for m, count in of_each_size(self.plan, self.of.semantics.n_micro_batches):
+                add(moved, self.facets.of(kind, self._demand(kind, 0, m)), count)
         variable[self.n_spilled] = moved
         variable |= dict(zip(self.square, self.squaring, strict=True))
         self._phases(first)
@@ -197,7 +198,7 @@ class _Builder:
 
     def _phases_at_least(self, step: int, seconds: float, first_up: bool, less: Mapping[int, float]) -> None:
         """step >= seconds + the phases of all groups, but for the first way up unless it is asked for + less @ x."""
-        equal = self.of.semantics.n_micro_batches % self.family.group_micro_batches == 0
+        equal = self.of.semantics.batch_size % (self.family.group_micro_batches * self.of.semantics.micro_batch) == 0
         share = 1.0 if first_up else 1.0 - 1.0 / self.n_groups if equal else 0.0
         row = {n: s / self.scale_s for n, s in less.items()}
         self.program.at_most({**row, self.up: share, self.down: 1.0, step: -1.0}, -(seconds + self.vocab_s) / self.scale_s)
@@ -258,7 +259,7 @@ class _Builder:
         load_s: list[float],
         last_s: float,
     ) -> None:
-        blocks, n_first = range(len(self.workload.blocks)), self.family.group_micro_batches
+        blocks, first = range(len(self.workload.blocks)), of_each_size(self.plan, self.family.group_micro_batches)
         computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
         # What was speculated on need not be done when the norm is known; more than there is cannot be taken off.
         early: dict[int, dict[Key, float]] = {}
@@ -273,10 +274,12 @@ class _Builder:
             load_after_s = load if b in (0, blocks[-1]) else 0.0
             self._at_least(step, last_s + updated_s + load_after_s + total[Lane.GPU] - before_s, computed | sooner)
             if b <= self.workload.n_layers:
-                before_s += n_first * self._demand(Kind.FORWARD, b, 0).uncontended_s
+                before_s += sum(count * self._demand(Kind.FORWARD, b, m).uncontended_s for m, count in first)
         updates, first_loads = self._sum(Kind.UPDATE, blocks), self._sum(Kind.LOAD, blocks)
-        forwards = self._sum(Kind.FORWARD, blocks[:-1], 0)
-        spill = self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, 0))
+        forwards, spills = nothing(), nothing()
+        for m, count in first:
+            add(forwards, self._sum(Kind.FORWARD, blocks[:-1], m), count)
+            add(spills, self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, m)), count)
         untils: list[tuple[float, dict[int, float]]] = [(updated_s + load_s[-1], sooner)]
         first_s = update_s[0] + load_s[0] + before_s  # the way of the first micro-batches to the loss
         untils.append((first_s, {s: -load[Lane.CPU] for s, load in early.items() if s == self.speculate[0]}))
@@ -287,9 +290,9 @@ class _Builder:
             self._take_turns(step, until_s, less)
             self._phases_at_least(step, until_s, False, less)
             for key, seconds in total.items():
-                after_s = seconds - updates[key] - first_loads[key] - n_first * forwards[key]
+                after_s = seconds - updates[key] - first_loads[key] - forwards[key]
                 per_unit = {n: load.get(key, 0.0) for n, load in variable.items()} if key is not Lane.GPU else dict(computed)
-                per_unit[self.n_spilled] -= n_first * spill.get(key, 0.0)
+                per_unit[self.n_spilled] -= spills[key]
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
                 for s, per_block in less.items():
@@ -330,13 +333,15 @@ class _Builder:
 
     def _turns(self) -> tuple[float, dict[int, float]]:
         """Every layer's last backward, by tier, and squares, and every layer's gradient leaving."""
-        last = self.of.semantics.n_micro_batches - 1
-        often = 1 if self.plan.reduced else self.of.semantics.n_micro_batches
+        n_micro_batches = self.of.semantics.n_micro_batches
+        last = [(n_micro_batches - 1, 1)] if self.plan.reduced else of_each_size(self.plan, n_micro_batches)
+        often = 1 if self.plan.reduced else n_micro_batches
         offloads = self._sum(Kind.OFFLOAD, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
             plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
-            backward[n] = often * self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, last)).uncontended_s
+            demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, m)), count) for m, count in last)
+            backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
         return often * offloads[Lane.D2H], backward
 
