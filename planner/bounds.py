@@ -62,14 +62,18 @@ def machine_bound(plan: Plan, cost: CostModel) -> Bound:
 def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
     """Seconds that each facet needs for the work that no schedule avoids, if the device squares these blocks' gradients."""
     profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
-    dtype, n_micro_batches = semantics.compute_dtype, semantics.n_micro_batches
+    dtype = semantics.compute_dtype
     capacity = cost.capacity
 
     # Every block forward and backward, no recompute; the head does both in one.
-    compute_s = sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in blocks[:-1]) + cost.loss_s(plan)
+    compute_s = 0.0
+    for m, count in plan.alike(range(semantics.n_micro_batches)):
+        *body, head = plan.blocks_of(m)
+        compute_s += count * sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in body)
+        compute_s += count * cost.loss_s(head, semantics)
     gradient = ITEM_BYTES[semantics.gradient_dtype]
     squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
-    yield "device compute", n_micro_batches * compute_s + squares_s
+    yield "device compute", compute_s + squares_s
 
     # The host updates every weight in every step, so each goes up at least once. What a layer's backward needs and
     # does not fit beside the rest goes up again.
@@ -113,6 +117,7 @@ class Work:
     first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
     early_fetches: dict[Key, float] = field(default_factory=nothing)  # that may be done before the first loss
     arriving: dict[Key, float] = field(default_factory=nothing)  # all that comes after the first gradient, the head's, has left
+    first_forward_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # of each block, alone
     seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)  # of one op; of updates in chunks all, of loads the last
     last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
 
@@ -122,6 +127,7 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
     n_first = plan.policy.group_micro_batches
     work = Work(phases_of(plan, range(n_first, n_first + 1)))
     facets = Facets((plan,), cost)
+    n_left: dict[tuple[Kind, int], int] = defaultdict(lambda: n_first)  # micro-batches of the first group yet to be counted
     for kind, block, demand, count in ops_at_least(plan, cost):
         load = facets.of(kind, demand)
         add(work.total, load, count)
@@ -131,7 +137,11 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
         elif kind is Kind.LOAD:
             add(work.first_loads, load, 1)
         elif kind in (Kind.FORWARD, Kind.SPILL):
-            add(work.first_forwards, load, n_first)
+            n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
+            n_left[kind, block] -= n_in_first
+            add(work.first_forwards, load, n_in_first)
+            if kind is Kind.FORWARD:
+                work.first_forward_s[block] += n_in_first * demand.uncontended_s
         elif kind is Kind.FETCH:
             largest = {key: max(s, work.early_fetches[key]) for key, s in load.items()}
             work.early_fetches |= largest
@@ -203,12 +213,12 @@ def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], last_s: 
     """Updates that the next forward waits for. Block k is computed after the updates up to k, and only forwards of earlier blocks
     can come before."""
     blocks, seconds, compute_s = range(len(plan.workload.blocks)), work.seconds, work.total[Lane.GPU]
-    binding, n_first = "updates that the next forward waits for", plan.policy.group_micro_batches
+    binding = "updates that the next forward waits for"
     updated_s = before_s = longest_s = 0.0
     for k, update_s in enumerate(_updates_s(plan, seconds)):
         updated_s += update_s
         longest_s = max(longest_s, updated_s + seconds[Kind.LOAD, k] + compute_s - before_s + last_s)
-        before_s += n_first * seconds.get((Kind.FORWARD, k), 0.0)
+        before_s += work.first_forward_s[k]
     yield Bound(longest_s, binding, "deferred, one block")
     # The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
     # after that comes all that is neither these nor a first forward, nor a boundary that is back early.
@@ -283,7 +293,7 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
     """What a step of this policy contains at least: kind, block, demand, how often; of one block `only`, if given."""
     n_micro_batches, policy = plan.semantics.n_micro_batches, plan.policy
     n_groups = -(-n_micro_batches // policy.group_micro_batches)
-    n_layers, squared = plan.workload.n_layers, set(policy.square_blocks)
+    n_layers, squared, sizes = plan.workload.n_layers, set(policy.square_blocks), of_each_size(plan, n_micro_batches)
     # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
     n_turns = 2 * n_groups - 1
     spared = Counter(dict.fromkeys(_spared_layers(plan), n_turns))
@@ -292,29 +302,31 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
         n = 1 if policy.transfer_chunk_bytes is None else len(plan.chunks(b))
         return range(n) if n > 1 else (None,)
 
+    def each(kind: Kind, b: int) -> Iterator[tuple[Kind, int, Demand, int]]:
+        for m, count in sizes:
+            yield kind, b, _demand(plan, cost, kind, b, m), count
+
     for b, block in enumerate(plan.workload.blocks):
         if only not in (None, b):
             continue
         match block.kind:
             case BlockKind.EMBEDDING:
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
-                yield Kind.FORWARD, b, _demand(plan, cost, Kind.FORWARD, b, 0), n_micro_batches
+                yield from each(Kind.FORWARD, b)
             case BlockKind.LAYER:
                 n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b])
                 for chunk in chunks(b):
                     yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None, chunk), n_loads
-                yield Kind.FORWARD, b, _demand(plan, cost, Kind.FORWARD, b, 0), n_micro_batches
+                yield from each(Kind.FORWARD, b)
                 if b % policy.boundary_stride and b != n_layers:
-                    yield Kind.RECOMPUTE, b, _demand(plan, cost, Kind.RECOMPUTE, b, 0), n_micro_batches
+                    yield from each(Kind.RECOMPUTE, b)
             case BlockKind.HEAD:
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
         if b in policy.spill_blocks:
             for moved in (Kind.SPILL, Kind.FETCH):
-                yield moved, b, _demand(plan, cost, moved, b, 0), n_micro_batches
+                yield from each(moved, b)
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
-        # The first and the last micro-batch move their gradients differently from those between.
-        last = n_micro_batches - 1
-        for m, count in Counter(m if m in (0, last) else 1 for m in range(n_micro_batches)).items():
+        for m, count in plan.alike(range(n_micro_batches)):
             yield kind, b, _demand(plan, cost, kind, b, m), count
         if not plan.reduced:
             yield Kind.OFFLOAD, b, _demand(plan, cost, Kind.OFFLOAD, b, 0), n_micro_batches
@@ -326,6 +338,12 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
         for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), *norm, *updates):
             for chunk in chunks(b):
                 yield kind, b, _demand(plan, cost, kind, b, None, chunk), 1
+
+
+def of_each_size(plan: Plan, n: int) -> list[tuple[int, int]]:
+    """One of each size among the first n micro-batches, and how many of them have it."""
+    n_smaller = int(plan.semantics.is_smaller(n - 1))
+    return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
 
 
 def _spared_layers(plan: Plan) -> list[int]:

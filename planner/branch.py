@@ -70,7 +70,7 @@ class Trial:
         self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
         self.clipped: dict[Policy, float] = {}
         self.estimated: dict[Policy, float] = {}
-        self.fewer: dict[int, tuple[Semantics, CostModel]] = {}  # by micro-batches: the same step, smaller
+        self.fewer: dict[int, tuple[Semantics, CostModel]] = {}  # by sequences: the same step, smaller
         self.n_ops = 0
 
     def step_s(self, policy: Policy) -> float:
@@ -89,7 +89,7 @@ class Trial:
 
     def estimate_s(self, policy: Policy) -> float | None:
         """About how long a step takes, from steps of two and of three groups of micro-batches; None where it has few anyway."""
-        n_groups = self.semantics.n_micro_batches // policy.group_micro_batches
+        n_groups = -(-self.semantics.n_micro_batches // policy.group_micro_batches)
         if n_groups < FEWEST_ESTIMATED:
             return None
         if policy not in self.estimated:
@@ -100,7 +100,7 @@ class Trial:
     def drawn(self, policy: Policy) -> Interval:
         """The interval of a plan that was tried; of a very long one, that of a step of a few groups, in proportion."""
         plan, prediction = self.tried[policy]
-        n_groups = self.semantics.n_micro_batches // policy.group_micro_batches
+        n_groups = -(-self.semantics.n_micro_batches // policy.group_micro_batches)
         if len(plan.ops) <= LONGEST_DRAWN_OPS or n_groups < FEWEST_ESTIMATED:
             return interval(plan, self.profile)
         short, cost = self._of_groups(policy, ESTIMATED_GROUPS)
@@ -114,13 +114,12 @@ class Trial:
         return simulate(plan, cost.demands(plan), self.region, MAX_STEPS).step_s
 
     def _of_groups(self, policy: Policy, n_groups: int) -> tuple[Plan, CostModel]:
-        """The plan of a step with fewer micro-batches, and what knows its costs."""
+        """The plan of a step with fewer groups, the last of them as it is, and what knows its costs."""
+        n_all = -(-self.semantics.n_micro_batches // policy.group_micro_batches)
+        n_left_out = (n_all - n_groups) * policy.group_micro_batches * self.semantics.micro_batch
+        batch_size = self.semantics.batch_size - n_left_out
         semantics, cost = self.fewer.setdefault(
-            n_groups * policy.group_micro_batches,
-            (
-                replace(self.semantics, batch_size=n_groups * policy.group_micro_batches * self.semantics.micro_batch),
-                CostModel(self.profile),
-            ),
+            batch_size, (replace(self.semantics, batch_size=batch_size), CostModel(self.profile))
         )
         return lower(self.model, self.workload, semantics, policy, self.profile_json), cost
 

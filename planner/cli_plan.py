@@ -13,7 +13,7 @@ import click
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_step
+from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
@@ -177,10 +177,7 @@ def _sized(model: "Model", asked: "Semantics", profile: "Profile", free: frozens
     from .micro_batch import with_micro_batch
     from .remedy import MAX_PLAN_OPS, most_ops
 
-    if asked.batch_size % asked.micro_batch:
-        raise click.UsageError(
-            f"--micro-batch {asked.micro_batch} does not divide the batch of {asked.batch_size}; choose a divisor"
-        )
+    refuse_larger(asked.micro_batch, asked.batch_size)
     semantics, workload = with_micro_batch(model, asked, profile, free)
     n_ops = most_ops(workload, semantics)
     if n_ops > MAX_PLAN_OPS:

@@ -111,7 +111,7 @@ class CostModel:
         return found
 
     def _demand_of(self, plan: Plan, op: Op) -> Demand:
-        block = plan.workload.blocks[op.block]
+        block = plan.blocks_of(op.micro_batch)[op.block]
         dtype = plan.semantics.compute_dtype
         item = ITEM_BYTES[dtype]
         match op.kind:
@@ -128,8 +128,9 @@ class CostModel:
             case Kind.FORWARD | Kind.RECOMPUTE:
                 return self._compute(self.forward_s(block, plan.semantics), block.pointwise_bytes)
             case Kind.LOSS:
-                n_bytes = self.loss_bytes(plan) + self._gradient_bytes(plan, op)
-                return self._compute(self.loss_s(plan) + self._gradient_bytes(plan, op) / self._memory_rate, n_bytes)
+                n_bytes = self.loss_bytes(block, plan.semantics) + self._gradient_bytes(plan, op)
+                seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
+                return self._compute(seconds, n_bytes)
             case Kind.BACKWARD:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
                 seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
@@ -209,24 +210,22 @@ class CostModel:
             return self.profile.host.reduce_bytes_per_s.value
         return self._memory_rate
 
-    def loss_s(self, plan: Plan) -> float:
+    def loss_s(self, head: Block, of: Semantics) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
-        head = plan.workload.blocks[-1]
         return (
-            (1 + BACKWARD_MATMULS) * sum(self._matmul(plan.semantics.compute_dtype, m) for m in head.matmuls)
+            (1 + BACKWARD_MATMULS) * sum(self._matmul(of.compute_dtype, m) for m in head.matmuls)
             + (1 + BACKWARD_POINTWISE) * self._pointwise_s(head)
-            + self._tile_sum_bytes(plan) / self._memory_rate
+            + self._tile_sum_bytes(head, of) / self._memory_rate
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
-    def loss_bytes(self, plan: Plan) -> int:
+    def loss_bytes(self, head: Block, of: Semantics) -> int:
         """Device memory traffic of the head besides its products: norm and softmax, both ways, and the weight's gradient."""
-        return (1 + BACKWARD_POINTWISE) * plan.workload.blocks[-1].pointwise_bytes + self._tile_sum_bytes(plan)
+        return (1 + BACKWARD_POINTWISE) * head.pointwise_bytes + self._tile_sum_bytes(head, of)
 
-    def _tile_sum_bytes(self, plan: Plan) -> int:
+    def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
-        item = ITEM_BYTES[plan.semantics.compute_dtype]
-        return sum(m.count * m.k * m.n for m in plan.workload.blocks[-1].matmuls) * (item + 2 * FP32_BYTES)
+        return sum(m.count * m.k * m.n for m in head.matmuls) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
 
     def _pointwise_s(self, work: Block | Recompute) -> float:
         """Seconds of moving what is neither a product nor attention through the device's memory, once."""

@@ -63,7 +63,7 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
         (
             "step",
             f"{semantics.batch_size} sequences of {semantics.seq_len} tokens, "
-            f"in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}; "
+            f"in {micro_batches_in_words(semantics)}; "
             f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
             f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
         ),
@@ -182,6 +182,12 @@ def _saved(policy: Policy, n_layers: int) -> str:
 def counted(n: int, noun: str, plural: str = "s") -> str:
     """`1 layer`, `2 layers`."""
     return f"{n} {noun}{'' if n == 1 else plural}"
+
+
+def micro_batches_in_words(semantics: Semantics) -> str:
+    """`5 micro-batches of 16, the last of 3`."""
+    last = f", the last of {semantics.n_left}" if semantics.n_left else ""
+    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}"
 
 
 def certificate_sentence(certificate: Certificate, step_s: float) -> str:

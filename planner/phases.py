@@ -42,7 +42,7 @@ class Phases:
 
     n_groups: int
     equal: bool  # all groups are as large
-    first_fraction: float  # of the step's micro-batches that the first group, the largest, has at most
+    first_fraction: float  # of the step's work that the first group, the largest, has at most
     n_gradients: int  # of layers, that leave in the phase down of the smallest group
     in_turn: int  # gradients of one vocabulary block that the smallest group sends one after another
     head: int
@@ -172,9 +172,11 @@ def phases_of(plan: Plan, groups: range) -> Phases:
     """The phases of the plan's groups, nothing counted yet; their size is any of `groups`, which make equally many."""
     n, n_layers = plan.semantics.n_micro_batches, plan.workload.n_layers
     smallest, largest = min(n % size or size for size in groups), groups[-1]
-    n_groups = -(-n // largest)
-    equal = n_groups * largest == n
-    return Phases(n_groups, equal, largest / n, n_layers * (1 if plan.reduced else smallest), smallest, n_layers + 1)
+    n_groups, n_whole = -(-n // largest), n - bool(plan.semantics.n_left)
+    equal = n_groups * largest == n_whole
+    return Phases(
+        n_groups, equal, min(1.0, largest / max(1, n_whole)), n_layers * (1 if plan.reduced else smallest), smallest, n_layers + 1
+    )
 
 
 def buffers_of(plan: Plan, n_loads_per_block: int) -> Buffers:

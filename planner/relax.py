@@ -15,7 +15,7 @@ from runtime.region import Demand
 from runtime.workload import BlockKind, Model, Saved, Workload
 
 from .arenas import SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
-from .bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, ops_at_least
+from .bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, of_each_size, ops_at_least
 from .bounds import first_gradient_s as first_gradient_s_of
 from .cost import CostModel
 from .facets import Facets, Key, add, nothing
@@ -214,9 +214,10 @@ class _Builder:
             variable[self.resident[i]] = {key: -(n_loads - 1) * seconds for key, seconds in first[i].items()}
         largest = {key: max(first[i].get(key, 0.0) for i in self.layers) for key in {k for i in self.layers for k in first[i]}}
         variable[self.spared] = {key: -seconds for key, seconds in largest.items()}
-        n_micro_batches, moved = self.of.semantics.n_micro_batches, dict.fromkeys(total, 0.0)
+        moved = dict.fromkeys(total, 0.0)
         for kind in (Kind.SPILL, Kind.FETCH):
-            add(moved, self.facets.of(kind, self._demand(kind, 0, 0)), n_micro_batches)
+            for m, count in of_each_size(self.plan, self.of.semantics.n_micro_batches):
+                add(moved, self.facets.of(kind, self._demand(kind, 0, m)), count)
         variable[self.n_spilled] = moved
         variable |= dict(zip(self.square, self.squaring, strict=True))
         self._phases(first)
@@ -288,7 +289,7 @@ class _Builder:
         load_s: list[float],
         last_s: float,
     ) -> None:
-        blocks, n_first = range(len(self.workload.blocks)), self.groups[-1]  # at most
+        blocks, first = range(len(self.workload.blocks)), of_each_size(self.plan, self.groups[-1])  # at most
         computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
         # What was speculated on need not be done when the norm is known; more than there is cannot be taken off.
         early: dict[int, dict[Key, float]] = {}
@@ -303,13 +304,16 @@ class _Builder:
             load_after_s = load if b in (0, blocks[-1]) else 0.0
             self._at_least(step, last_s + updated_s + load_after_s + total[Lane.GPU] - before_s, computed | sooner)
             if b <= self.workload.n_layers:
-                before_s += n_first * self._demand(Kind.FORWARD, b, 0).uncontended_s
+                before_s += sum(count * self._demand(Kind.FORWARD, b, m).uncontended_s for m, count in first)
         updates, first_loads = self._sum(Kind.UPDATE, blocks), self._sum(Kind.LOAD, blocks)
-        forwards = self._sum(Kind.FORWARD, blocks[:-1], 0)
-        spill, fetch = (self.facets.of(kind, self._demand(kind, 0, 0)) for kind in (Kind.SPILL, Kind.FETCH))
+        forwards, spills = nothing(), nothing()
+        for m, count in first:
+            add(forwards, self._sum(Kind.FORWARD, blocks[:-1], m), count)
+            add(spills, self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, m)), count)
+        fetch = self.facets.of(Kind.FETCH, self._demand(Kind.FETCH, 0, 0))
         untils: list[tuple[float, dict[int, float]]] = [(updated_s + load_s[-1], sooner)]
         # The way of the first micro-batches to the loss: at least so many are in the first group.
-        first_s = update_s[0] + load_s[0] + before_s * self.groups[0] / n_first
+        first_s = update_s[0] + load_s[0] + before_s * self.groups[0] / self.groups[-1]
         untils.append((first_s, {s: -load[Lane.CPU] for s, load in early.items() if s == self.speculate[0]}))
         untils += [
             (updates[k] + first_loads[k], {s: -load.get(k, 0.0) for s, load in early.items()})
@@ -325,9 +329,9 @@ class _Builder:
             self._phases_at_least(step, until_s, less)
             for key in self.keys:
                 seconds = total[key]
-                after_s = seconds - updates[key] - first_loads[key] - n_first * forwards[key]
+                after_s = seconds - updates[key] - first_loads[key] - forwards[key]
                 per_unit = {n: load.get(key, 0.0) for n, load in variable.items()} if key is not Lane.GPU else dict(computed)
-                per_unit[self.n_spilled] -= n_first * spill.get(key, 0.0)
+                per_unit[self.n_spilled] -= spills[key]
                 per_unit[self.early] = -fetch.get(key, 0.0)
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
@@ -375,13 +379,15 @@ class _Builder:
 
     def _turns(self) -> tuple[float, dict[int, float]]:
         """Every layer's last backward, by tier, and squares, and every layer's gradient leaving."""
-        last = self.of.semantics.n_micro_batches - 1
-        often = 1 if self.plan.reduced else self.of.semantics.n_micro_batches
+        n_micro_batches = self.of.semantics.n_micro_batches
+        last = [(n_micro_batches - 1, 1)] if self.plan.reduced else of_each_size(self.plan, n_micro_batches)
+        often = 1 if self.plan.reduced else n_micro_batches
         offloads = self._sum(Kind.OFFLOAD, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
             plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
-            backward[n] = often * self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, last)).uncontended_s
+            demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, m)), count) for m, count in last)
+            backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
         return often * offloads[Lane.D2H], backward
 

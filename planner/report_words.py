@@ -11,7 +11,7 @@ from runtime.plan import Lane, Plan
 from runtime.units import on_one_line, show_bytes, show_count, show_rate, show_seconds
 
 from .cost import CostModel
-from .explain import CONVENTION, MANY_FRACTION, clauses, counted
+from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words
 from .memory import Footprint
 from .report_run import Run, number
 from .resident import advice, resident
@@ -103,8 +103,7 @@ def facts(known: Known) -> Iterator[tuple[str, str]]:
     yield "machine", known.profile.summary
     yield (
         "step",
-        f"{counted(semantics.batch_size, 'sequence')} of {semantics.seq_len:,} tokens, in "
-        f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}",
+        f"{counted(semantics.batch_size, 'sequence')} of {semantics.seq_len:,} tokens, in {micro_batches_in_words(semantics)}",
     )
     clip = "no clipping" if semantics.clip_norm is None else f"gradients clipped at {semantics.clip_norm:g}"
     yield "precision", f"{semantics.compute_dtype} compute, {semantics.master_dtype} master weights, {clip}{experts}"

@@ -90,7 +90,8 @@ def resident(plan: Plan, cost: CostModel) -> Resident | None:
     }
     step_s = None
     if chosen is not None:
-        step_s = _computing_s(plan, cost) + semantics.n_micro_batches * again_s(chosen) + _updating_s(plan, cost)
+        n_whole = semantics.batch_size / semantics.micro_batch  # a smaller last micro-batch computes again in proportion
+        step_s = _computing_s(plan, cost) + n_whole * again_s(chosen) + _updating_s(plan, cost)
     has_bytes = int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value)
     return Resident(step_s, Footprint(needs, {}, *has_bytes), tuple(tier.saved for tier in shown))
 
@@ -210,8 +211,7 @@ def _computing_s(plan: Plan, cost: CostModel) -> float:
     total_s = 0.0
     for kind, b in kinds:
         keeping = replace(plan, policy=Policy(group_micro_batches=n, keep_blocks=(b,)), ops=())
-        # The first and the last micro-batch move their gradients differently from those between.
-        for m, count in (({1: n - 2} if n > 2 else {}) | {0: 1, n - 1: 1}).items():
+        for m, count in plan.alike(range(n)):
             total_s += count * cost.demand(keeping, Op(kind, Lane.GPU, b, m)).alone_s
     return total_s
 

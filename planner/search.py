@@ -89,7 +89,8 @@ class Answer:
 
 def model_flop(plan: Plan) -> int:
     """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention."""
-    return 3 * plan.semantics.n_micro_batches * sum(b.forward_flop for b in plan.workload.blocks)
+    counts = plan.alike(range(plan.semantics.n_micro_batches))
+    return 3 * sum(count * sum(b.forward_flop for b in plan.blocks_of(m)) for m, count in counts)
 
 
 def search(

@@ -112,9 +112,10 @@ def cell(number: int) -> Cell:
 def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:
     micro_batch = rng.choice((1, 1, 2, 8))
     dtypes = rng.choice((("bf16", "bf16", "fp32"), ("bf16", "bf16", "fp32"), ("bf16", "bf16", "bf16"), ("fp32", "fp32", "fp32")))
+    n_missing = rng.randrange(micro_batch) if rng.random() < 0.5 else 0  # in the last micro-batch
     return Semantics(
         seq_len=rng.choice((16, 128, 512, 1024, 4096)),
-        batch_size=micro_batch * n_micro_batches,
+        batch_size=micro_batch * n_micro_batches - n_missing,
         micro_batch=micro_batch,
         compute_dtype=dtypes[0],
         gradient_dtype=dtypes[1],
@@ -140,6 +141,13 @@ def _real(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Model, Work
 
 def drawn_workload(rng: random.Random, of: Semantics, n_layers: int) -> Workload:
     """Blocks of any proportions: narrow and deep, wide and flat, tied or not, equal or not, many weights for few products."""
+    seed = rng.random()
+    sizes = [of.micro_batch, *([of.n_left] if of.n_left else [])]
+    blocks = [_drawn_blocks(random.Random(seed), replace(of, batch_size=n, micro_batch=n), n_layers) for n in sizes]
+    return Workload(blocks[0], smaller=blocks[1] if of.n_left else ())
+
+
+def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Block, ...]:
     tokens, width, vocab = of.tokens_per_micro_batch, rng.choice((64, 256, 1024, 4096)), rng.choice((256, 32768, 200_000))
     boundary = tokens * width * 2
     alike = rng.random() < 0.7
@@ -171,7 +179,7 @@ def drawn_workload(rng: random.Random, of: Semantics, n_layers: int) -> Workload
     table = Parameter("table", (vocab, width))
     embedding = Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary)
     head = (Parameter("norm", (width,)), Parameter("head", (vocab, width), tied))
-    return Workload((embedding, *layers, Block("head", BlockKind.HEAD, head, (Matmul(tokens, width, vocab),), n_kernels=5)))
+    return embedding, *layers, Block("head", BlockKind.HEAD, head, (Matmul(tokens, width, vocab),), n_kernels=5)
 
 
 def drawn_policy(rng: random.Random, of: Cell) -> Policy:

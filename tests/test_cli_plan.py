@@ -114,6 +114,14 @@ def test_a_schedule_that_was_asked_for_and_is_slower_than_another_says_so():
     assert "next best" not in words
 
 
+def test_a_micro_batch_need_not_divide_the_batch(tmp_path):
+    """The last one has what is left, and the words say so."""
+    path = tmp_path / "p.json"
+    asked = ("plan", "qwen2.5-0.5b", "--machine", "gh200", "--seq-len", "1024", "--batch-size", "67", "--micro-batch", "16")
+    assert "67 sequences of 1024 tokens, in 5 micro-batches of 16, the last of 3" in invoke(*asked, "-o", path).stdout
+    assert invoke("check", path).exit_code == 0
+
+
 def test_words_name_what_a_reader_needs():
     result = invoke(*SMALL)
     assert result.exit_code == 0
@@ -156,7 +164,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path)
         ([*SMALL, "--seq-len", "0"], "--seq-len"),
         ([*SMALL, "--batch-size", "-1"], "--batch-size"),
         ([*SMALL, "--micro-batch", "0"], "--micro-batch"),
-        ([*SMALL, "--micro-batch", "3"], "does not divide"),
+        ([*SMALL, "--micro-batch", "300"], "more than the batch"),
         ([*SMALL, "--tokens-per-step", "2048"], "one of them"),
         ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
         ([*SMALL, "--host-memory", "0GB"], "above zero"),

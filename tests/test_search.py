@@ -25,7 +25,9 @@ from planner.simulate import simulate
 from planner.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
 from planner.workload import build_workload, read_model
 from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
+
+from .strategies import with_smaller
 
 ROUNDING = 1 - 1e-9
 NOBODY = Model({}, name="nobody")
@@ -86,13 +88,12 @@ def workloads(draw, semantics, most_layers=5):
         )
     tied = "table" if draw(st.booleans()) else None
     head = Parameter("head", (vocab, width), tied)
-    return Workload(
-        (
-            Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary),
-            *layers,
-            Block("head", BlockKind.HEAD, (Parameter("norm", (width,)), head), (Matmul(tokens, width, vocab),), n_kernels=5),
-        )
+    blocks = (
+        Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary),
+        *layers,
+        Block("head", BlockKind.HEAD, (Parameter("norm", (width,)), head), (Matmul(tokens, width, vocab),), n_kernels=5),
     )
+    return with_smaller(blocks, semantics)
 
 
 @st.composite
@@ -100,7 +101,7 @@ def semantics(draw):
     micro_batch, n = draw(st.sampled_from([1, 8])), draw(st.integers(1, 4))
     return Semantics(
         seq_len=draw(st.sampled_from([16, 512])),
-        batch_size=micro_batch * n,
+        batch_size=micro_batch * n - (draw(st.sampled_from([0, 0, 3, 7])) if n > 1 < micro_batch else 0),
         micro_batch=micro_batch,
         compute_dtype=draw(st.sampled_from(["bf16", "fp32"])),
         gradient_dtype=draw(st.sampled_from(["bf16", "fp32"])),
