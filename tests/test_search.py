@@ -297,7 +297,7 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     else:
         monkeypatch.setattr("planner.branch.MAX_SEARCHED_OPS", 0)
         monkeypatch.setattr("planner.branch.MOST_RELAXED", 0)
-    for name in ("_scout", "_climb", "_cut_transfers"):
+    for name in ("_scout", "_climb", "_cut_transfers", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
     s, workload = with_micro_batch(model, Semantics(2048, 8, 1), profile)
