@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from hwprofiles.schema import Profile
+from runtime.errors import PlanError
 from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Update
 from runtime.workload import Model, Workload
 
@@ -21,10 +22,10 @@ from .arenas import can_square
 from .bounds import ops_at_least, policy_bound
 from .climb import neighbours
 from .cost import CostModel, region_of
-from .lower import lower
+from .lower import lower, plan_ops
 from .memory import footprint, frame, short_of
-from .remedy import most_ops
-from .simulate import Prediction, simulate
+from .remedy import most_ops, too_long
+from .simulate import Prediction, n_simulated, simulate
 from .space import (
     BASELINES,
     CHUNKS_PER_LAYER,
@@ -39,15 +40,12 @@ from .space import (
     leanest,
     speculated,
 )
-from .uncertainty import Interval, interval
 
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about four seconds on one core
 MOST_RELAXED = 120  # parts whose bound is asked for, once the budget for simulations is spent
 MAX_STEPS = 24
-ESTIMATED_GROUPS = 3  # of micro-batches: a step of so many, and of one fewer, tells about one of many
-FEWEST_ESTIMATED = 8  # groups: a step of fewer is simulated as it is
-LONGEST_DRAWN_OPS = 8000  # of a plan whose interval is drawn on the plan itself: some seconds for longer ones
+LONGEST_SEARCHED_OPS = MAX_SEARCHED_OPS  # of a plan; of a longer one only the bound is known
 LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the budget pays for few of them
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
@@ -69,9 +67,7 @@ class Trial:
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
         self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
         self.clipped: dict[Policy, float] = {}
-        self.estimated: dict[Policy, float] = {}
-        self.fewer: dict[int, tuple[Semantics, CostModel]] = {}  # by sequences: the same step, smaller
-        self.n_ops = 0
+        self.n_ops = 0  # that were simulated
 
     def step_s(self, policy: Policy) -> float:
         """Seconds of a step, in the mean over those that are clipped and those that are not."""
@@ -84,44 +80,8 @@ class Trial:
 
     def adopt(self, plan: Plan) -> None:
         """Simulate a plan, whoever made it, as the one of its policy."""
-        self.n_ops += len(plan.ops)
+        self.n_ops += n_simulated(plan)
         self.tried[plan.policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
-
-    def estimate_s(self, policy: Policy) -> float | None:
-        """About how long a step takes, from steps of two and of three groups of micro-batches; None where it has few anyway."""
-        n_groups = -(-self.semantics.n_micro_batches // policy.group_micro_batches)
-        if n_groups < FEWEST_ESTIMATED:
-            return None
-        if policy not in self.estimated:
-            two_s, three_s = (self._step_of_groups_s(policy, n) for n in (ESTIMATED_GROUPS - 1, ESTIMATED_GROUPS))
-            self.estimated[policy] = three_s + (n_groups - ESTIMATED_GROUPS) * (three_s - two_s)
-        return self.estimated[policy]
-
-    def drawn(self, policy: Policy) -> Interval:
-        """The interval of a plan that was tried; of a very long one, that of a step of a few groups, in proportion."""
-        plan, prediction = self.tried[policy]
-        n_groups = -(-self.semantics.n_micro_batches // policy.group_micro_batches)
-        if len(plan.ops) <= LONGEST_DRAWN_OPS or n_groups < FEWEST_ESTIMATED:
-            return interval(plan, self.profile)
-        short, cost = self._of_groups(policy, ESTIMATED_GROUPS)
-        found = interval(short, self.profile)
-        longer = prediction.step_s / simulate(short, cost.demands(short), self.region, MAX_STEPS).step_s
-        percentiles = {name: getattr(found, name) * longer for name in ("p10_step_s", "p50_step_s", "p90_step_s")}
-        return replace(found, **percentiles)
-
-    def _step_of_groups_s(self, policy: Policy, n_groups: int) -> float:
-        plan, cost = self._of_groups(policy, n_groups)
-        return simulate(plan, cost.demands(plan), self.region, MAX_STEPS).step_s
-
-    def _of_groups(self, policy: Policy, n_groups: int) -> tuple[Plan, CostModel]:
-        """The plan of a step with fewer groups, the last of them as it is, and what knows its costs."""
-        n_all = -(-self.semantics.n_micro_batches // policy.group_micro_batches)
-        n_left_out = (n_all - n_groups) * policy.group_micro_batches * self.semantics.micro_batch
-        batch_size = self.semantics.batch_size - n_left_out
-        semantics, cost = self.fewer.setdefault(
-            batch_size, (replace(self.semantics, batch_size=batch_size), CostModel(self.profile))
-        )
-        return lower(self.model, self.workload, semantics, policy, self.profile_json), cost
 
     def clipped_step_s(self, policy: Policy) -> float:
         """Seconds of a step in which what was updated on speculation is updated again."""
@@ -129,6 +89,10 @@ class Trial:
             plan = self.tried[policy][0]
             self.clipped[policy] = simulate(plan, self.clipped_cost.demands(plan), self.region, MAX_STEPS).step_s
         return self.clipped[policy]
+
+    def is_too_long(self, policy: Policy) -> bool:
+        """Whether its plan has so many ops that it would take the time of all others: groups too large to repeat often."""
+        return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
 
     def frame(self, policy: Policy) -> Plan:
         return frame(self.model, self.workload, self.semantics, policy)
@@ -191,6 +155,7 @@ class Tree:
         self.bound_s = float("inf")  # of all that was not simulated
         self.n_nodes = 0
         self.open: list[_Node] = []
+        self.too_long: list[_Node] = []  # policies that were not simulated
 
     def explore(self, start: Iterable[Policy]) -> None:
         """Find the best policy, beginning with those given; `bound_s` says what no other goes below."""
@@ -211,6 +176,8 @@ class Tree:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
             self._expand(node)
+        if self.best is None and self.too_long:
+            self._take_one_too_long()
         if self.best is None:  # what was suggested needs a little more than there is
             for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
                 if needs.fits:
@@ -234,18 +201,30 @@ class Tree:
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, begin with one of each promising family."""
-        if most_ops(self.trial.workload, self.trial.semantics) <= LONGEST_UNSCOUTED_OPS:
+        one_group = Policy(group_micro_batches=self.trial.semantics.n_micro_batches)
+        if most_ops(self.trial.workload, self.trial.semantics, one_group) <= LONGEST_UNSCOUTED_OPS:
             return
         for node in sorted(self.open)[:SCOUTED_FAMILIES]:
             fitting = [
                 policy
                 for buffers in SCOUTED_BUFFERS
                 for policy in self._suggested(replace(node.family, largest_group=node.family.group_micro_batches), *buffers)
-                if self.trial.fits(policy)
+                if self.trial.fits(policy) and not self.trial.is_too_long(policy)
             ]
-            if fitting:
-                self._take(min(fitting, key=lambda policy: self.trial.estimate_s(policy) or 0.0))
+            for policy in fitting[:1]:
+                self._take(policy)
         self.trial.n_ops = 0
+
+    def _take_one_too_long(self) -> None:
+        """Nothing else fits: the first of those that were passed over, if a plan of it can be written."""
+        policy = min(self.too_long).policy
+        assert policy is not None
+        of = self.trial.workload, self.trial.semantics, policy
+        if too_long(*of):
+            n_micro_batches = self.trial.semantics.n_micro_batches
+            said = f"only plans of up to {most_ops(*of)} ops fit, for {n_micro_batches} micro-batches in large groups"
+            raise PlanError(f"{said}; use a larger --micro-batch")
+        self._take(policy)
 
     def _close_to_best(self, bound_s: float) -> bool:
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
@@ -259,7 +238,10 @@ class Tree:
     def _expand(self, node: _Node) -> None:
         """Open a family into smaller ones, one into numbers of slots, these into policies, or simulate a policy."""
         family, n_slots = node.family, node.n_slots
-        if node.policy is not None:
+        if node.policy is not None and self.trial.is_too_long(node.policy):
+            self.bound_s = min(self.bound_s, node.bound_s)
+            self.too_long.append(node)
+        elif node.policy is not None:
             self._take(node.policy)
         elif not node.relaxed:
             self._relax(family, node.bound_s)
@@ -360,7 +342,9 @@ class Tree:
             for policy in neighbours(self.trial.frame(self.best)):
                 if self.trial.n_ops >= MOST_CLIMBED_OPS:
                     return
-                if self.trial.fits(policy) and self.trial.step_s(policy) < self.trial.step_s(self.best) * (1 - LEAST_GAIN_FRACTION):
+                if self.trial.is_too_long(policy) or not self.trial.fits(policy):
+                    continue
+                if self.trial.step_s(policy) < self.trial.step_s(self.best) * (1 - LEAST_GAIN_FRACTION):
                     self._take(policy)
                     climbing = True
                     break

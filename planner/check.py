@@ -13,6 +13,22 @@ A settle has two outcomes. It may swap the block's state with its shadow, or upd
 shadow alone. What the op declares to read and write is the union of both, and all of it is held against all others: no race for
 what either of them touches. Either way the state is that of the next step, made from this one's, and the shadow is spent: the next
 settle needs a speculate of its own step, so that which way this one went can be seen by no later op.
+
+Why two repetitions prove it for any number: where ops repeat, the plan of a step with two repetitions, written out, is checked
+in its place (`shortened`). Let P be what comes before, S_1 .. S_n the repetitions, E what comes after. `check_repeat` sees to
+it that each S_k has micro-batches of its own, those of S_1 moved on by the same number, and neither the step's first nor its
+last, which alone mean something else than others; and that no wait leads back: of P for S, or of S for E. So P, S_1, .., S_n, E
+is a legal order for every n if it is for two, and every op exists once for every n.
+Values: an op of S_k finds in a slot what the last writer before it left. If S writes the slot at all, that writer is in S_k or
+in S_(k-1), at the same place for every k above 1; and what is asked for and what is there move on together. If S does not, it
+finds what S_1 found, and since S_2 found it right with micro-batches moved on, no micro-batch is asked for. So k = 2 stands for
+all others, and what E finds after S_n is what it finds after S_2, moved on.
+Races: two uses that must be ordered lie both in S_k, in S_(k-1) and S_k, in S_n and E or a later step, in P and S_1, or outside
+of S, since S, where it writes a slot, does so in every repetition; where S only reads it, S_1 stands for what comes before and
+S_n for what comes after, by the order of its lane. No path of lanes and waits goes back from S_(k+1) to S_k. A path inside of
+S_(k-1) and S_k is there for every k; one from P or an earlier step that enters at S_j and leaves from S_n enters as well n - 2
+repetitions later, because an op's later repetition comes after its earlier one, and waits for P, and for earlier steps, mean
+all of them.
 """
 
 from collections import deque
@@ -22,15 +38,16 @@ from typing import Any
 from runtime.errors import PlanError
 from runtime.footprint import device_needs, host_needs
 from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
+from runtime.repetition import shortened, unrolled
 from runtime.units import show_bytes, show_seconds
 from runtime.workload import ITEM_BYTES
 
-from .contract import FP32, check_arenas, check_ops
+from .contract import FP32, check_arenas, check_ops, check_repeat
 from .dataflow import check_data
 from .legality import check_policy, check_workload
 from .shape import AGAIN, Shape, wrong
 
-N_STEPS = 2  # see above
+N_STEPS, N_REPETITIONS = 2, 2  # see above
 ROUNDING = 1 - 1e-9  # a claimed time may miss its bound by this much: sums of floats
 
 
@@ -43,15 +60,28 @@ def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
     shape = Shape.of(plan)
     check_policy(plan, shape)
     check_arenas(plan, shape)
+    if plan.repeat is None:
+        _check_step(plan, shape)
+    else:
+        check_repeat(plan, plan.repeat, shape)
+        short = unrolled(shortened(plan, N_REPETITIONS))
+        try:
+            _check_step(short, Shape.of(short))
+        except PlanError as error:  # its ops have other numbers
+            raise PlanError(f"with {N_REPETITIONS} of {plan.repeat.times} repetitions written out: {error}") from None
+    _check_memory(plan)
+    if claim is not None:
+        _check_claim(plan, shape, claim)
+
+
+def _check_step(plan: Plan, shape: Shape) -> None:
+    """Every op is there, in time, and finds what it needs."""
     check_ops(plan, shape)
     order = _legal_order(plan)
     clocks = _Clocks.of(plan, order)
     _check_races(plan, order, clocks)
     check_data(plan, shape, order, N_STEPS)
     _check_schedule(plan, shape, clocks)
-    _check_memory(plan)
-    if claim is not None:
-        _check_claim(plan, shape, claim)
 
 
 def summary(plan: Plan) -> str:
@@ -61,7 +91,7 @@ def summary(plan: Plan) -> str:
         f"{place} {show_bytes(peak_bytes)} of {show_bytes(_limit_bytes(plan, place))}" for place, peak_bytes in _peaks(plan).items()
     )
     return (
-        f"right: {len(plan.ops)} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
+        f"right: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
         f"groups of {policy.group_micro_batches}, {policy.update} update; {memory}"
     )
 
@@ -246,11 +276,11 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
     n_elements = [[sum(p.n_elements for p in c.parameters) for c in chunks] for chunks in shape.chunks]  # without padding
     for direction, kinds in (("h2d", (Kind.LOAD, Kind.FETCH)), ("d2h", (Kind.OFFLOAD, Kind.SPILL))):
         n_bytes = 0
-        for op in plan.ops:
+        for i, op in enumerate(plan.ops):
             if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
-                n_bytes += plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
+                n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
             elif op.kind in kinds:
-                n_bytes += n_elements[op.block][op.chunk or 0] * _item_bytes(plan, shape, op)
+                n_bytes += plan.often(i) * n_elements[op.block][op.chunk or 0] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:
             what = f"its {' and '.join(kinds)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"

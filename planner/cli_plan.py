@@ -154,6 +154,7 @@ def plan(
     free = frozenset(name for name, value in given.items() if value is None)
     semantics, workload = _sized(described, asked, profile, free)
     fixed = _policy(policy, semantics, workload)
+    _refuse_too_long(workload, semantics, fixed)
     try:
         answer = search(described, workload, semantics, profile, fixed, free, clipped_steps)
     except DoesNotFitError as error:
@@ -175,15 +176,18 @@ def plan(
 def _sized(model: "Model", asked: "Semantics", profile: "Profile", free: frozenset[str]) -> "tuple[Semantics, Workload]":
     """The semantics with the sizes that nobody named, and what they make of the model."""
     from .micro_batch import with_micro_batch
-    from .remedy import MAX_PLAN_OPS, most_ops
 
     refuse_larger(asked.micro_batch, asked.batch_size)
-    semantics, workload = with_micro_batch(model, asked, profile, free)
-    n_ops = most_ops(workload, semantics)
-    if n_ops > MAX_PLAN_OPS:
+    return with_micro_batch(model, asked, profile, free)
+
+
+def _refuse_too_long(workload: "Workload", semantics: "Semantics", fixed: "Policy | None") -> None:
+    """A step whose plan nobody could write, because too much of it is different, or too many micro-batches are the same."""
+    from .remedy import too_long
+
+    if n_ops := too_long(workload, semantics, fixed):
         said = f"a step of {semantics.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise click.UsageError(f"{said}; use a larger --micro-batch")
-    return semantics, workload
 
 
 def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[str, Any]:

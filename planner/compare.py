@@ -6,7 +6,7 @@ over three years of full use. Both are dated, and what has no price has none her
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, assert_never
 
 from hwprofiles.schema import Profile
@@ -18,7 +18,7 @@ from runtime.workload import Model, Workload
 from .kernels import with_kernels
 from .memory import footprint, frame
 from .micro_batch import SIZES, with_micro_batch
-from .remedy import MAX_PLAN_OPS, most_ops
+from .remedy import MAX_PLAN_OPS, too_long
 from .resident import advice
 from .search import search
 from .space import leanest
@@ -251,10 +251,10 @@ def _candidate(model: Model, profile: Profile, semantics: Semantics, fixed: Poli
 def _outcome(
     model: Model, workload: Workload, semantics: Semantics, profile: Profile, fixed: Policy | None, free: frozenset[str]
 ) -> Outcome:
-    n_ops = most_ops(workload, semantics)
-    if n_ops > MAX_PLAN_OPS:
-        most = semantics.n_micro_batches * MAX_PLAN_OPS // n_ops
-        fewer = 1 << max(0, most.bit_length() - 1)  # a power of two has divisors for a larger micro-batch
+    if n_ops := too_long(workload, semantics, fixed):
+        fewer = 1 << (semantics.n_micro_batches - 1).bit_length() - 1  # a power of two has divisors for a larger micro-batch
+        while fewer > 1 and too_long(workload, replace(semantics, batch_size=fewer * semantics.micro_batch), fixed):
+            fewer //= 2
         change = f"--batch-size {fewer * semantics.micro_batch}" + ("" if "micro_batch" in free else ", or a larger --micro-batch")
         return TooLong(semantics.n_micro_batches, n_ops, change)
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from runtime.errors import PlanError
-from runtime.plan import Arena, Kind, Op, Place, Plan, Slot
+from runtime.plan import Arena, Kind, Op, Place, Plan, Repeat, Slot
 from runtime.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
 from .shape import AGAIN, Shape, wrong
@@ -331,3 +331,30 @@ def _fits(slot: Slot, expected: tuple[str, int | None], sizes: dict[str, int], s
 
 def _slots_text(expected: _Slots, sizes: dict[str, int]) -> str:
     return " ".join(f"{a}[{'any' if i is None else i % sizes[a]}]" for a, i in expected) or "nothing"
+
+
+def check_repeat(plan: Plan, repeat: Repeat, shape: Shape) -> None:
+    """Each repetition has whole groups of its own, between those of what comes before and after; and no wait leads back."""
+    if not 0 < repeat.start < repeat.end < len(plan.ops) or repeat.times < 2:
+        raise PlanError(f"{repeat}: must be ops of the plan, more than once, with others before and after them; {AGAIN}")
+    of_first = [m for op in plan.ops[repeat.start : repeat.end] if (m := op.micro_batch) is not None]
+    first = min(of_first, default=0)
+    after = first + repeat.times * repeat.micro_batches
+    if first % shape.group or repeat.micro_batches % shape.group or not 0 < first < after < shape.n_micro_batches:
+        raise PlanError(f"{repeat}: not whole groups of {shape.group} micro-batches, between the first and the last; {AGAIN}")
+    parts = (range(first), range(first, first + repeat.micro_batches), range(after, shape.n_micro_batches))
+    for i, op in enumerate(plan.ops):
+        part = _part(repeat, i)
+        if op.micro_batch is not None and op.micro_batch not in parts[part]:
+            raise wrong(i, op, f"has a micro-batch of another part of the step: {repeat}")
+        for wait in op.waits:
+            if not (0 <= wait.op < len(plan.ops) and wait.distance in (0, 1) and wait.back in (0, 1)):
+                raise wrong(i, op, f"wait {wait} names no op")
+            other = _part(repeat, wait.op)
+            if (not wait.distance and other > part) or (wait.back and (wait.distance or (part, other) != (1, 1))):
+                raise wrong(i, op, f"wait {wait} leads to no op of this part of the step or an earlier one")
+
+
+def _part(repeat: Repeat, i: int) -> int:
+    """0 before what repeats, 1 in it, 2 after it."""
+    return (i >= repeat.start) + (i >= repeat.end)

@@ -2,7 +2,8 @@
 
 First the ops are written down in an order that would be right if they ran one after the other (`_program`). Then the waits
 that keep every conflicting pair of that order apart are derived from the slots alone, and those implied by others are left out
-(`waits.py`). Overlap is what remains.
+(`waits.py`). Overlap is what remains. Of a long step only a few groups of micro-batches are written down, one of which stands for
+all in the middle (`fold.py`).
 """
 
 import bisect
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
-from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import LANE_OF, MAX_REPETITIONS, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
 from runtime.workload import BlockKind, Model, Workload
 
 from .arenas import (
@@ -24,16 +25,79 @@ from .arenas import (
     staying,
     vocab_slot_is_sum,
 )
+from .fold import N_SHOWN, fold
 from .waits import with_waits
+
+FEWEST_FOLDED_GROUPS = 8  # of micro-batches; a step of fewer is not much longer than what does not repeat of it
+FEWEST_FOLDED = 2000  # micro-batches times blocks, each of which is four ops or more: about the plan that simulates in a second
+MOST_ALIKE_GROUPS = 4  # after so many at most, weights are to lie where they lay
+FOLDED_GROUPS = 3  # that a folded plan has as a rule: the first, one that repeats, the last
 
 
 def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
-    """The plan that performs `policy`: pure and deterministic. PlanError for a policy that is not legal here."""
+    """The plan that performs `policy`: pure and deterministic. PlanError for a policy that is not legal here.
+
+    What repeats in a long step is said once; a short one is written out.
+    """
+    if is_long(workload, semantics, policy):
+        found = lower_folded(model, workload, semantics, policy, profile)
+        if found is not None:
+            return found
+    return lower_written_out(model, workload, semantics, policy, profile)
+
+
+def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
+    """Whether a step has so many groups that what repeats is to be said once."""
+    n = semantics.n_micro_batches
+    is_worth_it = n >= FEWEST_FOLDED_GROUPS * policy.group_micro_batches and n * len(workload.blocks) >= FEWEST_FOLDED
+    return is_worth_it and n <= MAX_REPETITIONS
+
+
+def plan_ops(workload: Workload, semantics: Semantics, policy: Policy) -> int:
+    """About how many ops the plan has that computing asks for, counted before it is made. Of a long step the first groups, one
+    repetition and the last count."""
+    n, group = semantics.n_micro_batches, policy.group_micro_batches
+    n_written = min(n, FOLDED_GROUPS * group) if is_long(workload, semantics, policy) else n
+    per_micro_batch = 2 if group >= n else 4  # forward, backward, and where the host adds up gradients, offload and accumulate
+    per_micro_batch += 1 if policy.boundary_stride > 1 else 0
+    n_computed = n_written * (per_micro_batch * len(workload.blocks) + 2 * len(policy.spill_blocks))
+    return n_computed + 2 * -(-n_written // group) * len(workload.blocks)
+
+
+def lower_written_out(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
+    """The plan with every op once a step."""
+    frame = _frame(model, workload, semantics, policy, profile)
+    program = _program(frame, rings_go_on=True)
+    return replace(frame, ops=with_waits(program.ops, program.after))
+
+
+def lower_folded(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan | None:
+    """The plan in which groups of micro-batches that do the same are said once; None when there are too few."""
+    frame = _frame(model, workload, semantics, policy, profile)
+    group, n_micro_batches = policy.group_micro_batches, semantics.n_micro_batches
+    for n_alike in range(1, MOST_ALIKE_GROUPS + 1):
+        times, n_before = divmod(-(-n_micro_batches // group) - 1, n_alike)
+        if n_before == 0:  # the first group finds every slot empty
+            times, n_before = times - 1, n_alike
+        if times < N_SHOWN:
+            return None
+        n_fewer = (times - N_SHOWN) * n_alike * group
+        fewer = replace(semantics, batch_size=semantics.batch_size - n_fewer * semantics.micro_batch)
+        short = replace(frame, semantics=fewer)
+        program = _program(short, rings_go_on=False)
+        start, end = program.groups[n_before], program.groups[n_before + n_alike]
+        short = replace(short, ops=with_waits(program.ops, program.after))
+        found = fold(short, start, end - start, times, n_alike * group)
+        if found is not None:
+            return replace(frame, ops=found[0], repeat=found[1])
+    return None
+
+
+def _frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
+    """The plan without its ops."""
     refuse_illegal(workload, semantics, policy)
     frame = Plan(semantics, policy, model, workload, profile, (), ())
-    frame = replace(frame, arenas=tuple(arenas_of(frame)))
-    program = _program(frame)
-    return replace(frame, ops=with_waits(program.ops, program.after))
+    return replace(frame, arenas=tuple(arenas_of(frame)))
 
 
 @dataclass(slots=True)
@@ -42,6 +106,7 @@ class _Program:
 
     ops: list[Op] = field(default_factory=list)
     after: dict[int, Wait] = field(default_factory=dict)
+    groups: list[int] = field(default_factory=list)  # where each group of micro-batches begins
 
     def add(
         self,
@@ -92,8 +157,9 @@ class _WeightSlots:
         return max(range(len(self.held)), key=lambda i: (needed_again(i), -self.last_use[i], -i))
 
 
-def _program(plan: Plan) -> _Program:
-    """All ops of one step, in an order that is right one after the other."""
+def _program(plan: Plan, rings_go_on: bool) -> _Program:
+    """All ops of one step, in an order that is right one after the other. Rings of slots go on from one group of micro-batches to
+    the next, or each group begins anew, so that all take the same slots."""
     n_layers, head = plan.workload.n_layers, plan.workload.n_layers + 1
     n_micro_batches, group = plan.semantics.n_micro_batches, plan.policy.group_micro_batches
     groups = [range(m, min(m + group, n_micro_batches)) for m in range(0, n_micro_batches, group)]
@@ -108,6 +174,9 @@ def _program(plan: Plan) -> _Program:
             boundaries.computed(b, m)
 
     for micro_batches in groups:
+        program.groups.append(len(program.ops))
+        if not rings_go_on:
+            boundaries.n_in_ring = gradients.n_layer_slots = gradients.n_staged = 0
         for b in range(n_layers + 1):
             forward(Kind.FORWARD, b, micro_batches)
         held = weights.of(head)

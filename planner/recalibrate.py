@@ -177,9 +177,12 @@ def _rows(plan: Plan, measured: Settled) -> list[Row]:
     """An observation for each op, which counts by its share of its lane; and one for the step."""
     taken_s = [max(seconds, LEAST_S) for seconds in measured.ops_s]
     lanes_s = Counter[str]()
-    for op, seconds in zip(plan.ops, taken_s, strict=True):
-        lanes_s[op.lane] += seconds  # type: ignore[assignment]
-    rows = [Row(math.log(s), LANE_ROWS * s / lanes_s[op.lane], op.kind) for op, s in zip(plan.ops, taken_s, strict=True)]
+    for i, (op, seconds) in enumerate(zip(plan.ops, taken_s, strict=True)):
+        lanes_s[op.lane] += plan.often(i) * seconds  # type: ignore[assignment]
+    rows = [
+        Row(math.log(s), LANE_ROWS * plan.often(i) * s / lanes_s[op.lane], op.kind)
+        for i, (op, s) in enumerate(zip(plan.ops, taken_s, strict=True))
+    ]
     return [*rows, Row(math.log(measured.step_s), LANE_ROWS, "step")]
 
 

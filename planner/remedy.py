@@ -12,6 +12,7 @@ from runtime.units import GB
 from runtime.workload import Model, Workload
 
 from .arenas import refuse_illegal
+from .lower import MOST_ALIKE_GROUPS, is_long
 from .memory import Footprint, footprint, frame, short_of
 from .micro_batch import divisors, with_micro_batch
 from .space import leanest
@@ -21,11 +22,23 @@ MAX_CHANGES = 3
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
 
 
-def most_ops(workload: Workload, semantics: Semantics) -> int:
-    """More ops than any plan has. Of a block, for each micro-batch: two loads, forward, recompute or spill and fetch, backward,
-    offload, accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm (of all chunks a
-    square), two of updating."""
-    return sum(8 * semantics.n_micro_batches + 6 * len(block.parameters) for block in workload.blocks)
+def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = None) -> int:
+    """More ops than the policy's plan has; without one, than the plan of one micro-batch after another, which is the shortest.
+
+    Of a block, for each micro-batch that is written down: two loads, forward, recompute or spill and fetch, backward, offload,
+    accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm (of all chunks a square), two of
+    updating.
+    """
+    policy, n_written = policy or Policy(), semantics.n_micro_batches
+    if is_long(workload, semantics, policy):
+        n_written = min(n_written, (2 * MOST_ALIKE_GROUPS + 1) * policy.group_micro_batches)
+    return sum(8 * n_written + 6 * len(block.parameters) for block in workload.blocks)
+
+
+def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> int | None:
+    """How many ops a plan may have that would be too long to write; None where it is not."""
+    n_ops = most_ops(workload, semantics, policy)
+    return n_ops if n_ops > MAX_PLAN_OPS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ class Request:
     def fits(self) -> bool:
         """Whether some policy that may be chosen fits."""
         workload = build_workload(self.model, self.semantics)
-        if most_ops(workload, self.semantics) > MAX_PLAN_OPS:
+        if too_long(workload, self.semantics, self.fixed):
             return False
         if self.fixed is not None:
             try:
@@ -91,7 +104,7 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     if any(n.short_device_bytes for n in found):
         workload = build_workload(request.model, s)
         smaller = [b for b in divisors(s.batch_size) if b < s.micro_batch]
-        short_enough = (b for b in smaller if most_ops(workload, replace(s, micro_batch=b)) <= MAX_PLAN_OPS)
+        short_enough = (b for b in smaller if not too_long(workload, replace(s, micro_batch=b), request.fixed))
         fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in short_enough)
         shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
         for sizes in (fewer, shorter):

@@ -8,9 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.plan import PlanFile
+from runtime.plan import Plan, PlanFile
+from runtime.timeline import FIRST_KEPT, LAST_KEPT
 from runtime.units import show_bytes, show_seconds
 
+from .abridged import N_KEPT, abridged, abridged_plan, abridged_prediction
 from .cost import CostModel, region_of
 from .explain import LANE_TITLE, counted
 from .memory import footprint
@@ -38,10 +40,11 @@ def report(file: PlanFile, where: str, run: Run | None) -> str:
     claim, outside = claim_of(file.claim, where), tuple(sorted(cost.outside))
     times_s = [] if run is None else sorted(run.step_times_s(plan.semantics.tokens_per_step))
     known = Known(plan, profile, prediction, footprint(plan, profile), claim, outside, run, times_s)
-    stretches = {"predicted": predicted_stretch(plan, prediction)}
+    drawn = abridged_plan(plan)
+    stretches = {"predicted": predicted_stretch(drawn, abridged_prediction(plan, prediction))}
     if run is not None and run.timeline is not None and run.timeline.spans:
-        stretches["measured"] = measured_stretch(plan, run.timeline)
-    memory = held(plan, profile, stretches["predicted"])
+        stretches["measured"] = measured_stretch(drawn, abridged(plan, run.timeline))
+    memory = held(drawn, profile, stretches["predicted"])
     return page(
         {
             "title": text(f"{heading(known)}: {'a run' if run else 'a plan'} of Penstock"),
@@ -49,14 +52,14 @@ def report(file: PlanFile, where: str, run: Run | None) -> str:
             "facts": _facts(known),
             "figures": _figures(known),
             "verdict": '<div class="verdict">' + "".join(f"<p>{text(s)}</p>\n" for s in verdict(known)) + "</div>",
-            "step_words": text(_step_words(stretches)),
+            "step_words": text(_step_words(plan, stretches)),
             "lanes": _lanes(known),
             "memory": _memory_table(memory),
             "waterfall": _waterfall(known),
             "training": _training(known),
             "sureness": lines(list(sureness(known))),
             "footer": text(f"Made by penstock report from {where}, model {plan.model.fingerprint[:12]}."),
-            "data": inline_json(_data(known, stretches, memory)),
+            "data": inline_json(_data(known, drawn, stretches, memory)),
         }
     )
 
@@ -76,9 +79,12 @@ def _figures(known: Known) -> str:
     return f'<div class="figures">{tiles}</div>'
 
 
-def _step_words(stretches: dict[str, Stretch]) -> str:
+def _step_words(plan: Plan, stretches: dict[str, Stretch]) -> str:
     """Which steps are drawn."""
     said = "From the device's first op of a step to that of the next, once the steps repeat. "
+    if plan.repeat is not None and plan.repeat.times > N_KEPT:
+        said += f"Of {plan.repeat.times:,} repetitions the first {FIRST_KEPT} and the last {LAST_KEPT} are drawn, "
+        said += "and the time between them is left out. "
     if "measured" not in stretches:
         return said + "Predicted; a run of the plan would be drawn below each lane."
     took, step = exact(stretches["measured"].length_s), stretches["measured"].step + 1
@@ -189,8 +195,8 @@ def _training(known: Known) -> str:
 # -- what the script draws ----------------------------------------------------------------------------------------------
 
 
-def _data(known: Known, stretches: dict[str, Stretch], memory: tuple[Held, Held]) -> dict[str, Any]:
-    ops = known.plan.ops
+def _data(known: Known, drawn: Plan, stretches: dict[str, Stretch], memory: tuple[Held, Held]) -> dict[str, Any]:
+    ops = drawn.ops
     return {
         "lanes": [[str(lane), title] for lane, title in LANE_TITLE.items()],
         "n_blocks": len(known.plan.workload.blocks),

@@ -22,7 +22,7 @@ from .remedy import Request, does_not_fit
 from .resident import Resident, resident
 from .simulate import Prediction
 from .space import baseline, eager_is_legal, family_of, leanest
-from .uncertainty import Interval
+from .uncertainty import Interval, interval
 
 ROUNDING = 1 - 1e-9  # of sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
@@ -143,7 +143,7 @@ def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known
     assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
     policy_bound_s = max(min(step_s, bound_s), machine.seconds)
     binding = binding_of(plan, prediction, trial.cost) or own.binding
-    drawn = trial.drawn(best)
+    drawn = interval(plan, profile)
     certificate = Certificate(
         policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried), trial.clipped_fraction,
         drawn.n_draws, drawn.seed, arithmetic(),
@@ -163,9 +163,9 @@ def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | Non
     A shared resource comes before the lanes: one that is used up slows every lane that draws on it, and makes them look busy.
     """
     drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
-    for demand in cost.demands(plan):
+    for i, demand in enumerate(cost.demands(plan)):
         for resource, per_s in demand.uses:
-            drawn[resource] += min(per_s, cost.capacity[resource]) * demand.alone_s
+            drawn[resource] += plan.often(i) * min(per_s, cost.capacity[resource]) * demand.alone_s
     resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
     lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
     for shares in (resources, lanes):

@@ -13,6 +13,7 @@ from runtime.errors import PlanError
 from runtime.plan import Plan
 from runtime.timeline import Span, Timeline
 
+from .abridged import abridged, abridged_plan, numbers_of
 from .simulate import Prediction
 
 WARM_UP_STEPS = 2  # fill caches and the pipeline
@@ -41,7 +42,14 @@ def predicted_of(plan: Plan, prediction: Prediction) -> Settled:
 
 
 def settled(plan: Plan, timeline: Timeline) -> Settled:
-    """Medians over the settled steps; PlanError, in one line, when the timeline is damaged, too short or not of this plan."""
+    """Medians over the settled steps; PlanError, in one line, when the timeline is damaged, too short or not of this plan.
+
+    Of an op that repeats the median is over the repetitions that a timeline keeps, too.
+    """
+    if plan.repeat is not None:
+        short = settled(abridged_plan(plan), abridged(plan, timeline))
+        ops_s = tuple(median(short.ops_s[number] for number in numbers) for numbers in numbers_of(plan))
+        return Settled(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
     by_step = _whole_steps(plan, timeline)
     first, *_ = steps = sorted(by_step)
     warm = [step for step in steps if step >= first + WARM_UP_STEPS and step - 1 in by_step] or steps[1:]

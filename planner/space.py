@@ -113,8 +113,10 @@ def family_of(policy: Policy, semantics: Semantics) -> Family:
 
 def group_sizes(n_micro_batches: int) -> list[range]:
     """From layer-major to row-major, for every number of groups that there can be, the sizes that make so many."""
-    alike = {groups_alike(size, n_micro_batches) for size in range(1, n_micro_batches + 1)}
-    return sorted(alike, key=lambda sizes: -sizes[0])
+    found = [groups_alike(n_micro_batches, n_micro_batches)]
+    while found[-1][0] > 1:
+        found.append(groups_alike(found[-1][0] - 1, n_micro_batches))
+    return found
 
 
 def groups_alike(size: int, n_micro_batches: int) -> range:

@@ -18,7 +18,7 @@ from runtime.units import show_seconds
 
 from .cost import costs, region_of
 from .faster import Group, group_of, sped_up, with_quantities
-from .simulate import simulate
+from .simulate import n_simulated, simulate
 from .space import classes_of
 
 MOST_DRAWS, LEAST_DRAWS = 32, 8
@@ -76,7 +76,7 @@ class Measurement:
 
 def affordable_draws(plan: Plan) -> int:
     """How many draws an interval takes when nobody says: fewer for plans of many ops."""
-    return max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, len(plan.ops))))
+    return max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))
 
 
 def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
@@ -101,7 +101,7 @@ def measurements_worth_making(plan: Plan, profile: Profile, known: Interval | No
     spread_s = {g: _spread_s(plan, profile, g, times_s) for g in Group if _most_spread(profile, g) > 0.0}
     able = [group for group in spread_s if spread_s[group] >= LEAST_MOVE_FRACTION * step_s]
     reach = sorted(able, key=lambda group: -spread_s[group])  # equal ones stay in the order of the groups
-    n_simulations = max(LEAST_SCREENED, SCREENED_OPS // max(1, len(plan.ops)))
+    n_simulations = max(LEAST_SCREENED, SCREENED_OPS // max(1, n_simulated(plan)))
     signs = (-1, 1) if 2 * len(reach) <= n_simulations else (-1,)
     moves = {group: _move(plan, profile, group, step_s, signs) for group in reach[: n_simulations // len(signs)]}
     variance = sum(move**2 for move in moves.values())
@@ -136,10 +136,10 @@ def _times_s(plan: Plan, profile: Profile) -> list[float]:
     demands = costs(plan, profile)
     capacity = dict(region_of(profile).capacity)
     busy_s = dict.fromkeys(capacity, 0.0)
-    for demand in demands:
+    for i, demand in enumerate(demands):
         for resource, per_s in demand.uses:
-            busy_s[resource] += demand.alone_s * per_s / capacity[resource]
-    return [*(demand.uncontended_s for demand in demands), *busy_s.values()]
+            busy_s[resource] += plan.often(i) * demand.alone_s * per_s / capacity[resource]
+    return [*(plan.often(i) * demand.uncontended_s for i, demand in enumerate(demands)), *busy_s.values()]
 
 
 def _move(plan: Plan, profile: Profile, group: Group, step_s: float, signs: tuple[int, ...]) -> float:

@@ -94,7 +94,7 @@ def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Water
     with_dram = _without(profile, (Group.LAUNCH,))
     step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
     levels = [
-        _compute_s(_keeping_all(plan), nothing_but_compute),
+        _compute_s(_keeping_all(plan), nothing_but_compute, frozenset({Kind.RECOMPUTE})),
         _compute_s(plan, nothing_but_compute),
         *(_step_s(plan, less, _hidden_edges(plan, less), max_steps) for less in (with_link, with_optimizer, with_dram)),
     ]
@@ -141,16 +141,15 @@ def _step_s(plan: Plan, profile: Profile, demands: list[Demand], max_steps: int)
     return simulate(plan, demands, region_of(profile), max_steps).step_s
 
 
-def _compute_s(plan: Plan, profile: Profile) -> float:
-    """Seconds of the device's work alone."""
-    return sum(d.alone_s for op, d in zip(plan.ops, costs(plan, profile), strict=True) if op.lane is Lane.GPU)
+def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset()) -> float:
+    """Seconds of the device's work alone, without ops of these kinds."""
+    demands = zip(plan.ops, costs(plan, profile), strict=True)
+    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in but)
 
 
 def _keeping_all(plan: Plan) -> Plan:
-    """The same ops, were there memory for every activation: nothing is computed again."""
-    layers = tuple(range(1, plan.workload.n_layers + 1))
-    once = tuple(op for op in plan.ops if op.kind is not Kind.RECOMPUTE)
-    return replace(plan, policy=replace(plan.policy, keep_blocks=layers), ops=once)
+    """The same ops, were there memory for every activation: no backward computes anything again."""
+    return replace(plan, policy=replace(plan.policy, keep_blocks=tuple(range(1, plan.workload.n_layers + 1))))
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:

@@ -291,7 +291,7 @@ def _stand_in(plan: "Plan") -> "Plan":
     small = lower(model, workload, semantics, _cut_alike(plan, replace(plan, workload=workload)), plan.profile)
     if [(a.name, len(a.slot_bytes)) for a in small.arenas] != [(a.name, len(a.slot_bytes)) for a in plan.arenas]:
         raise PlanError("this plan's arenas are not those of its policy; only plans of `penstock plan` can be emulated")
-    return replace(small, ops=plan.ops)
+    return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
 def _cut_alike(plan: "Plan", small: "Plan") -> "Policy":

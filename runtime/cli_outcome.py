@@ -171,10 +171,12 @@ def _differences(run: "Assembled", settled: "Timeline", step: _Row, recalibrate:
 
 def _busy_by_kind(plan: "Plan", timeline: "Timeline") -> "dict[tuple[Lane, Kind], float]":
     """Seconds of a step, on average, that each kind of op takes on its lane."""
+    from .timeline import often
+
     total_s: Counter[tuple[Lane, Kind]] = Counter()
     for span in timeline.spans:
         op = plan.ops[span.op]
-        total_s[op.lane, op.kind] += span.end_s - span.start_s  # type: ignore[assignment]
+        total_s[op.lane, op.kind] += often(plan, span) * (span.end_s - span.start_s)  # type: ignore[assignment]
     n_steps = max(len({span.step for span in timeline.spans}), 1)
     return {key: s / n_steps for key, s in total_s.items()}
 

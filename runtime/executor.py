@@ -1,7 +1,8 @@
 """How is a plan performed?
 
 Each lane is a thread that walks its ops in plan order, step after step: wait, perform, signal. The machine says which thread, as
-some of them outlive a run. Nothing joins the lanes between steps; the plan's waits are all there is.
+some of them outlive a run. Nothing joins the lanes between steps; the plan's waits are all there is. Ops that repeat are performed
+from where they stand: a step of a million micro-batches takes no more room than one of a few.
 
 A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
 that nobody waits for rings no bell, and the caller's thread is woken once a step. So an op costs a few microseconds where no lane
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -20,8 +21,8 @@ from queue import Empty, SimpleQueue
 from .errors import PenstockError
 from .lane_thread import LaneRun
 from .machine import Machine
-from .plan import Lane, Op, Plan
-from .timeline import Span, Timeline
+from .plan import Lane, Op, Plan, Repeat, Wait
+from .timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
@@ -52,20 +53,42 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An op in its lane: its number in the plan, and for each wait the track, the position there, and the step distance."""
+    """An op in its lane: its number in the plan, and what it waits for."""
 
     index: int
     op: Op
-    waits: tuple[tuple["_Track", int, int], ...]
+    waits: tuple["_Awaited", ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Awaited:
+    """What an op waits for: the position, in a step of its lane, of an op so many steps ago; where both repeat, in so many
+    repetitions ago, each of which moves the position on."""
+
+    track: "_Track"
+    at: int
+    distance: int
+    back: int | None  # None: whatever the repetition
+
+    def position(self, turn: int, repetition: int) -> int:
+        """Counted over all steps; negative when there is nothing to wait for."""
+        track = self.track
+        if self.back is None:
+            return (turn - self.distance) * track.n_in_step + self.at
+        step, repetition = divmod(turn * track.times + repetition - self.back, track.times)
+        return step * track.n_in_step + self.at + repetition * len(track.repeated)
 
 
 @dataclass(slots=True, eq=False)
 class _Track:
-    """What the others may know of a lane. Positions count its ops over all steps."""
+    """What the others may know of a lane. Positions count its ops over all steps, those that repeat each time."""
 
     lane: Lane
     bell: SimpleQueue[None]  # wakes this lane
+    repeat: Repeat | None
     entries: list[_Entry] = field(default_factory=list)
+    repeated: range = range(0)  # which entries repeat
+    n_in_step: int = 0
     n_done: int = 0
     n_in_all: int = 0
     tokens: dict[int, object] = field(default_factory=dict)  # by position, where the machine left one
@@ -80,17 +103,51 @@ class _Track:
                 other.bell.put(None)
 
     @property
+    def times(self) -> int:
+        """How many times a step performs what repeats."""
+        return 1 if self.repeat is None else self.repeat.times
+
+    def walk(self) -> Iterator[tuple[_Entry, int]]:
+        """The entries of a step as they are performed, and in which repetition."""
+        yield from ((entry, 0) for entry in self.entries[: self.repeated.start])
+        for repetition in range(self.times if self.repeated else 0):
+            yield from ((self.entries[i], repetition) for i in self.repeated)
+        yield from ((entry, 0) for entry in self.entries[self.repeated.stop :])
+
+    def op(self, entry: _Entry, repetition: int) -> Op:
+        return entry.op if self.repeat is None or not repetition else self.repeat.op(entry.op, repetition)
+
+    def name_at(self, position: int) -> str:
+        """Of the op at this position."""
+        at, repetition = position % self.n_in_step, 0
+        if self.repeats_at(position):
+            repetition, more = divmod(at - self.repeated.start, len(self.repeated))
+            at = self.repeated.start + more
+        elif at >= self.repeated.stop:
+            at -= (self.times - 1) * len(self.repeated)
+        return self.op(self.entries[at], repetition).name
+
+    def repeats_at(self, position: int) -> bool:
+        """Whether the op at this position is one that repeats."""
+        return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
+
+    def n_repeated(self, position: int) -> int:
+        """Repetitions that are over, counted over all steps, when the ops before this position are done."""
+        turn, at = divmod(position, self.n_in_step)
+        return turn * self.times + min(max(at - self.repeated.start, 0) // max(len(self.repeated), 1), self.times)
+
+    @property
     def is_stuck(self) -> bool:
         """Whether it sleeps, and what it sleeps for has not come."""
         wants = self.wants
         return wants is not None and wants[0].n_done <= wants[1]
 
     def __str__(self) -> str:
-        name, wants = self.entries[self.n_done % len(self.entries)].op.name, self.wants
+        name, wants = self.name_at(self.n_done), self.wants
         if wants is None:
             return f"{self.lane}: is at {name}"
         other, position = wants
-        return f"{self.lane}: {name} waits for {other.entries[position % len(other.entries)].op.name}"
+        return f"{self.lane}: {name} waits for {other.name_at(position)}"
 
 
 @dataclass(slots=True)
@@ -110,7 +167,7 @@ class _Board:
     @property
     def n_done(self) -> int:
         """Steps that every lane has done."""
-        return min(track.n_done // len(track.entries) for track in self.tracks)
+        return min(track.n_done // track.n_in_step for track in self.tracks)
 
     def begins(self, turn: int) -> bool:
         """Whether there is such a step for a lane that wants to begin it.
@@ -122,7 +179,7 @@ class _Board:
             if self.stop.is_requested and not self._is_ending:
                 self._is_ending, self.n_steps = True, min(self.n_steps, self._n_begun)
                 for track in self.tracks:
-                    track.n_in_all = self.n_steps * len(track.entries)
+                    track.n_in_all = self.n_steps * track.n_in_step
                 self.news.put(None)
             if turn >= self.n_steps:
                 return False
@@ -199,23 +256,38 @@ def execute(
             report()  # the steps that were done by then
         finally:
             raise board.failure
-    spans = [Span(op, step, began_s - start_s, ended_s - start_s) for w in workers for step, op, began_s, ended_s in w.records]
-    return Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op)))))
+    spans = [
+        Span(op, step, began_s - start_s, ended_s - start_s, k) for w in workers for step, op, began_s, ended_s, k in w.records
+    ]
+    return Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op, s.repetition)))))
 
 
 def _tracks(plan: Plan, n_steps: int) -> list[_Track]:
     """The lanes that have ops, with waits by position in the other lane."""
-    tracks = {op.lane: _Track(op.lane, SimpleQueue()) for op in plan.ops}
+    repeat = plan.repeat
+    tracks = {op.lane: _Track(op.lane, SimpleQueue(), repeat) for op in plan.ops}
     counts = dict.fromkeys(tracks, 0)
     positions: list[int] = []
     for op in plan.ops:
         positions.append(counts[op.lane])
         counts[op.lane] += 1
+    if repeat is not None:
+        for lane, track in tracks.items():
+            first, end = (sum(op.lane is lane for op in plan.ops[:part]) for part in (repeat.start, repeat.end))
+            track.repeated = range(first, end)
+
+    def awaited(index: int, wait: Wait) -> _Awaited:
+        track, at = tracks[plan.ops[wait.op].lane], positions[wait.op]
+        if repeat is not None and index in repeat and wait.op in repeat and not wait.distance:
+            return _Awaited(track, at, 0, wait.back)
+        more = (track.times - 1) * len(track.repeated) if at >= track.repeated.start else 0  # the last repetition, or what follows
+        return _Awaited(track, at + more, wait.distance, None)
+
     for index, op in enumerate(plan.ops):
-        waits = tuple((tracks[plan.ops[w.op].lane], positions[w.op], w.distance) for w in op.waits)
-        tracks[op.lane].entries.append(_Entry(index, op, waits))
+        tracks[op.lane].entries.append(_Entry(index, op, tuple(awaited(index, wait) for wait in op.waits)))
     for track in tracks.values():
-        track.n_in_all = n_steps * len(track.entries)
+        track.n_in_step = len(track.entries) + (track.times - 1) * len(track.repeated)
+        track.n_in_all = n_steps * track.n_in_step
     return list(tracks.values())
 
 
@@ -228,11 +300,13 @@ class _Worker:
     board: _Board
     steps: range
     keep_steps: int
-    records: deque[tuple[int, int, float, float]] = field(init=False)  # step, op, and when it began and ended
+    records: deque[tuple[int, int, float, float, int]] = field(init=False)  # step, op, when it began and ended, repetition
     ready: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.records = deque(maxlen=self.keep_steps * len(self.track.entries))
+        track = self.track
+        n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
+        self.records = deque(maxlen=self.keep_steps * (len(track.entries) + (n_kept - 1) * len(track.repeated)))
 
     def run(self) -> None:
         at = "its set-up"
@@ -244,9 +318,14 @@ class _Worker:
                     if not self.board.begins(turn):
                         break
                     self._forget_tokens()
-                    for entry in self.track.entries:
-                        at = entry.op.name
-                        self._do(entry, turn, step)
+                    begun = 0
+                    for entry, repetition in self.track.walk():
+                        if repetition > begun:
+                            begun = repetition
+                            self._forget_tokens()
+                        op = self.track.op(entry, repetition)
+                        at = op.name
+                        self._do(entry, op, turn, step, repetition)
                     self.board.news.put(None)
                 at = "its end"
         except _Stopped:
@@ -260,11 +339,11 @@ class _Worker:
         finally:
             self.ready.set()
 
-    def _do(self, entry: _Entry, turn: int, step: int) -> None:
+    def _do(self, entry: _Entry, op: Op, turn: int, step: int, repetition: int) -> None:
         track, board = self.track, self.board
-        for other, at, distance in entry.waits:
-            if turn >= distance:
-                position = (turn - distance) * len(other.entries) + at
+        for awaited in entry.waits:
+            if (position := awaited.position(turn, repetition)) >= 0:
+                other = awaited.track
                 if other.n_done <= position:
                     self._sleep_until(other, position)
                 if (token := other.tokens.get(position)) is not None:
@@ -272,11 +351,12 @@ class _Worker:
         if board.failure is not None:
             raise _Stopped
         began_s = time.perf_counter()
-        self.machine.perform(entry.index, entry.op, step)
+        self.machine.perform(entry.index, op, step)
         ended_s = time.perf_counter()
-        self.records.append((step, entry.index, began_s, ended_s))
+        if is_kept(repetition, track.times):
+            self.records.append((step, entry.index, began_s, ended_s, repetition))
         track.busy_s[turn] += ended_s - began_s
-        token = self.machine.mark(entry.op)
+        token = self.machine.mark(op)
         if token is not None:
             track.tokens[track.n_done] = token
         track.n_done += 1
@@ -299,10 +379,15 @@ class _Worker:
         track.wants = None
 
     def _forget_tokens(self) -> None:
-        """Drop those that no lane can ask for any more: a lane in step n asks for steps n and n - 1."""
-        tokens = self.track.tokens
-        if tokens:
-            for position in [p for p in tokens if p < (self.board.n_done - 1) * len(self.track.entries)]:
+        """Drop those that no lane can ask for any more: a lane in step n asks for steps n and n - 1, one in repetition k for
+        repetitions k and k - 1, and for the last of a step."""
+        track, tokens = self.track, self.track.tokens
+        of_past_steps = (self.board.n_done - 1) * track.n_in_step
+        over = min((other.n_repeated(other.n_done) for other in self.board.tracks if other.repeated), default=0)
+        for position in list(tokens):
+            is_over = track.repeats_at(position) and track.n_repeated(position) + 1 < over
+            is_last = (track.n_repeated(position) + 1) % track.times == 0
+            if position < of_past_steps or (is_over and not is_last):
                 del tokens[position]
 
 

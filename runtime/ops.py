@@ -1,16 +1,20 @@
 """What is one instruction of a plan?
 
-An op, on its lane, with the slots it reads and writes and the ops it waits for. What each kind reads and writes: `plan.py`.
+An op, on its lane, with the slots it reads and writes and the ops it waits for. What each kind reads and writes: `plan.py`. A plan
+may name ops once that a step performs many times: its `Repeat`.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from .errors import PlanError
+from .workload import FILE
+
+MAX_REPETITIONS = 10**6  # of a step; a billion tokens in micro-batches of a thousand
 
 
 class Lane(StrEnum):
@@ -83,25 +87,29 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Start only after op number `op` of the plan is done: of this step (distance 0) or of the one before (1)."""
+    """Start only after op number `op` of the plan is done: of this step (distance 0) or of the one before (1).
+
+    Between ops that repeat: in the same repetition (back 0) or in the one before (1).
+    """
 
     op: int
     distance: int = 0
+    back: int = 0
 
     def __str__(self) -> str:
-        return f"{self.op}@{self.distance}" if self.distance else str(self.op)
+        return f"{self.op}@{self.distance}" if self.distance else f"{self.op}~{self.back}" if self.back else str(self.op)
 
     @staticmethod
     def parse(text: str) -> "Wait":
-        match = re.fullmatch(r"([0-9]{1,9})(?:@(1))?", text)
+        match = re.fullmatch(r"([0-9]{1,9})(?:@(1)|~(1))?", text)
         if match is None:
-            raise PlanError(f"{text!r} is not a wait; write 12, or 12@1 for the step before")
-        return Wait(int(match[1]), int(match[2] or 0))
+            raise PlanError(f"{text!r} is not a wait; write 12, or 12@1 for the step before, 12~1 for the repetition before")
+        return Wait(int(match[1]), int(match[2] or 0), int(match[3] or 0))
 
 
 _OP_LINE = re.compile(
     r"(?P<kind>[a-z]+) (?P<lane>[a-z0-9]+) b(?P<block>[0-9]{1,9})(?: c(?P<chunk>[0-9]{1,9}))?(?: m(?P<micro_batch>[0-9]{1,9}))?"
-    r"(?: < (?P<reads>[^<>^]+?))?(?: > (?P<writes>[^<>^]+?))?(?: \^ (?P<waits>[0-9@ ]+))?"
+    r"(?: < (?P<reads>[^<>^]+?))?(?: > (?P<writes>[^<>^]+?))?(?: \^ (?P<waits>[0-9@~ ]+))?"
 )
 
 
@@ -172,3 +180,43 @@ def _op_from_line(value: object) -> object:
 
 
 OpLine = Annotated[Op, BeforeValidator(_op_from_line), PlainSerializer(str)]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Ops start..end-1 are performed `times` times in a step, each time with micro-batches that are so many further.
+
+    Written `repeat 453-911 x1022 m+1`.
+    """
+
+    start: Annotated[int, Field(ge=1)]
+    end: Annotated[int, Field(ge=2)]
+    times: Annotated[int, Field(ge=2, le=MAX_REPETITIONS)]
+    micro_batches: Annotated[int, Field(ge=1)]
+    __pydantic_config__ = FILE
+
+    def __str__(self) -> str:
+        return f"repeat {self.start}-{self.end - 1} x{self.times} m+{self.micro_batches}"
+
+    @staticmethod
+    def parse(text: str) -> dict[str, int]:
+        """The fields of what was written, as yet unproven."""
+        match = re.fullmatch(r"repeat ([0-9]{1,9})-([0-9]{1,9}) x([0-9]{1,9}) m\+([0-9]{1,9})", text)
+        if match is None:
+            raise PlanError(f"{text[:80]!r} is not what repeats; write for example: repeat 453-911 x1022 m+1")
+        return {"start": int(match[1]), "end": int(match[2]) + 1, "times": int(match[3]), "micro_batches": int(match[4])}
+
+    def __contains__(self, i: int) -> bool:
+        """Whether op number i of the plan repeats."""
+        return self.start <= i < self.end
+
+    @property
+    def n_ops(self) -> int:
+        """Ops of one repetition."""
+        return self.end - self.start
+
+    def op(self, op: Op, repetition: int) -> Op:
+        """A repeated op as it is performed in this repetition, counted from 0; its waits stay those of the plan."""
+        if op.micro_batch is None or not repetition:
+            return op
+        return replace(op, micro_batch=op.micro_batch + repetition * self.micro_batches)

@@ -77,6 +77,14 @@ micro-batch a layer, and the embedding, write `gradients` (`vocab_gradients`) di
 its own gradient to `gradients` and the host accumulates. A vocabulary block's slot is fp32, and is itself the sum, when the weight
 is tied or the groups are smaller than the step.
 
+A long step names ops once that it performs many times: with `repeat`, ops start..end-1 (the section) are performed `times` times,
+one repetition after another, each with micro-batches that are `micro_batches` further. What comes before them (the prologue) and
+after them (the epilogue) is performed once. Of one repeated op for another, a wait means the same repetition, or with `~1` the one
+before; before a step's first repetition comes the last one of the step before. Every other wait for a repeated op means its last
+repetition. No op waits for what comes in a later of the three parts of its step. Whole groups repeat: the prologue has the
+micro-batches before them, the step's first among them, the epilogue those after, among them the last. What such a plan means is the
+plan without `repeat` that `repetition.py` makes of it.
+
 Every slot starts on a multiple of 256 bytes in its arena.
 
 A forward plan (`forward_plan.py`) is no training step: it has only loads and forwards, in the same arenas, and there the head
@@ -95,13 +103,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from .errors import PlanError
 from .files import read_whole, write_whole
-from .ops import LANE_OF, Kind, Lane, Op, OpLine, Slot, Wait
+from .ops import LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, OpLine, Repeat, Slot, Wait
 from .policy import AttentionKernel, Kernel, Policy, Semantics, Update
 from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Saved, Workload
 
 __all__ = [
-    "LANE_OF", "Arena", "AttentionKernel", "Kernel", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy", "Semantics",
-    "Slot", "Update", "Wait",
+    "LANE_OF", "MAX_REPETITIONS", "Arena", "AttentionKernel", "Kernel", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy",
+    "Repeat", "Semantics", "Slot", "Update", "Wait",
 ]  # fmt: skip
 
 FORMAT_VERSION = 1
@@ -145,13 +153,15 @@ class Plan:
     arenas: tuple[Arena, ...]
     ops: tuple[OpLine, ...]
     format_version: Literal[1] = 1
+    repeat: Repeat | None = None  # None: every op is performed once a step
     __pydantic_config__ = FILE
 
     def __str__(self) -> str:
-        """Text that parses back: a header of `key json` lines, one line per arena, one numbered line per op."""
-        fields = json.loads(_PLAN.dump_json(self))
+        """Text that parses back: a header of `key json` lines, one line per arena, what repeats, one numbered line per op."""
+        fields = _fields(self)
         lines = [f"penstock-plan {FORMAT_VERSION}", *(f"{key} {json.dumps(fields[key])}" for key in _HEADER)]
         lines += [f"arena {a['name']} {a['place']} {_runs(a['slot_bytes'])}" for a in fields["arenas"]]
+        lines += [] if self.repeat is None else [str(self.repeat)]
         lines += [f"{i}: {op}" for i, op in enumerate(self.ops)]
         return "\n".join(lines) + "\n"
 
@@ -172,6 +182,8 @@ class Plan:
                     sizes = _unroll(runs, n_free_slots)
                     n_free_slots -= len(sizes)
                     fields["arenas"].append({"name": name, "place": place, "slot_bytes": sizes})
+                elif key == "repeat" and key not in fields:
+                    fields[key] = Repeat.parse(line)
                 elif key == f"{len(fields['ops'])}:":
                     fields["ops"].append(rest)
                 else:
@@ -197,6 +209,15 @@ class Plan:
         n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
         counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
         return [(m, count) for m, count in counts if count]
+
+    def often(self, i: int) -> int:
+        """How many times a step performs op number i."""
+        return self.repeat.times if self.repeat is not None and i in self.repeat else 1
+
+    @property
+    def n_performed(self) -> int:
+        """Ops that a step performs: those that repeat, as often as they do."""
+        return len(self.ops) + (0 if self.repeat is None else (self.repeat.times - 1) * self.repeat.n_ops)
 
     @property
     def reduced(self) -> bool:
@@ -277,9 +298,7 @@ class PlanFile:
 
     def write(self, path: Path) -> None:
         """Write the file whole or not at all; PlanError where the folder cannot be written."""
-        text = json.dumps(
-            json.loads(_PLAN.dump_json(self.plan)) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim}
-        )
+        text = json.dumps(_fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim})
         try:
             write_whole(path, text + "\n")
         except OSError as error:
@@ -318,6 +337,14 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _PLAN = TypeAdapter(Plan)
 
 
+def _fields(plan: Plan) -> dict[str, Any]:
+    """The plan as a JSON object; `repeat` only where something does."""
+    fields: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
+    if plan.repeat is None:
+        del fields["repeat"]
+    return fields
+
+
 def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
     """The plan in a JSON text, its numbers referring only to what exists."""
     try:
@@ -347,7 +374,25 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
         for wait in op.waits:
             if wait.op >= len(plan.ops) or plan.ops[wait.op].lane is op.lane:
                 raise PlanError(f"{where}: op {i} ({op.name}): wait {wait} names no op of another lane")
+    _refuse_repeat(plan, where)
     return plan
+
+
+def _refuse_repeat(plan: Plan, where: str) -> None:
+    """What repeats lies among the plan's ops, its last micro-batch exists, and no op waits for a later part of its step."""
+    repeat = plan.repeat
+    if repeat is not None and not 0 < repeat.start < repeat.end < len(plan.ops):
+        raise PlanError(f"{where}: {repeat}: not ops of the plan with others before and after them")
+    ends = () if repeat is None else (repeat.start, repeat.end)
+    for i, op in enumerate(plan.ops):
+        repeats = repeat is not None and i in repeat
+        if repeats and (repeat.op(op, repeat.times - 1).micro_batch or 0) >= plan.semantics.n_micro_batches:  # type: ignore[union-attr]
+            raise PlanError(f"{where}: op {i} ({op.name}): {repeat}: no such micro-batch in its last repetition")
+        for wait in op.waits:
+            is_later = not wait.distance and any(i < end <= wait.op for end in ends)
+            is_astray = wait.back and (wait.distance or not repeats or wait.op not in repeat)  # type: ignore[operator]
+            if is_later or is_astray:
+                raise PlanError(f"{where}: op {i} ({op.name}): wait {wait} names no op of this part of the step or an earlier one")
 
 
 def _runs(sizes: list[int]) -> str:

@@ -17,6 +17,20 @@ class Span:
     step: int
     start_s: float
     end_s: float
+    repetition: int = 0  # of an op that repeats in its step
+
+
+FIRST_KEPT, LAST_KEPT = 2, 2  # of an op that repeats, a timeline keeps the first repetitions and the last
+
+
+def often(plan: Plan, span: Span) -> float:
+    """How many ops of its step a span stands for: one, or where repetitions are left out, its share of all."""
+    return plan.often(span.op) / min(plan.often(span.op), FIRST_KEPT + LAST_KEPT)
+
+
+def is_kept(repetition: int, times: int) -> bool:
+    """Whether a timeline keeps this repetition of so many."""
+    return repetition < FIRST_KEPT or repetition >= times - LAST_KEPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class Timeline:
         """Median over the steps of the time each lane spent in ops, in one step."""
         per_step: dict[Lane, Counter[int]] = {lane: Counter() for lane in Lane}
         for span in self.spans:
-            per_step[plan.ops[span.op].lane][span.step] += span.end_s - span.start_s  # type: ignore[assignment]
+            per_step[plan.ops[span.op].lane][span.step] += often(plan, span) * (span.end_s - span.start_s)  # type: ignore[assignment]
         return {lane: median(steps.values()) if steps else 0.0 for lane, steps in per_step.items()}
 
     def from_step(self, first: int) -> "Timeline":
@@ -64,7 +78,7 @@ def chrome_trace(plan: Plan, tracks: dict[str, Timeline]) -> str:
         for tid, lane in enumerate(lanes, start=1):
             events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": str(lane)}})
         for span in timeline.spans:
-            op = plan.ops[span.op]
+            op = plan.ops[span.op] if plan.repeat is None else plan.repeat.op(plan.ops[span.op], span.repetition)
             events.append(
                 {
                     "ph": "X",
@@ -74,7 +88,7 @@ def chrome_trace(plan: Plan, tracks: dict[str, Timeline]) -> str:
                     "cat": str(op.kind),
                     "ts": span.start_s * 1e6,  # the format counts in microseconds
                     "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": {"step": span.step, "op": str(op)},
+                    "args": {"step": span.step, "op": str(op)} | ({"repetition": span.repetition} if span.repetition else {}),
                 }
             )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -26,7 +26,10 @@ PACKAGES = ("planner", "hwprofiles", "runtime")
 MAY_IMPORT = {
     "planner": {
         "hwprofiles.schema",
-        *(f"runtime.{name}" for name in ("plan", "workload", "timeline", "units", "errors", "region", "files", "footprint")),
+        *(
+            f"runtime.{name}"
+            for name in ("plan", "repetition", "workload", "timeline", "units", "errors", "region", "files", "footprint")
+        ),
     },
     "hwprofiles": {"runtime.units", "runtime.errors", "runtime.files"},
     # What is timed is the runtime's own work, on the cores that it would use.
@@ -98,6 +101,7 @@ TORCH_FREE_FILES = (
         for name in (
             "plan",
             "ops",
+            "repetition",
             "policy",
             "workload",
             "timeline",

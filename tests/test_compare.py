@@ -215,7 +215,7 @@ def test_the_json_is_pure_and_the_rows_stand_under_their_titles():
 
 def test_a_plan_too_long_to_write_is_no_misfit_and_no_other_machine_suffers_from_it():
     """The small device computes a sequence at a time: too many micro-batches for any plan. The large one computes several."""
-    semantics = replace(SEMANTICS, seq_len=4096, batch_size=2**13)
+    semantics = replace(SEMANTICS, seq_len=4096, batch_size=2**21)
     small = named(H200.with_memory(6 * 10**9, None), "small")
     found = compare(MODEL, [small, H200], semantics, DEFERRED)
     assert [c.machine for c in found.candidates] == ["h200-pcie5", "small"]
@@ -229,7 +229,7 @@ def test_a_plan_too_long_to_write_is_no_misfit_and_no_other_machine_suffers_from
     assert (said["fits"], said["reason"], said["usd_per_million_tokens"]) == (False, long.reason, None)
     batch = int(long.smallest_change.removeprefix("--batch-size "))
     fewer, workload = with_micro_batch(MODEL, replace(semantics, batch_size=batch), small)
-    assert most_ops(workload, fewer) <= MAX_PLAN_OPS < 3 * most_ops(workload, fewer)
+    assert most_ops(workload, fewer, DEFERRED) <= MAX_PLAN_OPS
 
 
 def test_what_binds_a_machine_and_whose_tokens_cost_least_can_be_read():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from hwprofiles.schema import read_profile
+from planner.lower import lower, plan_ops
 from planner.memory import footprint, frame
 from planner.micro_batch import SIZES, with_micro_batch
 from planner.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
@@ -14,10 +15,11 @@ from planner.search import search
 from planner.space import leanest
 from planner.workload import build_workload, read_model
 from runtime.errors import DoesNotFitError
-from runtime.plan import Policy, Semantics
+from runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from runtime.units import GB, MB, parse_bytes
 
-from .strategies import cases
+from .strategies import MODEL as SYNTHETIC
+from .strategies import cases, small_workload
 
 MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=1024, batch_size=8, micro_batch=1)
@@ -86,7 +88,7 @@ def test_the_change_of_memory_is_named_however_many_others_fit():
 
 
 def test_no_change_is_proposed_that_makes_a_plan_too_long_to_write():
-    semantics = replace(SEMANTICS, batch_size=2**14)
+    semantics = replace(SEMANTICS, batch_size=2**21)
     workload = build_workload(MODEL, semantics)
     assert most_ops(workload, semantics) > MAX_PLAN_OPS
     profile = DESKTOP.with_memory(None, GB)
@@ -133,4 +135,15 @@ def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
 @given(cases())
 @settings(deadline=None)
 def test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by(case):
-    assert len(case.plan.ops) <= most_ops(case.workload, case.semantics)
+    assert len(case.plan.ops) <= most_ops(case.workload, case.semantics, case.policy)
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(spill_blocks=(0, 1, 2), group_micro_batches=3), Policy(boundary_stride=3)])
+def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
+    workload = small_workload(3, tied=False)
+    for n in (400, 2000, MAX_REPETITIONS):
+        semantics = Semantics(seq_len=4, batch_size=n, micro_batch=1)
+        plan = lower(SYNTHETIC, workload, semantics, policy, {})
+        assert plan.repeat is not None
+        assert len(plan.ops) <= most_ops(workload, semantics, policy)
+        assert len(plan.ops) <= 1.5 * plan_ops(workload, semantics, policy) + 20 * len(workload.blocks)

@@ -62,11 +62,10 @@ def state_bytes(of, workload):
 def seconds_without_recompute(of, workload, cost):
     """Every micro-batch, one after another, then the norm and AdamW, spelled out."""
     n, item, total_s = of.n_micro_batches, ITEM_BYTES[of.compute_dtype], 0.0
-    whole = frame(MODEL, workload, of, Policy(group_micro_batches=n))
     for m in range(n):
         for block in workload.blocks:
             total_s += (
-                cost.loss_s(whole) if block.kind is BlockKind.HEAD else cost.forward_s(block, of) + cost.backward_s(block, of)
+                cost.loss_s(block, of) if block.kind is BlockKind.HEAD else cost.forward_s(block, of) + cost.backward_s(block, of)
             )
             wide = block.kind is not BlockKind.LAYER and workload.tied
             moved = item * (2 if block.kind is BlockKind.EMBEDDING else 1)  # its gradient is dense: made, and read

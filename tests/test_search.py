@@ -24,6 +24,7 @@ from planner.search import search
 from planner.simulate import simulate
 from planner.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
 from planner.workload import build_workload, read_model
+from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
 from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
 
@@ -318,6 +319,36 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
     assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
     assert answer.certificate.gap_fraction > 0.05, "this machine gains from what no baseline does"
+
+
+def test_a_policy_whose_plan_is_too_long_keeps_its_bound(monkeypatch):
+    """Whatever is too long to be simulated, no policy of the space is below what the certificate says."""
+    model, profile = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
+    s = Semantics(512, 8, 1)
+    workload = build_workload(model, s)
+    whole = search(model, workload, s, profile)
+    monkeypatch.setattr("planner.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    found = search(model, workload, s, profile)
+    best_s = min(whole.step_s, found.step_s)
+    assert found.certificate.policy_bound_s <= best_s * (1 + 1e-9)
+    assert found.certificate.n_simulated < whole.certificate.n_simulated
+    assert found.plan.policy.group_micro_batches == 1
+
+
+def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypatch):
+    """Host memory for the gradients of one group, which no smaller ones add up in fp32."""
+    model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
+    s = Semantics(512, 8, 1)
+    workload = build_workload(model, s)
+    one_group = Policy(group_micro_batches=8, storage="split", spill_blocks=tuple(range(24)))
+    needs = footprint(frame(model, workload, s, one_group), machine)
+    profile = machine.with_memory(None, needs.host_peak_bytes + 10**7)
+    monkeypatch.setattr("planner.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    found = search(model, workload, s, profile)
+    assert found.plan.policy.group_micro_batches > 1
+    monkeypatch.setattr("planner.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
+    with pytest.raises(PlanError, match="use a larger --micro-batch"):
+        search(model, workload, s, profile)
 
 
 def test_a_fixed_policy_is_the_answer():

@@ -1,0 +1,53 @@
+"""What does a plan mean in which ops repeat?
+
+The obvious answer: the plan with every repetition written out. A plan of a few repetitions is written out to be looked at; one of
+thousands is performed, simulated and checked as it is.
+"""
+
+from dataclasses import replace
+
+from .plan import Op, Plan, Repeat, Wait
+
+
+def unrolled(plan: Plan) -> Plan:
+    """The plan that does the same with every op once a step."""
+    repeat = plan.repeat
+    if repeat is None:
+        return plan
+    ops: list[Op] = []
+    for i, op in enumerate(plan.ops[: repeat.start]):
+        ops.append(_written_out(plan, repeat, i, op, None))
+    for repetition in range(repeat.times):
+        for i in range(repeat.start, repeat.end):
+            ops.append(_written_out(plan, repeat, i, repeat.op(plan.ops[i], repetition), repetition))
+    for i in range(repeat.end, len(plan.ops)):
+        ops.append(_written_out(plan, repeat, i, plan.ops[i], None))
+    return replace(plan, ops=tuple(ops), repeat=None)
+
+
+def _written_out(plan: Plan, repeat: Repeat, i: int, op: Op, repetition: int | None) -> Op:
+    """The op, in this repetition if it repeats, with the numbers that ops have when all are written out."""
+    waits = []
+    for wait in op.waits:
+        number, distance, last = wait.op, wait.distance, (repeat.times - 1) * repeat.n_ops
+        if wait.op >= repeat.end or (wait.op in repeat and (repetition is None or distance)):
+            number += last
+        elif wait.op in repeat and repetition is not None:
+            of = repetition - wait.back
+            number, distance = (number + of * repeat.n_ops, 0) if of >= 0 else (number + last, 1)
+        waits.append(Wait(number, distance))
+    return replace(op, waits=tuple(dict.fromkeys(waits)))
+
+
+def shortened(plan: Plan, times: int) -> Plan:
+    """The plan of a step with fewer micro-batches, in which the same ops repeat so many times."""
+    repeat = plan.repeat
+    assert repeat is not None, "the plan repeats something"
+    assert 2 <= times <= repeat.times, "fewer repetitions are asked for"
+    n_fewer = (repeat.times - times) * repeat.micro_batches
+    semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
+    ops = [
+        replace(op, micro_batch=op.micro_batch - n_fewer) if i >= repeat.end and op.micro_batch is not None else op
+        for i, op in enumerate(plan.ops)
+    ]
+    return replace(plan, semantics=semantics, ops=tuple(ops), repeat=replace(repeat, times=times))
