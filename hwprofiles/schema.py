@@ -78,6 +78,12 @@ class Source(Part):
     device: Text | None
     driver: Text | None
 
+    @model_validator(mode="after")
+    def _names_what_was_measured(self) -> "Source":
+        if self.kind == "measured" and self.device is None:
+            raise ValueError("measured, but on no device; name it, or say that it is assumed")
+        return self
+
 
 class MatmulPoint(Part):
     """Rate of (m, k) @ (k, n), one multiply and one add per inner step."""
@@ -366,7 +372,8 @@ def _explain(error: ValidationError) -> str:
         case "missing":
             return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
         case "value_error":
-            return _plain(first["msg"].removeprefix("Value error, ")) if not first["loc"] else f"{place}: {_plain(first['msg'])}"
+            said = _plain(first["msg"].removeprefix("Value error, "))
+            return f"{place}: {said}" if first["loc"] else said
         case _:
             return f"{place}: {_plain(first['msg'])}; correct it, in the unit of its name"
 

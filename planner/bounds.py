@@ -8,16 +8,17 @@ they allow and all computing to the norm that the next updates wait for. Content
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from math import inf
 
 from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Update
 from runtime.region import Demand, Resource
 from runtime.workload import ITEM_BYTES, BlockKind
 
-from .arenas import N_STAGING_SLOTS, can_split, can_square
+from .arenas import can_split, can_square, spill_ring_slots
 from .cost import CostModel, update_bytes_per_param
 from .facets import KEYS, MEETINGS, UPDATES, Facets, Key, add, nothing
+from .phases import Phases, add_to_phases, buffers_of, phases_of
 
 FACET = {
     Resource.H2D: "link to the device",
@@ -26,16 +27,18 @@ FACET = {
     Resource.DRAM: "host DRAM",
     Resource.CORES: "host cores",
 }
+ARRIVING = (Kind.OFFLOAD, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)  # what is done with gradients that are there
 MEETING_NAME = "copies and host work that slow each other"
 LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """No step can be shorter than `seconds`, because of what `binding` names."""
+    """No step can be shorter than `seconds`, because of what `binding` names; docs/bounds.md argues it under `name`."""
 
     seconds: float
     binding: str
+    name: str
 
 
 def machine_bound(plan: Plan, cost: CostModel) -> Bound:
@@ -53,20 +56,24 @@ def machine_bound(plan: Plan, cost: CostModel) -> Bound:
     facets = [{name: (1 - share) * host[name] + share * device[name] for name in host} for share in sorted(shares)]
     least = min(facets, key=lambda of: max(of.values()))
     binding = max(least, key=lambda name: least[name])
-    return Bound(least[binding], binding)
+    return Bound(least[binding], binding, "machine")
 
 
 def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
     """Seconds that each facet needs for the work that no schedule avoids, if the device squares these blocks' gradients."""
     profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
-    dtype, n_micro_batches = semantics.compute_dtype, semantics.n_micro_batches
+    dtype = semantics.compute_dtype
     capacity = cost.capacity
 
     # Every block forward and backward, no recompute; the head does both in one.
-    compute_s = sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in blocks[:-1]) + cost.loss_s(plan)
+    compute_s = 0.0
+    for m, count in plan.alike(range(semantics.n_micro_batches)):
+        *body, head = plan.blocks_of(m)
+        compute_s += count * sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in body)
+        compute_s += count * cost.loss_s(head, semantics)
     gradient = ITEM_BYTES[semantics.gradient_dtype]
     squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
-    yield "device compute", n_micro_batches * compute_s + squares_s
+    yield "device compute", compute_s + squares_s
 
     # The host updates every weight in every step, so each goes up at least once. What a layer's backward needs and
     # does not fit beside the rest goes up again.
@@ -100,50 +107,6 @@ def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iter
 
 
 @dataclass(slots=True)
-class Phases:
-    """What all groups of micro-batches ask for on their way up and down the layers, and how much of it can slip into another
-    phase because slots hold it: the groups take turns, and so do their two ways."""
-
-    n_groups: int
-    up: dict[Key, float] = field(default_factory=nothing)  # computing
-    down: dict[Key, float] = field(default_factory=nothing)
-    loads: dict[Key, float] = field(default_factory=nothing)  # one way of one group
-    leaving: dict[Key, float] = field(default_factory=nothing)  # gradients
-    largest_load: dict[Key, float] = field(default_factory=dict)
-    largest_leaving: dict[Key, float] = field(default_factory=dict)
-    vocab: dict[tuple[Kind, int], tuple[int, float]] = field(default_factory=dict)  # how often, and seconds on its lane in all
-
-    def vocab_s(self, head: int) -> float:
-        """The head and the embedding's backward, of all groups. Gradients of single micro-batches leave one by one: a slot on the
-        device and one on the host, so each is computed when the one before has left, and leaves when that has been added."""
-        total_s = 0.0
-        for kind, block in ((Kind.LOSS, head), (Kind.BACKWARD, 0)):
-            n, computing_s = self.vocab[kind, block]
-            turns_s = 0.0
-            if (Kind.ACCUMULATE, block) in self.vocab and n >= 2 * self.n_groups:
-                leaving_s, added_s = (self.vocab[kind, block][1] / n for kind in (Kind.OFFLOAD, Kind.ACCUMULATE))
-                turns_s = (n - 2 * self.n_groups) * (leaving_s + added_s) + self.n_groups * leaving_s
-            total_s += max(computing_s, turns_s)
-        return total_s
-
-    def up_s(self, n_slots: int) -> float:
-        """One group's way up the layers, at least and in the mean."""
-        return max(self.up[key] / self.n_groups + self._loads_s(key, n_slots) for key in self.up)
-
-    def down_s(self, n_slots: int, n_gradients: int, turns_s: float) -> float:
-        """One group's way down the layers, at least and in the mean."""
-        leaving = (max(0.0, s / self.n_groups - n_gradients * self.largest_leaving.get(k, 0.0)) for k, s in self.leaving.items())
-        down = (
-            self.down[key] / self.n_groups + self._loads_s(key, n_slots) + left_s
-            for key, left_s in zip(self.leaving, leaving, strict=True)
-        )
-        return max(turns_s / self.n_groups, *down)
-
-    def _loads_s(self, key: Key, n_slots: int) -> float:
-        return max(0.0, self.loads[key] - n_slots * self.largest_load.get(key, 0.0))
-
-
-@dataclass(slots=True)
 class Work:
     """What a step of a policy asks of lanes and shared resources: seconds of each, were there nothing else."""
 
@@ -152,6 +115,9 @@ class Work:
     updates: dict[Key, float] = field(default_factory=nothing)
     first_loads: dict[Key, float] = field(default_factory=nothing)
     first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
+    early_fetches: dict[Key, float] = field(default_factory=nothing)  # that may be done before the first loss
+    arriving: dict[Key, float] = field(default_factory=nothing)  # all that comes after the first gradient, the head's, has left
+    first_forward_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # of each block, alone
     seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)  # of one op; of updates in chunks all, of loads the last
     last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
 
@@ -159,8 +125,9 @@ class Work:
 def work_of(plan: Plan, cost: CostModel) -> Work:
     """Counted, not read off ops: the plan needs arenas only."""
     n_first = plan.policy.group_micro_batches
-    work = Work(Phases(-(-plan.semantics.n_micro_batches // n_first)))
+    work = Work(phases_of(plan, range(n_first, n_first + 1)))
     facets = Facets((plan,), cost)
+    n_left: dict[tuple[Kind, int], int] = defaultdict(lambda: n_first)  # micro-batches of the first group yet to be counted
     for kind, block, demand, count in ops_at_least(plan, cost):
         load = facets.of(kind, demand)
         add(work.total, load, count)
@@ -170,12 +137,26 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
         elif kind is Kind.LOAD:
             add(work.first_loads, load, 1)
         elif kind in (Kind.FORWARD, Kind.SPILL):
-            add(work.first_forwards, load, n_first)
+            n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
+            n_left[kind, block] -= n_in_first
+            add(work.first_forwards, load, n_in_first)
+            if kind is Kind.FORWARD:
+                work.first_forward_s[block] += n_in_first * demand.uncontended_s
+        elif kind is Kind.FETCH:
+            largest = {key: max(s, work.early_fetches[key]) for key, s in load.items()}
+            work.early_fetches |= largest
+        if kind in ARRIVING:
+            add(work.arriving, load, count - is_first_gradient(plan, kind, block))
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
         work.seconds[kind, block] = earlier_s + demand.uncontended_s
         leaves = kind in (Kind.SQUARE, Kind.OFFLOAD) or (kind is Kind.BACKWARD and not plan.reduced)
         if leaves and plan.workload.blocks[block].kind is BlockKind.LAYER:
             work.last_backwards_s += count * demand.uncontended_s
+    for lane, idle_s in idle_in_turns(plan, work.phases).items():
+        work.total[lane] += idle_s
+        work.arriving[lane] += idle_s
+    n_early = early_fetches(n_first, len(plan.policy.spill_blocks))
+    work.early_fetches = {key: n_early * one_s for key, one_s in work.early_fetches.items()}
     if plan.reduced:
         last = plan.semantics.n_micro_batches - 1
         layers = range(1, plan.workload.n_layers + 1)
@@ -183,40 +164,21 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
     return work
 
 
-def add_to_phases(phases: Phases, plan: Plan, kind: Kind, block: int, load: Mapping[Key, float], count: int) -> None:
-    """Count an op so many times where it belongs."""
-    if plan.workload.blocks[block].kind is not BlockKind.LAYER:
-        n, total_s = phases.vocab.get((kind, block), (0, 0.0))
-        phases.vocab[kind, block] = (n + count, total_s + count * load[LANE_OF[kind]])
-        if block and kind in (Kind.OFFLOAD, Kind.ACCUMULATE):
-            add(phases.leaving, load, count)  # the head's gradient leaves before those of the layers
-        return
-    match kind:
-        case Kind.FORWARD:
-            add(phases.up, load, count)
-        case Kind.BACKWARD | Kind.RECOMPUTE | Kind.SQUARE:
-            add(phases.down, load, count)
-        case Kind.LOAD if block not in plan.policy.resident_blocks:
-            add(phases.loads, load, 1)
-            phases.largest_load = {key: max(s, phases.largest_load.get(key, 0.0)) for key, s in load.items()}
-        case Kind.OFFLOAD | Kind.ACCUMULATE:
-            add(phases.leaving, load, count)
-            phases.largest_leaving |= {key: max(s, phases.largest_leaving.get(key, 0.0)) for key, s in load.items()}
-        case _:
-            pass
-
-
 def policy_bound(plan: Plan, cost: CostModel) -> Bound:
-    """Valid for the plan's own policy: the largest over its lanes, the shared resources it draws on, and its ring.
+    """Valid for the plan's own policy: the largest of `policy_bounds`."""
+    return max(policy_bounds(plan, cost), key=lambda bound: bound.seconds)
+
+
+def policy_bounds(plan: Plan, cost: CostModel) -> Iterator[Bound]:
+    """Bounds of the plan's own policy: its lanes, the shared resources it draws on, its ring.
 
     The plan needs arenas, no ops: the ops are counted here, not read.
     """
     work = work_of(plan, cost)
-    bounds = [Bound(work.total[lane], LANE_NAME[lane]) for lane in Lane]
-    bounds += [Bound(work.total[resource], FACET[resource]) for resource in Resource]
-    bounds += [Bound(work.total[meeting], MEETING_NAME) for meeting in MEETINGS]
-    bounds.append(_ring(plan, work))
-    return max(bounds, key=lambda bound: bound.seconds)
+    yield from (Bound(work.total[lane], LANE_NAME[lane], f"lane {lane}") for lane in Lane)
+    yield from (Bound(work.total[resource], FACET[resource], f"resource {resource}") for resource in Resource)
+    yield from (Bound(work.total[meeting], MEETING_NAME, f"meeting of {', '.join(meeting.kinds)}") for meeting in MEETINGS)
+    yield from _ring(plan, work)
 
 
 def home_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> float:
@@ -224,52 +186,102 @@ def home_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> float:
     return seconds[Kind.OFFLOAD, 0] + seconds[Kind.NORM, 0]
 
 
-def _ring(plan: Plan, work: Work) -> Bound:
+def _ring(plan: Plan, work: Work) -> Iterator[Bound]:
     """The ring of a step: updates, the loads they allow, all that computing asks for, the last gradient's way home."""
-    blocks, seconds = range(len(plan.workload.blocks)), work.seconds
-    update_s = [seconds[Kind.SETTLE if b in plan.policy.speculate_blocks else Kind.UPDATE, b] for b in blocks]
-    last_s, compute_s = home_s(plan, seconds), work.total[Lane.GPU]
-    phases = work.phases
-    n_slots, turns_s = plan.policy.prefetch_depth + 1, _backwards_s(plan, work)
-    n_chunks = 1 if plan.policy.transfer_chunk_bytes is None else max(len(plan.chunks(b)) for b in blocks[1:-1])
-    up_s = phases.up_s(n_slots * n_chunks)
-    # Gradients that may still be on their way when the next phase begins: those in slots, and in staging on the host.
-    n_leaving = (plan.policy.gradient_slots + N_STAGING_SLOTS) * n_chunks
-    late_s = phases.largest_leaving.get(Lane.D2H, 0.0) * n_chunks * phases.n_groups
-    down_s = phases.down_s(n_slots * n_chunks, n_leaving, turns_s - late_s)
-    phases_s = phases.n_groups * (up_s + down_s) + phases.vocab_s(blocks[-1])
-    equal = plan.semantics.n_micro_batches % plan.policy.group_micro_batches == 0
-    first_up_s = up_s if equal else phases.n_groups * up_s  # of unequal groups the first may have most of the way up
+    seconds, last_s = work.seconds, home_s(plan, work.seconds)
+    phases = _phases(plan, work)
     match plan.policy.update:
         case Update.BARRIER:
             # Between the last update and the next first one lies everything else.
-            rest_s = max(
-                seconds[Kind.LOAD, 0] + compute_s + last_s, turns_s, phases_s,
-                *(work.total[key] - work.updates[key] for key in work.total),
-            )  # fmt: skip
-            return Bound(sum(update_s) + rest_s, "computing, then updating: the barrier between them")
+            updates_s = sum(_updates_s(plan, seconds))
+            rest = {
+                "computing": seconds[Kind.LOAD, 0] + work.total[Lane.GPU] + last_s,
+                "phases": phases[0],
+                "shared": max(work.total[key] - work.updates[key] for key in KEYS),
+            }
+            for name, rest_s in rest.items():
+                yield Bound(updates_s + rest_s, "computing, then updating: the barrier between them", f"barrier, {name}")
         case Update.EAGER:
-            ring_s = seconds[Kind.LOAD, 0] + compute_s + last_s + update_s[0]
-            return Bound(max(ring_s, phases_s), "the way home of the last gradient")
+            ring_s = seconds[Kind.LOAD, 0] + work.total[Lane.GPU] + last_s + seconds[Kind.UPDATE, 0]
+            yield Bound(ring_s, "the way home of the last gradient", "eager")
+            yield Bound(phases[0], "groups of micro-batches that take turns", "phases")
         case Update.DEFERRED:
-            # Block k is computed after the updates up to k, and only forwards of earlier blocks can come before.
-            n_first = plan.policy.group_micro_batches
-            updated_s, before_s, longest_s = 0.0, 0.0, 0.0
-            for k in blocks:
-                updated_s += update_s[k]
-                longest_s = max(longest_s, updated_s + seconds[Kind.LOAD, k] + compute_s - before_s + last_s)
-                before_s += n_first * seconds.get((Kind.FORWARD, k), 0.0)
-            # The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what
-            # there is; after that comes all that is neither these nor a first forward.
-            first_s = update_s[0] + seconds[Kind.LOAD, 0] + before_s
-            until_s = max(
-                first_s, updated_s + seconds[Kind.LOAD, blocks[-1]], *(work.updates[k] + work.first_loads[k] for k in KEYS)
-            )
-            after_s = max(
-                compute_s - before_s + last_s, turns_s, phases_s - first_up_s,
-                *(work.total[key] - work.updates[key] - work.first_loads[key] - work.first_forwards[key] for key in work.total),
-            )  # fmt: skip
-            return Bound(max(longest_s, until_s + after_s), "updates that the next forward waits for")
+            yield from _deferred_ring(plan, work, phases, last_s)
+
+
+def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], last_s: float) -> Iterator[Bound]:
+    """Updates that the next forward waits for. Block k is computed after the updates up to k, and only forwards of earlier blocks
+    can come before."""
+    blocks, seconds, compute_s = range(len(plan.workload.blocks)), work.seconds, work.total[Lane.GPU]
+    binding = "updates that the next forward waits for"
+    updated_s = before_s = longest_s = 0.0
+    for k, update_s in enumerate(_updates_s(plan, seconds)):
+        updated_s += update_s
+        longest_s = max(longest_s, updated_s + seconds[Kind.LOAD, k] + compute_s - before_s + last_s)
+        before_s += work.first_forward_s[k]
+    yield Bound(longest_s, binding, "deferred, one block")
+    # The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
+    # after that comes all that is neither these nor a first forward, nor a boundary that is back early.
+    until = {
+        "way up": _updates_s(plan, seconds)[0] + seconds[Kind.LOAD, 0] + before_s,
+        "updates": updated_s + seconds[Kind.LOAD, blocks[-1]],
+        "shared": max(work.updates[key] + work.first_loads[key] for key in KEYS),
+    }
+    before = (work.updates, work.first_loads, work.first_forwards, work.early_fetches)
+    after = {
+        "computing": compute_s - before_s + last_s,
+        "phases": phases[1],
+        "gradients": first_gradient_s(plan, work.phases) + max(work.arriving.values()),
+        "shared": max(work.total[key] - sum(of[key] for of in before) for key in KEYS),
+    }
+    for (first, until_s), (then, after_s) in product(until.items(), after.items()):
+        yield Bound(until_s + after_s, binding, f"deferred, {first}, then {then}")
+
+
+def _updates_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> list[float]:
+    """Of every block, what is left to do once the norm is known."""
+    early = set(plan.policy.speculate_blocks)
+    return [seconds[Kind.SETTLE if b in early else Kind.UPDATE, b] for b in range(len(plan.workload.blocks))]
+
+
+def _phases(plan: Plan, work: Work) -> tuple[float, float]:
+    """Seconds of all phases, and of those after the first way up."""
+    layers, phases, turns_s = range(1, plan.workload.n_layers + 1), work.phases, _backwards_s(plan, work)
+    buffers = buffers_of(plan, 1 if plan.policy.transfer_chunk_bytes is None else max(len(plan.chunks(b)) for b in layers))
+    all_s = phases.loss_s + phases.up_s(buffers) + phases.back_s(buffers, turns_s)
+    return all_s, phases.after_first_way_up_s(buffers, turns_s)
+
+
+def idle_in_turns(plan: Plan, phases: Phases) -> dict[Key, float]:
+    """Seconds for which lanes do nothing, where gradients of single micro-batches leave: a vocabulary block's next one is computed
+    when the last has left, leaves when that has been added, and is added when it has left. In no lane lies anything between."""
+    if plan.reduced:
+        return {}
+    between = {kind: sum(_between_s(phases, kind, block) for block in (0, phases.head)) for kind in (Kind.OFFLOAD, Kind.ACCUMULATE)}
+    leaving_s, adding_s = between[Kind.OFFLOAD], between[Kind.ACCUMULATE]
+    return {Lane.GPU: leaving_s, Lane.D2H: adding_s, Lane.CPU: leaving_s}
+
+
+def _between_s(phases: Phases, kind: Kind, block: int) -> float:
+    """Seconds of a vocabulary block's op, once between every two micro-batches of a group."""
+    turns = phases.vocab[kind, block]
+    return (turns.n - phases.n_groups) * turns.shortest_s
+
+
+def is_first_gradient(plan: Plan, kind: Kind, block: int) -> bool:
+    """Whether the first of these ops brings the step's first gradient home."""
+    return (kind, block) == (Kind.OFFLOAD, plan.workload.n_layers + 1)
+
+
+def first_gradient_s(plan: Plan, phases: Phases) -> float:
+    """Seconds from the first loss to the first gradient on the host, the head's: all its losses come before if the device sums."""
+    losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD))
+    return (losses.total_s if plan.reduced else losses.shortest_s) + left.shortest_s
+
+
+def early_fetches(group_micro_batches: int, n_spilled: int) -> int:
+    """Boundaries that may be back on the device before the first loss, at most: each has a slot of the ring from then on."""
+    return min(spill_ring_slots(group_micro_batches), group_micro_batches * n_spilled)
 
 
 def _backwards_s(plan: Plan, work: Work) -> float:
@@ -281,7 +293,7 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
     """What a step of this policy contains at least: kind, block, demand, how often; of one block `only`, if given."""
     n_micro_batches, policy = plan.semantics.n_micro_batches, plan.policy
     n_groups = -(-n_micro_batches // policy.group_micro_batches)
-    n_layers, squared = plan.workload.n_layers, set(policy.square_blocks)
+    n_layers, squared, sizes = plan.workload.n_layers, set(policy.square_blocks), of_each_size(plan, n_micro_batches)
     # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
     n_turns = 2 * n_groups - 1
     spared = Counter(dict.fromkeys(_spared_layers(plan), n_turns))
@@ -290,28 +302,31 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
         n = 1 if policy.transfer_chunk_bytes is None else len(plan.chunks(b))
         return range(n) if n > 1 else (None,)
 
+    def each(kind: Kind, b: int) -> Iterator[tuple[Kind, int, Demand, int]]:
+        for m, count in sizes:
+            yield kind, b, _demand(plan, cost, kind, b, m), count
+
     for b, block in enumerate(plan.workload.blocks):
         if only not in (None, b):
             continue
         match block.kind:
             case BlockKind.EMBEDDING:
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
-                yield Kind.FORWARD, b, _demand(plan, cost, Kind.FORWARD, b, 0), n_micro_batches
+                yield from each(Kind.FORWARD, b)
             case BlockKind.LAYER:
                 n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b])
                 for chunk in chunks(b):
                     yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None, chunk), n_loads
-                yield Kind.FORWARD, b, _demand(plan, cost, Kind.FORWARD, b, 0), n_micro_batches
+                yield from each(Kind.FORWARD, b)
                 if b % policy.boundary_stride and b != n_layers:
-                    yield Kind.RECOMPUTE, b, _demand(plan, cost, Kind.RECOMPUTE, b, 0), n_micro_batches
+                    yield from each(Kind.RECOMPUTE, b)
             case BlockKind.HEAD:
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
         if b in policy.spill_blocks:
             for moved in (Kind.SPILL, Kind.FETCH):
-                yield moved, b, _demand(plan, cost, moved, b, 0), n_micro_batches
+                yield from each(moved, b)
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
-        # The first and the last micro-batch move their gradients differently from those between.
-        for m, count in _kinds_of_micro_batches(n_micro_batches):
+        for m, count in plan.alike(range(n_micro_batches)):
             yield kind, b, _demand(plan, cost, kind, b, m), count
         if not plan.reduced:
             yield Kind.OFFLOAD, b, _demand(plan, cost, Kind.OFFLOAD, b, 0), n_micro_batches
@@ -325,13 +340,10 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
                 yield kind, b, _demand(plan, cost, kind, b, None, chunk), 1
 
 
-def _kinds_of_micro_batches(n: int) -> Iterator[tuple[int, int]]:
-    """The first, one that stands for those between, the last; and how many each stands for."""
-    yield 0, 1
-    if n > 2:
-        yield 1, n - 2
-    if n > 1:
-        yield n - 1, 1
+def of_each_size(plan: Plan, n: int) -> list[tuple[int, int]]:
+    """One of each size among the first n micro-batches, and how many of them have it."""
+    n_smaller = int(plan.semantics.is_smaller(n - 1))
+    return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
 
 
 def _spared_layers(plan: Plan) -> list[int]:

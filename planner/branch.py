@@ -15,11 +15,12 @@ from typing import Any
 
 from hwprofiles.schema import Profile
 from runtime.errors import PlanError
-from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Update
 from runtime.workload import Model, Workload
 
 from .arenas import can_square
-from .bounds import policy_bound
+from .bounds import ops_at_least, policy_bound
+from .climb import neighbours
 from .cost import CostModel, region_of
 from .lower import lower, plan_ops
 from .memory import footprint, frame, short_of
@@ -36,17 +37,20 @@ from .space import (
     cut,
     families,
     filled,
+    leanest,
     speculated,
 )
 
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about four seconds on one core
+MOST_RELAXED = 120  # parts whose bound is asked for, once the budget for simulations is spent
 MAX_STEPS = 24
 LONGEST_SEARCHED_OPS = MAX_SEARCHED_OPS  # of a plan; of a longer one only the bound is known
 LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the budget pays for few of them
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
 MOST_CLIMBED_OPS = 2 * MAX_SEARCHED_OPS  # of all plans, when the search for early updates ends wherever it is
+LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
 SPECULATION_STARTS = (0.25, 0.5, 0.75)  # of the blocks
 SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
 
@@ -68,13 +72,16 @@ class Trial:
     def step_s(self, policy: Policy) -> float:
         """Seconds of a step, in the mean over those that are clipped and those that are not."""
         if policy not in self.tried:
-            plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
-            self.n_ops += n_simulated(plan)
-            self.tried[policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
+            self.adopt(lower(self.model, self.workload, self.semantics, policy, self.profile_json))
         step_s, often = self.tried[policy][1].step_s, self.clipped_fraction
         if not policy.speculate_blocks or not often:
             return step_s
         return (1 - often) * step_s + often * self.clipped_step_s(policy)
+
+    def adopt(self, plan: Plan) -> None:
+        """Simulate a plan, whoever made it, as the one of its policy."""
+        self.n_ops += n_simulated(plan)
+        self.tried[plan.policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
 
     def clipped_step_s(self, policy: Policy) -> float:
         """Seconds of a step in which what was updated on speculation is updated again."""
@@ -125,8 +132,14 @@ class _Node:
     bound_s: float
     number: int
     family: Family = field(compare=False)
-    buffers: tuple[int, int] | None = field(compare=False, default=None)  # prefetch depth (at least), gradient slots
+    n_slots: int | None = field(compare=False, default=None)  # for gradients
     policy: Policy | None = field(compare=False, default=None)
+    relaxed: bool = field(compare=False, default=True)  # whether the bound is that of the relaxation
+
+    @property
+    def can_be_simulated(self) -> bool:
+        """Whether it is one policy, or so small a part that its policies are next."""
+        return self.policy is not None or self.n_slots is not None
 
 
 class Tree:
@@ -150,36 +163,52 @@ class Tree:
             self._take(policy)
         self.trial.n_ops = 0  # these are not counted
         for family in self.families:
-            relaxed = self.relaxation.solve(family)
-            if relaxed is not None:
-                self._push(relaxed.bound_s, family)
+            if family.boundary_stride == 1:
+                self._relax(family, 0.0)
+            else:
+                self._push(self._computing_s(family), family, relaxed=False)
         self._scout()
         while self.open:
             node = heapq.heappop(self.open)
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
-            if self._close_to_best(node.bound_s) or out_of_budget:
+            may_expand = not out_of_budget or (self.relaxation.n_solved < MOST_RELAXED and not node.can_be_simulated)
+            if self._close_to_best(node.bound_s) or not may_expand:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
             self._expand(node)
         if self.best is None and self.too_long:
             self._take_one_too_long()
+        if self.best is None:  # what was suggested needs a little more than there is
+            for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
+                if needs.fits:
+                    self._take(plan.policy)
         self._speculate_more_or_less()
         self._norm_elsewhere()
         self._cut_transfers()
+        self._climb()
+        self._prefetch_less()
+
+    def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
+        """Push what the relaxation says of a part, which is in one that nothing is below `least_s` in."""
+        relaxed = self.relaxation.solve(family, None, n_slots)
+        if relaxed is not None:
+            self._push(max(relaxed.bound_s, least_s), family, n_slots)
+
+    def _computing_s(self, family: Family) -> float:
+        """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
+        ops = ops_at_least(self.trial.frame(family.policy(self.trial.semantics)), self.trial.cost)
+        return sum(demand.uncontended_s * count for kind, _, demand, count in ops if LANE_OF[kind] is Lane.GPU)
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, begin with one of each promising family."""
         one_group = Policy(group_micro_batches=self.trial.semantics.n_micro_batches)
         if most_ops(self.trial.workload, self.trial.semantics, one_group) <= LONGEST_UNSCOUTED_OPS:
             return
-        # A barrier asks for the memory that a deferred update asks for, and only ever for more time.
-        promising = [node for node in sorted(self.open) if node.family.update is not Update.BARRIER]
-        for node in promising[:SCOUTED_FAMILIES]:
+        for node in sorted(self.open)[:SCOUTED_FAMILIES]:
             fitting = [
                 policy
                 for buffers in SCOUTED_BUFFERS
-                if self.relaxation.solve(node.family, *buffers) is not None
-                for policy in self._suggested(node.family, *buffers)
+                for policy in self._suggested(replace(node.family, largest_group=node.family.group_micro_batches), *buffers)
                 if self.trial.fits(policy) and not self.trial.is_too_long(policy)
             ]
             for policy in fitting[:1]:
@@ -200,34 +229,44 @@ class Tree:
     def _close_to_best(self, bound_s: float) -> bool:
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
-    def _push(self, bound_s: float, family: Family, buffers: tuple[int, int] | None = None, policy: Policy | None = None) -> None:
-        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, buffers, policy))
+    def _push(
+        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, relaxed: bool = True
+    ) -> None:
+        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, relaxed))
         self.n_nodes += 1
 
     def _expand(self, node: _Node) -> None:
-        """Open a family into its buffers, buffers into policies, or simulate a policy."""
+        """Open a family into smaller ones, one into numbers of slots, these into policies, or simulate a policy."""
+        family, n_slots = node.family, node.n_slots
         if node.policy is not None and self.trial.is_too_long(node.policy):
             self.bound_s = min(self.bound_s, node.bound_s)
             self.too_long.append(node)
         elif node.policy is not None:
             self._take(node.policy)
-        elif node.buffers is None:
-            for depth, slots in product((*PREFETCH_DEPTHS, max(PREFETCH_DEPTHS) + 1), GRADIENT_SLOTS):
-                relaxed = self.relaxation.solve(node.family, depth, slots)
-                if relaxed is not None:
-                    self._push(max(relaxed.bound_s, node.bound_s), node.family, (depth, slots))
+        elif not node.relaxed:
+            self._relax(family, node.bound_s)
+        elif len(family.groups) > 1:
+            for half in family.halves():
+                self._relax(half, node.bound_s)
+        elif n_slots is None:
+            for n in GRADIENT_SLOTS:
+                self._relax(family, node.bound_s, n)
         else:
             # The policies suggested are a few of those that the bound covers: it stays as what the others may reach.
             self.bound_s = min(self.bound_s, node.bound_s)
-            for policy in self._suggested(node.family, *node.buffers):
+            relaxed = self.relaxation.solve(family, None, n_slots)
+            assert relaxed is not None
+            depths = dict.fromkeys((*PREFETCH_DEPTHS, relaxed.prefetch_depth))
+            for policy in dict.fromkeys(policy for depth in depths for policy in self._suggested(family, depth, n_slots)):
                 if self.trial.fits(policy):
                     bound_s = policy_bound(self.trial.frame(policy), self.trial.cost).seconds
-                    self._push(max(bound_s, node.bound_s), node.family, node.buffers, policy)
+                    self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
         relaxed = self.relaxation.solve(family, prefetch_depth, gradient_slots)
-        assert relaxed is not None
+        if relaxed is None:
+            return
         lean = family.policy(self.trial.semantics)
         one_group = family.group_micro_batches == self.trial.semantics.n_micro_batches
         found: dict[Policy, None] = {}
@@ -294,3 +333,29 @@ class Tree:
             smaller = cut(best, self.trial.frame(best), n)
             if self.trial.fits(smaller) and self.trial.step_s(smaller) < self.trial.step_s(best) * (1 - CLOSE_FRACTION):
                 self._take(smaller)
+
+    def _climb(self) -> None:
+        """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""
+        climbing = True
+        while climbing and self.best is not None and not self._close_to_best(self.bound_s):
+            climbing = False
+            for policy in neighbours(self.trial.frame(self.best)):
+                if self.trial.n_ops >= MOST_CLIMBED_OPS:
+                    return
+                if self.trial.is_too_long(policy) or not self.trial.fits(policy):
+                    continue
+                if self.trial.step_s(policy) < self.trial.step_s(self.best) * (1 - LEAST_GAIN_FRACTION):
+                    self._take(policy)
+                    climbing = True
+                    break
+
+    def _prefetch_less(self) -> None:
+        """Of plans that are as fast, the one with the fewest slots for weights."""
+        best = self.best
+        if best is None:
+            return
+        for depth in sorted(d for d in PREFETCH_DEPTHS if d < best.prefetch_depth):
+            fewer = replace(best, prefetch_depth=depth)
+            if self.trial.fits(fewer) and self.trial.step_s(fewer) <= self.trial.step_s(best) * (1 + LEAST_GAIN_FRACTION):
+                self.best = fewer
+                return

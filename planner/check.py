@@ -278,7 +278,7 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
         n_bytes = 0
         for i, op in enumerate(plan.ops):
             if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
-                n_bytes += plan.often(i) * plan.workload.blocks[op.block].boundary_bytes
+                n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
             elif op.kind in kinds:
                 n_bytes += plan.often(i) * n_elements[op.block][op.chunk or 0] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)

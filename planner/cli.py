@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -19,6 +18,7 @@ import click
 from runtime.errors import PenstockError
 from runtime.units import on_one_line
 
+from .cli_check import check
 from .cli_plan import plan
 
 # What only `run` and `probe` need.
@@ -142,32 +142,12 @@ def cli(ctx: click.Context) -> None:
 
 
 cli.add_command(plan)
+cli.add_command(check)
 
 
 def main() -> None:
     """The `penstock` command."""
     cli()
-
-
-@cli.command(short_help="Prove that a plan is right, or say what is wrong with it.")
-@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-def check(plan_file: Path) -> None:
-    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine.
-
-    Exit code 0 and one line if it is; 1 and what is wrong if it is not; 2 if the file is no plan.
-    """
-    from runtime.errors import PlanError
-    from runtime.plan import PlanFile
-
-    from .check import check as prove
-    from .check import summary
-
-    file = PlanFile.read(plan_file)
-    try:
-        prove(file.plan, file.claim)
-    except PlanError as error:
-        _fail(f"{plan_file}: {error}", 1)
-    click.echo(f"{on_one_line(str(plan_file))}: {summary(file.plan)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_step
+from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step
 
 
 @click.command()
@@ -56,8 +56,7 @@ def compare(
         clip_norm=None if isinstance(clip_norm, str) else clip_norm,
         attention=supported_attention(described)[0],  # type: ignore[arg-type]
     )
-    if semantics.batch_size % semantics.micro_batch:
-        raise click.UsageError(f"--micro-batch {micro_batch} does not divide the batch of {semantics.batch_size}; choose a divisor")
+    refuse_larger(semantics.micro_batch, semantics.batch_size)
     found = rank(described, profiles, semantics, free=SIZES if micro_batch is None else SIZES - {"micro_batch"})
     if as_json:
         click.echo(json.dumps(found.to_json()))

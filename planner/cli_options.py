@@ -54,6 +54,12 @@ def refuse_endless(machine: str) -> None:
         )
 
 
+def refuse_larger(micro_batch: int, batch_size: int) -> None:
+    """A micro-batch is a part of the batch. It need not divide it: the last one has what is left."""
+    if micro_batch > batch_size:
+        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {batch_size}; choose at most {batch_size}")
+
+
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
     """Sequences of a step, however they were given."""
     if tokens_per_step is None:

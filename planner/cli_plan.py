@@ -13,7 +13,7 @@ import click
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, sequences_of_a_step
+from .cli_options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
@@ -177,10 +177,7 @@ def _sized(model: "Model", asked: "Semantics", profile: "Profile", free: frozens
     """The semantics with the sizes that nobody named, and what they make of the model."""
     from .micro_batch import with_micro_batch
 
-    if asked.batch_size % asked.micro_batch:
-        raise click.UsageError(
-            f"--micro-batch {asked.micro_batch} does not divide the batch of {asked.batch_size}; choose a divisor"
-        )
+    refuse_larger(asked.micro_batch, asked.batch_size)
     return with_micro_batch(model, asked, profile, free)
 
 
@@ -201,7 +198,7 @@ def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[st
         "semantics": asdict(answer.plan.semantics),
         "policy": asdict(answer.plan.policy),
         **answer.claim(),
-        "baselines": answer.baselines,
+        "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": asdict(answer.next_best[0]), "step_s": answer.next_best[1]},
     }
     if measurements:

@@ -30,18 +30,26 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
     It is one file that needs no network.
     """
+    from hwprofiles.schema import Profile
     from runtime.errors import PlanError
     from runtime.plan import PlanFile
 
     from .check import check
+    from .claimed import claimed
+    from .recount import check_claim, check_origin, is_by_this_code
 
     if output.suffix.lower() not in (*PAGES, *TRACES):
         raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
     if output.exists() and plan_file.exists() and output.samefile(plan_file):
         raise click.UsageError(f"{output}: the plan itself would be overwritten; choose another name")
     file = PlanFile.read(plan_file)
+    claim = None if file.claim is None else claimed(file.claim, str(plan_file))
+    Profile.from_json(file.plan.profile, f"{plan_file}: profile")
     try:
         check(file.plan, file.claim)
+        check_origin(file.plan, is_by_this_code(claim))
+        if claim is not None:
+            check_claim(file.plan, claim)
     except PlanError as error:
         raise PlanError(f"{plan_file}: {error}") from None
     drawn = _page(file, plan_file, run_dir) if output.suffix.lower() in PAGES else _trace(file, plan_file, run_dir)
@@ -52,10 +60,12 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 
 
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
-    from .cli_run_files import read_run
+    from .cli_run_files import read_run, refuse_disorder
     from .report import report as page_of
 
     run = None if run_dir is None else read_run(run_dir, len(file.plan.ops))
+    if run_dir is not None and run is not None and run.timeline is not None:
+        refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
     return page_of(file, on_one_line(plan_file.name), run)
 
 
@@ -63,7 +73,7 @@ def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from hwprofiles.schema import Profile
     from runtime.timeline import chrome_trace
 
-    from .cli_run_files import read_timeline
+    from .cli_run_files import read_timeline, refuse_disorder
     from .cost import costs, region_of
     from .simulate import simulate
 
@@ -76,6 +86,7 @@ def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
             said = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
             raise click.UsageError(f"{run_dir}: {said if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}")
         tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
+        refuse_disorder(tracks["measured"], plan, timeline_file)
     return chrome_trace(plan, tracks)
 
 

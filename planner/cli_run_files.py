@@ -12,6 +12,7 @@ import click
 from runtime.units import on_one_line
 
 if TYPE_CHECKING:
+    from runtime.plan import Plan
     from runtime.timeline import Timeline
 
     from .report_run import Run
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MAX_TIMELINE_FILE_BYTES = 2**30
 MAX_LOG_BYTES = 2**28  # about a million steps; of a longer log the end is read
 MAX_LINE_BYTES = 2**20
+CLOCK_S = 1e-3  # the ends that a device's clock gives, and the starts that follow, are read within that
 
 
 def read_run(folder: Path, n_ops: int) -> "Run":
@@ -54,6 +56,17 @@ def read_timeline(path: Path, n_ops: int) -> "Timeline":
     if any(span.step < 0 or not 0 <= span.start_s <= span.end_s < 1e12 for span in timeline.spans):
         raise click.UsageError(f"{path}: holds a time or a step that cannot be; give the --out folder of a run")
     return timeline
+
+
+def refuse_disorder(timeline: "Timeline", plan: "Plan", path: Path) -> None:
+    """UsageError where a step has an op twice, or a lane performs ops out of the plan's order: it was another plan's run."""
+    before: dict[tuple[int, str], tuple[int, float]] = {}  # of a step and a lane: the last op, and its end
+    for span in sorted(timeline.spans, key=lambda span: (span.step, span.op)):
+        at = (span.step, str(plan.ops[span.op].lane))
+        op, end_s = before.get(at, (-1, 0.0))
+        if span.op == op or span.start_s < end_s - CLOCK_S:
+            raise click.UsageError(f"{path}: the timeline of another plan; give the plan that the run performed")
+        before[at] = (span.op, span.end_s)
 
 
 @contextmanager

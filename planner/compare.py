@@ -19,6 +19,7 @@ from .kernels import with_kernels
 from .memory import footprint, frame
 from .micro_batch import SIZES, with_micro_batch
 from .remedy import MAX_PLAN_OPS, too_long
+from .resident import advice
 from .search import search
 from .space import leanest
 
@@ -69,6 +70,7 @@ class Speed:
     micro_batch: int
     gap_fraction: float
     binding: str
+    resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ class Comparison:
         return [c.row() for c in self.candidates]
 
     def notes(self) -> Iterator[str]:
-        """What the rows leave out: whose tokens cost least, why machines do not fit, what has no price, how old the prices are."""
+        """What the rows leave out: whose tokens cost least, why machines do not fit, who should not stream, what has no price, how
+        old the prices are."""
         unpriced = any(isinstance(c.outcome, Speed) and c.usd_per_million_tokens is None for c in self.candidates)
         for c in self.candidates:
             if c.machine == self.cheapest:
@@ -201,8 +204,9 @@ class Comparison:
                     yield f"{c.machine}: {misfit.reason}; smallest changes that fit: {misfit.smallest_change}"
                 case TooLong() as long:
                     yield f"{c.machine}: {long.reason}; use {long.smallest_change}"
-                case Speed():
-                    pass
+                case Speed() as speed:
+                    if (said := advice(speed.resident_step_s, speed.step_s)) is not None:
+                        yield f"{c.machine}: {said}"
                 case _:
                     assert_never(c.outcome)
         for c in self.candidates:
@@ -267,6 +271,7 @@ def _outcome(
         micro_batch=semantics.micro_batch,
         gap_fraction=answer.certificate.gap_fraction,
         binding=answer.certificate.binding,
+        resident_step_s=None if answer.resident is None else answer.resident.step_s,
     )
 
 

@@ -101,7 +101,12 @@ def read_model(model: str) -> Model:
         near = difflib.get_close_matches(model.lower(), names, 3, 0.5)
         hint = f"near it: {', '.join(near)}" if near else f"shipped: {', '.join(names)}"
         raise WorkloadError(f"{model[:120]!r}: no such folder, config.json or shipped model; {hint}")
-    return _checked(Model(_read_config((_models() / f"{model}.json").read_bytes(), model), None, model), model)
+    return shipped_model(model)
+
+
+def shipped_model(name: str) -> Model:
+    """The model of that name that comes with Penstock, whatever lies in the folder at hand."""
+    return _checked(Model(_read_config((_models() / f"{name}.json").read_bytes(), name), None, name), name)
 
 
 def _read_path(file: Path) -> Model:

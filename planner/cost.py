@@ -4,6 +4,7 @@ From sizes and a profile to seconds of work alone and the rates at which shared 
 memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -29,9 +30,9 @@ BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backw
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
-def costs(plan: Plan, profile: Profile) -> list[Demand]:
-    """What each op of the plan asks for, in plan order."""
-    return CostModel(profile).demands(plan)
+def costs(plan: Plan, profile: Profile, alike: Mapping[int, int] | None = None) -> list[Demand]:
+    """What each op of the plan asks for, in plan order. `alike`: of each block, one that differs in nothing but names."""
+    return CostModel(profile, alike=alike or {}).demands(plan)
 
 
 def region_of(profile: Profile) -> Region:
@@ -76,6 +77,7 @@ class CostModel:
 
     profile: Profile
     clipped: bool = False
+    alike: Mapping[int, int] = field(default_factory=dict)  # of a block, one that costs the same; of one that is not there, itself
     capacity: dict[Resource, float] = field(init=False)
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
@@ -102,14 +104,14 @@ class CostModel:
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
         stop, cut = policy.early_stop, policy.transfer_chunk_bytes
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        key = (op.kind, b, op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
+        key = (op.kind, self.alike.get(b, b), op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
         return found
 
     def _demand_of(self, plan: Plan, op: Op) -> Demand:
-        block = plan.workload.blocks[op.block]
+        block = plan.blocks_of(op.micro_batch)[op.block]
         dtype = plan.semantics.compute_dtype
         item = ITEM_BYTES[dtype]
         match op.kind:
@@ -126,8 +128,9 @@ class CostModel:
             case Kind.FORWARD | Kind.RECOMPUTE:
                 return self._compute(self.forward_s(block, plan.semantics), block.pointwise_bytes)
             case Kind.LOSS:
-                n_bytes = self.loss_bytes(plan) + self._gradient_bytes(plan, op)
-                return self._compute(self.loss_s(plan) + self._gradient_bytes(plan, op) / self._memory_rate, n_bytes)
+                n_bytes = self.loss_bytes(block, plan.semantics) + self._gradient_bytes(plan, op)
+                seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
+                return self._compute(seconds, n_bytes)
             case Kind.BACKWARD:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
                 seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
@@ -196,6 +199,10 @@ class CostModel:
         n_kernels = SQUARE_KERNELS + sum((n >= NORM_CHUNK_ELEMENTS) + (n % NORM_CHUNK_ELEMENTS > 0) for n in sizes)
         return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
+    def moving_s(self, n_bytes: int, n_kernels: int) -> float:
+        """Seconds of eager pointwise kernels that read and write so many bytes of the device's memory."""
+        return n_bytes / self._memory_rate + n_kernels * self.profile.device.kernel_overhead_s.value
+
     @property
     def square_bytes_per_s(self) -> float:
         """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
@@ -203,24 +210,22 @@ class CostModel:
             return self.profile.host.reduce_bytes_per_s.value
         return self._memory_rate
 
-    def loss_s(self, plan: Plan) -> float:
+    def loss_s(self, head: Block, of: Semantics) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
-        head = plan.workload.blocks[-1]
         return (
-            (1 + BACKWARD_MATMULS) * sum(self._matmul(plan.semantics.compute_dtype, m) for m in head.matmuls)
+            (1 + BACKWARD_MATMULS) * sum(self._matmul(of.compute_dtype, m) for m in head.matmuls)
             + (1 + BACKWARD_POINTWISE) * self._pointwise_s(head)
-            + self._tile_sum_bytes(plan) / self._memory_rate
+            + self._tile_sum_bytes(head, of) / self._memory_rate
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
-    def loss_bytes(self, plan: Plan) -> int:
+    def loss_bytes(self, head: Block, of: Semantics) -> int:
         """Device memory traffic of the head besides its products: norm and softmax, both ways, and the weight's gradient."""
-        return (1 + BACKWARD_POINTWISE) * plan.workload.blocks[-1].pointwise_bytes + self._tile_sum_bytes(plan)
+        return (1 + BACKWARD_POINTWISE) * head.pointwise_bytes + self._tile_sum_bytes(head, of)
 
-    def _tile_sum_bytes(self, plan: Plan) -> int:
+    def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
-        item = ITEM_BYTES[plan.semantics.compute_dtype]
-        return sum(m.count * m.k * m.n for m in plan.workload.blocks[-1].matmuls) * (item + 2 * FP32_BYTES)
+        return sum(m.count * m.k * m.n for m in head.matmuls) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
 
     def _pointwise_s(self, work: Block | Recompute) -> float:
         """Seconds of moving what is neither a product nor attention through the device's memory, once."""

@@ -11,6 +11,7 @@ from runtime.plan import Lane, Plan, Policy, Semantics, Update
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .memory import Footprint
+from .resident import advice
 from .search import Answer, Certificate
 from .waterfall import sensitivities, waterfall
 
@@ -50,6 +51,7 @@ def kernels_in_words(semantics: Semantics) -> str:
 def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
     plan, claim, certificate = answer.plan, answer.prediction_json(), answer.certificate
     semantics, policy = plan.semantics, plan.policy
+    resident = advice(None if answer.resident is None else answer.resident.step_s, answer.step_s)
     yield _rows(
         (
             "model",
@@ -57,10 +59,11 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
             f"{plan.workload.n_layers} layers",
         ),
         ("machine", f"{profile.name}: {profile.summary}"),
+        *((("resident", resident),) if resident is not None else ()),
         (
             "step",
             f"{semantics.batch_size} sequences of {semantics.seq_len} tokens, "
-            f"in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}; "
+            f"in {micro_batches_in_words(semantics)}; "
             f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
             f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
         ),
@@ -101,13 +104,15 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
     yield _memory(answer.needs)
     yield Text()
     others = _table("schedule", "step", "this plan is")
-    for name, said in answer.baselines.items():
+    for name, said in answer.all_baselines().items():
         if "step_s" in said:
             others.add_row(name, show_seconds(said["step_s"]), f"{said['step_s'] / claim['step_s']:.2f} times as fast")
         else:
             others.add_row(name, "does not fit", said["does_not_fit"])
     yield others
     yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
+    if answer.resident is not None:
+        yield Text("Resident: all state and AdamW on the device, as no plan has it yet, with this micro-batch.", style="dim")
     yield Text()
     yield from map(Text, sureness(answer, profile))
 
@@ -179,13 +184,19 @@ def counted(n: int, noun: str, plural: str = "s") -> str:
     return f"{n} {noun}{'' if n == 1 else plural}"
 
 
+def micro_batches_in_words(semantics: Semantics) -> str:
+    """`5 micro-batches of 16, the last of 3`."""
+    last = f", the last of {semantics.n_left}" if semantics.n_left else ""
+    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}"
+
+
 def certificate_sentence(certificate: Certificate, step_s: float) -> str:
     """How near to the best the plan is known to be."""
     whose = "no policy is" if certificate.n_families else "this policy is not"
     return (
         f"{whose} below {show_seconds(certificate.policy_bound_s)} "
         f"(gap {certificate.gap_fraction:.1%} of a step of {show_seconds(step_s)}); "
-        f"no schedule on this machine is below {show_seconds(certificate.machine_bound_s)}"
+        f"no schedule that updates on the host, with this micro-batch, is below {show_seconds(certificate.machine_bound_s)}"
     )
 
 

@@ -80,6 +80,12 @@ class Facets:
                 self.prices[kind].append((meeting, price))
         self.prices[Kind.SPECULATE] = self.prices[Kind.SETTLE] = self.prices[Kind.UPDATE]
 
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The facets that cost anything here: lanes, resources, and meetings in which ops slow each other."""
+        met = {meeting for prices in self.prices.values() for meeting, _ in prices}
+        return (*Lane, *Resource, *(meeting for meeting in MEETINGS if meeting in met))
+
     def of(self, kind: Kind, demand: Demand) -> dict[Key, float]:
         """What one op costs on each facet."""
         load: dict[Key, float] = {LANE_OF[kind]: demand.uncontended_s}

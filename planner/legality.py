@@ -9,8 +9,15 @@ MAX_DIMS = 8  # of a weight; a bound on the size of numbers of elements
 
 
 def check_workload(plan: Plan) -> None:
-    """Weights have names of their own, few dimensions, and only the head shares weights with block 0."""
+    """Weights have names of their own, few dimensions, and only the head shares weights with block 0; a smaller last micro-batch
+    goes through the same blocks, and fits their slots."""
     blocks = plan.workload.blocks
+    last = plan.blocks_of(plan.semantics.n_micro_batches - 1)
+    if len(last) != len(blocks):
+        raise PlanError(f"the last micro-batch is smaller, and the workload does not say what it takes; {AGAIN}")
+    for i, (block, less) in enumerate(zip(blocks, last, strict=True)):
+        if (less.kind, less.parameters) != (block.kind, block.parameters) or less.boundary_bytes > block.boundary_bytes:
+            raise PlanError(f"block {i}: the smaller last micro-batch has other weights, or a larger output; {AGAIN}")
     owned = {p.name: p.shape for p in blocks[0].parameters}
     for i, block in enumerate(blocks):
         ties = [p.tied_to for p in block.parameters if p.tied_to is not None]

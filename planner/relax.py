@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Update
-from runtime.region import Demand, Resource
+from runtime.region import Demand
 from runtime.workload import BlockKind, Model, Saved, Workload
 
-from .arenas import N_STAGING_SLOTS, SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
-from .bounds import Phases, add_to_phases, ops_at_least
+from .arenas import SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
+from .bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, of_each_size, ops_at_least
+from .bounds import first_gradient_s as first_gradient_s_of
 from .cost import CostModel
-from .facets import KEYS, MEETINGS, Facets, Key, add, nothing
+from .facets import Facets, Key, add, nothing
 from .integer import Program
 from .memory import footprint, frame
-from .space import CHUNKS_PER_LAYER, GRADIENT_SLOTS, MOST_PREFETCH, PREFETCH_DEPTHS, Family, Fill, classes_of, cut, tiers_of
+from .phases import Buffers, add_to_phases, phases_of, staged_slots
+from .space import CHUNKS_PER_LAYER, GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, classes_of, cut, tiers_of
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
@@ -37,7 +39,7 @@ class Relaxed:
 class Relaxation:
     """The integer programs of one workload on one machine, one per family and pair of buffers.
 
-    A prefetch depth above the usual ones stands for itself and all that are deeper.
+    A prefetch depth above the usual ones stands for itself and all that are deeper, and so do gradient slots for more of them.
     """
 
     def __init__(
@@ -47,6 +49,11 @@ class Relaxation:
         self.cost, self.profile = cost, cost.profile
         self.classes = classes_of(workload)
         self.known: dict[tuple[Family, int | None, int | None], Relaxed | None] = {}
+        self.facets: dict[bool, Facets] = {}  # by whether gradients are summed on the device
+
+    @property
+    def n_solved(self) -> int:
+        return len(self.known)
 
     def solve(self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None) -> Relaxed | None:
         """The relaxation with these buffers (None: whichever are best); None where nothing fits."""
@@ -58,6 +65,26 @@ class Relaxation:
     def frame(self, policy: Policy) -> Plan:
         return frame(self.model, self.workload, self.semantics, policy)
 
+    def facets_of(self, plan: Plan) -> Facets:
+        """Facets that hold for every policy which sums gradients where this lean one does."""
+        if plan.reduced not in self.facets:
+            self.facets[plan.reduced] = Facets((plan, *self._others(plan)), self.cost)
+        return self.facets[plan.reduced]
+
+    def _others(self, plan: Plan) -> Iterator[Plan]:
+        """The same policy where ops draw otherwise on what is shared: a master in one piece, squares on the device, smaller
+        transfers; and, where computing draws on the host's memory, other activations saved."""
+        lean = plan.policy
+        yield self.frame(replace(lean, storage="mirrored"))
+        if plan.reduced:
+            yield self.frame(replace(lean, square_blocks=tuple(can_square(self.workload))))
+            for n in CHUNKS_PER_LAYER:
+                yield self.frame(cut(lean, plan, n))
+        if self.profile.device.kind == "cpu":
+            for b in range(1, self.workload.n_layers + 1):
+                for tier in tiers_of(self.workload.blocks[b], 1):
+                    yield self.frame(_saving(replace(lean, boundary_stride=1), b, tier))
+
 
 class _Builder:
     """Puts one integer program together."""
@@ -68,25 +95,33 @@ class _Builder:
         self.lean = replace(family.policy(of.semantics), gradient_slots=gradient_slots or 1)
         self.take_turns = gradient_slots == 1  # with more slots, or none said, they need not
         self.plan = of.frame(self.lean)
-        self.facets = Facets((self.plan, *self._squared(), *self._cut()), of.cost)
+        self.facets = of.facets_of(self.plan)
+        self.keys = self.facets.keys
+        self.groups = family.groups
         self.n_groups = -(-of.semantics.n_micro_batches // family.group_micro_batches)
+        is_many = gradient_slots is None or gradient_slots >= max(GRADIENT_SLOTS)
+        self.n_slots = (
+            self.workload.n_layers * of.semantics.n_micro_batches if gradient_slots is None or is_many else gradient_slots
+        )
         self.layers = [i for i, blocks in enumerate(self.classes) if self._kind(i) is BlockKind.LAYER]
         p, n_layers = self.program, self.workload.n_layers
         often = of.clipped_fraction
         self.step = p.variable(0, inf, integer=False, cost=1 - (often or 0.0))
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
         is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
-        self.depth = p.variable(prefetch_depth or 1, MOST_PREFETCH if is_most else prefetch_depth or 1)
+        self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
         self.spared = p.variable(0, inf, integer=False)  # loads that a turn of the walk saves
         self.transient = p.variable(0, inf, integer=False)  # in shares of device memory
         may_spill = family.boundary_stride == 1
+        self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
         self.n_spilled, self.spills = p.variable(0, n_layers if may_spill else 0), p.variable(0, int(may_spill))
         self.saving = {
             (i, tier): (p.variable(0, len(self.classes[i])), p.variable(0, 1))
             for i in self.layers
-            for tier in tiers_of(self.workload.blocks[self.classes[i][0]], family)
+            for tier in tiers_of(self.workload.blocks[self.classes[i][0]], family.boundary_stride)
         }
-        self.up, self.down = p.variable(0, inf, integer=False), p.variable(0, inf, integer=False)  # the groups' two ways
+        # Phases of all groups: `bounds.Phases` has them as up, back, around, home and the last of these.
+        self.up, self.back, self.around, self.left, self.last = (p.variable(0, inf, integer=False) for _ in range(5))
         self.resident = [p.variable(0, len(blocks)) for blocks in self.classes]
         speculates = family.update is Update.DEFERRED and often is not None
         self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
@@ -95,17 +130,6 @@ class _Builder:
         loads = [self._squaring(blocks[0]) if blocks[0] in legal else (nothing(), nothing(), 0.0) for blocks in self.classes]
         self.squares, self.squaring = [load[0] for load in loads], [load[1] for load in loads]
         self.home = {self.square[0]: loads[0][2]}  # the embedding's gradient is the last to come home
-
-    def _cut(self) -> Iterator[Plan]:
-        """The same policy with smaller transfers, which draw less on what is shared."""
-        if self.plan.reduced:
-            for n in CHUNKS_PER_LAYER:
-                yield self.of.frame(cut(self.lean, self.plan, n))
-
-    def _squared(self) -> Iterator[Plan]:
-        """The same policy with every gradient squared on the device that may be."""
-        if self.plan.reduced:
-            yield self.of.frame(replace(self.lean, square_blocks=tuple(can_square(self.workload))))
 
     def _squaring(self, block: int) -> tuple[dict[Key, float], dict[Key, float], float]:
         """What a block's square costs; what is more to do with it than without, or less; and how much longer the gradient's way
@@ -155,6 +179,9 @@ class _Builder:
                 p.at_most({n: 1.0, used: -float(n_blocks)}, 0.0)
         n_layers = self.workload.n_layers
         p.at_most({self.n_spilled: 1.0, self.spills: -float(n_layers)}, 0.0)
+        group = self.groups[-1]
+        p.at_most({self.early: 1.0, self.spills: -float(early_fetches(group, n_layers))}, 0.0)
+        p.at_most({self.early: 1.0, self.n_spilled: -float(group)}, 0.0)
         kept = {n: 1.0 for (_, tier), (n, _) in self.saving.items() if tier is None}
         p.at_most({self.n_spilled: 1.0, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
         n_turns = 2 * self.n_groups - 1
@@ -166,7 +193,13 @@ class _Builder:
 
     def _times(self) -> None:
         """A row per lane and resource, and the ring; all in units of `scale_s`."""
+        phases = self.phases = phases_of(self.plan, self.groups)
+        for kind, b, demand, count in ops_at_least(self.plan, self.of.cost):
+            if kind is not Kind.BACKWARD or b == 0:
+                add_to_phases(phases, self.plan, kind, b, self.facets.of(kind, demand), count)
+        self.idle = idle_in_turns(self.plan, phases)
         constant, tiers = self._work()
+        add(constant, self.idle, 1)
         self.scale_s = max(sum(constant.values()), 1e-12)
         variable: dict[int, dict[Key, float]] = {}
         self.backward = {n: tiers[key] for key, (n, _) in self.saving.items()}
@@ -181,9 +214,10 @@ class _Builder:
             variable[self.resident[i]] = {key: -(n_loads - 1) * seconds for key, seconds in first[i].items()}
         largest = {key: max(first[i].get(key, 0.0) for i in self.layers) for key in {k for i in self.layers for k in first[i]}}
         variable[self.spared] = {key: -seconds for key, seconds in largest.items()}
-        n_micro_batches, moved = self.of.semantics.n_micro_batches, dict.fromkeys(total, 0.0)
+        moved = dict.fromkeys(total, 0.0)
         for kind in (Kind.SPILL, Kind.FETCH):
-            add(moved, self.facets.of(kind, self._demand(kind, 0, 0)), n_micro_batches)
+            for m, count in of_each_size(self.plan, self.of.semantics.n_micro_batches):
+                add(moved, self.facets.of(kind, self._demand(kind, 0, m)), count)
         variable[self.n_spilled] = moved
         variable |= dict(zip(self.square, self.squaring, strict=True))
         self._phases(first)
@@ -191,16 +225,19 @@ class _Builder:
             if clipped:
                 again = (self.facets.of(Kind.UPDATE, self._demand(Kind.UPDATE, blocks[0])) for blocks in self.classes)
                 variable |= dict(zip(self.speculate, again, strict=True))
-            for key, seconds in total.items():
+            for key, seconds in ((key, total[key]) for key in self.keys):
                 self._at_least(step, seconds, {n: load.get(key, 0.0) for n, load in variable.items()})
             self._ring(step, clipped, total, variable)
 
-    def _phases_at_least(self, step: int, seconds: float, first_up: bool, less: Mapping[int, float]) -> None:
-        """step >= seconds + the phases of all groups, but for the first way up unless it is asked for + less @ x."""
-        equal = self.of.semantics.n_micro_batches % self.family.group_micro_batches == 0
-        share = 1.0 if first_up else 1.0 - 1.0 / self.n_groups if equal else 0.0
-        row = {n: s / self.scale_s for n, s in less.items()}
-        self.program.at_most({**row, self.up: share, self.down: 1.0, step: -1.0}, -(seconds + self.vocab_s) / self.scale_s)
+    def _phases_at_least(self, step: int, seconds: float, less: Mapping[int, float]) -> None:
+        """step >= seconds + all phases but the first way up + less @ x: `Phases.after_first_way_up_s`."""
+        row, others = {n: s / self.scale_s for n, s in less.items()}, 1 - self.phases.first_fraction
+        if self.phases.equal:
+            ways = [{self.around: 1 - 1 / self.n_groups, self.last: 1 / self.n_groups}]
+        else:
+            ways = [{self.back: 1.0, self.up: others}, {self.around: others}]
+        for way in ways:
+            self.program.at_most({**row, **way, step: -1.0}, -(seconds + self.phases.loss_s) / self.scale_s)
 
     def _at_least(self, step: int, seconds: float, variable: Mapping[int, float]) -> None:
         """step >= seconds + variable @ x."""
@@ -236,17 +273,11 @@ class _Builder:
         match self.family.update:
             case Update.EAGER:
                 self._at_least(step, load_s[0] + total[Lane.GPU] + last_s + update_s[0], computed)
-                self._phases_at_least(step, 0.0, True, {})
-            case Update.BARRIER:
-                self._at_least(step, load_s[0] + total[Lane.GPU] + last_s + sum(update_s), computed)
-                updates = self._sum(Kind.UPDATE, blocks)
-                for key, seconds in total.items():
-                    per_unit = {n: load.get(key, 0.0) for n, load in variable.items()}
-                    self._at_least(step, sum(update_s) + seconds - updates[key], per_unit)
-                self._take_turns(step, sum(update_s), {})
-                self._phases_at_least(step, sum(update_s), True, {})
+                self.program.at_most({self.around: 1.0, step: -1.0}, -self.phases.loss_s / self.scale_s)
             case Update.DEFERRED:
                 self._deferred_ring(step, clipped, total, variable, update_s, load_s, last_s)
+            case Update.BARRIER:
+                raise AssertionError("a barrier only adds to the time of a deferred update, whose bound is its own")
 
     def _deferred_ring(
         self,
@@ -258,7 +289,7 @@ class _Builder:
         load_s: list[float],
         last_s: float,
     ) -> None:
-        blocks, n_first = range(len(self.workload.blocks)), self.family.group_micro_batches
+        blocks, first = range(len(self.workload.blocks)), of_each_size(self.plan, self.groups[-1])  # at most
         computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
         # What was speculated on need not be done when the norm is known; more than there is cannot be taken off.
         early: dict[int, dict[Key, float]] = {}
@@ -273,70 +304,90 @@ class _Builder:
             load_after_s = load if b in (0, blocks[-1]) else 0.0
             self._at_least(step, last_s + updated_s + load_after_s + total[Lane.GPU] - before_s, computed | sooner)
             if b <= self.workload.n_layers:
-                before_s += n_first * self._demand(Kind.FORWARD, b, 0).uncontended_s
+                before_s += sum(count * self._demand(Kind.FORWARD, b, m).uncontended_s for m, count in first)
         updates, first_loads = self._sum(Kind.UPDATE, blocks), self._sum(Kind.LOAD, blocks)
-        forwards = self._sum(Kind.FORWARD, blocks[:-1], 0)
-        spill = self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, 0))
+        forwards, spills = nothing(), nothing()
+        for m, count in first:
+            add(forwards, self._sum(Kind.FORWARD, blocks[:-1], m), count)
+            add(spills, self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, m)), count)
+        fetch = self.facets.of(Kind.FETCH, self._demand(Kind.FETCH, 0, 0))
         untils: list[tuple[float, dict[int, float]]] = [(updated_s + load_s[-1], sooner)]
-        first_s = update_s[0] + load_s[0] + before_s  # the way of the first micro-batches to the loss
+        # The way of the first micro-batches to the loss: at least so many are in the first group.
+        first_s = update_s[0] + load_s[0] + before_s * self.groups[0] / self.groups[-1]
         untils.append((first_s, {s: -load[Lane.CPU] for s, load in early.items() if s == self.speculate[0]}))
         untils += [
-            (updates[k] + first_loads[k], {s: -load.get(k, 0.0) for s, load in early.items()}) for k in (*Resource, *MEETINGS)
+            (updates[k] + first_loads[k], {s: -load.get(k, 0.0) for s, load in early.items()})
+            for k in self.keys
+            if k not in (*Lane,)
         ]
+        arriving, first_gradient_s = self._arriving(), first_gradient_s_of(self.plan, self.phases)
         for until_s, less in untils:
-            self._take_turns(step, until_s, less)
-            self._phases_at_least(step, until_s, False, less)
-            for key, seconds in total.items():
-                after_s = seconds - updates[key] - first_loads[key] - n_first * forwards[key]
+            for of in self.keys[1:]:  # all but the device's lane
+                more = {n: load[of] for n, load in zip(self.square, self.squaring, strict=True)}
+                more |= {s: update.get(of, 0.0) + less.get(s, 0.0) for s, update in early.items()}
+                self._at_least(step, until_s + first_gradient_s + arriving[of], more)
+            self._phases_at_least(step, until_s, less)
+            for key in self.keys:
+                seconds = total[key]
+                after_s = seconds - updates[key] - first_loads[key] - forwards[key]
                 per_unit = {n: load.get(key, 0.0) for n, load in variable.items()} if key is not Lane.GPU else dict(computed)
-                per_unit[self.n_spilled] -= n_first * spill.get(key, 0.0)
+                per_unit[self.n_spilled] -= spills[key]
+                per_unit[self.early] = -fetch.get(key, 0.0)
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
                 for s, per_block in less.items():
                     per_unit[s] = per_unit.get(s, 0.0) + per_block
                 self._at_least(step, until_s + after_s + (last_s if key is Lane.GPU else 0.0), per_unit)
 
+    def _arriving(self) -> dict[Key, float]:
+        """What comes after the first gradient has left, if nothing is squared on the device or updated early."""
+        found: dict[Key, float] = nothing()
+        for kind, b, demand, count in ops_at_least(self.plan, self.of.cost):
+            if kind in ARRIVING:
+                add(found, self.facets.of(kind, demand), count - is_first_gradient(self.plan, kind, b))
+        add(found, self.idle, 1)
+        return found
+
     def _phases(self, first: list[dict[Key, float]]) -> None:
         """The two ways of all groups over the layers, each as long as what it asks for: `bounds.Phases`."""
-        phases = Phases(self.n_groups)
+        phases = self.phases
+        n_groups, buffers = self.n_groups, Buffers(0, self.n_slots, staged_slots(self.plan))
+        ends = [(self.back, buffers.n_slots, phases.embedding_s), (self.left, 0, phases.home_s)]
+        ends += [(self.back, 0, phases.embedding_after_layers_s)] if phases.takes_turns else []
         if self.take_turns:  # one gradient may still be leaving when the next phase begins
             largest_s = max(self._demand(Kind.OFFLOAD, b[0], None if self.plan.reduced else 0).uncontended_s for b in self.classes)
-            self._at_least(self.down, self.turns_s - self.n_groups * largest_s, self.turns)
-        for kind, b, demand, count in ops_at_least(self.plan, self.of.cost):
-            if kind is not Kind.BACKWARD or b == 0:
-                add_to_phases(phases, self.plan, kind, b, self.facets.of(kind, demand), count)
-        self.vocab_s = phases.vocab_s(len(self.workload.blocks) - 1)
-        for key in KEYS:
-            streamed = {self.resident[i]: -self.n_groups * first[i].get(key, 0.0) for i in self.layers}
-            one_load_s = self.n_groups * phases.largest_load.get(key, 0.0)
+            for end, late, more_s in ends:
+                self._at_least(end, self.turns_s - late * n_groups * largest_s + more_s, self.turns)
+        for key in self.keys:
+            streamed = {self.resident[i]: -n_groups * first[i].get(key, 0.0) for i in self.layers}
+            one_load_s = n_groups * phases.largest_load.get(key, 0.0)
             # Loads take what is left of them when every slot is full; where chunks may be small, that still holds.
-            loads_s = self.n_groups * phases.loads[key] - one_load_s
-            ahead = {self.depth: -one_load_s}
-            with_loads = {**streamed, **ahead}
-            for row, seconds in ((with_loads, phases.up[key] + loads_s), ({}, phases.up[key])):
-                self._at_least(self.up, seconds, row)
+            loads_s = n_groups * phases.loads[key] - one_load_s
+            with_loads = {**streamed, self.depth: -one_load_s}
             backward = {n: load.get(key, 0.0) for n, load in self.backward.items()}
             backward |= {self.square[i]: self.squares[i][key] for i in self.layers}
-            n_left = (self.lean.gradient_slots if self.take_turns else max(GRADIENT_SLOTS)) + N_STAGING_SLOTS
-            leaving_s = phases.leaving[key] - self.n_groups * n_left * phases.largest_leaving.get(key, 0.0)
             for more, more_s in (({}, 0.0), (with_loads, loads_s)):
-                for left_s in (0.0, leaving_s):
-                    self._at_least(self.down, phases.down[key] + more_s + left_s, {**backward, **more})
-
-    def _take_turns(self, step: int, until_s: float, less: Mapping[int, float]) -> None:
-        """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
-        if self.take_turns:
-            self._at_least(step, until_s + self.turns_s, {**self.turns, **less})
+                self._at_least(self.up, phases.up[key] + more_s, more)
+                for end, late, then_s in ends:
+                    left_s = phases.left_s(key, buffers) if late else phases.all_left_s(key, buffers)
+                    for leaving_s in (0.0, left_s):
+                        self._at_least(end, phases.down[key] + more_s + leaving_s + then_s, {**backward, **more})
+        around = ({self.up: 1.0, self.back: 1.0}, {self.left: 1.0})
+        for then, rows in ((self.around, around), (self.last, ({self.back: 1.0}, {self.left: 1.0}))):
+            for row in rows:
+                self.program.at_most({**row, then: -1.0}, 0.0)
 
     def _turns(self) -> tuple[float, dict[int, float]]:
         """Every layer's last backward, by tier, and squares, and every layer's gradient leaving."""
-        last = self.of.semantics.n_micro_batches - 1
-        often = 1 if self.plan.reduced else self.of.semantics.n_micro_batches
+        n_micro_batches = self.of.semantics.n_micro_batches
+        last = [(n_micro_batches - 1, 1)] if self.plan.reduced else of_each_size(self.plan, n_micro_batches)
+        often = 1 if self.plan.reduced else n_micro_batches
         offloads = self._sum(Kind.OFFLOAD, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
             plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
-            backward[n] = often * self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, last)).uncontended_s
+            demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, m)), count) for m, count in last)
+            backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
         return often * offloads[Lane.D2H], backward
 

@@ -10,9 +10,11 @@ from runtime.errors import PlanError
 from runtime.plan import Lane, Plan
 from runtime.units import on_one_line, show_bytes, show_count, show_rate, show_seconds
 
-from .explain import CONVENTION, MANY_FRACTION, clauses, counted
+from .cost import CostModel
+from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words
 from .memory import Footprint
 from .report_run import Run, number
+from .resident import advice, resident
 from .search import model_flop
 from .simulate import Prediction
 
@@ -101,8 +103,7 @@ def facts(known: Known) -> Iterator[tuple[str, str]]:
     yield "machine", known.profile.summary
     yield (
         "step",
-        f"{counted(semantics.batch_size, 'sequence')} of {semantics.seq_len:,} tokens, in "
-        f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}",
+        f"{counted(semantics.batch_size, 'sequence')} of {semantics.seq_len:,} tokens, in {micro_batches_in_words(semantics)}",
     )
     clip = "no clipping" if semantics.clip_norm is None else f"gradients clipped at {semantics.clip_norm:g}"
     yield "precision", f"{semantics.compute_dtype} compute, {semantics.master_dtype} master weights, {clip}{experts}"
@@ -144,8 +145,8 @@ def figures(known: Known) -> Iterator[Figure]:
 
 
 def verdict(known: Known) -> Iterator[str]:
-    """The prediction, the interval, the certificate and the measurement, each in a sentence or two."""
-    claim = known.claim
+    """The prediction, the interval, the certificate, whether to stream, and the measurement, each in a sentence or two."""
+    claim, plan = known.claim, known.plan
     predicted = f"A step is predicted to take {exact(known.step_s)}."
     if claim is not None and known.holds:
         predicted += (
@@ -161,6 +162,9 @@ def verdict(known: Known) -> Iterator[str]:
             f"The plan file claims a step of {exact(claim.step_s)}, but simulating it gives {exact(known.prediction.step_s)}. "
             "The file was changed, or written by another version; its claims are left out here."
         )
+    kept = resident(plan, CostModel(known.profile))
+    if (said := advice(None if kept is None else kept.step_s, known.step_s)) is not None:
+        yield f"{said[:1].upper()}{said[1:]}."
     if not known.prediction.periodic:
         yield "The steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated."
     times_s = known.measured_s
@@ -177,7 +181,8 @@ def certified(claim: Claim) -> str:
     else:
         first = f"This policy was asked for, not searched for; with it no step takes less than {exact(claim.policy_bound_s)}."
     binds = f" What binds is {claim.binding}." if claim.binding else ""
-    return f"{first} No schedule of any kind on this machine takes less than {exact(claim.machine_bound_s)}.{binds}"
+    host = f"No schedule that updates on the host, with this micro-batch, takes less than {exact(claim.machine_bound_s)}."
+    return f"{first} {host}{binds}"
 
 
 def measured(known: Known, times_s: list[float]) -> str:

@@ -13,21 +13,25 @@ from runtime.region import Resource
 from runtime.workload import Model, Workload
 
 from .arenas import refuse_illegal
+from .arithmetic import arithmetic
 from .bounds import FACET, LANE_NAME, machine_bound, policy_bound
 from .branch import Tree, Trial
 from .cost import CostModel
 from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
+from .resident import Resident, resident
 from .simulate import Prediction
-from .space import baseline, eager_is_legal, leanest
+from .space import baseline, eager_is_legal, family_of, leanest
 from .uncertainty import Interval, interval
 
+ROUNDING = 1 - 1e-9  # of sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far from optimal the plan can be: no policy of the space below one bound, no schedule below the other."""
+    """How far from optimal the plan can be: no policy of the space is below one bound; no schedule is below the other that has this
+    micro-batch and updates on the host."""
 
     policy_bound_s: float
     machine_bound_s: float
@@ -35,6 +39,12 @@ class Certificate:
     binding: str
     n_families: int  # that the bound covers; 0: it is that of the one policy asked for
     n_simulated: int
+    # With what the claim can be made again: the share of steps that are clipped (None: nobody said), the draws of the interval,
+    # and the code that did the arithmetic.
+    clipped_fraction: float | None
+    n_draws: int
+    seed: int
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +63,15 @@ class Answer:
     next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
     clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
     drawn: Interval  # of step times, as the profile's spreads allow them
+    resident: Resident | None  # what a step would take with all state on the device; None: device and host are one memory
 
     def claim(self) -> dict[str, Any]:
         """What a plan file says of its plan."""
         return {"prediction": self.prediction_json(), "certificate": asdict(self.certificate)}
+
+    def all_baselines(self) -> dict[str, dict[str, Any]]:
+        """The schedules of other systems, and `resident` where that means something: what a step takes, or why it does not fit."""
+        return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
 
     def prediction_json(self) -> dict[str, Any]:
         step_s, semantics = self.step_s, self.plan.semantics
@@ -74,7 +89,8 @@ class Answer:
 
 def model_flop(plan: Plan) -> int:
     """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention."""
-    return 3 * plan.semantics.n_micro_batches * sum(b.forward_flop for b in plan.workload.blocks)
+    counts = plan.alike(range(plan.semantics.n_micro_batches))
+    return 3 * sum(count * sum(b.forward_flop for b in plan.blocks_of(m)) for m, count in counts)
 
 
 def search(
@@ -104,26 +120,40 @@ def search(
         if tree.best is None:
             raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
         best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)
+        relaxed = tree.relaxation.solve(family_of(best, semantics))
+        repeats = trial.tried[best][1].periodic
+        assert not repeats or relaxed is None or trial.step_s(best) >= relaxed.bound_s * ROUNDING, (
+            f"{best} is below the bound of its family"
+        )
     else:
         plan = frame(model, workload, semantics, fixed)
         if not (needs := footprint(plan, profile)).fits:
             raise does_not_fit(request, [needs])
         best, bound_s, n_families = fixed, policy_bound(plan, trial.cost).seconds, 0
         trial.step_s(fixed)
-    plan, prediction = trial.tried[best]
-    step_s = trial.step_s(best)
+    return answer_of(trial, best, bound_s, n_families, known)
 
-    machine = machine_bound(plan, trial.cost)
+
+def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known: dict[str, dict[str, Any]]) -> Answer:
+    """What is known of a policy that was tried, where no other one of so many families is below the bound."""
+    plan, prediction = trial.tried[best]
+    step_s, profile = trial.step_s(best), trial.profile
+    machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
+    # Steps that find no rhythm are a mean of the last, which may be any moment's.
+    assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
     policy_bound_s = max(min(step_s, bound_s), machine.seconds)
-    binding = binding_of(plan, prediction, trial.cost) or policy_bound(plan, trial.cost).binding
-    certificate = Certificate(policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried))
+    binding = binding_of(plan, prediction, trial.cost) or own.binding
     drawn = interval(plan, profile)
+    certificate = Certificate(
+        policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried), trial.clipped_fraction,
+        drawn.n_draws, drawn.seed, arithmetic(),
+    )  # fmt: skip
     p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
     needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
     clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None
     return Answer(
         plan, prediction, step_s, p10_step_s, p90_step_s, needs, certificate, known, outside, trial.next_best(best), clipped_step_s,
-        drawn,
+        drawn, resident(plan, trial.cost),
     )  # fmt: skip
 
 

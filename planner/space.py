@@ -2,7 +2,8 @@
 
 The space is cut into *families*: when the host updates, how many micro-batches go through a layer at a time, how many layers
 share a boundary. Inside a family the rest is free: buffers, and block by block what is saved, spilled, resident, updated on
-speculation, or squared on the device for the norm. A baseline is a known system's *schedule* under the user's own semantics: the
+speculation, or squared on the device for the norm. A family stands for all sizes of groups that make as many, and for a barrier
+before the next forward, which only adds a wait. A baseline is a known system's *schedule* under the user's own semantics: the
 bits of the result are the same.
 """
 
@@ -16,26 +17,34 @@ from runtime.workload import Block, Model, Saved, Workload
 
 from .arenas import can_split
 from .memory import Footprint, footprint, frame
-from .micro_batch import divisors
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried
-MOST_PREFETCH = 16
-GRADIENT_SLOTS = (2, 1, 3)
+GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last stands for more, too
 OFFLOAD_LATE_BLOCKS = (0, 1)
 STRIDES = (1, 2, 4)
 CHUNKS_PER_LAYER = (2, 4)  # about so many transfers, where a layer does not move in one
-N_BETWEEN_GROUPS = 2  # group sizes tried between row-major and layer-major
 MEGATRAIN_STRIDE = 4  # of its layers share a boundary
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What policies have in common whose other choices one relaxation bounds together."""
+    """What policies have in common whose other choices one relaxation bounds together: groups of some size from the smaller to
+    the larger, both of which make as many."""
 
     update: Update
     group_micro_batches: int
+    largest_group: int
     boundary_stride: int
+
+    @property
+    def groups(self) -> range:
+        return range(self.group_micro_batches, self.largest_group + 1)
+
+    def halves(self) -> "tuple[Family, Family]":
+        """The smaller sizes and the larger ones, of several."""
+        middle = (self.group_micro_batches + self.largest_group) // 2
+        return replace(self, largest_group=middle), replace(self, group_micro_batches=middle + 1)
 
     def policy(self, semantics: Semantics) -> Policy:
         """The leanest member that spills nothing. Split masters and an early stop are never worse where they are possible."""
@@ -89,15 +98,32 @@ def eager_is_legal(semantics: Semantics) -> bool:
 
 def families(semantics: Semantics, workload: Workload) -> list[Family]:
     """Every family, eager updates only where they are legal."""
-    updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED, Update.BARRIER]
+    updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
     strides = [stride for stride in STRIDES if stride <= workload.n_layers]
-    return [Family(*of) for of in product(updates, group_sizes(semantics.n_micro_batches), strides)]
+    sizes = group_sizes(semantics.n_micro_batches)
+    return [Family(update, s[0], s[-1], stride) for update, s, stride in product(updates, sizes, strides)]
 
 
-def group_sizes(n_micro_batches: int) -> list[int]:
-    """Layer-major, row-major, and the largest divisors between them."""
-    between = [d for d in divisors(n_micro_batches) if 1 < d < n_micro_batches]
-    return sorted({n_micro_batches, *between[:N_BETWEEN_GROUPS], 1}, reverse=True)
+def family_of(policy: Policy, semantics: Semantics) -> Family:
+    """The family, of those searched, whose bound is the policy's, too."""
+    update = Update.EAGER if policy.update is Update.EAGER else Update.DEFERRED
+    sizes = groups_alike(policy.group_micro_batches, semantics.n_micro_batches)
+    return Family(update, sizes[0], sizes[-1], policy.boundary_stride)
+
+
+def group_sizes(n_micro_batches: int) -> list[range]:
+    """From layer-major to row-major, for every number of groups that there can be, the sizes that make so many."""
+    found = [groups_alike(n_micro_batches, n_micro_batches)]
+    while found[-1][0] > 1:
+        found.append(groups_alike(found[-1][0] - 1, n_micro_batches))
+    return found
+
+
+def groups_alike(size: int, n_micro_batches: int) -> range:
+    """The sizes that make as many groups as this one."""
+    n_groups = -(-n_micro_batches // size)
+    largest = n_micro_batches if n_groups == 1 else -(-n_micro_batches // (n_groups - 1)) - 1
+    return range(-(-n_micro_batches // n_groups), largest + 1)
 
 
 def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Plan, Footprint]]:
@@ -123,9 +149,9 @@ def _nameless(block: Block) -> Block:
     return replace(block, name="", parameters=shapes)
 
 
-def tiers_of(block: Block, family: Family) -> list[Saved | None]:
+def tiers_of(block: Block, boundary_stride: int) -> list[Saved | None]:
     """The ways in which a layer may save activations; None: it keeps them all."""
-    if family.boundary_stride > 1:
+    if boundary_stride > 1:
         return [Saved.BOUNDARY]
     richer = [s for s in (Saved.ATTENTION, Saved.PRODUCTS) if block.recompute(s, True) is not None]
     return [Saved.BOUNDARY, *richer, None]

@@ -21,7 +21,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
-    """The model's blocks, with FLOP and bytes of one micro-batch under these semantics.
+    """The model's blocks, with FLOP and bytes of one micro-batch under these semantics, and of a smaller last one.
 
     WorkloadError for a configuration that is not supported, or semantics that transformers does not let the model run with.
     """
@@ -36,15 +36,21 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
             config.fail(
                 f"no fused kernel computes the {part} of {config.model_type}; plan with --kernels eager, or name no kernels"
             )
-    embedding, head = _embedding(config, semantics), _head(config, semantics)
+    n_left = semantics.n_left
+    return Workload(_blocks(config, semantics, semantics.micro_batch), _blocks(config, semantics, n_left) if n_left else ())
+
+
+def _blocks(config: Config, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
+    """All blocks, with FLOP and bytes of a micro-batch of so many sequences."""
+    embedding, head = _embedding(config, semantics, n_sequences), _head(config, semantics, n_sequences)
     kinds: dict[tuple[int | None, bool], Block] = {}  # layers of one structure differ in nothing but their names
     layers = []
     for i in range(config.n_layers):
         key = (config.window(i), config.sparse(i))
         if key not in kinds:
-            kinds[key] = _layer(config, semantics, *key)
+            kinds[key] = _layer(config, semantics, n_sequences, *key)
         layers.append(_renamed(kinds[key], f"model.layers.{i}"))
-    return Workload((embedding, *layers, head))
+    return embedding, *layers, head
 
 
 def fusible(model: Model) -> frozenset[str]:
@@ -65,10 +71,10 @@ def can_tile_mlp(model: Model) -> bool:
     return not any(map(config.sparse, range(config.n_layers)))
 
 
-def _layer(config: Config, semantics: Semantics, window: int | None, sparse: bool) -> Block:
+def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool) -> Block:
     """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
-    a, tokens, width = config.architecture, semantics.tokens_per_micro_batch, config.hidden
-    n_seq, seq_len, head_dim = semantics.micro_batch, semantics.seq_len, config.head_dim
+    a, seq_len, head_dim = config.architecture, semantics.seq_len, config.head_dim
+    tokens, width = n_seq * seq_len, config.hidden
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
     masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
     norm, pointwise = semantics.norm, semantics.pointwise
@@ -107,14 +113,15 @@ def _layer(config: Config, semantics: Semantics, window: int | None, sparse: boo
         tape.step([x, y], n_rows * width, scratch_bytes=0)
 
     tile = semantics.mlp_tile_tokens
-    if tile is None or tile >= tokens:
+    if tile is None or tile >= semantics.tokens_per_micro_batch:
         rest(tape, (x, normed), tokens)
     else:
-        tape.tile((x, normed), tokens, tile, rest)
-    # What all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one
+        tape.tile((x, normed), tokens, min(tile, tokens), rest)
+    # What all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one; and
+    # those of a smaller last micro-batch beside them
     n_masks = len({config.window(i) for i in range(config.n_layers)}) if masked else 0
-    mask_bytes = n_seq * seq_len**2 * (1 if semantics.attention == "sdpa" else tape.item_bytes)
-    shared_bytes = 2 * table.n_bytes + n_masks * mask_bytes
+    mask_bytes = (semantics.micro_batch + semantics.n_left) * seq_len**2 * (1 if semantics.attention == "sdpa" else tape.item_bytes)
+    shared_bytes = (2 + 2 * bool(semantics.n_left)) * table.n_bytes + n_masks * mask_bytes
     return Block(
         name="layer",
         kind=BlockKind.LAYER,
@@ -169,9 +176,9 @@ def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:
         yield Parameter(f"{name}.weight", (width,))
 
 
-def _embedding(config: Config, semantics: Semantics) -> Block:
+def _embedding(config: Config, semantics: Semantics, n_sequences: int) -> Block:
     """Rows of the table, one per token; its backward makes a dense gradient of the whole table."""
-    tokens, item_bytes = semantics.tokens_per_micro_batch, ITEM_BYTES[semantics.compute_dtype]
+    tokens, item_bytes = n_sequences * semantics.seq_len, ITEM_BYTES[semantics.compute_dtype]
     boundary_bytes = tokens * config.hidden * item_bytes
     scaled = config.architecture.softcap  # gemma2 multiplies embeddings by the square root of their width
     return Block(
@@ -187,9 +194,9 @@ def _embedding(config: Config, semantics: Semantics) -> Block:
     )
 
 
-def _head(config: Config, semantics: Semantics) -> Block:
+def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
     """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
-    tokens, width, vocab = semantics.tokens_per_micro_batch, config.hidden, config.vocab
+    tokens, width, vocab = n_sequences * semantics.seq_len, config.hidden, config.vocab
     tile = min(semantics.loss_tile_tokens, tokens)
     tape = Tape(ITEM_BYTES[semantics.compute_dtype])
     x = Tensor(tokens * width, tape.item_bytes, ours=False)

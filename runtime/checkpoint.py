@@ -117,6 +117,8 @@ def load_state(checkpoint: Path) -> State:
         raise CheckpointError(f"{path}: its content is not what was saved (SHA-256); resume from another checkpoint")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"{path}: `step` is no count; resume from another checkpoint")
+    if (named := re.fullmatch(r"checkpoint-([0-9]{1,18})", checkpoint.name)) and int(named[1]) != step:
+        raise CheckpointError(f"{path}: the state of step {step}, in a folder of another's name; resume from another checkpoint")
     if not isinstance(state, dict) or not isinstance(files, dict):
         raise CheckpointError(f"{path}: `state` or `files` is no object; resume from another checkpoint")
     for name, expected in files.items():

@@ -62,16 +62,20 @@ class Prompts:
 
 
 def checked_plan(path: Path) -> "PlanFile":
-    """The plan, proven by the checker; PlanError names what is wrong."""
+    """The plan, proven by the checker, its blocks and arenas those of its model and policy; PlanError names what is wrong."""
     from planner.check import check
+    from planner.claimed import claimed
     from planner.config import refuse_another
+    from planner.recount import check_origin, is_by_this_code
 
     from .plan import PlanFile
 
     file = PlanFile.read(path)
+    claim = None if file.claim is None else claimed(file.claim, str(path))
     try:
         check(file.plan, file.claim)
         refuse_another(file.plan.model, file.plan.workload.n_layers)
+        check_origin(file.plan, is_by_this_code(claim))
     except (PlanError, WorkloadError) as error:
         raise PlanError(f"{path}: refused: {error}") from None
     return file

@@ -76,6 +76,10 @@ class Compute:
             self.results[step] = ComputedStep(n_supervised=batch.n_supervised, total=total, is_there=is_there)
         return self._tokens.of(m)
 
+    def _boundary(self, op: Op, slot: Slot) -> torch.Tensor:
+        assert op.micro_batch is not None
+        return self._views.boundary(slot, op.micro_batch)
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def _seed(self, step: int, op: Op) -> None:
@@ -94,12 +98,12 @@ class Compute:
                 output_BTD = self.passed.embed(weights, m, tokens.input_ids_BT, tokens.documents)
             self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
         elif (remembering := self._remembering(op, step, weight_slot)) is None:
-            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._views.boundary(op.reads[1])
+            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._boundary(op, op.reads[1])
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
         else:
             with remembering:
                 output_BTD = self._with_graph(op, weight_slot, op.reads[1])
-        self._views.boundary(op.writes[0]).copy_(output_BTD.detach())
+        self._boundary(op, op.writes[0]).copy_(output_BTD.detach())
 
     def _layer_inputs(self, op: Op) -> LayerInputs:
         """What the op's layer is passed besides the boundary."""
@@ -109,7 +113,7 @@ class Compute:
     def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot, again: bool = False) -> torch.Tensor:
         """A layer's forward with its graph, which is remembered for the backward; with `again` for nothing but that."""
         assert op.micro_batch is not None
-        weights, hidden_BTD = _leaves(self._views.weights(op.block, weight_slot)), self._views.boundary(input_slot).requires_grad_()
+        weights, hidden_BTD = _leaves(self._views.weights(op.block, weight_slot)), self._boundary(op, input_slot).requires_grad_()
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again)
         graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
@@ -145,7 +149,7 @@ class Compute:
         self._seed(step, op)
         weights, hidden_BTD = (
             _leaves(self._views.weights(op.block, self._site[0])),
-            self._views.boundary(self._site[1]).requires_grad_(),
+            self._boundary(op, self._site[1]).requires_grad_(),
         )
         self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
 
@@ -162,11 +166,11 @@ class Compute:
                 self._seed(step, op)
                 self._with_graph(op, weight_slot, input_slot, again=True)
         graph = self._graphs.pop((op.block, op.micro_batch))
-        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._views.boundary(out_slot), allow_unused=True)
+        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(op, out_slot), allow_unused=True)
         self._site = None
         if op.block:
             assert gradients[0] is not None
-            self._views.boundary(op.writes[0]).copy_(gradients[0])
+            self._boundary(op, op.writes[0]).copy_(gradients[0])
             gradients = gradients[1:]
         found = {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None}
         self._put_gradient(op, found)
@@ -187,11 +191,11 @@ class Compute:
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
         own = head.zero_() if first else torch.zeros_like(head)
         loss_sum, hidden_gradient, others = self.templates.loss(
-            weights, self._views.boundary(boundary_slot), targets_BT, result.n_supervised, own
+            weights, self._boundary(op, boundary_slot), targets_BT, result.n_supervised, own
         )
         assert result.total is not None
         result.total += loss_sum
-        self._views.boundary(boundary_slot).copy_(hidden_gradient)
+        self._boundary(op, boundary_slot).copy_(hidden_gradient)
         if not first:
             head += own
         for name, gradient in others.items():

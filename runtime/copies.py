@@ -41,5 +41,5 @@ class Copies:
 
     def move_boundary(self, op: Op) -> None:
         """Spill or fetch."""
-        n_bytes = self._blocks[op.block].boundary_bytes
+        n_bytes = self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
         self.arenas.raw(op.writes[0])[:n_bytes].copy_(self.arenas.raw(op.reads[0])[:n_bytes], non_blocking=True)

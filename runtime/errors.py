@@ -11,6 +11,12 @@ class PlanError(PenstockError):
     """A plan file, or a request for a plan, that cannot be right."""
 
 
+class WrongPlanError(PlanError):
+    """A plan that was read, and that the checker says no to."""
+
+    exit_code = 1
+
+
 class ProfileError(PenstockError):
     """A hardware profile that is incomplete, or asked for a size it never measured."""
 

@@ -71,11 +71,11 @@ class Inference:
         weights, views = self._views.weights(op.block, weight_slot), self._views
         self._tokens.begin(step)
         if op.block == self._head_block:
-            self.head(self.templates, weights, views.boundary(op.reads[1]), self._tokens.of(m).targets_BT, step, m)
+            self.head(self.templates, weights, views.boundary(op.reads[1], m), self._tokens.of(m).targets_BT, step, m)
             return
         if op.block == 0:
             tokens = self._tokens.of(m)
             output_BTD = self._inputs.embed(weights, m, tokens.input_ids_BT, tokens.documents)
         else:
-            output_BTD = self.templates.layer(op.block, weights, views.boundary(op.reads[1]), self._inputs.of(op.block, m))
-        views.boundary(op.writes[0]).copy_(output_BTD)
+            output_BTD = self.templates.layer(op.block, weights, views.boundary(op.reads[1], m), self._inputs.of(op.block, m))
+        views.boundary(op.writes[0], m).copy_(output_BTD)

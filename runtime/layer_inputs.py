@@ -16,8 +16,8 @@ class NotedInputs:
     """Masks and positions, as the model's own forward made them: they are noted with the embedding, and asked for by each layer.
 
     They depend on the shape alone where nothing is padded on the left or packed. The model's own forward makes them anew each time
-    and looks at them from the host, which on a GPU waits for all that was issued. So it runs for the first two micro-batches; if
-    both had the same, and nothing was done to the embedding but look it up, looking it up is all that the others need.
+    and looks at them from the host, which on a GPU waits for all that was issued. So it runs for the first two micro-batches of a
+    shape; if both had the same, and nothing was done to the embedding but look it up, looking it up is all that the others need.
 
     Where sequences are packed of documents, positions are each micro-batch's own. What is made of them is made for each layer:
     kept for all micro-batches of a group it would be memory that no plan has set aside.
@@ -25,24 +25,24 @@ class NotedInputs:
 
     def __init__(self, templates: Templates) -> None:
         self.templates = templates
-        self.first: list[LayerInputs] | None = None  # what the first micro-batch's layers were passed
-        self.others: dict[int, list[LayerInputs]] = {}  # by micro-batch, of those whose layers are passed something else
-        self.is_alike = False  # whether the second one's were the same, and its embedding no more than the weight's rows
+        self.first: dict[int, list[LayerInputs]] = {}  # by sequences: what the first such micro-batch's layers were passed
+        self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
+        self.inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch
         self.documents: dict[int, Documents | None] = {}  # by micro-batch
 
     def embed(self, weights: Weights, m: int, tokens_BT: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The first layer's input; what layers are passed besides is noted."""
-        self.documents[m] = documents
-        if self.is_alike:
+        self.documents[m], n_sequences = documents, len(tokens_BT)
+        if n_sequences in self.alike:
+            self.inputs[m] = self.first[n_sequences]
             return self._looked_up(weights, tokens_BT)
         hidden_BTD, inputs = self.templates.embed(weights, tokens_BT)
-        self.others.pop(m, None)
-        if self.first is None:
-            self.first = inputs
-        elif not _same(inputs, self.first):
-            self.others[m] = inputs
-        else:
-            self.is_alike = torch.equal(hidden_BTD, self._looked_up(weights, tokens_BT))
+        first = self.first.setdefault(n_sequences, inputs)
+        if first is not inputs and _same(inputs, first):
+            inputs = first
+            if torch.equal(hidden_BTD, self._looked_up(weights, tokens_BT)):
+                self.alike.add(n_sequences)
+        self.inputs[m] = inputs
         return hidden_BTD
 
     def _looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,7 @@ class NotedInputs:
 
     def of(self, block: int, m: int) -> LayerInputs:
         """What layer number `block` is passed for the micro-batch that was embedded last under this number."""
-        inputs, documents = self.others.get(m, self.first), self.documents[m]
-        assert inputs is not None
+        inputs, documents = self.inputs[m], self.documents[m]
         return inputs[block - 1] if documents is None else self.templates.by_document(inputs[block - 1], documents)
 
 

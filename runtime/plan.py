@@ -68,6 +68,9 @@ blocks), loaded once a step, before its first use. With storage `split` there is
 element): a master is a compute weight and its remainder, and `update b` reads and writes `host_weights[b]`, `remainders[b]` and
 `moments[b]`.
 
+Where micro-batches do not divide the batch the last one has what is left: it uses the beginning of its slots, and of what spills
+only that moves.
+
 "The gradient": with every micro-batch in one group, the fp32 sum lives in `sums` (`vocab_sums`), read and written by each
 micro-batch but the first (which only writes it) and rounded into `gradients` (`vocab_gradients`) by the last. With a single
 micro-batch a layer, and the embedding, write `gradients` (`vocab_gradients`) directly. With smaller groups each micro-batch writes
@@ -102,7 +105,7 @@ from .errors import PlanError
 from .files import read_whole, write_whole
 from .ops import LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, OpLine, Repeat, Slot, Wait
 from .policy import AttentionKernel, Kernel, Policy, Semantics, Update
-from .workload import FILE, ITEM_BYTES, BlockKind, Dtype, Model, Natural, Saved, Workload
+from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Saved, Workload
 
 __all__ = [
     "LANE_OF", "MAX_REPETITIONS", "Arena", "AttentionKernel", "Kernel", "Kind", "Lane", "Op", "Place", "Plan", "PlanFile", "Policy",
@@ -194,6 +197,18 @@ class Plan:
             if arena.name == name:
                 return arena
         return None
+
+    def blocks_of(self, micro_batch: int | None) -> tuple[Block, ...]:
+        """The blocks with the sizes of this micro-batch; None: of what all have in common."""
+        return self.workload.smaller if self.semantics.is_smaller(micro_batch) else self.workload.blocks
+
+    def alike(self, micro_batches: range) -> list[tuple[int, int]]:
+        """One of each sort of these micro-batches, and how many are of that sort: the first and the last of a step move their
+        gradients differently from those between, and the last may be smaller."""
+        last = self.semantics.n_micro_batches - 1
+        n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
+        counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
+        return [(m, count) for m, count in counts if count]
 
     def often(self, i: int) -> int:
         """How many times a step performs op number i."""
@@ -343,8 +358,10 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
         raise PlanError(f"{where}: two arenas have the same name; make it again with `penstock plan`")
     if len(plan.workload.blocks) > MAX_BLOCKS or any(len(b.parameters) > MAX_PARAMETERS for b in plan.workload.blocks):
         raise PlanError(f"{where}: more than {MAX_BLOCKS} blocks, or than {MAX_PARAMETERS} weights in one of them")
-    if len(plan.workload.blocks) < 3 or plan.semantics.batch_size % plan.semantics.micro_batch:
-        raise PlanError(f"{where}: fewer than three blocks, or a batch that is no multiple of its micro-batch")
+    if len(plan.workload.blocks) < 3 or plan.semantics.batch_size < plan.semantics.micro_batch:
+        raise PlanError(f"{where}: fewer than three blocks, or a batch that is smaller than its micro-batch")
+    if len(plan.workload.smaller) != (len(plan.workload.blocks) if plan.semantics.n_left else 0):
+        raise PlanError(f"{where}: blocks of a smaller micro-batch must be there just where the last one is smaller")
     kinds = [b.kind for b in plan.workload.blocks]
     if kinds != [BlockKind.EMBEDDING, *[BlockKind.LAYER] * (len(kinds) - 2), BlockKind.HEAD]:
         raise PlanError(f"{where}: blocks are not embedding, layers, head in this order")

@@ -44,7 +44,20 @@ class Semantics:
 
     @property
     def n_micro_batches(self) -> int:
-        return self.batch_size // self.micro_batch
+        """The last of them has what is left of the batch."""
+        return -(-self.batch_size // self.micro_batch)
+
+    @property
+    def n_left(self) -> int:
+        """Sequences of a last micro-batch that is smaller than the others; 0: all are alike."""
+        return self.batch_size % self.micro_batch
+
+    def is_smaller(self, micro_batch: int | None) -> bool:
+        """Whether it is the last one, and smaller than the others."""
+        return bool(self.n_left) and micro_batch == self.n_micro_batches - 1
+
+    def n_sequences(self, micro_batch: int) -> int:
+        return self.n_left if self.is_smaller(micro_batch) else self.micro_batch
 
     @property
     def tokens_per_step(self) -> int:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .errors import DataError
 from .packing import Array
 from .sources import Source
 
-FORMAT = 1  # of the files; another one is made anew
+FORMAT = 2  # of the files; another one is made anew
 BATCH_TOKENS = 2**20  # that wait to be written
 _TOKENS, _ABOUT = "tokens.arrow", "about.json"
 
@@ -157,9 +157,15 @@ def _whole(folder: Path) -> About | None:
     try:
         fields = json.loads((folder / _ABOUT).read_bytes())
         about = About(str(fields["arrow_sha256"]), str(fields["tokens_sha256"]), int(fields["n_left_out"]))
-        return about if _sha256(folder / _TOKENS) == about.arrow_sha256 else None
+        is_whole = fields["sha256"] == _sum_of(about) and _sha256(folder / _TOKENS) == about.arrow_sha256
+        return about if is_whole else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def _sum_of(about: About) -> str:
+    """SHA-256 of what a cache says of itself."""
+    return hashlib.sha256(json.dumps(asdict(about), sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:
@@ -180,8 +186,7 @@ def _make(folder: Path, wide: bool, make: Callable[[list[int]], Iterable[Row]]) 
         left_out = list[int]()
         tokens_sha256 = _write(partial / _TOKENS, wide, make(left_out))
         about = About(_sha256(partial / _TOKENS), tokens_sha256, len(left_out))
-        fields = {"arrow_sha256": about.arrow_sha256, "tokens_sha256": tokens_sha256, "n_left_out": about.n_left_out}
-        (partial / _ABOUT).write_text(json.dumps(fields))
+        (partial / _ABOUT).write_text(json.dumps(asdict(about) | {"sha256": _sum_of(about)}))
         for name in (_TOKENS, _ABOUT, ""):
             _sync(partial / name)
         partial.rename(folder)

@@ -27,7 +27,7 @@ class Views:
         at = self._offsets[block]
         return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].parameters}
 
-    def boundary(self, slot: Slot) -> torch.Tensor:
-        """A block's output, or its gradient, (B, T, D) of one micro-batch."""
+    def boundary(self, slot: Slot, m: int) -> torch.Tensor:
+        """A block's output, or its gradient, (B, T, D) of micro-batch number m."""
         s = self._semantics
-        return self._arenas.view(slot, s.compute_dtype, (s.micro_batch, s.seq_len, self._width))
+        return self._arenas.view(slot, s.compute_dtype, (s.n_sequences(m), s.seq_len, self._width))

@@ -196,9 +196,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model cut into blocks, with the sizes of one micro-batch: block 0 the embedding, then layers, last the head."""
+    """A model cut into blocks, with the sizes of one micro-batch: block 0 the embedding, then layers, last the head.
+
+    `smaller`: the same blocks with the sizes of a last micro-batch that is smaller than the others, where there is one.
+    """
 
     blocks: tuple[Block, ...]
+    smaller: tuple[Block, ...] = ()
     __pydantic_config__ = FILE
 
     @property

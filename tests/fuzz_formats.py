@@ -12,13 +12,16 @@ from random import Random
 from typing import Any
 
 from hwprofiles.nvbandwidth import merged, read_nvbandwidth
-from hwprofiles.schema import read_profile, shipped_profiles
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.check import check
+from planner.claimed import claimed
 from planner.cli_plan import _policy
 from planner.config import read_model, refuse_another
 from planner.cost import costs, region_of
 from planner.lower import lower
+from planner.recount import check_claim, check_origin, is_by_this_code, strangers
 from planner.report import report
+from planner.search import search
 from planner.simulate import simulate
 from planner.validate import validate_file
 from planner.workload import build_workload
@@ -138,6 +141,28 @@ def _read_plan(folder: Path) -> None:
     _built(file.plan)
 
 
+@cache
+def honest_plan_files() -> list[bytes]:
+    """Plans of a real model whose claims are true."""
+    model, profile = Model(tiny_config("qwen3"), name="qwen3"), Profile.from_json(PROFILE)
+    workload, made = build_workload(model, SEMANTICS), []
+    for policy in (Policy(), Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), keep_blocks=(1,), group_micro_batches=2)):
+        answer = search(model, workload, SEMANTICS, profile, policy, clipped_fraction=0.25)
+        fields = json.loads(_plan_json(answer.plan))
+        made.append(as_json(fields | {"claim": answer.claim()}))
+    return made
+
+
+def _read_claim(folder: Path) -> None:
+    file = PlanFile.read(folder / "plan.json")
+    claim = claimed(file.claim, "plan.json")
+    Profile.from_json(file.plan.profile)
+    check(file.plan, file.claim)
+    check_origin(file.plan, is_by_this_code(claim))
+    check_claim(file.plan, claim)
+    list(strangers(file.plan))
+
+
 def _read_plan_text(folder: Path) -> None:
     check(Plan.parse((folder / "plan.txt").read_bytes().decode("utf-8", "replace")))
 
@@ -226,6 +251,7 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         Format("plan (JSON)", "plan.json", plan_files, _mutate_plan, _read_plan),
+        Format("plan (its claim)", "plan.json", honest_plan_files, _mutate_plan, _read_claim),
         Format("plan (text)", "plan.txt", lambda: [str(p).encode() for p in sample_plans()], mutate_plan_text, _read_plan_text),
         Format("policy", "policy.json", _policies, mutate_json, _read_policy),
         Format("profile", "profile.json", _profiles, mutate_json, _read_profile),

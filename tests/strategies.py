@@ -3,7 +3,7 @@
 The grammar of the domain for Hypothesis: each strategy yields only legal things, so that tests need no `assume`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -71,15 +71,15 @@ PROFILE: dict[str, Any] = {
 
 
 def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
-    """Up to four micro-batches, every dtype that goes together, with and without clipping."""
+    """Up to four micro-batches, the last one smaller or not; every dtype that goes together, with and without clipping."""
     dtypes = st.sampled_from([(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")])
 
-    def build(sizes: tuple[int, int, int], dtypes: tuple[Any, Any, Any], clip: float | None, skip: bool) -> Semantics:
-        seq_len, micro_batch, n = sizes
+    def build(sizes: tuple[int, int, int, int], dtypes: tuple[Any, Any, Any], clip: float | None, skip: bool) -> Semantics:
+        seq_len, micro_batch, n, n_missing = sizes
         return Semantics(
             seq_len=seq_len,
             micro_batch=micro_batch,
-            batch_size=micro_batch * n,
+            batch_size=micro_batch * n - (n_missing % micro_batch if n > 1 else 0),
             compute_dtype=dtypes[0],
             gradient_dtype=dtypes[1],
             master_dtype=dtypes[2],
@@ -87,7 +87,7 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
             on_nonfinite="skip" if skip else "stop",
         )
 
-    sizes = st.tuples(st.integers(1, 64), st.integers(1, 2), st.integers(1, max_micro_batches))
+    sizes = st.tuples(st.integers(1, 64), st.integers(1, 3), st.integers(1, max_micro_batches), st.integers(0, 2))
     return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans())
 
 
@@ -158,7 +158,23 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
         n_kernels=4,
         transient_bytes=draw(st.integers(0, 10**6)),
     )
-    return Workload((embedding, *layers, head))
+    return with_smaller((embedding, *layers, head), of)
+
+
+def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
+    """The workload whose smaller last micro-batch, if there is one, asks for its share."""
+    n, n_left = of.micro_batch, of.n_left
+
+    def less(block: Block) -> Block:
+        sizes = ("pointwise_bytes", "fused_bytes", "boundary_bytes", "kept_bytes", "transient_bytes")
+        share: dict[str, Any] = {name: getattr(block, name) // n * n_left for name in sizes}
+        if block.attention is not None:
+            share["attention"] = replace(block.attention, n_sequences=n_left)
+        matmuls = tuple(replace(m, m=m.m // n * n_left) for m in block.matmuls)
+        tiers = tuple(replace(t, pointwise_bytes=t.pointwise_bytes // n * n_left) for t in block.tiers)
+        return replace(block, matmuls=matmuls, tiers=tiers, **share)
+
+    return Workload(blocks, tuple(map(less, blocks)) if n_left else ())
 
 
 def small_workload(n_layers: int, tied: bool) -> Workload:

@@ -44,13 +44,13 @@ HOME = {
     "click": {
         *_COMMANDS,
         *(f"runtime/{name}.py" for name in ("cli", "cli_options", "cli_outcome", "cli_progress")),
-        *(f"planner/{name}.py" for name in ("cli", "cli_options", "cli_validate", "cli_report", "cli_run_files")),
+        *(f"planner/{name}.py" for name in ("cli", "cli_check", "cli_options", "cli_validate", "cli_report", "cli_run_files")),
     },
     "rich": {*_COMMANDS, "runtime/cli_outcome.py", "runtime/cli_progress.py", "planner/explain.py"},
     "pydantic": {
         *(f"runtime/{name}.py" for name in ("plan", "ops", "policy", "workload", "settings", "run_config")),
         "hwprofiles/schema.py",
-        *(f"planner/{name}.py" for name in ("cli_plan", "cli_run_files")),
+        *(f"planner/{name}.py" for name in ("claimed", "cli_plan", "cli_run_files")),
     },
     "torch": {
         *(f"runtime/{name}.py" for name in ("memory", "slabs", "host_state", "optimizer", "chunks", "norms")),

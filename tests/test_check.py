@@ -9,13 +9,14 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from planner.check import N_STEPS, _Clocks, _legal_order, check, summary
-from runtime.plan import Kind, Op, Place, Plan, PlanFile, Slot, Update, Wait
+from planner.lower import lower
+from runtime.plan import Kind, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
 from runtime.units import GB
-from runtime.workload import Parameter
+from runtime.workload import BlockKind, Parameter
 from tests.edits import error_of, index, small, with_op, with_profile, with_value
 from tests.mutants import MUTATIONS, Count, is_killed, table, tally
 from tests.oracle import race, same_training, unrolled
-from tests.strategies import plans
+from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
 
 law = settings(deadline=None)  # a busy machine is no failure
 
@@ -595,6 +596,17 @@ def test_numbers_beyond_all_measure_are_refused_at_once() -> None:
     for many in (tuple(range(10**5)), tuple(range(2**52, 2**52 + 10**5))):
         assert error_of(replace(plan, policy=replace(plan.policy, spill_blocks=many)))
         assert error_of(replace(plan, policy=replace(plan.policy, resident_blocks=many)))
+
+
+def test_a_smaller_last_micro_batch_must_be_described_and_fit_the_slots_of_the_others() -> None:
+    semantics = Semantics(seq_len=4, batch_size=5, micro_batch=2)
+    workload = with_smaller(small_workload(3, False).blocks, semantics)
+    plan = lower(MODEL, workload, semantics, Policy(spill_blocks=(0,)), PROFILE)
+    check(plan)
+    assert "does not say" in error_of(replace(plan, workload=replace(workload, smaller=())))
+    for wrong in ({"boundary_bytes": workload.blocks[1].boundary_bytes + 1}, {"parameters": ()}, {"kind": BlockKind.HEAD}):
+        odd = (workload.smaller[0], replace(workload.smaller[1], **wrong), *workload.smaller[2:])
+        assert "block 1: the smaller last micro-batch" in error_of(replace(plan, workload=replace(workload, smaller=odd)))
 
 
 def test_names_with_line_breaks_stay_on_one_line() -> None:

@@ -45,7 +45,7 @@ def test_json_is_pure_and_has_the_fields_of_the_contract(tmp_path):
     }  # fmt: skip
     assert set(said["prediction"]["busy_s"]) == {str(lane) for lane in Lane}
     assert set(said["certificate"]) >= {"policy_bound_s", "machine_bound_s", "gap_fraction", "binding"}
-    assert set(said["baselines"]) == set(BASELINES)
+    assert set(said["baselines"]) == {*BASELINES, "resident"}
     for baseline in said["baselines"].values():
         assert set(baseline) in ({"step_s"}, {"does_not_fit"})
     assert said["prediction"]["tokens_per_s"] == pytest.approx(4 * 512 / said["prediction"]["step_s"])
@@ -114,10 +114,18 @@ def test_a_schedule_that_was_asked_for_and_is_slower_than_another_says_so():
     assert "next best" not in words
 
 
+def test_a_micro_batch_need_not_divide_the_batch(tmp_path):
+    """The last one has what is left, and the words say so."""
+    path = tmp_path / "p.json"
+    asked = ("plan", "qwen2.5-0.5b", "--machine", "gh200", "--seq-len", "1024", "--batch-size", "67", "--micro-batch", "16")
+    assert "67 sequences of 1024 tokens, in 5 micro-batches of 16, the last of 3" in invoke(*asked, "-o", path).stdout
+    assert invoke("check", path).exit_code == 0
+
+
 def test_words_name_what_a_reader_needs():
     result = invoke(*SMALL)
     assert result.exit_code == 0
-    for word in ("qwen2.5-0.5b", "tokens/s", "binding", "P10 to P90", "no schedule on", "megatrain", "masters", "assumed"):
+    for word in ("qwen2.5-0.5b", "tokens/s", "binding", "P10 to P90", "no schedule that", "megatrain", "masters", "assumed"):
         assert word in result.stdout
     assert "\x1b" not in result.stdout
 
@@ -156,7 +164,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path)
         ([*SMALL, "--seq-len", "0"], "--seq-len"),
         ([*SMALL, "--batch-size", "-1"], "--batch-size"),
         ([*SMALL, "--micro-batch", "0"], "--micro-batch"),
-        ([*SMALL, "--micro-batch", "3"], "does not divide"),
+        ([*SMALL, "--micro-batch", "300"], "more than the batch"),
         ([*SMALL, "--tokens-per-step", "2048"], "one of them"),
         ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
         ([*SMALL, "--host-memory", "0GB"], "above zero"),

@@ -3,15 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
-from hwprofiles.schema import read_profile, shipped_profiles
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.cost import CostModel, costs, region_of, update_bytes_per_param
 from planner.faster import Group, faster
 from planner.lower import lower
 from planner.memory import frame
+from planner.search import model_flop
+from planner.space import classes_of
 from planner.workload import build_workload, read_model
-from runtime.plan import LANE_OF, Kind, Op, Policy, Semantics
+from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics
 from runtime.region import Resource
+
+from .strategies import plans
 
 MODEL = read_model("qwen2.5-0.5b")  # tied weights
 UNTIED = read_model("qwen2.5-7b")
@@ -137,6 +142,20 @@ def test_a_tied_weight_is_normed_from_two_gradients_and_updated_once(profile):
     assert demand(cost, plan, Kind.UPDATE, len(plan.workload.blocks) - 1).alone_s < update.alone_s / 1000
 
 
+def test_a_smaller_last_micro_batch_costs_what_such_a_one_costs_elsewhere(profile):
+    """67 sequences by sixteen: the last three as in a batch of threes, all others as in a batch of sixteens."""
+    cost = CostModel(profile)
+    of = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
+    uneven, small = (plan_of(Policy(group_micro_batches=5, spill_blocks=(3,)), of[n]) for n in (16, 3))
+    large = plan_of(uneven.policy, replace(of[16], batch_size=80))
+    for kind, b in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.LOSS, 29), (Kind.SPILL, 3), (Kind.FETCH, 3)):
+        last = demand(cost, uneven, kind, b, 4)
+        assert last == demand(CostModel(profile), small, kind, b, 4), kind
+        assert last.uncontended_s < demand(cost, uneven, kind, b, 3).uncontended_s
+        assert demand(cost, uneven, kind, b, 3) == demand(CostModel(profile), large, kind, b, 3), kind
+    assert model_flop(uneven) * 64 == model_flop(plan_of(semantics=replace(SEMANTICS, batch_size=64, micro_batch=16))) * 67
+
+
 def test_sizes_outside_the_measured_points_are_named():
     cost = CostModel(read_profile("h200-pcie5"))
     demand(cost, plan_of(), Kind.FORWARD, 1, 0)
@@ -151,3 +170,12 @@ def test_one_model_of_cost_serves_many_workloads(profile):
     small, large = plan_of(model=MODEL), plan_of(model=UNTIED)
     for plan in (small, large, small):
         assert demand(cost, plan, Kind.LOAD, 1) == demand(CostModel(profile), plan, Kind.LOAD, 1)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:
+    """So that draws of a machine need not price each layer anew."""
+    profile = Profile.from_json(plan.profile)
+    alike = {b: blocks[0] for blocks in classes_of(plan.workload) for b in blocks}
+    assert costs(plan, profile, alike) == costs(plan, profile)

@@ -22,7 +22,7 @@ from planner.micro_batch import with_micro_batch
 from planner.relax import Relaxation
 from planner.search import search
 from planner.simulate import simulate
-from planner.space import Family
+from planner.space import Family, family_of
 from planner.workload import build_workload, read_model
 from runtime import updates
 from runtime.errors import PenstockError, PlanError
@@ -251,7 +251,8 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
     legal = can_square(workload)
     machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
-    family = Family(data.draw(st.sampled_from(updates)), s.n_micro_batches, 1)
+    n = s.n_micro_batches
+    family = Family(data.draw(st.sampled_from(updates)), n, n, 1)
     speculates = family.update is Update.DEFERRED and data.draw(st.booleans())
     policy = dataclasses.replace(
         family.policy(s),
@@ -265,7 +266,7 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
     relaxation = Relaxation(NOBODY, workload, s, cost, 0.0 if speculates else None)
     for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
-        relaxed = relaxation.solve(family, *buffers)
+        relaxed = relaxation.solve(family_of(policy, s), *buffers)
         assert relaxed is not None
         if prediction.periodic:
             assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, buffers)

@@ -95,7 +95,9 @@ def test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_p
     assert differences(machine, plainly(config, semantics, batches)) == []
 
 
-@pytest.mark.parametrize("fields", [{"micro_batch": 2}, {"mlp_tile_tokens": 5}, {"compute_dtype": "fp32"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"micro_batch": 2}, {"micro_batch": 3}, {"mlp_tile_tokens": 5}, {"compute_dtype": "fp32"}], ids=str
+)
 def test_several_sequences_in_a_micro_batch_and_mlps_by_tiles_change_nothing_of_that(fields):
     config, semantics = config_of("qwen2"), semantics_of("qwen2", **fields)
     batches = packed_batches(CUTS, OTHERS, CUTS)

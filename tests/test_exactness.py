@@ -58,7 +58,7 @@ def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(mo
     gradient_dtype = data.draw(st.sampled_from(["bf16", "fp32"]), label="gradient_dtype")
     master_dtype = data.draw(st.sampled_from(["fp32", "fp32", "bf16"]), label="master_dtype") if compute_dtype == "bf16" else "fp32"
     n_layers = data.draw(st.integers(1, 4), label="n_layers")
-    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3)]), label="batch")
+    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (5, 2), (7, 3), (5, 3)]), label="batch")
     semantics = semantics_of(
         model_type,
         compute_dtype=compute_dtype,
@@ -180,6 +180,27 @@ def test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop(compute_d
             policy = Policy(group_micro_batches=group, prefetch_depth=3, update=update, keep_blocks=(1,) if number > 1 else ())
             machine = streamed(tiny_config("llama", **overrides), semantics, policy)
             assert differences(machine, plain("llama", semantics, tuple(overrides.items()))) == [], policy
+
+
+UNEVEN = [
+    Policy(),
+    Policy(group_micro_batches=2, keep_blocks=(2, 4), spill_blocks=(0, 2), update=Update.DEFERRED),
+    Policy(group_micro_batches=3, spill_blocks=(0, 1, 2, 3), product_blocks=(1, 3), early_stop=True),
+    Policy(group_micro_batches=3, boundary_stride=3, transfer_chunk_bytes=2048),
+]
+
+
+@pytest.mark.parametrize("policy", UNEVEN, ids=asked)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
+    """Three, three, and one that is left: by itself in its group, or with others, with masks of its own shape, in tiles of an MLP
+    that is smaller than one. It goes to the host and comes back, is kept, is computed again."""
+    overrides = {"num_hidden_layers": 4}
+    semantics = semantics_of(model_type, batch_size=7, micro_batch=3, mlp_tile_tokens=20)
+    if semantics.attention == "eager":
+        semantics = dataclasses.replace(semantics, clip_norm=None)
+    machine = streamed(tiny_config(model_type, **overrides), semantics, policy, delay_seed=1)
+    assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -107,7 +107,7 @@ def plans(draw: st.DrawFn) -> Plan:
         )
     semantics = Semantics(
         draw(st.integers(1, 10**6)),
-        micro_batch * n_micro_batches,
+        micro_batch * n_micro_batches - (draw(st.integers(0, micro_batch - 1)) if n_micro_batches > 1 else 0),
         micro_batch,
         draw(st.sampled_from(("bf16", "fp32"))),
         clip_norm=draw(st.none() | st.floats(1e-300, 1e300)),
@@ -124,7 +124,8 @@ def plans(draw: st.DrawFn) -> Plan:
         transfer_chunk_bytes=draw(st.none() | st.integers(1, 2**40)),
     )
     model = Model({"text": draw(st.text(max_size=9)), "n": draw(st.floats(allow_nan=False, allow_infinity=False))})
-    return Plan(semantics, policy, model, Workload(blocks), {"name": draw(st.text(max_size=5))}, arenas, tuple(steps))
+    workload = Workload(blocks, blocks if semantics.n_left else ())
+    return Plan(semantics, policy, model, workload, {"name": draw(st.text(max_size=5))}, arenas, tuple(steps))
 
 
 # The text
@@ -360,7 +361,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "configuration kind": _put("model", "config", value=[]),
     "claim kind": _put("claim", value=[1]),
     "zero batch": _put("semantics", "batch_size", value=0),
-    "ragged batch": _put("semantics", "batch_size", value=5),
+    "ragged batch without what its last micro-batch takes": _put("semantics", "batch_size", value=5),
     "negative length": _put("semantics", "seq_len", value=-8),
     "length as text": _put("semantics", "seq_len", value="8"),
     "length as fraction": _put("semantics", "seq_len", value=8.5),

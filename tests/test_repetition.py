@@ -43,7 +43,8 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
     """The case with so many groups, and some micro-batches more."""
     n = n_groups * case.policy.group_micro_batches + n_more % case.policy.group_micro_batches
     one_group: dict[str, Any] = {"offload_late_blocks": 0, "transfer_chunk_bytes": None, "square_blocks": ()}
-    semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch)
+    n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
+    semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing)
     found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)
     assert found is not None
     return found

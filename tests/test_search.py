@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 from click.testing import CliRunner
@@ -21,11 +22,13 @@ from planner.micro_batch import divisors, with_micro_batch
 from planner.relax import Relaxation
 from planner.search import search
 from planner.simulate import simulate
-from planner.space import BASELINES, Family, baseline, families, leanest
+from planner.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
 from planner.workload import build_workload, read_model
 from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
+
+from .strategies import with_smaller
 
 ROUNDING = 1 - 1e-9
 NOBODY = Model({}, name="nobody")
@@ -86,13 +89,12 @@ def workloads(draw, semantics, most_layers=5):
         )
     tied = "table" if draw(st.booleans()) else None
     head = Parameter("head", (vocab, width), tied)
-    return Workload(
-        (
-            Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary),
-            *layers,
-            Block("head", BlockKind.HEAD, (Parameter("norm", (width,)), head), (Matmul(tokens, width, vocab),), n_kernels=5),
-        )
+    blocks = (
+        Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary),
+        *layers,
+        Block("head", BlockKind.HEAD, (Parameter("norm", (width,)), head), (Matmul(tokens, width, vocab),), n_kernels=5),
     )
+    return with_smaller(blocks, semantics)
 
 
 @st.composite
@@ -100,7 +102,7 @@ def semantics(draw):
     micro_batch, n = draw(st.sampled_from([1, 8])), draw(st.integers(1, 4))
     return Semantics(
         seq_len=draw(st.sampled_from([16, 512])),
-        batch_size=micro_batch * n,
+        batch_size=micro_batch * n - (draw(st.sampled_from([0, 0, 3, 7])) if n > 1 < micro_batch else 0),
         micro_batch=micro_batch,
         compute_dtype=draw(st.sampled_from(["bf16", "fp32"])),
         gradient_dtype=draw(st.sampled_from(["bf16", "fp32"])),
@@ -116,7 +118,7 @@ def cases(draw):
     group = draw(st.integers(1, s.n_micro_batches))
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
     stride = draw(st.sampled_from([1, 1, draw(st.integers(1, workload.n_layers))]))
-    family = Family(draw(st.sampled_from(updates)), group, stride)
+    family = Family(draw(st.sampled_from(updates)), group, group, stride)
     policy = draw(members(family, s, workload))
     return s, workload, policy, MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
 
@@ -197,7 +199,7 @@ def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, of
     needed = footprint(frame(NOBODY, workload, s, policy), profile)
     profile = profile.with_memory(int(needed.device_peak_bytes * max(1.0, tightness)), needed.host_peak_bytes)
     cost = CostModel(profile)
-    family = Family(policy.update, policy.group_micro_batches, policy.boundary_stride)
+    family = family_of(policy, s)
     relaxation = Relaxation(NOBODY, workload, s, cost, often if often is not None or not policy.speculate_blocks else 0.5)
     often = relaxation.clipped_fraction or 0.0
     plan = lower(NOBODY, workload, s, policy, {})
@@ -215,7 +217,7 @@ def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, of
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=8)
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """Within the 0.1 % at which the search is content. Brute force leaves out policies whose own bound is above the best found."""
+    """Within half a per cent. Brute force leaves out policies whose own bound is above the best found."""
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
@@ -226,7 +228,7 @@ def test_the_search_finds_what_brute_force_finds(s, data):
         if bounds_s[policy] < shortest_s:
             plan = lower(NOBODY, workload, s, policy, {})
             shortest_s = min(shortest_s, simulate(plan, cost.demands(plan), region, 24).step_s)
-    assert answer.prediction.step_s <= shortest_s * 1.001 * (1 + 1e-9)
+    assert answer.prediction.step_s <= shortest_s * 1.005
     assert answer.certificate.policy_bound_s <= shortest_s * (1 + 1e-9)
 
 
@@ -295,8 +297,9 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
         monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     else:
         monkeypatch.setattr("planner.branch.MAX_SEARCHED_OPS", 0)
-    monkeypatch.setattr(Tree, "_scout", lambda self: None)
-    monkeypatch.setattr("planner.branch.CHUNKS_PER_LAYER", ())
+        monkeypatch.setattr("planner.branch.MOST_RELAXED", 0)
+    for name in ("_scout", "_climb", "_cut_transfers", "_prefetch_less"):
+        monkeypatch.setattr(Tree, name, lambda self: None)
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
     s, workload = with_micro_batch(model, Semantics(2048, 8, 1), profile)
     answer = search(model, workload, s, profile)
@@ -305,10 +308,14 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     assert answer.certificate.n_simulated == len(baselines_s)
 
     relaxation = Relaxation(model, workload, s, CostModel(profile), None)
-    buffers = list(product((1, 2, 3, 4), (1, 2, 3))) if opens else [(None, None)]
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
-    relaxed = [(below_s[family], relaxation.solve(family, *sizes)) for family in below_s for sizes in buffers]
-    lowest_s = min(max(family_s, r.bound_s) for family_s, r in relaxed if r is not None)
+    lowest_s = min(below_s.values())
+    if opens:  # into sizes of groups, and into numbers of slots
+        lowest_s = inf
+        for family, family_s in below_s.items():
+            for size, n_slots in product(family.groups, GRADIENT_SLOTS):
+                relaxed = relaxation.solve(replace(family, group_micro_batches=size, largest_group=size), None, n_slots)
+                lowest_s = min(lowest_s, max(family_s, relaxed.bound_s) if relaxed else inf)
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
     assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
     assert answer.certificate.gap_fraction > 0.05, "this machine gains from what no baseline does"

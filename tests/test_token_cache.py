@@ -126,6 +126,11 @@ def spoil_arrow(cache: Path) -> None:
     file.write_bytes(content)
 
 
+def misdescribe(cache: Path, **said: object) -> None:
+    file = cache / "about.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+
+
 DAMAGE = {
     "a bit": spoil_arrow,
     "half a file": lambda cache: os.truncate(cache / "tokens.arrow", (cache / "tokens.arrow").stat().st_size // 2),
@@ -133,6 +138,8 @@ DAMAGE = {
     "no description": lambda cache: (cache / "about.json").unlink(),
     "an empty description": lambda cache: (cache / "about.json").write_text("{}"),
     "a description that is none": lambda cache: (cache / "about.json").write_text("[" * 10**5),
+    "a description of other tokens": lambda cache: misdescribe(cache, tokens_sha256="0" * 64),
+    "a description of files that nobody left out": lambda cache: misdescribe(cache, n_left_out=7),
     "an empty folder": lambda cache: (shutil.rmtree(cache), cache.mkdir()),
     "a file": lambda cache: (shutil.rmtree(cache), cache.write_text("x")),
     "a link": lambda cache: (shutil.move(cache, cache.with_name("other")), cache.symlink_to("other"), spoil_arrow(cache)),

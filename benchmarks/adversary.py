@@ -1,0 +1,130 @@
+"""Is any plan faster than a bound says, in thousands of random cases, and how near to the bounds do they come?
+
+Prints a page in markdown: `python -m benchmarks.adversary` from the root of the repository, some twenty minutes on two cores;
+`--cases 500` for fewer. A case is a policy in a cell (model, machine, memory, step) with all bounds that say something of it.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+import click
+
+from planner.search import search
+from runtime.plan import Update
+from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of
+
+FAULT_FRACTION = 0.01  # a bound that is so much higher is to be caught
+N_TRIES = 8  # of a climb
+SEARCHED_CELLS = 10  # of so many cells one is searched, too
+N_NEIGHBOURS = 100
+LEAST_GAIN_FRACTION = 0.005  # by which a climb is not to improve what a search found
+MOST_SEARCHED_OPS = 400  # of a plan, where the search is attacked
+
+
+@dataclass(slots=True)
+class Row:
+    """One bound in one situation."""
+
+    n_cases: int = 0
+    n_near: int = 0  # steps so near that the bound, made higher, would be caught
+    tightest_fraction: float = float("inf")
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, of: Held, number: int) -> None:
+        self.n_cases += 1
+        self.n_near += of.slack_fraction < FAULT_FRACTION
+        self.tightest_fraction = min(self.tightest_fraction, of.slack_fraction)
+        if of.is_broken:
+            self.broken.append(f"cell {number}: {of.bound_s} above {of.step_s}, {of.policy}")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of some cells."""
+
+    n_cases: int = 0
+    n_empty: int = 0  # cells in which nothing fits
+    rows: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
+    gaps: list[float] = field(default_factory=list)  # of certificates
+    gains: list[float] = field(default_factory=list)  # of a climb from what the search found
+
+    def add(self, other: "Tally") -> None:
+        self.n_cases += other.n_cases
+        self.n_empty += other.n_empty
+        self.gaps += other.gaps
+        self.gains += other.gains
+        for name, row in other.rows.items():
+            mine = self.rows[name]
+            mine.n_cases, mine.n_near = mine.n_cases + row.n_cases, mine.n_near + row.n_near
+            mine.tightest_fraction = min(mine.tightest_fraction, row.tightest_fraction)
+            mine.broken += row.broken
+
+
+def attacked(number: int) -> Tally:
+    """One cell: policies of a climb against their bounds; of some cells, the search against a climb."""
+    of, rng, tally = cell(number), random.Random(~number), Tally()
+    start = start_of(rng, of)
+    if start is None:
+        tally.n_empty = 1
+        return tally
+    relaxation, fastest = relaxation_of(of), climbed(rng, of, start, N_TRIES)[0]
+    policies = dict.fromkeys((start, fastest, neighbour(rng, of, start), neighbour(rng, of, fastest)))
+    for policy in (policy for policy in policies if of.needs(policy).fits):
+        found = held(of, policy, relaxation)
+        tally.n_cases += bool(found)
+        groups = "one group" if policy.group_micro_batches == of.semantics.n_micro_batches else "groups"
+        for one in found:
+            tally.rows[f"{one.name} | {policy.update}, {groups}"].add(one, number)
+    if number % SEARCHED_CELLS == 0 and 8 * of.semantics.n_micro_batches * (of.workload.n_layers + 2) <= MOST_SEARCHED_OPS:
+        _attack_search(of, rng, tally)
+    return tally
+
+
+def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
+    answer = search(of.model, of.workload, of.semantics, of.profile, clipped_fraction=of.clipped_fraction)
+    policy, fastest_s = climbed(rng, of, answer.plan.policy, N_NEIGHBOURS)
+    bound_s = answer.certificate.policy_bound_s
+    tally.gaps.append(answer.certificate.gap_fraction)
+    tally.gains.append(max(0.0, 1 - fastest_s / answer.step_s))
+    tally.rows[f"certificate of a search | {Update.DEFERRED}"].add(Held("certificate", bound_s, fastest_s, policy), of.number)
+
+
+def page(tally: Tally, n_cells: int) -> Iterator[str]:
+    """The tally in markdown."""
+    broken = [said for row in tally.rows.values() for said in row.broken]
+    tight = [row for row in tally.rows.values() if row.n_near]
+    yield f"{n_cells} cells, in {tally.n_empty} of which nothing drawn fits; {tally.n_cases} cases; {len(broken)} below a bound.\n"
+    yield from (f"- WRONG: {said}" for said in broken)
+    yield f"{len(tight)} of {len(tally.rows)} planted faults are caught: a bound, in one situation, {FAULT_FRACTION:.0%} higher.\n"
+    yield "| bound | situation | cases | a fault is caught by | nearest step above |\n|---|---|---:|---:|---:|"
+    for name, row in sorted(tally.rows.items()):
+        yield f"| {name} | {row.n_cases} | {row.n_near} | {row.tightest_fraction:.2%} |"
+    if tally.gaps:
+        gaps, gains = sorted(tally.gaps), sorted(tally.gains)
+        more = sum(gain > LEAST_GAIN_FRACTION for gain in gains)
+        yield f"\n{len(gaps)} searches: gap {gaps[len(gaps) // 2]:.2%} in the median, {gaps[-1]:.2%} at most."
+        yield f"A climb over {N_NEIGHBOURS} neighbours gains {gains[len(gains) // 2]:.2%} in the median, {gains[-1]:.2%} at most,"
+        yield f"and above {LEAST_GAIN_FRACTION:.1%} in {more}."
+
+
+@click.command()
+@click.option("--cases", "n_cases", default=5000, show_default=True)
+@click.option("--first", default=10_000, show_default=True, help="the number of the first cell")
+@click.option("--workers", default=2, show_default=True)
+def main(n_cases: int, first: int, workers: int) -> None:
+    """Attack until there are so many cases."""
+    tally, number = Tally(), first
+    with ProcessPoolExecutor(workers) as pool:
+        while tally.n_cases < n_cases:
+            for found in pool.map(attacked, range(number, number + 16 * workers)):
+                tally.add(found)
+            number += 16 * workers
+    for line in page(tally, number - first):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

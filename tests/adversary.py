@@ -1,0 +1,307 @@
+"""Can any plan be faster than a bound says?
+
+Random models, machines, memories, steps and policies, each drawn from a number so that it can be drawn again, and climbs from
+policy to faster policy: near the fastest is where a bound that is too high is found.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from hwprofiles.schema import Profile, read_profile
+from planner.arenas import can_split, can_square, refuse_illegal
+from planner.bounds import machine_bound, policy_bounds
+from planner.cost import CostModel, region_of
+from planner.faster import Group, faster
+from planner.lower import lower
+from planner.memory import Footprint, footprint, frame
+from planner.relax import Relaxation
+from planner.simulate import simulate
+from planner.space import CHUNKS_PER_LAYER, cut, eager_is_legal, family_of
+from planner.workload import build_workload, read_model
+from runtime.errors import PlanError
+from runtime.plan import Policy, Semantics, Update
+from runtime.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+
+MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop", "cpu-2core", "gb10")
+MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "smollm2-360m", "qwen3-30b-a3b", "mixtral-8x7b", "qwen3-8b")
+PLENTY_BYTES = 10**16
+MOST_OPS = 1200  # of a plan, about: a case is to take a tenth of a second
+MAX_STEPS = 40
+ROUNDING = 1 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is to be trained, and where."""
+
+    number: int
+    model: Model
+    workload: Workload
+    semantics: Semantics
+    profile: Profile
+    clipped_fraction: float | None
+
+    def needs(self, policy: Policy) -> Footprint:
+        return footprint(frame(self.model, self.workload, self.semantics, policy), self.profile)
+
+    def step_s(self, policy: Policy, clipped: bool = False) -> float | None:
+        """Seconds of a step that repeats; None if none does soon."""
+        plan = lower(self.model, self.workload, self.semantics, policy, {})
+        demands = CostModel(self.profile, clipped=clipped).demands(plan)
+        found = simulate(plan, demands, region_of(self.profile), MAX_STEPS)
+        return found.step_s if found.periodic else None
+
+    def mean_step_s(self, policy: Policy) -> float | None:
+        """The mean over clipped steps and others."""
+        often = self.clipped_fraction or 0.0
+        step_s = self.step_s(policy)
+        if step_s is None or not policy.speculate_blocks or not often:
+            return step_s
+        clipped_s = self.step_s(policy, clipped=True)
+        return None if clipped_s is None else (1 - often) * step_s + often * clipped_s
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A bound, and a step that it must not be above."""
+
+    name: str
+    bound_s: float
+    step_s: float
+    policy: Policy
+
+    @property
+    def is_broken(self) -> bool:
+        return self.step_s < self.bound_s * ROUNDING
+
+    @property
+    def slack_fraction(self) -> float:
+        """How far the step is above the bound."""
+        return self.step_s / self.bound_s - 1 if self.bound_s > 0 else float("inf")
+
+
+def cell(number: int) -> Cell:
+    """The cell of this number."""
+    rng = random.Random(number)
+    n_layers = rng.choice((1, 2, 3, 4, 6))
+    n_micro_batches = rng.choice((1, 2, 3, 4, 5, 8, 11, 16, 24, 32, 48, 64))
+    while n_micro_batches > 1 and 8 * n_micro_batches * (n_layers + 2) > MOST_OPS:
+        n_micro_batches //= 2
+    of = _semantics(rng, n_micro_batches)
+    model, workload = (
+        _real(rng, of, n_layers) if rng.random() < 0.5 else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
+    )
+    machine = read_profile(rng.choice(MACHINES))
+    if rng.random() < 0.8:
+        machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group})
+    often = 0.0 if eager_is_legal(of) else rng.choice((None, None, 0.0, 0.3, 1.0))
+    profile = machine.with_memory(PLENTY_BYTES, PLENTY_BYTES)
+    found = Cell(number, model, workload, of, profile, often)
+    if rng.random() < 0.6:  # barely enough for some policy, or somewhat more
+        needs = found.needs(drawn_policy(rng, found))
+        roomy = rng.choice((1.0, 1.0, 1.05, 1.3, 2.0))
+        profile = machine.with_memory(
+            int(needs.device_peak_bytes * roomy), int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
+        )
+    return replace(found, profile=profile)
+
+
+def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:
+    micro_batch = rng.choice((1, 1, 2, 8))
+    dtypes = rng.choice((("bf16", "bf16", "fp32"), ("bf16", "bf16", "fp32"), ("bf16", "bf16", "bf16"), ("fp32", "fp32", "fp32")))
+    n_missing = rng.randrange(micro_batch) if rng.random() < 0.5 else 0  # in the last micro-batch
+    return Semantics(
+        seq_len=rng.choice((16, 128, 512, 1024, 4096)),
+        batch_size=micro_batch * n_micro_batches - n_missing,
+        micro_batch=micro_batch,
+        compute_dtype=dtypes[0],
+        gradient_dtype=dtypes[1],
+        master_dtype=dtypes[2],
+        clip_norm=rng.choice((1.0, 1.0, None)),
+    )
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    return read_model(name).config
+
+
+def _real(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Model, Workload]:
+    """A shipped configuration with fewer layers, and another vocabulary now and then."""
+    config = _read(rng.choice(MODELS)) | {"num_hidden_layers": n_layers}
+    config.pop("layer_types", None)
+    if rng.random() < 0.3:
+        config |= {"vocab_size": rng.choice((256, 8192, 400_000))}
+    model = Model(config, name="shortened")
+    return model, build_workload(model, of)
+
+
+def drawn_workload(rng: random.Random, of: Semantics, n_layers: int) -> Workload:
+    """Blocks of any proportions: narrow and deep, wide and flat, tied or not, equal or not, many weights for few products."""
+    seed = rng.random()
+    sizes = [of.micro_batch, *([of.n_left] if of.n_left else [])]
+    blocks = [_drawn_blocks(random.Random(seed), replace(of, batch_size=n, micro_batch=n), n_layers) for n in sizes]
+    return Workload(blocks[0], smaller=blocks[1] if of.n_left else ())
+
+
+def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Block, ...]:
+    tokens, width, vocab = of.tokens_per_micro_batch, rng.choice((64, 256, 1024, 4096)), rng.choice((256, 32768, 200_000))
+    boundary = tokens * width * 2
+    alike = rng.random() < 0.7
+    layers: list[Block] = []
+    for i in range(n_layers):
+        inner, n_experts = rng.choice((64, 256, 1024, 4096)), rng.choice((1, 1, 1, 8))
+        block = Block(
+            f"layer {i}",
+            BlockKind.LAYER,
+            tuple(Parameter(f"{i}.{e}.{way}", (inner, width)) for e in range(n_experts) for way in ("in", "out")),
+            (Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
+            attention=rng.choice((None, Attention(of.micro_batch, 4, 64, of.seq_len))),
+            pointwise_bytes=boundary * rng.randint(1, 20),
+            n_kernels=rng.randint(1, 20),
+            boundary_bytes=boundary,
+            kept_bytes=boundary * 3,
+            transient_bytes=boundary * 6,
+            tiers=(
+                Tier(Saved.BOUNDARY, True, 0, boundary * 6, 1, True, boundary, 1),
+                Tier(Saved.ATTENTION, True, boundary, boundary * 6, 1, False, boundary, 1),
+                Tier(Saved.PRODUCTS, True, boundary * 2, boundary * 6, 0, False, boundary, 1),
+            ),
+        )
+        if alike and layers:
+            named = tuple(replace(p, name=p.name.replace("0.", f"{i}.", 1)) for p in layers[0].parameters)
+            block = replace(layers[0], name=f"layer {i}", parameters=named)
+        layers.append(block)
+    tied = "table" if rng.random() < 0.5 else None
+    table = Parameter("table", (vocab, width))
+    embedding = Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary)
+    head = (Parameter("norm", (width,)), Parameter("head", (vocab, width), tied))
+    return embedding, *layers, Block("head", BlockKind.HEAD, head, (Matmul(tokens, width, vocab),), n_kernels=5)
+
+
+def drawn_policy(rng: random.Random, of: Cell) -> Policy:
+    """Any legal policy of the space: lean ones as often as crowded ones."""
+    s, workload = of.semantics, of.workload
+    n, n_layers = s.n_micro_batches, workload.n_layers
+    policy = Policy(
+        prefetch_depth=rng.choice((1, 1, 2, 3, n_layers + 1)),
+        gradient_slots=rng.choice((1, 2, 3, 5, 8)),
+        group_micro_batches=rng.choice((1, n, rng.randint(1, n), rng.randint(1, n))),
+        update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
+        storage="split" if can_split(s) and rng.random() < 0.8 else "mirrored",
+        early_stop=True,
+        boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
+    )
+    policy = replace(policy, boundary_stride=min(policy.boundary_stride, n_layers))
+    for _ in range(rng.choice((0, 1, 3, 6))):
+        policy = neighbour(rng, of, policy)
+    return policy
+
+
+def neighbour(rng: random.Random, of: Cell, policy: Policy) -> Policy:
+    """A legal policy that differs a little."""
+    changes = list(_changes(of, policy))
+    while True:
+        changed = rng.choice(changes)(rng)
+        try:
+            refuse_illegal(of.workload, of.semantics, changed)
+        except PlanError:
+            continue
+        if changed.update is not Update.DEFERRED and changed.speculate_blocks:
+            continue
+        return changed
+
+
+def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
+    """Functions from a source of chance to a policy, legal or not."""
+    s, workload = of.semantics, of.workload
+    n, n_layers = s.n_micro_batches, workload.n_layers
+    layers, everything = range(1, n_layers + 1), range(n_layers + 2)
+
+    def group(rng: random.Random) -> Policy:
+        size = rng.choice(
+            (1, n, max(1, policy.group_micro_batches // 2), min(n, policy.group_micro_batches * 2), rng.randint(1, n))
+        )
+        whole = {"square_blocks": (), "offload_late_blocks": 0, "transfer_chunk_bytes": None} if size < n else {}
+        return replace(policy, group_micro_batches=size, **whole)
+
+    def update(rng: random.Random) -> Policy:
+        return replace(policy, update=rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED, speculate_blocks=())
+
+    def saving(rng: random.Random) -> Policy:
+        block, how = rng.choice(layers), rng.choice(("keep_blocks", "product_blocks", "attention_blocks", None))
+        every = layers if rng.random() < 0.5 else [block]
+        names = ("keep_blocks", "product_blocks", "attention_blocks")
+        found = {name: {*getattr(policy, name)} - {*every} | ({*every} if name == how else set()) for name in names}
+        spilled = tuple(b for b in policy.spill_blocks if b + 1 not in found["keep_blocks"])
+        return replace(policy, spill_blocks=spilled, **{name: tuple(sorted(blocks)) for name, blocks in found.items()})  # type: ignore[arg-type]
+
+    def toggled(name: str, blocks: range) -> Any:
+        def change(rng: random.Random) -> Policy:
+            whole = rng.choice(((), tuple(blocks), None, None))
+            some = tuple(sorted({*getattr(policy, name)} ^ {rng.choice(blocks)})) if whole is None else whole
+            return replace(policy, **{name: some})  # type: ignore[arg-type]
+
+        return change
+
+    def buffers(rng: random.Random) -> Policy:
+        name = rng.choice(("prefetch_depth", "gradient_slots"))
+        return replace(policy, **{name: max(1, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
+
+    def chunks(rng: random.Random) -> Policy:
+        n_chunks = rng.choice((None, *CHUNKS_PER_LAYER))
+        whole = replace(policy, transfer_chunk_bytes=None)
+        return whole if n_chunks is None else cut(whole, frame(of.model, workload, s, whole), n_chunks)
+
+    yield from (group, update, saving, saving, buffers, buffers)
+    yield toggled("spill_blocks", range(n_layers))
+    yield toggled("resident_blocks", everything)
+    if policy.group_micro_batches == n:
+        yield from (chunks, toggled("square_blocks", can_square(workload)))
+        yield lambda rng: replace(policy, offload_late_blocks=rng.randint(0, policy.gradient_slots - 1))
+    if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
+        yield toggled("speculate_blocks", everything)
+
+
+def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list[Held]:
+    """Every bound that says something of this policy, with the step it is held against. None of a step that never repeats."""
+    plan, cost = frame(of.model, of.workload, of.semantics, policy), CostModel(of.profile)
+    step_s, mean_s = of.step_s(policy), of.mean_step_s(policy)
+    if step_s is None or mean_s is None:
+        return []
+    bounds = [*policy_bounds(plan, cost), machine_bound(plan, cost)]
+    found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
+    if relaxation is not None:
+        family = family_of(policy, of.semantics)
+        one_size = replace(family, group_micro_batches=policy.group_micro_batches, largest_group=policy.group_micro_batches)
+        sizes = policy.prefetch_depth, policy.gradient_slots
+        for name, part, buffers in (("family", family, (None, None)), ("buffers", one_size, sizes)):
+            relaxed = relaxation.solve(part, *buffers)
+            # A policy that fits refutes a relaxation without members.
+            found.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))
+    return found
+
+
+def relaxation_of(of: Cell) -> Relaxation:
+    return Relaxation(of.model, of.workload, of.semantics, CostModel(of.profile), of.clipped_fraction)
+
+
+def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
+    """The fastest policy found in so many tries, each a neighbour of the fastest so far; and its mean step."""
+    best, best_s = start, of.mean_step_s(start) or float("inf")
+    for _ in range(n_tries):
+        tried = neighbour(rng, of, best)
+        if of.needs(tried).fits:
+            step_s = of.mean_step_s(tried)
+            if step_s is not None and step_s < best_s:
+                best, best_s = tried, step_s
+    return best, best_s
+
+
+def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:
+    """A policy that fits, if any of those drawn does."""
+    drawn = (drawn_policy(rng, of) for _ in range(n_tries))
+    return next((policy for policy in drawn if of.needs(policy).fits), None)
