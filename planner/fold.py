@@ -22,7 +22,7 @@ def fold(short: Plan, start: int, n_ops: int, times: int, micro_batches: int) ->
     folding = _Folding(Repeat(start, start + n_ops, N_SHOWN, micro_batches))
     repeated = [_same(folding, [short.ops[start + k * n_ops + j] for k in range(N_SHOWN)]) for j in range(n_ops)]
     outside = [
-        _renumbered(folding, op, None) for i, op in enumerate(short.ops) if not start <= i < start + N_SHOWN * n_ops
+        _renumbered(folding, op) for i, op in enumerate(short.ops) if not start <= i < start + N_SHOWN * n_ops
     ]  # fmt: skip
     ops = [*outside[:start], *repeated, *outside[start:]]
     if None in ops:
@@ -55,8 +55,9 @@ class _Folding:
         return Wait(number, 0, repetition - of) if repetition - of in (0, 1) else None
 
 
-def _renumbered(folding: _Folding, op: Op, repetition: int | None) -> Op | None:
-    waits = [folding.wait(wait, repetition) for wait in op.waits]
+def _renumbered(folding: _Folding, op: Op) -> Op | None:
+    """An op that does not repeat."""
+    waits = [folding.wait(wait, None) for wait in op.waits]
     return None if None in waits else replace(op, waits=_in_order([w for w in waits if w is not None]))
 
 
@@ -66,11 +67,14 @@ def _same(folding: _Folding, ops: Sequence[Op]) -> Op | None:
     What only the first repetition waits for lies before it, and is done for ever after; what all but the first wait for in the
     repetition before says in the first one: in the step before.
     """
-    found = [_renumbered(folding, op, k) for k, op in enumerate(ops)]
-    bare = [folding.repeat.op(replace(ops[0], waits=()), k) for k in range(N_SHOWN)]
-    if None in found or bare != [replace(op, waits=()) for op in ops]:
+    found = [[folding.wait(wait, k) for wait in op.waits] for k, op in enumerate(ops)]
+    alike = {(op.kind, op.block, op.chunk, op.reads, op.writes) for op in ops}
+    moved = {
+        op.micro_batch if op.micro_batch is None else op.micro_batch - k * folding.repeat.micro_batches for k, op in enumerate(ops)
+    }
+    if any(None in waits for waits in found) or len(alike) > 1 or len(moved) > 1:
         return None
-    first, second, third = (set(op.waits) for op in found if op is not None)
+    first, second, third = ({wait for wait in waits if wait is not None} for waits in found)
     before = {Wait(w.op, 1) for w in second if w.back}
     beyond = {w for w in second if w not in first and (w.distance or w.op < folding.repeat.start)}
     return replace(ops[0], waits=_in_order((first - before) | second)) if second == third and not beyond else None
