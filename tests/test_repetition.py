@@ -1,5 +1,6 @@
 """Does a plan that says once what repeats mean the same as the plan with everything written out?"""
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from planner.check import _Clocks, _legal_order, check
+from planner.cli import cli
 from planner.lower import FEWEST_FOLDED, lower, lower_folded, lower_written_out
 from planner.simulate import MAX_CYCLE_STEPS, simulate
 from planner.waits import with_waits
@@ -386,3 +389,15 @@ def test_every_wait_that_repeats_is_needed() -> None:
                         check(replace(plan, ops=(*plan.ops[:i], without, *plan.ops[i + 1 :])))
                     n_caught += 1
     assert n_caught > 50
+
+
+@pytest.mark.parametrize("times", [0, 10**12, -1, 1.5, "9"])
+def test_a_file_that_promises_too_much_is_one_line_on_the_command_line(tmp_path: Path, times: object) -> None:
+    PlanFile(small(), None).write(tmp_path / "plan.json")
+    fields = json.loads((tmp_path / "plan.json").read_text())
+    fields["repeat"]["times"] = times
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    done = CliRunner().invoke(cli, ["check", str(tmp_path / "plan.json")])
+    assert done.exit_code == 2
+    assert [line for line in done.output.splitlines() if line.startswith("error: ")] == done.output.splitlines()
+    assert "repeat.times" in done.output
