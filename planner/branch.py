@@ -10,7 +10,7 @@ deterministic.
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -50,7 +50,9 @@ LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the 
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
 MOST_CLIMBED_OPS = 2 * MAX_SEARCHED_OPS  # of all plans, when the search for early updates ends wherever it is
+CLIMBED_FRACTION = 0.005  # of a step that may be gained at most where no climb is tried
 LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
+REFILLED_STEPS = (1, 3, -1)  # so many slots more or fewer, where a climb fills memory anew
 SPECULATION_STARTS = (0.25, 0.5, 0.75)  # of the blocks
 SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
 
@@ -254,13 +256,21 @@ class Tree:
         else:
             # The policies suggested are a few of those that the bound covers: it stays as what the others may reach.
             self.bound_s = min(self.bound_s, node.bound_s)
-            relaxed = self.relaxation.solve(family, None, n_slots)
-            assert relaxed is not None
-            depths = dict.fromkeys((*PREFETCH_DEPTHS, relaxed.prefetch_depth))
-            for policy in dict.fromkeys(policy for depth in depths for policy in self._suggested(family, depth, n_slots)):
+            for policy in self._at_first(family, n_slots):
                 if self.trial.fits(policy):
-                    bound_s = policy_bound(self.trial.frame(policy), self.trial.cost).seconds
+                    is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.product_blocks or policy.keep_blocks)
+                    bound_s = 0.0 if is_lean else policy_bound(self.trial.frame(policy), self.trial.cost).seconds
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
+
+    def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
+        """What is suggested for the first of the usual depths that fits; a climb sees to the others. And what saves and moves
+        nothing, for what moves takes its time, whatever the relaxation thinks of it."""
+        for depth in PREFETCH_DEPTHS:
+            suggested = list(self._suggested(family, depth, n_slots))
+            if suggested:
+                yield from suggested
+                yield replace(family.policy(self.trial.semantics), prefetch_depth=depth, gradient_slots=n_slots)
+                return
 
     def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
@@ -337,9 +347,9 @@ class Tree:
     def _climb(self) -> None:
         """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""
         climbing = True
-        while climbing and self.best is not None and not self._close_to_best(self.bound_s):
+        while climbing and self.best is not None and self.trial.step_s(self.best) > self.bound_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            for policy in neighbours(self.trial.frame(self.best)):
+            for policy in chain(self._refilled(self.best), neighbours(self.trial.frame(self.best))):
                 if self.trial.n_ops >= MOST_CLIMBED_OPS:
                     return
                 if self.trial.is_too_long(policy) or not self.trial.fits(policy):
@@ -348,6 +358,16 @@ class Tree:
                     self._take(policy)
                     climbing = True
                     break
+
+    def _refilled(self, best: Policy) -> Iterator[Policy]:
+        """The policy with other buffers or groups, and memory used as the relaxation would with these."""
+        n, size = self.trial.semantics.n_micro_batches, best.group_micro_batches
+        depth, n_slots = best.prefetch_depth, best.gradient_slots
+        buffers = [(depth, n_slots + more) for more in REFILLED_STEPS] + [(depth + more, n_slots) for more in REFILLED_STEPS]
+        groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
+        for of, d, slots in [(size, *b) for b in buffers] + [(g, depth, n_slots) for g in dict.fromkeys(groups)]:
+            if d >= 1 and slots >= 1:
+                yield from self._suggested(Family(best.update, of, of, best.boundary_stride), d, slots)
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""
