@@ -61,12 +61,13 @@ def read_timeline(path: Path, n_ops: int) -> "Timeline":
 def refuse_disorder(timeline: "Timeline", plan: "Plan", path: Path) -> None:
     """UsageError where a step has an op twice, or a lane performs ops out of the plan's order: it was another plan's run."""
     before: dict[tuple[int, str], tuple[int, float]] = {}  # of a step and a lane: the last op, and its end
-    for span in sorted(timeline.spans, key=lambda span: (span.step, span.op)):
+    numbered = ((plan.number(span.op, span.repetition), span) for span in timeline.spans)
+    for number, span in sorted(numbered, key=lambda of: (of[1].step, of[0])):
         at = (span.step, str(plan.ops[span.op].lane))
         op, end_s = before.get(at, (-1, 0.0))
-        if span.op == op or span.start_s < end_s - CLOCK_S:
+        if number == op or span.start_s < end_s - CLOCK_S:
             raise click.UsageError(f"{path}: the timeline of another plan; give the plan that the run performed")
-        before[at] = (span.op, span.end_s)
+        before[at] = (number, span.end_s)
 
 
 @contextmanager
