@@ -37,7 +37,10 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     semantics = replace(semantics, batch_size=n_micro_batches * semantics.micro_batch, seq_len=seq_len)
     program = list(_program(plan, n_micro_batches, group))
     ops = tuple(replace(op, waits=waits) for op, waits in zip(program, _waits(program), strict=True))
-    return replace(plan, semantics=semantics, policy=replace(plan.policy, group_micro_batches=group), ops=ops, repeat=None)
+    workload = replace(plan.workload, smaller=())  # all micro-batches are whole
+    return replace(
+        plan, semantics=semantics, workload=workload, policy=replace(plan.policy, group_micro_batches=group), ops=ops, repeat=None
+    )
 
 
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:

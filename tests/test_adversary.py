@@ -1,4 +1,7 @@
-"""Is any plan faster than a bound says? A short attack; `python -m benchmarks.adversary` makes the long one."""
+"""Is any plan faster than a bound says?
+
+A short attack; `python -m benchmarks.adversary` makes the long one.
+"""
 
 import random
 from dataclasses import replace
