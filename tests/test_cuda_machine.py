@@ -308,9 +308,13 @@ def home(tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
-    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 16]
-    assert penstock("plan", tmp_path / "model", *sizes, "-o", tmp_path / "p.json").exit_code == 0
+    plan_of(tmp_path)
     return tmp_path
+
+
+def plan_of(home, *extra):
+    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 16]
+    assert penstock("plan", home / "model", *sizes, *extra, "-o", home / "p.json").exit_code == 0
 
 
 def penstock(*args):
@@ -419,8 +423,7 @@ def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, m
     assert train(home, "c", "--deterministic", "--device", "cpu").exit_code == 0
     assert asked == []
     monkeypatch.setattr("runtime.attention._can_use", lambda kernel, heads: True)
-    plan = home / "p.json"
-    plan.write_text(plan.read_text().replace('"attention_kernel": "flash"', '"attention_kernel": "deterministic"'))
+    plan_of(home, "--deterministic")
     for out, flags in (("a", ["--deterministic"]), ("d", [])):  # what is planned so is run so
         assert train(home, out, *flags).exit_code == 0
     assert asked == [":4096:8"] * 2
