@@ -36,6 +36,7 @@ from .space import (
     baseline,
     cut,
     families,
+    family_of,
     filled,
     leanest,
     speculated,
@@ -362,12 +363,12 @@ class Tree:
     def _refilled(self, best: Policy) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
         n, size = self.trial.semantics.n_micro_batches, best.group_micro_batches
-        depth, n_slots = best.prefetch_depth, best.gradient_slots
+        depth, n_slots, update = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics).update
         buffers = [(depth, n_slots + more) for more in REFILLED_STEPS] + [(depth + more, n_slots) for more in REFILLED_STEPS]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
         for of, d, slots in [(size, *b) for b in buffers] + [(g, depth, n_slots) for g in dict.fromkeys(groups)]:
             if d >= 1 and slots >= 1:
-                yield from self._suggested(Family(best.update, of, of, best.boundary_stride), d, slots)
+                yield from self._suggested(Family(update, of, of, best.boundary_stride), d, slots)
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""

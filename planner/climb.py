@@ -67,6 +67,8 @@ def _wholes(plan: Plan) -> Iterator[Policy]:
         yield replace(policy, resident_blocks=blocks)
     for saved in (None, *SAVING):
         yield _saving(policy, layers, saved)
+    unhurried = replace(policy, speculate_blocks=(), square_blocks=())
+    yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
     for squared in ((), can_square(plan.workload)):
         yield replace(policy, square_blocks=tuple(squared))
     if eager_is_legal(plan.semantics):

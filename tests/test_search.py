@@ -217,7 +217,7 @@ def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, of
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=8)
 def test_the_search_finds_what_brute_force_finds(s, data):
-    """Within half a per cent. Brute force leaves out policies whose own bound is above the best found."""
+    """Within one per cent. Brute force leaves out policies whose own bound is above the best found."""
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
@@ -228,7 +228,7 @@ def test_the_search_finds_what_brute_force_finds(s, data):
         if bounds_s[policy] < shortest_s:
             plan = lower(NOBODY, workload, s, policy, {})
             shortest_s = min(shortest_s, simulate(plan, cost.demands(plan), region, 24).step_s)
-    assert answer.prediction.step_s <= shortest_s * 1.005
+    assert answer.prediction.step_s <= shortest_s * 1.01
     assert answer.certificate.policy_bound_s <= shortest_s * (1 + 1e-9)
 
 
