@@ -19,6 +19,7 @@ from .space import leanest
 from .workload import build_workload
 
 MAX_CHANGES = 3
+MOST_MICRO_BATCHES = 20_000  # of a change that is tried
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
 
 
@@ -52,7 +53,9 @@ class Request:
     free: frozenset[str]
 
     def fits(self) -> bool:
-        """Whether some policy that may be chosen fits."""
+        """Whether some policy that may be chosen fits. So many micro-batches that even their groups take long to list are none."""
+        if self.semantics.n_micro_batches > MOST_MICRO_BATCHES:
+            return False
         workload = build_workload(self.model, self.semantics)
         if too_long(workload, self.semantics, self.fixed):
             return False
