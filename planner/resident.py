@@ -54,7 +54,7 @@ class Tier:
     saved: Saved | None
     kept_bytes: int  # from forward to backward
     transient_bytes: int  # while its backward is computed
-    again_s: float  # of computing again what was not kept, for one micro-batch
+    again_s: float  # of computing again what was not kept, for all micro-batches
 
 
 def advice(resident_s: float | None, step_s: float) -> str | None:
@@ -79,7 +79,7 @@ def resident(plan: Plan, cost: CostModel) -> Resident | None:
         return None
     # What one micro-batch asks of memory: its boundaries, the block being computed, documents
     alone = frame(plan.model, plan.workload, replace(semantics, batch_size=semantics.micro_batch), Policy())
-    tiers = [list(_tiers(alone, b, cost)) for b in range(1, len(layers) + 1)]
+    tiers = [list(_tiers(plan, alone, b, cost)) for b in range(1, len(layers) + 1)]
     fixed = _fixed_bytes(plan, alone, profile)
     room_bytes = int(profile.device.memory_bytes.value) - sum(fixed.values())
     chosen = fill(tiers, alone.vocab_transient_bytes, room_bytes)
@@ -90,8 +90,7 @@ def resident(plan: Plan, cost: CostModel) -> Resident | None:
     }
     step_s = None
     if chosen is not None:
-        n_whole = semantics.batch_size / semantics.micro_batch  # a smaller last micro-batch computes again in proportion
-        step_s = _computing_s(plan, cost) + n_whole * again_s(chosen) + _updating_s(plan, cost)
+        step_s = _computing_s(plan, cost) + again_s(chosen) + _updating_s(plan, cost)
     has_bytes = int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value)
     return Resident(step_s, Footprint(needs, {}, *has_bytes), tuple(tier.saved for tier in shown))
 
@@ -106,7 +105,7 @@ def fill(layers: Sequence[Sequence[Tier]], vocab_bytes: int, room_bytes: int) ->
 
 
 def again_s(tiers: Sequence[Tier]) -> float:
-    """Seconds of what one micro-batch computes again."""
+    """Seconds of what a step computes again."""
     return sum(tier.again_s for tier in tiers)
 
 
@@ -160,7 +159,7 @@ def _by_transient(layers: Sequence[Sequence[Tier]], vocab_bytes: int) -> Iterato
             yield most_bytes, fitting
 
 
-def _tiers(alone: Plan, b: int, cost: CostModel) -> Iterator[Tier]:
+def _tiers(plan: Plan, alone: Plan, b: int, cost: CostModel) -> Iterator[Tier]:
     """What a layer may keep: all, or as much as its blocks offer; always at least its input."""
     embedding, block, head = alone.workload.blocks[0], alone.workload.blocks[b], alone.workload.blocks[-1]
     only = replace(alone, workload=Workload((embedding, block, head)))
@@ -170,7 +169,18 @@ def _tiers(alone: Plan, b: int, cost: CostModel) -> Iterator[Tier]:
     for saved in Saved:
         again = block.recompute(saved, True) or block.recompute(saved, False)
         if again is not None:
-            yield Tier(saved, again.saved_bytes, again.transient_bytes, cost.recompute_s(block, again, alone.semantics))
+            yield Tier(saved, again.saved_bytes, again.transient_bytes, _again_s(plan, b, saved, cost))
+
+
+def _again_s(plan: Plan, b: int, saved: Saved, cost: CostModel) -> float:
+    """Seconds in which all micro-batches, the last one may be smaller, compute again what a layer did not keep."""
+    total_s = 0.0
+    for m, count in plan.alike(range(plan.semantics.n_micro_batches)):
+        block = plan.blocks_of(m)[b]
+        again = block.recompute(saved, True) or block.recompute(saved, False)
+        assert again is not None, "a smaller micro-batch offers what the others do"
+        total_s += count * cost.recompute_s(block, again, plan.semantics)
+    return total_s
 
 
 def _fixed_bytes(plan: Plan, alone: Plan, profile: Profile) -> dict[str, int]:
