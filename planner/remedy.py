@@ -13,7 +13,7 @@ from runtime.workload import Model, Workload
 
 from .arenas import refuse_illegal
 from .memory import Footprint, footprint, frame, short_of
-from .micro_batch import divisors, with_micro_batch
+from .micro_batch import candidates, sizes_that_fit, with_micro_batch
 from .space import leanest
 from .workload import build_workload
 
@@ -60,8 +60,8 @@ def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
     nearest = _nearest(found)
     others = (text for text, changed in _changes(request, found) if changed.fits())
     changes = list(islice(others, MAX_CHANGES - 1))
-    text, larger = _with_memory(request, nearest)
-    changes += [text] if larger.fits() else []
+    larger = (text for text, changed in _with_memories(request, nearest) if changed.fits())
+    changes += islice(larger, 1)
     smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
@@ -90,7 +90,7 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
         yield "--clip-norm none", _changed(request, clip_norm=None)
     if any(n.short_device_bytes for n in found):
         workload = build_workload(request.model, s)
-        smaller = [b for b in divisors(s.batch_size) if b < s.micro_batch]
+        smaller = [b for b in candidates(s.batch_size) if b < s.micro_batch]
         short_enough = (b for b in smaller if most_ops(workload, replace(s, micro_batch=b)) <= MAX_PLAN_OPS)
         fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in short_enough)
         shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
@@ -102,8 +102,20 @@ def _changed(request: Request, **changes: Any) -> Request:
     """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
     semantics = replace(request.semantics, **changes)
     if free := request.free - changes.keys():
-        semantics = with_micro_batch(request.model, semantics, request.profile, free)[0]
+        # Which sizes are fastest takes longer to tell, and only one policy fits with some of those with which others do not
+        choose = sizes_that_fit if request.fixed is None else with_micro_batch
+        semantics = choose(request.model, semantics, request.profile, free)[0]
     return replace(request, semantics=semantics)
+
+
+def _with_memories(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+    """A machine with what is missing; if a policy was asked for that needs more with the sizes chosen there, also smaller ones."""
+    text, larger = _with_memory(request, needs)
+    yield text, larger
+    if request.fixed is not None and "micro_batch" in request.free:
+        for n in candidates(request.semantics.batch_size):
+            if n < larger.semantics.micro_batch:
+                yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
 
 
 def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request]:
