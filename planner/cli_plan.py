@@ -42,7 +42,7 @@ class _Plan(click.Command):
 @click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
-@click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: what fits in 60 % of the device]")
+@click.option("--micro-batch", type=COUNT, help="Sequences computed at a time; the last may be fewer.  [default: the fastest]")
 @click.option("--host-memory", type=Bytes(), help="Host memory to use, for example 1.5TB.  [default: the profile's]")
 @click.option("--device-memory", type=Bytes(), help="Device memory to use, for example 24GB.  [default: the profile's]")
 @click.option(

@@ -14,12 +14,11 @@ from runtime.workload import Model, Workload
 from .arenas import refuse_illegal
 from .lower import MOST_ALIKE_GROUPS, is_long
 from .memory import Footprint, footprint, frame, short_of
-from .micro_batch import divisors, with_micro_batch
+from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_that_fit, with_micro_batch
 from .space import leanest
 from .workload import build_workload
 
 MAX_CHANGES = 3
-MOST_MICRO_BATCHES = 20_000  # of a change that is tried
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
 
 
@@ -76,8 +75,8 @@ def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
     nearest = _nearest(found)
     others = (text for text, changed in _changes(request, found) if changed.fits())
     changes = list(islice(others, MAX_CHANGES - 1))
-    text, larger = _with_memory(request, nearest)
-    changes += [text] if larger.fits() else []
+    larger = (text for text, changed in _with_memories(request, nearest) if changed.fits())
+    changes += islice(larger, 1)
     smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
@@ -106,7 +105,8 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
         yield "--clip-norm none", _changed(request, clip_norm=None)
     if any(n.short_device_bytes for n in found):
         workload = build_workload(request.model, s)
-        smaller = [b for b in divisors(s.batch_size) if b < s.micro_batch]
+        least, below = -(-s.batch_size // MOST_MICRO_BATCHES), min(s.micro_batch, _most_sequences(request, workload) + 1)
+        smaller = [b for b in candidates(s.batch_size) if least <= b < below]
         short_enough = (b for b in smaller if not too_long(workload, replace(s, micro_batch=b), request.fixed))
         fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in short_enough)
         shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
@@ -114,12 +114,30 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
             yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest that fits
 
 
+def _most_sequences(request: Request, workload: Workload) -> int:
+    """So many that the device has room for one boundary."""
+    sequence_bytes = workload.blocks[0].boundary_bytes // request.semantics.micro_batch
+    return int(request.profile.device.memory_bytes.value) // sequence_bytes
+
+
 def _changed(request: Request, **changes: Any) -> Request:
     """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
     semantics = replace(request.semantics, **changes)
     if free := request.free - changes.keys():
-        semantics = with_micro_batch(request.model, semantics, request.profile, free)[0]
+        # Which sizes are fastest takes longer to tell, and only one policy fits with some of those with which others do not
+        choose = sizes_that_fit if request.fixed is None else with_micro_batch
+        semantics = choose(request.model, semantics, request.profile, free)[0]
     return replace(request, semantics=semantics)
+
+
+def _with_memories(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+    """A machine with what is missing; if a policy was asked for that needs more with the sizes chosen there, also smaller ones."""
+    text, larger = _with_memory(request, needs)
+    yield text, larger
+    if request.fixed is not None and "micro_batch" in request.free:
+        for n in candidates(request.semantics.batch_size):
+            if n < larger.semantics.micro_batch:
+                yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
 
 
 def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request]:

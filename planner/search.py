@@ -17,6 +17,7 @@ from .arithmetic import arithmetic
 from .bounds import FACET, LANE_NAME, machine_bound, policy_bound
 from .branch import Tree, Trial
 from .cost import CostModel
+from .estimate import Greedy
 from .memory import Footprint, footprint, frame
 from .remedy import Request, does_not_fit
 from .resident import Resident, resident
@@ -116,7 +117,10 @@ def search(
     known = trial.baselines()
     if fixed is None:
         tree = Tree(trial)
-        tree.explore([baseline(name, semantics, workload) for name, said in known.items() if "step_s" in said])
+        start = [baseline(name, semantics, workload) for name, said in known.items() if "step_s" in said]
+        greedy = Greedy(model, workload, semantics, profile)  # on which the choice of sizes rests
+        likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
+        tree.explore([*start, *sorted(likely, key=greedy.lanes_s)[:1]])
         if tree.best is None:
             raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
         best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)

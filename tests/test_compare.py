@@ -216,7 +216,7 @@ def test_the_json_is_pure_and_the_rows_stand_under_their_titles():
 def test_a_plan_too_long_to_write_is_no_misfit_and_no_other_machine_suffers_from_it():
     """The small device computes a sequence at a time: too many micro-batches for any plan. The large one computes several."""
     semantics = replace(SEMANTICS, seq_len=4096, batch_size=2**21)
-    small = named(H200.with_memory(6 * 10**9, None), "small")
+    small = named(H200.with_memory(4 * 10**9, None), "small")
     found = compare(MODEL, [small, H200], semantics, DEFERRED)
     assert [c.machine for c in found.candidates] == ["h200-pcie5", "small"]
     assert isinstance(found.candidates[0].outcome, Speed)

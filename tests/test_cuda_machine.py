@@ -56,6 +56,7 @@ def test_however_late_streams_are_the_bits_are_those_of_the_plain_loop(model_typ
         model_type,
         compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"),
         clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip_norm"),
+        micro_batch=data.draw(st.sampled_from([1, 3]), label="micro_batch"),  # of four: one is left
     )
     key = (("num_hidden_layers", n_layers), ("tie_word_embeddings", data.draw(st.booleans(), label="tied")))
     if semantics.clip_norm is not None:

@@ -12,7 +12,7 @@ from planner.memory import footprint, frame
 from planner.micro_batch import SIZES, with_micro_batch
 from planner.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
 from planner.search import search
-from planner.space import leanest
+from planner.space import baseline, leanest
 from planner.workload import build_workload, read_model
 from runtime.errors import DoesNotFitError
 from runtime.plan import MAX_REPETITIONS, Policy, Semantics
@@ -117,19 +117,30 @@ def test_no_change_resets_a_size_that_the_user_named(named):
         for field in named - ({"micro_batch"} if is_size else set()):
             assert getattr(changed.semantics, field) == getattr(given, field), text
         again, _ = with_micro_batch(model, changed.semantics, changed.profile, free - ({"micro_batch"} if is_size else set()))
-        assert again == changed.semantics, f"{text}: asked for anew, other sizes would be chosen"
+        assert replace(changed, semantics=again).fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
 
 
 def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
-    """Half the gradient's bytes let micro-batches grow: then there are fewer than the policy has in a group."""
-    profile = DESKTOP.with_memory(8 * 10**9, 15 * 10**9)
-    semantics, _ = with_micro_batch(MODEL, replace(SEMANTICS, batch_size=64, gradient_dtype="fp32"), profile)
-    whole = Policy(group_micro_batches=semantics.n_micro_batches)
-    request = Request(MODEL, semantics, profile, whole, SIZES)
-    larger = replace(request, profile=DESKTOP.with_memory(10**12, 10**12))
-    assert semantics.n_micro_batches > 1
-    assert larger.fits()
-    assert not replace(larger, semantics=replace(semantics, micro_batch=2 * semantics.micro_batch)).fits()
+    """Other sizes may have fewer micro-batches than the policy has in a group."""
+    semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
+    request = Request(MODEL, semantics, DESKTOP.with_memory(10**12, 10**12), Policy(group_micro_batches=4), SIZES)
+    assert request.fits()
+    assert not replace(request, semantics=replace(semantics, micro_batch=32)).fits()
+
+
+def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it():
+    """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
+    model, profile = read_model("qwen2.5-32b"), read_profile("rtx4090-server")
+    semantics, workload = with_micro_batch(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
+    fixed = baseline("megatrain", semantics, workload)
+    needs = footprint(frame(model, workload, semantics, fixed), profile)
+    error = does_not_fit(Request(model, semantics, profile, fixed, SIZES), [needs])
+    changed = re.search(r"--host-memory (\w+) --micro-batch (\d+)$", error.smallest_change)
+    assert changed, error
+    larger = profile.with_memory(None, parse_bytes(changed[1]))
+    given = replace(semantics, micro_batch=int(changed[2]))
+    given, workload = with_micro_batch(model, given, larger, SIZES - {"micro_batch"})
+    assert footprint(frame(model, workload, given, fixed), larger).fits
 
 
 @given(cases())

@@ -40,7 +40,7 @@ def saying(*args):
 
 
 def ways(workload, b, of, cost):
-    """Each way to have what a layer's backward needs: bytes kept, bytes while it is computed, seconds of computing again in a step."""
+    """Each way to have what a layer's backward needs: bytes kept, bytes while it is computed, seconds a step of computing again."""
     block = workload.blocks[b]
     yield block.kept_bytes, block.transient_bytes, 0.0
     for saved in Saved:

@@ -16,9 +16,10 @@ from planner.branch import Tree
 from planner.check import check
 from planner.cli import cli
 from planner.cost import CostModel, region_of
+from planner.estimate import Greedy
 from planner.lower import lower
 from planner.memory import footprint, frame
-from planner.micro_batch import divisors, with_micro_batch
+from planner.micro_batch import with_micro_batch
 from planner.relax import Relaxation
 from planner.search import search
 from planner.simulate import simulate
@@ -300,8 +301,10 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
         monkeypatch.setattr("planner.branch.MOST_RELAXED", 0)
     for name in ("_scout", "_climb", "_cut_transfers", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
+    monkeypatch.setattr(Greedy, "policies", lambda self: [])
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
-    s, workload = with_micro_batch(model, Semantics(2048, 8, 1), profile)
+    s = Semantics(2048, 8, 4)
+    workload = build_workload(model, s)
     answer = search(model, workload, s, profile)
     baselines_s = [said["step_s"] for said in answer.baselines.values() if "step_s" in said]
     assert answer.step_s == min(baselines_s)
@@ -392,20 +395,3 @@ def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, b
     for change in changes:
         after = CliRunner().invoke(cli, [*options, *change.split()])
         assert after.exit_code == 0, (change, after.stderr)
-
-
-def test_the_micro_batch_is_the_largest_divisor_that_leaves_room():
-    model = read_model("qwen2.5-7b")
-    for name in ("rtx4090-server", "h200-pcie5"):
-        profile: Profile = read_profile(name)
-        room = 0.6 * profile.device.memory_bytes.value
-        s, workload = with_micro_batch(model, Semantics(4096, 48, 1), profile)
-        assert footprint(frame(model, workload, s, Policy()), profile).device_peak_bytes <= room
-        for larger in (d for d in divisors(48) if d > s.micro_batch):
-            tried = replace(s, micro_batch=larger)
-            assert footprint(frame(model, build_workload(model, tried), tried, Policy()), profile).device_peak_bytes > room
-
-
-@given(st.integers(1, 5000))
-def test_divisors_are_those_that_divide(n):
-    assert divisors(n) == [d for d in range(n, 0, -1) if n % d == 0]

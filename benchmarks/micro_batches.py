@@ -1,0 +1,157 @@
+"""How fast is a step with the micro-batch that nobody named?
+
+    python -m benchmarks.micro_batches > docs/benchmarks/micro-batches_DATE.md
+
+Every figure is a search, as `penstock plan` does it, with 2 TB of host memory; nothing is measured. *Before* is the rule that the
+choice replaced, kept here alone: the largest divisor of the batch whose least working set takes 60 % of the device. Kernels are
+each machine's fastest, before and after. Half an hour of one core.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hwprofiles.schema import Profile, read_profile
+from planner.kernels import with_kernels
+from planner.memory import footprint, frame
+from planner.micro_batch import LOSS_TILE, SIZES, with_micro_batch
+from planner.search import Answer, search
+from planner.workload import build_workload, read_model, supported_attention
+from runtime.plan import Policy, Semantics
+from runtime.units import GB, TB, show_seconds
+from runtime.workload import Model
+
+CELLS = (
+    ("llama-3.1-8b", "b200", 64, 4096),
+    ("llama-3.1-8b", "mi355x", 64, 4096),
+    ("llama-3.1-8b", "gb300", 64, 4096),
+    ("qwen2.5-14b", "h200-pcie5", 64, 4096),
+    ("qwen2.5-32b", "h200-pcie5", 64, 4096),
+    ("llama-3.1-70b", "h200-pcie5", 64, 4096),
+    ("qwen2.5-7b", "h100-sxm", 64, 2048),
+    ("qwen2.5-3b", "h100-sxm", 32, 4096),
+    ("llama-3.1-8b", "h200-pcie5", 16, 4096),
+    ("qwen2.5-7b", "rtx5090-server", 64, 2048),
+    ("qwen3-8b", "gh200", 64, 4096),
+)
+LADDERS = (("llama-3.1-8b", "h200-pcie5", 64, 4096), ("qwen2.5-7b", "h100-sxm", 64, 2048), ("qwen2.5-32b", "h200-pcie5", 64, 4096))
+RUNGS = tuple(n * GB for n in (40, 64, 80, 149, 220, 400))
+BATCHES = (16, 17, 32, 37, 64, 67)
+BATCH_MODELS, BATCH_MACHINE, BATCH_SEQ_LEN = ("qwen2.5-7b", "qwen2.5-32b", "qwen3-30b-a3b"), "h100-sxm", 4096
+BEFORE_FRACTION = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model, and what its steps are to be, on a machine."""
+
+    model: Model
+    semantics: Semantics
+    profile: Profile
+
+    @staticmethod
+    def of(model_name: str, machine: str, batch: int, seq_len: int, device_bytes: int | None = None) -> "Asked":
+        model, profile = read_model(model_name), read_profile(machine).with_memory(device_bytes, 2 * TB)
+        semantics = Semantics(seq_len, batch, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+        return Asked(model, with_kernels(model, semantics, profile), profile)
+
+    def before(self) -> int:
+        """The micro-batch of the rule of before; one sequence where nothing leaves room, for no cell here needs tiles."""
+        batch = self.semantics.batch_size
+        room_bytes = BEFORE_FRACTION * self.profile.device.memory_bytes.value
+        for n in (n for n in range(batch, 0, -1) if batch % n == 0):
+            of = replace(self.semantics, micro_batch=n, loss_tile_tokens=LOSS_TILE[self.semantics.loss])
+            plan = frame(self.model, build_workload(self.model, of), of, Policy())
+            if footprint(plan, self.profile).device_peak_bytes <= room_bytes:
+                return n
+        return 1
+
+    def chosen(self) -> tuple[int, float]:
+        """The micro-batch that is chosen now, and the seconds of this process that it takes to choose."""
+        start_s = time.process_time()
+        of = with_micro_batch(self.model, self.semantics, self.profile)[0]
+        return of.micro_batch, time.process_time() - start_s
+
+    def searched(self, micro_batch: int) -> Answer:
+        """The best plan with this micro-batch, its tiles chosen as ever."""
+        of = replace(self.semantics, micro_batch=micro_batch)
+        of, workload = with_micro_batch(self.model, of, self.profile, SIZES - {"micro_batch"})
+        return search(self.model, workload, of, self.profile)
+
+
+def cell(model: str, machine: str, batch: int, seq_len: int) -> str:
+    """One cell: before, now, and the best power of two up to four times as large or small, each searched in full."""
+    asked = Asked.of(model, machine, batch, seq_len)
+    before, (now, seconds) = asked.before(), asked.chosen()
+    powers = [n for k in range(batch.bit_length()) if now / 4 <= (n := 1 << k) <= 4 * now]
+    steps_s = {}
+    for n in sorted({*powers, before, now}):
+        try:
+            steps_s[n] = asked.searched(n).step_s
+        except ValueError:  # it does not fit
+            continue
+    best = min((n for n in powers if n in steps_s), key=lambda n: steps_s[n])
+    return (
+        f"| {model} | {machine} | {batch} x {seq_len} | {before} | {show_seconds(steps_s[before])} | {now} | "
+        f"{show_seconds(steps_s[now])} | {1 - steps_s[now] / steps_s[before]:.1%} | {best} | {show_seconds(steps_s[best])} | "
+        f"{steps_s[now] / steps_s[best] - 1:+.2%} | {seconds:.1f} |"
+    )
+
+
+def rung(model: str, machine: str, batch: int, seq_len: int, device_bytes: int) -> tuple[str, float, float]:
+    """With so much device memory: the row, the step now, and the gap that is printed with it."""
+    asked = Asked.of(model, machine, batch, seq_len, device_bytes)
+    before, (now, _) = asked.before(), asked.chosen()
+    old, new = asked.searched(before), asked.searched(now)
+    gap = new.certificate.gap_fraction
+    steps = f"{before} | {show_seconds(old.step_s)} | {now} | {show_seconds(new.step_s)}"
+    return f"| {model} | {device_bytes // GB} GB | {steps} | {gap:.2%} |", new.step_s, gap
+
+
+def batch_row(model: str, batch: int) -> str:
+    asked = Asked.of(model, BATCH_MACHINE, batch, BATCH_SEQ_LEN)
+    before, (now, _) = asked.before(), asked.chosen()
+    speeds = [asked.semantics.tokens_per_step / asked.searched(n).step_s for n in (before, now)]
+    n_left = batch % now
+    last = f", the last {n_left}" if n_left else ""
+    return f"| {model} | {batch} | {before} | {speeds[0]:,.0f} | {now}{last} | {speeds[1]:,.0f} |"
+
+
+def _slower(rungs: Sequence[tuple[str, float, float]]) -> list[str]:
+    """Each row, and by how much its step is longer than that of a smaller device."""
+    rows, fastest_s = [], float("inf")
+    for row, step_s, gap in rungs:
+        more = step_s / fastest_s - 1
+        rows.append(f"{row} {f'{more:+.2%}' if more > 0 else ''}{' beyond the gap' if more > gap else ''} |")
+        fastest_s = min(fastest_s, step_s)
+    return rows
+
+
+def main() -> None:
+    print("# How fast is a step with the micro-batch that nobody named?\n")
+    print((__doc__ or "").split("\n\n", 1)[1])
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        print("## Against the rule of before, and the best power of two\n")
+        print(
+            "| model | machine | batch | before | step | now | step | gained | best power of 2 | step | against it | s to choose |"
+        )
+        print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+        for line in pool.map(cell, *zip(*CELLS, strict=True)):
+            print(line, flush=True)
+        print("\n## More device memory\n")
+        print("*Slower*: than with less memory, where it is.\n")
+        print("| model | device | before | step | now | step | gap | slower |\n|---|---:|---:|---:|---:|---:|---:|---:|")
+        for ladder in LADDERS:
+            rungs = list(pool.map(rung, *zip(*((*ladder, n) for n in RUNGS), strict=True)))
+            print("\n".join(_slower(rungs)), flush=True)
+        print(f"\n## Batches with and without divisors ({BATCH_MACHINE}, {BATCH_SEQ_LEN} tokens a sequence)\n")
+        print("| model | batch | before | tokens/s | now | tokens/s |\n|---|---:|---:|---:|---:|---:|")
+        for line in pool.map(batch_row, *zip(*product(BATCH_MODELS, BATCHES), strict=True)):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
