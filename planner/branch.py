@@ -22,6 +22,7 @@ from .arenas import can_square
 from .bounds import ops_at_least, policy_bound
 from .climb import neighbours
 from .cost import CostModel, region_of
+from .estimate import Shorter
 from .lower import lower, plan_ops
 from .memory import footprint, frame, short_of
 from .remedy import most_ops, too_long
@@ -153,6 +154,7 @@ class Tree:
 
         self.trial = trial
         self.relaxation = Relaxation(trial.model, trial.workload, trial.semantics, trial.cost, trial.clipped_fraction)
+        self.shorter = Shorter(trial.model, trial.workload, trial.semantics, trial.cost.profile)
         self.families = families(trial.semantics, trial.workload)
         self.best: Policy | None = None
         self.bound_s = float("inf")  # of all that was not simulated
@@ -351,14 +353,21 @@ class Tree:
         while climbing and self.best is not None and self.trial.step_s(self.best) > self.bound_s * (1 + CLIMBED_FRACTION):
             climbing = False
             for policy in chain(self._refilled(self.best), neighbours(self.trial.frame(self.best))):
-                if self.trial.n_ops >= MOST_CLIMBED_OPS:
+                if self.trial.n_ops + self.shorter.n_ops >= MOST_CLIMBED_OPS:
                     return
-                if self.trial.is_too_long(policy) or not self.trial.fits(policy):
+                if self.trial.is_too_long(policy) or not self.trial.fits(policy) or not self._seems_faster(policy):
                     continue
                 if self.trial.step_s(policy) < self.trial.step_s(self.best) * (1 - LEAST_GAIN_FRACTION):
                     self._take(policy)
                     climbing = True
                     break
+
+    def _seems_faster(self, policy: Policy) -> bool:
+        """Whether long steps told from short ones are faster than the best plan's; early updates are not told so."""
+        assert self.best is not None
+        if policy in self.trial.tried or self.trial.clipped_fraction is not None or len(self.shorter.sizes(policy)) == 1:
+            return True
+        return self.shorter.step_s(policy) < self.shorter.step_s(self.best)
 
     def _refilled(self, best: Policy) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""

@@ -17,7 +17,7 @@ from .bounds import ops_at_least, policy_bound
 from .cost import CostModel, region_of
 from .lower import lower
 from .memory import footprint, frame
-from .simulate import simulate
+from .simulate import n_simulated, simulate
 from .space import Family, eager_is_legal, tiers_of
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
@@ -29,6 +29,41 @@ SHORTER_GROUPS = (2, 3)
 # is saved of activations: then one in so many blocks has its weights on the device before anything else is.
 MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
 GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
+
+
+class Shorter:
+    """Steps that are told from shorter ones of the same model and machine."""
+
+    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
+        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
+        self.n_ops = 0  # that were simulated
+        self._costs: dict[int, CostModel] = {}
+        self._known_s: dict[Policy, float] = {}
+
+    def sizes(self, policy: Policy) -> tuple[int, ...]:
+        """Batches of the steps that one is told from: two shorter ones, or its own where it is short."""
+        of, group = self.semantics, policy.group_micro_batches
+        n_groups = -(-of.n_micro_batches // group)
+        n, shorter, each = (n_groups, SHORTER_GROUPS, group) if n_groups > 1 else (of.n_micro_batches, SHORTER, 1)
+        if of.n_micro_batches <= FEW_MICRO_BATCHES or n <= max(shorter):
+            return (of.batch_size,)
+        return tuple(of.batch_size - (n - size) * each * of.micro_batch for size in shorter)  # the last one stays as it is
+
+    def step_s(self, policy: Policy) -> float:
+        """About the seconds of a step, extrapolated where it is long."""
+        if policy not in self._known_s:
+            batches = self.sizes(policy)
+            steps_s = [self._simulated_s(policy, replace(self.semantics, batch_size=n)) for n in batches]
+            per_sequence_s = (steps_s[-1] - steps_s[0]) / (batches[-1] - batches[0]) if len(batches) > 1 else 0.0
+            self._known_s[policy] = steps_s[-1] + (self.semantics.batch_size - batches[-1]) * per_sequence_s
+        return self._known_s[policy]
+
+    def _simulated_s(self, policy: Policy, of: Semantics) -> float:
+        policy = replace(policy, group_micro_batches=min(policy.group_micro_batches, of.n_micro_batches))
+        plan = lower(self.model, self.workload, of, policy, {})
+        self.n_ops += n_simulated(plan)
+        cost = self._costs.setdefault(of.batch_size, CostModel(self.profile))
+        return simulate(plan, cost.demands(plan), region_of(self.profile), MAX_STEPS).step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +80,7 @@ class Greedy:
 
     def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.cost = CostModel(profile)
+        self.cost, self.shorter = CostModel(profile), Shorter(model, workload, semantics, profile)
         self._frames: dict[Policy, Plan] = {}
         self._lanes_s: dict[Policy, float] = {}
         self._bounds_s: dict[Policy, float] = {}
@@ -86,21 +121,8 @@ class Greedy:
         return self._bounds_s[policy]
 
     def step_s(self, policy: Policy) -> float:
-        """About the seconds of a step: simulated, a long one extrapolated from two that are shorter, if its bound is not above."""
-        of, group = self.semantics, policy.group_micro_batches
-        n_groups = -(-of.n_micro_batches // group)
-        n, sizes, each = (n_groups, SHORTER_GROUPS, group) if n_groups > 1 else (of.n_micro_batches, SHORTER, 1)
-        if of.n_micro_batches <= FEW_MICRO_BATCHES or n <= max(sizes):
-            return self._simulated_s(policy, of)
-        missing = ((n - size) * each * of.micro_batch for size in sizes)  # the last micro-batch stays as it is
-        less_s, more_s = (self._simulated_s(policy, replace(of, batch_size=of.batch_size - m)) for m in missing)
-        return max(self.bound_s(policy), more_s + (n - sizes[1]) * (more_s - less_s) / (sizes[1] - sizes[0]))
-
-    def _simulated_s(self, policy: Policy, of: Semantics) -> float:
-        policy = replace(policy, group_micro_batches=min(policy.group_micro_batches, of.n_micro_batches))
-        plan = lower(self.model, self.workload, of, policy, {})
-        cost = self.cost if of is self.semantics else CostModel(self.profile)
-        return simulate(plan, cost.demands(plan), region_of(self.profile), MAX_STEPS).step_s
+        """About the seconds of a step, not below its bound."""
+        return max(self.bound_s(policy), self.shorter.step_s(policy))
 
     # -- what it does with memory -----------------------------------------------------------------------------------
 
