@@ -34,6 +34,8 @@ class Row:
     broken: list[str] = field(default_factory=list)
 
     def add(self, of: Held, number: int) -> None:
+        if of.bound_s == 0.0:
+            return  # it says nothing there
         self.n_cases += 1
         self.n_near += of.slack_fraction < FAULT_FRACTION
         self.tightest_fraction = min(self.tightest_fraction, of.slack_fraction)

@@ -27,6 +27,7 @@ from runtime.workload import Attention, Block, BlockKind, Matmul, Model, Paramet
 
 MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop", "cpu-2core", "gb10")
 MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "smollm2-360m", "qwen3-30b-a3b", "mixtral-8x7b", "qwen3-8b")
+STARVED = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.DRAM, Group.OPTIMIZER, Group.REDUCE)
 PLENTY_BYTES = 10**16
 MOST_OPS = 1200  # of a plan, about: a case is to take a tenth of a second
 MAX_STEPS = 40
@@ -98,6 +99,8 @@ def cell(number: int) -> Cell:
     if rng.random() < 0.8:
         machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group})
     often = 0.0 if eager_is_legal(of) else rng.choice((None, None, 0.0, 0.3, 1.0))
+    if rng.random() < 0.3:  # one thing so slow that a step is hardly more than it: bounds that seldom bind do there
+        machine = faster(machine, {rng.choice(STARVED): 10 ** rng.uniform(-2.5, -1)})
     profile = machine.with_memory(PLENTY_BYTES, PLENTY_BYTES)
     found = Cell(number, model, workload, of, profile, often)
     if rng.random() < 0.6:  # barely enough for some policy, or somewhat more
