@@ -19,6 +19,7 @@ from itertools import product
 
 from hwprofiles.schema import read_profile
 from planner.check import check
+from planner.kernels import with_kernels
 from planner.micro_batch import SIZES, with_micro_batch
 from planner.search import Answer, search
 from planner.workload import read_model, supported_attention
@@ -79,7 +80,7 @@ def searched(name: str, machine: str, n_tokens: int) -> Cell:
     model, profile = read_model(name), read_profile(machine).with_memory(None, 2 * TB)
     start_s = time.perf_counter()
     semantics = Semantics(SEQ_LEN, n_tokens // SEQ_LEN, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
-    semantics, workload = with_micro_batch(model, semantics, profile)
+    semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
     try:
         answer: Answer | str = search(model, workload, semantics, profile, free=SIZES)
     except DoesNotFitError as error:
