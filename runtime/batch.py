@@ -1,6 +1,6 @@
 """What does a step train on?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,3 +24,18 @@ class Batch:
     @property
     def n_supervised(self) -> int:
         return int((self.targets != UNSUPERVISED).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedBatch(Batch):
+    """A batch on the device. How many targets are supervised was counted before.
+
+    `positions` are those of tokens in their documents, and mean nothing where there are none.
+    """
+
+    n_counted: int = 0
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def n_supervised(self) -> int:
+        return self.n_counted

@@ -4,29 +4,14 @@ Through two buffers of pinned memory in turn: the host fills one while the devic
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from .batch import Batch
+from .batch import Batch, UploadedBatch
 from .documents import positions_of
 from .plan import Semantics
 from .streams import Event, Stream, Streams
-
-
-@dataclass(frozen=True, slots=True)
-class UploadedBatch(Batch):
-    """A batch on the device. How many targets are supervised was counted before.
-
-    `positions` are those of tokens in their documents, and mean nothing where there are none.
-    """
-
-    n_counted: int = 0
-    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def n_supervised(self) -> int:
-        return self.n_counted
 
 
 @dataclass(slots=True)

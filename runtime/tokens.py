@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .batch import Batch
+from .batch import Batch, UploadedBatch
 from .documents import Documents, positions_of
 from .plan import Semantics
-from .staging import UploadedBatch
 
 
 @dataclass(frozen=True, slots=True)
