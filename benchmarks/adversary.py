@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import click
 
-from planner.search import search
+from planner.search.search import search
 from runtime.plan import Update
 from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of
 

@@ -7,8 +7,8 @@ import time
 from statistics import median
 from typing import Any
 
-from planner.check import check
-from planner.lower import lower
+from planner.check.check import check
+from planner.lower.lower import lower
 from runtime.plan import Policy, Semantics, Update
 from tests.mutants import sample_plans, table, tally
 from tests.strategies import MODEL, PROFILE, small_workload

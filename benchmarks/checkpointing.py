@@ -25,11 +25,11 @@ from pathlib import Path
 from statistics import median
 
 from demo.demo import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
-from planner.workload import build_workload, read_model
-from runtime.cli_assembly import assemble, checked_plan
+from penstock.assembly import assemble, checked_plan
+from planner.model.workload import build_workload, read_model
 from runtime.plan import Semantics
 from runtime.settings import CheckpointSettings, DataSettings, OptimizerSettings, RunSettings
-from runtime.trainer import Training
+from runtime.train.trainer import Training
 from runtime.units import GB, show_bytes
 
 from .kills import CONFIG as TINY

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from hwprofiles.schema import Profile, Share, read_profile
-from planner.branch import MAX_STEPS
-from planner.cost import CostModel, region_of
-from planner.faster import Group, faster
-from planner.lower import lower
-from planner.micro_batch import SIZES, with_micro_batch
-from planner.search import Answer, search
-from planner.simulate import simulate
-from planner.workload import read_model, supported_attention
+from planner.lower.lower import lower
+from planner.model.workload import read_model, supported_attention
+from planner.predict.cost import CostModel, region_of
+from planner.predict.faster import Group, faster
+from planner.predict.simulate import simulate
+from planner.search.branch import MAX_STEPS
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.search import Answer, search
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.units import TB, show_seconds

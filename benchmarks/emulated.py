@@ -20,8 +20,8 @@ from statistics import median
 from benchmarks.predicted_and_measured import Compared, compared, penstock
 from benchmarks.text import standard_library
 from hwprofiles.schema import Profile
-from planner.cost import costs
-from runtime.emulated import MEDIAN_OP_S
+from planner.predict.cost import costs
+from runtime.machines.emulated import MEDIAN_OP_S
 from runtime.plan import PlanFile
 
 N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared

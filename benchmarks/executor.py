@@ -16,8 +16,8 @@ from queue import SimpleQueue
 from statistics import median
 
 from hwprofiles.schema import read_profile
-from planner.lower import lower
-from planner.workload import build_workload, read_model
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
 from runtime.executor import execute
 from runtime.machine import NullMachine
 from runtime.plan import Plan, Policy, Semantics, Update

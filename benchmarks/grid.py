@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from hwprofiles.schema import read_profile
-from planner.check import check
-from planner.kernels import with_kernels
-from planner.micro_batch import SIZES, with_micro_batch
-from planner.search import Answer, search
-from planner.workload import read_model, supported_attention
+from planner.check.check import check
+from planner.model.kernels import with_kernels
+from planner.model.workload import read_model, supported_attention
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.search import Answer, search
 from runtime.errors import DoesNotFitError
 from runtime.plan import Semantics
 from runtime.units import TB, show_count, show_seconds

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
-from planner.explain import kernels_in_words
-from planner.kernels import with_kernels
-from planner.micro_batch import SIZES, with_micro_batch
-from planner.search import Answer, search
-from planner.workload import read_model, supported_attention
+from planner.model.kernels import with_kernels
+from planner.model.workload import read_model, supported_attention
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.search import Answer, search
+from planner.show.explain import kernels_in_words
 from runtime.errors import DoesNotFitError
 from runtime.plan import Semantics
 from runtime.units import show_seconds

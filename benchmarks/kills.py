@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from demo.demo import write_chats
-from runtime.checkpoint import load_state, whole
+from runtime.checkpoint.checkpoint import load_state, whole
 from runtime.errors import CheckpointError
 
 from .killing import EVALUATE_EVERY, LOOK_S, PHASES, Aim, Pace, Process, lines, phases

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from hwprofiles.fit import SOFTWARE, STAGES, Stage, fit, value_of, with_constants
 from hwprofiles.schema import Profile, read_profile
-from planner.claims import Claim, claims
-from planner.system_costs import Software
-from planner.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
+from planner.ledger.claims import Claim, claims
+from planner.ledger.system_costs import Software
+from planner.ledger.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
 
 MISS_FRACTION = 0.1  # errors beyond this are explained
 RUNS_FOR_LEAVING_OUT = 3  # of one machine

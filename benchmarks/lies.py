@@ -92,7 +92,7 @@ def _times() -> Iterator[str]:
 
 def _cpu_s(*words: object) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "planner.cli", *map(str, words)]
+    command = [sys.executable, "-m", "penstock.cli.main", *map(str, words)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -101,7 +101,7 @@ def _cpu_s(*words: object) -> float:
 def _draws(path: Path) -> tuple[int, float]:
     """Ops of a plan, and seconds that its interval takes."""
     from hwprofiles.schema import Profile
-    from planner.uncertainty import interval
+    from planner.search.uncertainty import interval
     from runtime.plan import PlanFile
 
     plan = PlanFile.read(path).plan

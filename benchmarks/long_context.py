@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from planner.check import check
-from planner.lower import lower
-from planner.workload import build_workload
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.workload import build_workload
 from runtime.plan import Plan, Policy, Semantics
+from runtime.plan.workload import Model
 from runtime.units import show_bytes, show_seconds
-from runtime.workload import Model
 from tests.strategies import PROFILE
 from tests.test_replay import device_bytes
 from tests.tiny import tiny_config

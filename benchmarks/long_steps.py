@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch
 
-from planner.check import check
-from planner.lower import lower
-from planner.workload import build_workload
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.workload import build_workload
 from runtime.batch import Batch
-from runtime.cpu import CpuMachine
 from runtime.executor import execute
-from runtime.optimizer import AdamW
+from runtime.host.optimizer import AdamW
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
-from runtime.repetition import unrolled
+from runtime.plan.repetition import unrolled
+from runtime.plan.workload import Model
 from runtime.units import MB, show_seconds
-from runtime.workload import Model
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 
@@ -42,8 +42,8 @@ CELLS: tuple[tuple[str, str, int, int | None, tuple[str, ...]], ...] = (  # mode
     ("qwen2.5-7b", "rtx4090-desktop", 4, 1, ("--host-memory", "140GB")),
 )
 CHILD = """
-import resource, planner.cli
-try: planner.cli.main()
+import resource, penstock.cli.main
+try: penstock.cli.main.main()
 finally:
     used = resource.getrusage(resource.RUSAGE_SELF)  # but its peak is that of the process which started this one, if that had more
     [peak_kib] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from hwprofiles.schema import Profile, read_profile
-from planner.kernels import with_kernels
-from planner.memory import footprint, frame
-from planner.micro_batch import LOSS_TILE, SIZES, with_micro_batch
-from planner.search import Answer, search
-from planner.workload import build_workload, read_model, supported_attention
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, read_model, supported_attention
+from planner.predict.memory import footprint, frame
+from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
+from planner.search.search import Answer, search
 from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model
 from runtime.units import GB, TB, show_seconds
-from runtime.workload import Model
 
 CELLS = (
     ("llama-3.1-8b", "b200", 64, 4096),

@@ -20,10 +20,10 @@ from statistics import median
 
 import torch
 
-from runtime.chunks import UPDATE_ELEMENTS
-from runtime.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_tasks, squares_tasks
-from runtime.slabs import host_slab, settle_allocator, touch
-from runtime.workers import Workers
+from runtime.host.chunks import UPDATE_ELEMENTS
+from runtime.host.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_tasks, squares_tasks
+from runtime.host.slabs import host_slab, settle_allocator, touch
+from runtime.host.workers import Workers
 
 N_PARAMS = 48 * 2**20
 N_ROUNDS = 9

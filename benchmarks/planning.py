@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from hwprofiles.schema import read_profile
-from planner.cost import CostModel, region_of
-from planner.lower import lower
-from planner.simulate import simulate
-from planner.workload import build_workload, read_model
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, region_of
+from planner.predict.simulate import simulate
 from runtime.plan import Policy, Semantics, Update
 from runtime.units import MB
 
@@ -26,7 +26,10 @@ MODEL, MACHINE = "qwen2.5-72b", "h200-pcie5"
 LAYERS = (20, 40, 80, 120, 160)
 N_RUNS = 3
 POLICIES = ("search", "megatrain", "slideformer")
-CHILD = "import resource, planner.cli\ntry: planner.cli.main()\nfinally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+CHILD = (
+    "import resource\nfrom penstock.cli.main import main\ntry: main()\n"
+    "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+)
 
 
 def timed(model: Path, policy: str) -> tuple[float, float]:

@@ -18,10 +18,10 @@ from statistics import median
 from benchmarks.text import standard_library
 from demo.demo import CONFIG
 from hwprofiles.schema import Profile
-from planner.cost import costs, region_of
-from planner.simulate import simulate
+from planner.predict.cost import costs, region_of
+from planner.predict.simulate import simulate
 from runtime.plan import PlanFile
-from runtime.timeline import Span, Timeline
+from runtime.plan.timeline import Span, Timeline
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 N_STEPS = 11  # two warm up, nine are compared

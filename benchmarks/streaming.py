@@ -21,15 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from demo.demo import CONFIG
 from hwprofiles.schema import read_profile
-from planner.check import check
-from planner.lower import lower
-from planner.workload import build_workload
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.workload import build_workload
 from runtime.batch import Batch
-from runtime.cpu import CpuMachine
 from runtime.executor import execute
-from runtime.optimizer import AdamW
+from runtime.host.optimizer import AdamW
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Semantics, Update
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 N_PAIRS = 5
 STEPS_PER_TURN = 1  # of each of the two, after one that warms up

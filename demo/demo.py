@@ -106,7 +106,7 @@ def sums(checkpoint: Path) -> dict[str, str]:
 
 def n_params() -> int:
     """Parameters of the demo's model, as the planner counts them."""
-    from planner.workload import build_workload, read_model
+    from planner.model.workload import build_workload, read_model
     from runtime.plan import Semantics
 
     return build_workload(read_model(str(MODEL)), Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params

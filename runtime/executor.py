@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from runtime.plan import Lane, Op, Plan, Repeat, Wait
+from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
+
 from .errors import PenstockError
 from .lane_thread import LaneRun
 from .machine import Machine
-from .plan import Lane, Op, Plan, Repeat, Wait
-from .timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow

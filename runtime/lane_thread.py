@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-from .plan import Lane
+from runtime.plan import Lane
 
 ENDING_S = 10.0  # that the work of a run which has failed may take to end, before its thread is given up
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+from runtime.plan import Lane, Op
+from runtime.plan.timeline import Span
+
 from .lane_thread import LaneRun, on_its_own_thread
-from .plan import Lane, Op
-from .timeline import Span
 
 
 class Machine(Protocol):

@@ -15,10 +15,10 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from runtime import checkpoint
-from runtime.cpu import CpuMachine
+from runtime.checkpoint import checkpoint
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Kind, Lane, Op, Plan
-from runtime.torch_machine import TorchMachine
 
 ENDED_S = 120  # far beyond what any of these runs takes: only waiting for ever is longer
 # What a step makes anew, and the next one does not read: NaN there is an accident of one step.
@@ -130,7 +130,7 @@ PAGE_BYTES = 4096  # a small disk in memory gives a file whole pages
 
 def penstock(*args: object) -> tuple[int, str]:
     """Exit code of a command in this process, and everything it said."""
-    from planner.cli import cli
+    from penstock.cli.main import cli
 
     done = CliRunner().invoke(cli, [str(a) for a in args])
     return done.exit_code, done.output

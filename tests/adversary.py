@@ -11,19 +11,19 @@ from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
-from planner.arenas import can_split, can_square, refuse_illegal
-from planner.bounds import machine_bound, policy_bounds
-from planner.cost import CostModel, region_of
-from planner.faster import Group, faster
-from planner.lower import lower
-from planner.memory import Footprint, footprint, frame
-from planner.relax import Relaxation
-from planner.simulate import simulate
-from planner.space import CHUNKS_PER_LAYER, cut, eager_is_legal, family_of
-from planner.workload import build_workload, read_model
+from planner.lower.arenas import can_split, can_square, refuse_illegal
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, region_of
+from planner.predict.faster import Group, faster
+from planner.predict.memory import Footprint, footprint, frame
+from planner.predict.simulate import simulate
+from planner.search.bounds import machine_bound, policy_bounds
+from planner.search.relax import Relaxation
+from planner.search.space import CHUNKS_PER_LAYER, cut, eager_is_legal, family_of
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
-from runtime.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop", "cpu-2core", "gb10")
 MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "smollm2-360m", "qwen3-30b-a3b", "mixtral-8x7b", "qwen3-8b")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from planner.check import check
-from planner.lower import lower
+from planner.check.check import check
+from planner.lower.lower import lower
 from runtime.errors import PlanError
 from runtime.plan import Plan, Policy, Semantics, Update
 from tests.strategies import MODEL, PROFILE, small_workload

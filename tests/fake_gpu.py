@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hwprofiles.device import DeviceError, DeviceFacts, DeviceOutOfMemory, HostFacts, Issue, Memory, PciLink, Place, Stream
-from hwprofiles.samples import Reading, Sample
+from hwprofiles.probe.device import DeviceError, DeviceFacts, DeviceOutOfMemory, HostFacts, Issue, Memory, PciLink, Place, Stream
+from hwprofiles.probe.samples import Reading, Sample
 from hwprofiles.schema import AttentionKernel, Direction, Dtype
 
 GB, GiB = 10**9, 2**30

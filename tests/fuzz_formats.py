@@ -11,22 +11,22 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hwprofiles.nvbandwidth import merged, read_nvbandwidth
+from hwprofiles.probe.nvbandwidth import merged, read_nvbandwidth
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.check import check
-from planner.claimed import claimed
-from planner.cli_plan import _policy
-from planner.config import read_model, refuse_another
-from planner.cost import costs, region_of
-from planner.lower import lower
-from planner.recount import check_claim, check_origin, is_by_this_code, strangers
-from planner.report import report
-from planner.search import search
-from planner.simulate import simulate
-from planner.validate import validate_file
-from planner.workload import build_workload
+from penstock.cli.plan import _policy
+from planner.check.check import check
+from planner.check.claimed import claimed
+from planner.check.recount import check_claim, check_origin, is_by_this_code, strangers
+from planner.ledger.validate import validate_file
+from planner.lower.lower import lower
+from planner.model.config import read_model, refuse_another
+from planner.model.workload import build_workload
+from planner.predict.cost import costs, region_of
+from planner.predict.simulate import simulate
+from planner.search.search import search
+from planner.show.report import report
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .fuzz_judge import CPU_S, World, judged
 from .fuzz_mutations import OUTSIDE, Mutate, mutate_json, mutate_plan_text
@@ -169,7 +169,7 @@ def _read_plan_text(folder: Path) -> None:
 
 def _built(plan: Plan) -> None:
     """The modules, as `run` makes them, unless there are many or large ones."""
-    from runtime.blocks import Templates
+    from runtime.compute.blocks import Templates
 
     if plan.model.config == MODEL.config:
         return

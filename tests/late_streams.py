@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from planner.check import check
-from runtime.cuda import CudaMachine
+from planner.check.check import check
+from runtime.machines.cuda import CudaMachine
 from runtime.plan import Plan
 
 from .training import N_STEPS, batches_of, plan_of, released_slots, scheduled
@@ -42,7 +42,7 @@ class LateEvent:
 
 
 class LateStreams:
-    """Performs `runtime.streams.Streams` on the CPU.
+    """Performs `runtime.machines.streams.Streams` on the CPU.
 
     `haste` is how likely each call runs something of some stream: at 0 nothing is done before somebody waits for it. One stream,
     the seed says which, is never hasty.

@@ -16,13 +16,13 @@ from click.testing import CliRunner, Result
 from pydantic import TypeAdapter
 
 from hwprofiles.schema import Profile
-from planner.check import check
-from planner.cli import cli
-from planner.memory import footprint
-from runtime.checkpoint import sum_of
+from penstock.cli.main import cli
+from planner.check.check import check
+from planner.predict.memory import footprint
+from runtime.checkpoint.checkpoint import sum_of
 from runtime.errors import PenstockError
 from runtime.plan import Op, Plan, PlanFile
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .tiny import tiny_config
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from planner.check import check
-from planner.lower import lower
+from planner.check.check import check
+from planner.lower.lower import lower
 from runtime.errors import PlanError
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
 from tests.oracle import same_training

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.workload import build_workload
-from runtime.kernels import use_kernels
+from planner.model.workload import build_workload
+from runtime.compute.kernels import use_kernels
 from runtime.plan import Semantics
-from runtime.workload import Block, Model
+from runtime.plan.workload import Block, Model
 
 from .tiny import EAGER_ONLY, EXPERT_TYPES, tiny_config
 

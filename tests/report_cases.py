@@ -9,11 +9,11 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from hwprofiles.schema import Profile
-from planner import cli_run_files
-from planner.cli import cli
-from planner.cost import costs, region_of
-from planner.report import report
-from planner.simulate import Prediction, simulate
+from penstock.cli import run_files as cli_run_files
+from penstock.cli.main import cli
+from planner.predict.cost import costs, region_of
+from planner.predict.simulate import Prediction, simulate
+from planner.show.report import report
 from runtime.plan import Plan, PlanFile
 
 SLOWER = 1.1  # than predicted: what the runs made here measure

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
+from runtime.data.samples import order_of
 from runtime.errors import CheckpointError
-from runtime.samples import order_of
 
 
 @dataclass(frozen=True)

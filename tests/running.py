@@ -5,7 +5,7 @@ import json
 
 from click.testing import CliRunner
 
-from planner.cli import cli
+from penstock.cli.main import cli
 
 from .tiny import tiny_config
 

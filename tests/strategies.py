@@ -8,10 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from planner.arenas import can_square
-from planner.lower import lower
+from planner.lower.arenas import can_square
+from planner.lower.lower import lower
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")
 

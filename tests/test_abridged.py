@@ -8,19 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile
-from planner.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
-from planner.cost import costs, region_of
-from planner.recalibrate import recalibrate
-from planner.report import report
-from planner.report_step import predicted_stretch
-from planner.settled import predicted_of, settled
-from planner.simulate import simulate
-from planner.uncertainty import interval
-from planner.waterfall import sensitivities, waterfall
+from planner.ledger.recalibrate import recalibrate
+from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
+from planner.predict.cost import costs, region_of
+from planner.predict.settled import predicted_of, settled
+from planner.predict.simulate import simulate
+from planner.search.uncertainty import interval
+from planner.show.report import report
+from planner.show.report_step import predicted_stretch
+from planner.show.waterfall import sensitivities, waterfall
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, PlanFile, Update
-from runtime.repetition import unrolled
-from runtime.timeline import Span, Timeline, chrome_trace
+from runtime.plan.repetition import unrolled
+from runtime.plan.timeline import Span, Timeline, chrome_trace
 
 from .strategies import PROFILE
 from .test_repetition import REGION, demands_of, folded, small

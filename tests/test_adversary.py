@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from hwprofiles.schema import read_profile
-from planner.cost import CostModel
-from planner.memory import frame
-from planner.phases import Phases
-from planner.relax import Relaxation
-from planner.space import Family
-from planner.workload import build_workload, read_model
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel
+from planner.predict.memory import frame
+from planner.search.phases import Phases
+from planner.search.relax import Relaxation
+from planner.search.space import Family
 from runtime.plan import Kind, Policy, Semantics, Update
 
 from .adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hwprofiles.schema import read_profile
-from planner.config import read_model
-from planner.cost import CostModel
-from planner.kernels import with_kernels
-from planner.workload import build_workload, supported_attention
-from runtime.attention import refuse_any_order, refuse_missing_attention, use_attention
+from planner.model.config import read_model
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, supported_attention
+from planner.predict.cost import CostModel
+from runtime.compute.attention import refuse_any_order, refuse_missing_attention, use_attention
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .running import make_home, one_line, plan_in, train
 from .tiny import tiny_config
@@ -63,12 +63,12 @@ def test_a_kernel_that_is_not_there_is_named_with_what_to_plan_instead():
 def test_a_run_refuses_it_in_one_line_before_anything_is_allocated(tmp_path, monkeypatch):
     home = make_home(tmp_path)
     plan = plan_in(home, "--kernels", "fused")
-    monkeypatch.setattr("runtime.streams.has_cuda", lambda: True)
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
     text = plan.read_text()
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
-    monkeypatch.setattr("runtime.attention._can_use", lambda kernel, heads: False)
-    for place in ("runtime.cuda.CudaMachine.__init__", "runtime.cli_assembly._refuse_what_does_not_fit"):
+    monkeypatch.setattr("runtime.compute.attention._can_use", lambda kernel, heads: False)
+    for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.assembly._refuse_what_does_not_fit"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch has not got")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")

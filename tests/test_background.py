@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime import background, host_state
-from runtime.checkpoint import load_state, whole
+from runtime.checkpoint import background
+from runtime.checkpoint.checkpoint import load_state, whole
+from runtime.checkpoint.saving import Writing
+from runtime.checkpoint.snapshot import Snapshots, order_of_updates
 from runtime.errors import CheckpointError
+from runtime.host import host_state
 from runtime.plan import Kind, Policy, Update
-from runtime.saving import Writing
 from runtime.settings import CheckpointSettings
-from runtime.snapshot import Snapshots, order_of_updates
-from runtime.trainer import Training
+from runtime.train.trainer import Training
 
 from .accidents import in_time
 from .late_streams import LateStreams, Poisoned

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from runtime import chat, templates
-from runtime.chat import Encoded, Plain, Templated, read_speech
-from runtime.encoders import Bytes, Encoder, read_encoder
+from runtime.data import chat, templates
+from runtime.data.chat import Encoded, Plain, Templated, read_speech
+from runtime.data.encoders import Bytes, Encoder, read_encoder
+from runtime.data.formats import Chat
 from runtime.errors import DataError
-from runtime.formats import Chat
 
 from .chats import CHATML, QWEN3, STYLES, write_talker
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from planner.check import N_STEPS, _Clocks, _legal_order, check, summary
-from planner.lower import lower
+from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
+from planner.lower.lower import lower
 from runtime.plan import Kind, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
+from runtime.plan.workload import BlockKind, Parameter
 from runtime.units import GB
-from runtime.workload import BlockKind, Parameter
 from tests.edits import error_of, index, small, with_op, with_profile, with_value
 from tests.mutants import MUTATIONS, Count, is_killed, table, tally
 from tests.oracle import race, same_training, unrolled

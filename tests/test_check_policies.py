@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from planner.check import check
-from planner.lower import lower
+from planner.check.check import check
+from planner.lower.lower import lower
 from runtime.plan import Kind, Op, Place, Plan, Policy, Semantics, Slot, Update
-from runtime.workload import Saved, Tier
+from runtime.plan.workload import Saved, Tier
 from tests.edits import error_of, index, small, with_op, with_profile
 from tests.mutants import MUTATIONS
 from tests.strategies import MODEL, PROFILE, small_workload

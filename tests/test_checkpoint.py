@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime import tensor_files
-from runtime.checkpoint import has_weights, latest, load_state, load_weights, sum_of, writable_folder
+from runtime.checkpoint import tensor_files
+from runtime.checkpoint.checkpoint import has_weights, latest, load_state, load_weights, sum_of, writable_folder
+from runtime.checkpoint.saving import save
+from runtime.checkpoint.tensor_files import Shards
 from runtime.errors import CheckpointError
-from runtime.saving import save
-from runtime.tensor_files import Shards
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 
 TIED = [(model_type, tied) for model_type in MODEL_TYPES for tied in (False, True) if model_type != "gpt_oss" or not tied]

@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from hwprofiles.schema import read_profile
-from planner.check import check
-from planner.cli import cli
-from planner.faster import group_of, with_quantities
-from planner.space import BASELINES
+from penstock.cli.main import cli
+from planner.check.check import check
+from planner.predict.faster import group_of, with_quantities
+from planner.search.space import BASELINES
 from runtime.plan import Lane, PlanFile
-from runtime.timeline import Span, Timeline
+from runtime.plan.timeline import Span, Timeline
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4"]
@@ -272,7 +272,7 @@ def test_report_refuses_what_it_cannot_draw(tmp_path):
 def woken_by(args):
     """What the command prints, and which modules it leaves imported."""
     code = (
-        "import json, sys; from click.testing import CliRunner; from planner.cli import cli\n"
+        "import json, sys; from click.testing import CliRunner; from penstock.cli.main import cli\n"
         f"r = CliRunner().invoke(cli, {args!r}); assert r.exit_code == 0, r.output\n"
         "print(json.dumps([r.output, sorted(sys.modules)]))"
     )
@@ -293,7 +293,7 @@ def test_planning_wakes_no_torch(args):
 
 def test_the_command_itself_exits_with_the_code(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "planner.cli", "check", "none.json"], cwd=ROOT, check=False, capture_output=True, text=True
+        [sys.executable, "-m", "penstock.cli.main", "check", "none.json"], cwd=ROOT, check=False, capture_output=True, text=True
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.compare import TITLES, Misfit, Speed, TooLong, compare, hourly, smallest_host_bytes
-from planner.faster import Group, faster
-from planner.kernels import with_kernels
-from planner.micro_batch import SIZES, with_micro_batch
-from planner.remedy import MAX_PLAN_OPS, most_ops
-from planner.search import search
-from planner.workload import build_workload, read_model
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, read_model
+from planner.predict.faster import Group, faster
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.remedy import MAX_PLAN_OPS, most_ops
+from planner.search.search import search
+from planner.show.compare import TITLES, Misfit, Speed, TooLong, compare, hourly, smallest_host_bytes
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 

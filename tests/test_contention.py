@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 
 from hwprofiles.schema import read_profile, shipped_profiles
-from planner.cost import CostModel, region_of
-from planner.faster import Group, faster
-from planner.lower import lower
-from planner.memory import frame
-from planner.simulate import simulate
-from planner.system_costs import Software, SystemCosts
-from planner.workload import build_workload, read_model
+from planner.ledger.system_costs import Software, SystemCosts
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, region_of
+from planner.predict.faster import Group, faster
+from planner.predict.memory import frame
+from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, Op, Policy, Semantics, Update
-from runtime.region import Demand, Resource, rates
+from runtime.plan.region import Demand, Resource, rates
 from tests.test_simulate import REGION, demanded
 
 LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX)

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.cost import CostModel, costs, region_of, update_bytes_per_param
-from planner.faster import Group, faster
-from planner.lower import lower
-from planner.memory import frame
-from planner.search import model_flop
-from planner.space import classes_of
-from planner.workload import build_workload, read_model
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param
+from planner.predict.faster import Group, faster
+from planner.predict.memory import frame
+from planner.search.search import model_flop
+from planner.search.space import classes_of
 from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics
-from runtime.region import Resource
+from runtime.plan.region import Resource
 
 from .strategies import plans
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from hwprofiles import measure
-from hwprofiles.cli import text_of
-from hwprofiles.cuda import CudaDevice, has_cuda, open_cuda, translated
-from hwprofiles.device import Device, DeviceError, DeviceOutOfMemory, PciLink, Stream
-from hwprofiles.gpu import QUICK_GPU, probe_gpu
-from hwprofiles.pci import pci_folder, pci_link
+from hwprofiles.probe import measure
+from hwprofiles.probe.cuda import CudaDevice, has_cuda, open_cuda, translated
+from hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, PciLink, Stream
+from hwprofiles.probe.gpu import QUICK_GPU, probe_gpu
+from hwprofiles.probe.pci import pci_folder, pci_link
 from hwprofiles.schema import Profile
+from penstock.cli.probe import text_of
 from runtime.errors import ProfileError
 
 
@@ -198,7 +198,7 @@ def test_attention_is_by_the_kernel_that_is_asked_for_whichever_torch_would_take
             raise RuntimeError("No available kernel. Aborting execution.")
         return q + k + v
 
-    monkeypatch.setattr("hwprofiles.works.F.scaled_dot_product_attention", attend)
+    monkeypatch.setattr("hwprofiles.probe.works.F.scaled_dot_product_attention", attend)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(preferred)
     try:

@@ -18,16 +18,16 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.cli import cli
-from planner.workload import build_workload
+from penstock.cli.main import cli
+from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
-from runtime.evaluation import Evaluator
 from runtime.executor import OpError, execute
-from runtime.generation import generate
+from runtime.machines.staging import Staging
 from runtime.plan import Kind, Lane, Policy, Update
-from runtime.staging import Staging
-from runtime.workload import Model
+from runtime.plan.workload import Model
+from runtime.train.evaluation import Evaluator
+from runtime.train.generation import generate
 
 from .late_streams import LateStreams, Poisoned, machine_of
 from .strategies import policies
@@ -302,9 +302,9 @@ def test_a_batch_on_the_device_knows_how_many_targets_are_supervised():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A plan, some text, and a "GPU" whose streams dawdle."""
-    monkeypatch.setattr("runtime.cuda.CudaStreams", lambda: LateStreams(1, 0.5))
-    monkeypatch.setattr("runtime.streams.has_cuda", lambda: True)
-    monkeypatch.setattr("runtime.streams.free_cuda_bytes", lambda: 10**10)
+    monkeypatch.setattr("runtime.machines.cuda.CudaStreams", lambda: LateStreams(1, 0.5))
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
+    monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
     (tmp_path / "data").mkdir()
@@ -350,7 +350,7 @@ def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
 
 @pytest.mark.parametrize("extra", [[], ["--device", "cuda"]])
 def test_a_plan_too_large_for_the_gpu_is_refused_before_it_starts(home, monkeypatch, extra):
-    monkeypatch.setattr("runtime.streams.free_cuda_bytes", lambda: 1000)
+    monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 1000)
     done = train(home, "o", *extra)
     assert done.exit_code == 3, done.output
     assert "of the GPU's memory" in done.stderr
@@ -359,12 +359,12 @@ def test_a_plan_too_large_for_the_gpu_is_refused_before_it_starts(home, monkeypa
 
 
 def test_without_a_gpu_a_run_that_asks_for_one_is_one_line_and_any_other_is_the_cpus(home, monkeypatch):
-    monkeypatch.setattr("runtime.streams.has_cuda", lambda: False)
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: False)
     done = train(home, "o", "--device", "cuda")
     assert done.exit_code == 2
     assert done.stderr.startswith("error: --device cuda: torch sees no CUDA device")
     assert done.stderr.count("\n") == 1
-    monkeypatch.setattr("runtime.cuda.CudaStreams", None)
+    monkeypatch.setattr("runtime.machines.cuda.CudaStreams", None)
     assert train(home, "o").exit_code == 0
 
 
@@ -394,7 +394,7 @@ def test_the_devices_segments_may_grow_unless_the_user_says_otherwise(home, monk
         monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("runtime.cli_assembly.device_of", look)
+    monkeypatch.setattr("penstock.assembly.device_of", look)
     assert train(home, "o", "--device", device).exit_code == 2
     assert looked == [found]
 
@@ -418,12 +418,12 @@ def test_no_machine_adds_the_parts_of_a_product_in_less_than_fp32(monkeypatch):
 def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, monkeypatch):
     asked = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr("runtime.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+    monkeypatch.setattr("runtime.machines.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
     one_line(train(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
     assert train(home, "b").exit_code == 0
     assert train(home, "c", "--deterministic", "--device", "cpu").exit_code == 0
     assert asked == []
-    monkeypatch.setattr("runtime.attention._can_use", lambda kernel, heads: True)
+    monkeypatch.setattr("runtime.compute.attention._can_use", lambda kernel, heads: True)
     plan_of(home, "--deterministic")
     for out, flags in (("a", ["--deterministic"]), ("d", [])):  # what is planned so is run so
         assert train(home, out, *flags).exit_code == 0

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from runtime import sources
 from runtime.batch import UNSUPERVISED
-from runtime.data import read_data
+from runtime.data import sources
+from runtime.data.data import read_data
+from runtime.data.samples import Samples
 from runtime.errors import CheckpointError, DataError
-from runtime.samples import Samples
 from runtime.settings import DataSettings
 
 from .row_of_tokens import RowOfTokens

@@ -11,17 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import token_cache
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.chat import Encoded, Templated
-from runtime.data import Data, read_data
-from runtime.encoders import read_encoder
+from runtime.data import token_cache
+from runtime.data.chat import Encoded, Templated
+from runtime.data.data import Data, read_data
+from runtime.data.encoders import read_encoder
+from runtime.data.samples import Samples
+from runtime.data.sources import Source
+from runtime.data.streamed import Block, Streamed
+from runtime.data.token_cache import kept_tokens
 from runtime.errors import DataError
-from runtime.samples import Samples
 from runtime.settings import DataSettings
-from runtime.sources import Source
-from runtime.streamed import Block, Streamed
-from runtime.token_cache import kept_tokens
 
 from .chats import write_talker
 

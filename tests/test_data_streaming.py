@@ -12,12 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime import streamed as room
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.data import read_data
+from runtime.data import streamed as room
+from runtime.data.data import read_data
+from runtime.data.streamed import Streamed
 from runtime.errors import CheckpointError, DataError
 from runtime.settings import DataSettings
-from runtime.streamed import Streamed
 
 END = 256
 few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

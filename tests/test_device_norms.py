@@ -10,27 +10,27 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import Profile, read_profile
-from planner.arenas import can_square
-from planner.bounds import _machine_facets, machine_bound
-from planner.branch import Tree, Trial
-from planner.check import check
-from planner.cost import EAGER_FRACTION, NORM_CHUNK_ELEMENTS, CostModel, region_of
-from planner.explain import clauses
-from planner.lower import lower
-from planner.memory import frame
-from planner.micro_batch import with_micro_batch
-from planner.relax import Relaxation
-from planner.search import search
-from planner.simulate import simulate
-from planner.space import Family, family_of
-from planner.workload import build_workload, read_model
-from runtime import updates
+from planner.check.check import check
+from planner.lower.arenas import can_square
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import EAGER_FRACTION, NORM_CHUNK_ELEMENTS, CostModel, region_of
+from planner.predict.memory import frame
+from planner.predict.simulate import simulate
+from planner.search.bounds import _machine_facets, machine_bound
+from planner.search.branch import Tree, Trial
+from planner.search.micro_batch import with_micro_batch
+from planner.search.relax import Relaxation
+from planner.search.search import search
+from planner.search.space import Family, family_of
+from planner.show.explain import clauses
 from runtime.errors import PenstockError, PlanError
 from runtime.executor import execute
-from runtime.norms import squares_at_once
-from runtime.optimizer import CHUNK_ELEMENTS, sum_of_squares
+from runtime.host import updates
+from runtime.host.norms import squares_at_once
+from runtime.host.optimizer import CHUNK_ELEMENTS, sum_of_squares
 from runtime.plan import Kind, Lane, Policy, Semantics, Slot, Update, Wait
-from runtime.region import Resource
+from runtime.plan.region import Resource
 
 from .edits import error_of, index, small, with_op
 from .test_search import MACHINES, NOBODY, semantics, workloads

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.check import check
-from runtime import documents
+from planner.check.check import check
 from runtime.batch import Batch
-from runtime.cpu import CpuMachine
-from runtime.documents import supports_documents
+from runtime.compute import documents
+from runtime.compute.documents import supports_documents
 from runtime.errors import WorkloadError
-from runtime.evaluation import Evaluator
 from runtime.executor import execute
-from runtime.footprint import document_bytes, padded_tokens
-from runtime.forward_plan import forward_plan
-from runtime.memory import DTYPE
+from runtime.host.memory import DTYPE
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Plan, Policy, Semantics, Update
+from runtime.plan.footprint import document_bytes, padded_tokens
+from runtime.plan.forward_plan import forward_plan
+from runtime.train.evaluation import Evaluator
 
 from . import reference
 from .late_streams import LateStreams, Poisoned

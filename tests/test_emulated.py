@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from hwprofiles.schema import read_profile
-from planner.cost import costs, region_of
-from planner.lower import lower
-from planner.simulate import simulate
-from planner.workload import build_workload, read_model, shipped_models, supported_attention
-from runtime import emulated
-from runtime.blocks import Templates
-from runtime.cpu import CpuMachine
-from runtime.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
+from planner.predict.cost import costs, region_of
+from planner.predict.simulate import simulate
+from runtime.compute.blocks import Templates
 from runtime.executor import execute
+from runtime.machines import emulated
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
 from runtime.plan import Lane, Policy, Semantics, Update
-from runtime.region import Demand, Region, Resource
-from runtime.workload import Model
+from runtime.plan.region import Demand, Region, Resource
+from runtime.plan.workload import Model
 
 from .training import ADAMW, batches_of
 

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.workload import build_workload
+from planner.check.check import check
+from planner.model.workload import build_workload
 from runtime.batch import Batch
-from runtime.blocks import Templates
-from runtime.cpu import CpuMachine
+from runtime.compute.blocks import Templates
+from runtime.compute.inference import Abandoned
 from runtime.errors import DataError
-from runtime.evaluation import Evaluator, perplexity
 from runtime.executor import OpError, Stop, execute
-from runtime.forward_plan import forward_plan, most_micro_batches
-from runtime.inference import Abandoned
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Update
-from runtime.workload import Model
+from runtime.plan.forward_plan import forward_plan, most_micro_batches
+from runtime.plan.workload import Model
+from runtime.train.evaluation import Evaluator, perplexity
 
 from . import reference
 from .late_streams import LateStreams, Poisoned

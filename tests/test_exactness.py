@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import read_profile
-from planner.check import check
-from planner.waits import with_waits
-from planner.workload import build_workload
-from runtime import optimizer
-from runtime.blocks import op_seed
-from runtime.cpu import CpuMachine
+from planner.check.check import check
+from planner.lower.waits import with_waits
+from planner.model.workload import build_workload
+from runtime.compute.blocks import op_seed
 from runtime.errors import PenstockError
 from runtime.executor import OpError, execute
+from runtime.host import optimizer
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Slot, Update, Wait
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .strategies import policies
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config

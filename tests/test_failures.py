@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from planner.workload import build_workload
-from runtime.checkpoint import latest, load_state
+from planner.model.workload import build_workload
+from runtime.checkpoint.checkpoint import latest, load_state
 from runtime.errors import DataError, PenstockError
 from runtime.executor import OpError
+from runtime.host.updates import NonFiniteError
 from runtime.plan import Kind, Plan, Policy, Update
-from runtime.trainer import Training
-from runtime.updates import NonFiniteError
-from runtime.workload import Model
+from runtime.plan.workload import Model
+from runtime.train.trainer import Training
 
 from .accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, penstock, whole_checkpoints
 from .strategies import policies

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.cost import costs, region_of
-from planner.faster import PLACES, Group, faster, group_of
-from planner.simulate import simulate
+from planner.predict.cost import costs, region_of
+from planner.predict.faster import PLACES, Group, faster, group_of
+from planner.predict.simulate import simulate
 from tests.strategies import PROFILE, cases
 
 MADE_UP = Profile.from_json(PROFILE)

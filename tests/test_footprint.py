@@ -8,17 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.check import check
-from planner.forward import AttentionShape, fused_attention
-from planner.lower import lower
-from planner.memory import footprint
-from planner.tape import Tape, Tensor
-from planner.workload import build_workload, fusible
-from runtime import cli_assembly, memory, streams
+from penstock import assembly as cli_assembly
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.forward import AttentionShape, fused_attention
+from planner.model.tape import Tape, Tensor
+from planner.model.workload import build_workload, fusible
+from planner.predict.memory import footprint
 from runtime.errors import DoesNotFitError, PlanError
-from runtime.footprint import document_bytes, planned_device_needs
+from runtime.host import memory
+from runtime.machines import streams
 from runtime.plan import Plan, Policy
-from runtime.workload import Model
+from runtime.plan.footprint import document_bytes, planned_device_needs
+from runtime.plan.workload import Model
 
 from .strategies import PROFILE, cases, policies
 from .tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
@@ -133,6 +135,6 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that asks for a byte more than is booked is seen."""
     plan = exactly(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
     real = planned_device_needs
-    monkeypatch.setattr("runtime.footprint.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
+    monkeypatch.setattr("runtime.plan.footprint.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
     with pytest.raises(DoesNotFitError, match="GPU's memory"):
         start(plan, "cuda")

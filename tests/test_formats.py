@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import sources
-from runtime.data import read_data
+from runtime.data import sources
+from runtime.data.data import read_data
+from runtime.data.formats import Chat, document, format_of
+from runtime.data.samples import Samples
+from runtime.data.sources import find_files
 from runtime.errors import DataError
-from runtime.formats import Chat, document, format_of
-from runtime.samples import Samples
 from runtime.settings import DataSettings
-from runtime.sources import find_files
 
 ASKED, SAID = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}
 json_values = st.recursive(

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.lower import lower
-from planner.waits import with_waits
+from planner.lower.lower import lower
+from planner.lower.waits import with_waits
 from runtime.errors import PlanError
-from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.plan import Kind, Lane, Plan, Policy, Semantics, Slot
+from runtime.plan.forward_plan import forward_plan, most_micro_batches
 
 from .oracle import race, unrolled
 from .strategies import MODEL, PROFILE, plans, small_workload

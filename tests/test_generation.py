@@ -5,8 +5,8 @@ import torch
 
 from runtime.errors import DataError, PenstockError
 from runtime.executor import execute
-from runtime.generation import STEP_TOKENS, Sample, check_prompts, generate, samples
 from runtime.plan import Kind, Policy
+from runtime.train.generation import STEP_TOKENS, Sample, check_prompts, generate, samples
 
 from . import reference
 from .late_streams import LateStreams

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime import compute
-from runtime.cpu import CpuMachine
-from runtime.cuda import CudaMachine
+from runtime.compute import compute
 from runtime.executor import execute
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.cuda import CudaMachine
 from runtime.plan import Kind, Lane, Policy, Update
 
 from .late_streams import machine_of

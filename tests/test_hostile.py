@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from hwprofiles.schema import read_profile, shipped_profiles
-from planner.cli import cli
-from planner.workload import shipped_models
+from penstock.cli.main import cli
+from planner.model.workload import shipped_models
 from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line, show_count
 
@@ -32,7 +32,7 @@ def invoke(*args):
 
 def process(*args, **options):
     """The command as a process of its own: what waits for ever in it is ended, and fails the test."""
-    command = [sys.executable, "-m", "planner.cli", *map(str, args)]
+    command = [sys.executable, "-m", "penstock.cli.main", *map(str, args)]
     options = {"capture_output": True, "text": True} | options
     return subprocess.run(command, cwd=ROOT, timeout=ENDED_S, check=False, **options)
 
@@ -148,7 +148,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(house, tmp_path, comman
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
     limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))"
     first = ["plan", house / "model", *SIZES] if command == "plan" else ["report", house / "p.json"]
-    code = f"{limit}; from planner.cli import cli; cli({[*map(str, first), '-o', str(tmp_path / 'x.json')]!r})"
+    code = f"{limit}; from penstock.cli.main import cli; cli({[*map(str, first), '-o', str(tmp_path / 'x.json')]!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=ENDED_S, check=False, capture_output=True, text=True)
     assert "cannot be written" in refused(done)
     assert not list(tmp_path.iterdir())
@@ -254,7 +254,7 @@ def test_a_tokenizer_on_which_its_library_panics_is_one_line(house, tmp_path):
 @pytest.mark.parametrize(("number", "said", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 0)])
 def test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints(house, tmp_path, number, said, code):
     args = [*run_args(house, tmp_path, "--save-every", 1), "--steps", 100_000]
-    command = [sys.executable, "-m", "planner.cli", *map(str, args)]
+    command = [sys.executable, "-m", "penstock.cli.main", *map(str, args)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         began_s = time.monotonic()
         while not list(tmp_path.glob("checkpoint-2")) and running.poll() is None and time.monotonic() < began_s + ENDED_S:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from planner.cli import cli
+from penstock.cli.main import cli
 
 from . import fuzz_formats, fuzz_formats_run
 from .fuzz_judge import EXECUTED, PLANTED

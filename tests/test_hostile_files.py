@@ -21,10 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from runtime import plan
-from runtime.encoders import token_text
+from runtime.data.encoders import token_text
 from runtime.errors import CheckpointError, PenstockError, PlanError
-from runtime.plan import PlanFile
+from runtime.plan import PlanFile, plan
 
 from . import fuzz_formats, fuzz_formats_run
 from .fuzz_formats import ROOT, Format, plan_files
@@ -194,7 +193,7 @@ FLIP = """
 import sys
 from pathlib import Path
 from runtime.errors import DataError
-from runtime.sources import find_files
+from runtime.data.sources import find_files
 path = Path(sys.argv[1])
 good = path.read_bytes()
 footer = int.from_bytes(good[-8:-4], "little")

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from planner import forward
-from planner.workload import build_workload, fusible
-from runtime import kernels
-from runtime.blocks import Templates, row_losses
+from planner.model import forward
+from planner.model.workload import build_workload, fusible
+from runtime.compute import kernels
+from runtime.compute.blocks import Templates, row_losses
+from runtime.compute.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
+from runtime.compute.pointwise import compiled, probes, swiglu
 from runtime.errors import WorkloadError
-from runtime.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.pointwise import compiled, probes, swiglu
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from .tiny import EAGER_ONLY, MODEL_TYPES, tiny_config

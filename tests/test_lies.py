@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.arithmetic import arithmetic
-from planner.claimed import Certified, Predicted, claimed
-from planner.recount import check_claim
-from planner.search import Certificate
+from planner.check.claimed import Certified, Predicted, claimed
+from planner.check.recount import check_claim
+from planner.predict.arithmetic import arithmetic
+from planner.search.search import Certificate
 from runtime.errors import PlanError
 from runtime.plan import PlanFile
 
@@ -129,7 +129,7 @@ def test_a_fingerprint_of_code_is_short_and_the_same_twice():
 
 def test_a_lie_that_nobody_notices_would_be_seen(home, tmp_path, monkeypatch):
     """Were the claim not worked out again, this test of lies would say so."""
-    monkeypatch.setattr("planner.recount.check_claim", lambda plan, claim: [])
+    monkeypatch.setattr("planner.check.recount.check_claim", lambda plan, claim: [])
     lie = next(lie for lie in lies() if "consistently" in lie.what)
     assert isinstance(lie, Lie)
     assert not answer(home, tmp_path / "lying", lie).is_noticed

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hwprofiles.schema import read_profile
-from planner.memory import footprint, frame
-from planner.micro_batch import with_micro_batch
-from planner.search import search
-from planner.workload import build_workload
+from planner.model.workload import build_workload
+from planner.predict.memory import footprint, frame
+from planner.search.micro_batch import with_micro_batch
+from planner.search.search import search
 from runtime.plan import Kind, Policy, Semantics
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .test_replay import device_bytes
 from .tiny import tiny_config

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.check import check
-from planner.lower import lower_folded, lower_written_out
-from runtime.cpu import CpuMachine
+from planner.check.check import check
+from planner.lower.lower import lower_folded, lower_written_out
 from runtime.executor import OpError, StallError, execute
 from runtime.machine import NullMachine
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Plan, PlanFile, Policy, Semantics, Update, Wait
-from runtime.repetition import unrolled
-from runtime.timeline import is_kept
+from runtime.plan.repetition import unrolled
+from runtime.plan.timeline import is_kept
 
 from .running import lines_of, make_home, penstock, plan_in, train, weights_sha
 from .strategies import MODEL, PROFILE, small_workload
@@ -250,7 +250,7 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
     home = make_home(tmp_path)
     sizes = ("--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
     written = plan_in(home, *sizes, name="written.json")
-    monkeypatch.setattr("planner.lower.FEWEST_FOLDED", 10)
+    monkeypatch.setattr("planner.lower.lower.FEWEST_FOLDED", 10)
     repeats = plan_in(home, *sizes, name="repeats.json")
     assert PlanFile.read(written).plan.repeat is None
     assert PlanFile.read(repeats).plan.repeat is not None
@@ -272,7 +272,7 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
 
 def test_a_run_of_a_long_step_corrects_its_machine(tmp_path, monkeypatch):
     home = make_home(tmp_path)
-    monkeypatch.setattr("planner.lower.FEWEST_FOLDED", 10)
+    monkeypatch.setattr("planner.lower.lower.FEWEST_FOLDED", 10)
     plan = plan_in(home, "--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
     done = train(home, plan, "--recalibrate", home / "profile.json", steps=4)
     assert done.exit_code == 0, done.output

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from runtime import trainer
-from runtime.checkpoint import latest, load_state
-from runtime.cpu import CpuMachine
-from runtime.inference import Abandoned
+from runtime.checkpoint.checkpoint import latest, load_state
+from runtime.compute.inference import Abandoned
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
-from runtime.timeline import Timeline
-from runtime.trainer import Look, Training
+from runtime.plan.timeline import Timeline
+from runtime.train import trainer
+from runtime.train.trainer import Look, Training
 
 from .test_trainer import lines, training
 

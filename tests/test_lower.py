@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 
-from planner.arenas import host_slots
-from planner.lower import lower
-from planner.waits import waits_of
+from planner.lower.arenas import host_slots
+from planner.lower.lower import lower
+from planner.lower.waits import waits_of
 from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Op, Policy, Semantics, Slot, Update, Wait
 

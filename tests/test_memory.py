@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.cpu import CpuMachine
 from runtime.errors import PlanError
 from runtime.executor import execute
-from runtime.memory import Arenas, available_host_bytes
+from runtime.host.memory import Arenas, available_host_bytes
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Place, Policy, Slot, Update
 
 from .tiny import MODEL_TYPES, tiny_config

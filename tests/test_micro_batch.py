@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.check import check
-from planner.cost import region_of
-from planner.estimate import Greedy, _hull
-from planner.kernels import with_kernels
-from planner.lower import lower
-from planner.memory import footprint, frame
-from planner.micro_batch import (
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, read_model, supported_attention
+from planner.predict.cost import region_of
+from planner.predict.memory import footprint, frame
+from planner.predict.simulate import simulate
+from planner.search.estimate import Greedy, _hull
+from planner.search.micro_batch import (
     LEAST_FRACTION,
     LEAST_LOSS_TILE,
     MORE_PARTS,
@@ -28,13 +30,11 @@ from planner.micro_batch import (
     sizes_that_fit,
     with_micro_batch,
 )
-from planner.micro_batch import LOSS_TILE as LOSS_TILES
-from planner.search import search
-from planner.simulate import simulate
-from planner.space import leanest
-from planner.workload import build_workload, read_model, supported_attention
+from planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from planner.search.search import search
+from planner.search.space import leanest
 from runtime.plan import Policy, Semantics
-from runtime.workload import Model, Saved
+from runtime.plan.workload import Model, Saved
 
 from .tiny import tiny_config
 

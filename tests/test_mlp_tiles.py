@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from planner.workload import build_workload
+from planner.model.workload import build_workload
 from runtime.errors import WorkloadError
-from runtime.workload import Block, Matmul, Model, Saved
+from runtime.plan.workload import Block, Matmul, Model, Saved
 
 from .real_layers import DTYPES, Work, hf_model, layer_calls, peak_bytes, semantics
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config

@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runtime.monitors import TensorBoard, in_groups, open_monitors
-from runtime.run_config import RunConfigError
+from runtime.train.monitors import TensorBoard, in_groups, open_monitors
+from runtime.train.run_config import RunConfigError
 
 SETTINGS = {"seed": 0, "optimizer": {"lr": 1e-5, "no_decay": ("a", "b")}}
 

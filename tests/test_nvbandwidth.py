@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import cuda, gpu, measure
-from hwprofiles.cli import probe, text_of
-from hwprofiles.nvbandwidth import BUFFER_BYTES, MAX_FILE_BYTES, merged, parse_nvbandwidth, read_nvbandwidth
+from hwprofiles.probe import cuda, gpu, measure
+from hwprofiles.probe.nvbandwidth import BUFFER_BYTES, MAX_FILE_BYTES, merged, parse_nvbandwidth, read_nvbandwidth
 from hwprofiles.schema import Profile, read_profile
+from penstock.cli.probe import probe, text_of
 from runtime.errors import PenstockError, ProfileError
 from runtime.units import MiB
 

@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.workload import build_workload
+from planner.model.workload import build_workload
 from runtime.batch import Batch
-from runtime.cpu import CpuMachine
-from runtime.cuda import CudaMachine
-from runtime.evaluation import Evaluator
+from runtime.compute.recompute import FUSED_ATTENTION, Replay
 from runtime.executor import execute
-from runtime.generation import generate
-from runtime.optimizer import AdamW
+from runtime.host.optimizer import AdamW
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
-from runtime.recompute import FUSED_ATTENTION, Replay
-from runtime.streams import CudaStreams, use_same_kernels
-from runtime.workload import Model, Saved
+from runtime.plan.workload import Model, Saved
+from runtime.train.evaluation import Evaluator
+from runtime.train.generation import generate
 
 from . import reference
 from .strategies import policies

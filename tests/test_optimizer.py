@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime import chunks, optimizer, updates
-from runtime.cpu import CpuMachine
 from runtime.executor import OpError, execute
-from runtime.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_, adamw_tasks, sum_of_squares
+from runtime.host import chunks, optimizer, updates
+from runtime.host.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_, adamw_tasks, sum_of_squares
+from runtime.host.workers import Workers
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
-from runtime.workers import Workers
 
 from .reference import half_up
 from .tiny import tiny_config

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.cost import update_bytes_per_param
-from runtime import chunks, optimizer
-from runtime.cpu import CpuMachine
+from planner.predict.cost import update_bytes_per_param
 from runtime.executor import execute
-from runtime.optimizer import Scratch, adamw_, sum_of_squares
+from runtime.host import chunks, optimizer
+from runtime.host.optimizer import Scratch, adamw_, sum_of_squares
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
-from runtime.workload import BlockKind
+from runtime.plan.workload import BlockKind
 
 from .test_optimizer import KINDS, SETTINGS, random_state
 from .tiny import tiny_config

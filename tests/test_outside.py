@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.blocks import Templates
-from runtime.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
+from runtime.compute.blocks import Templates
+from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
 from runtime.plan import Policy
 
 from . import reference

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import packing as room
 from runtime.batch import UNSUPERVISED
+from runtime.data import packing as room
+from runtime.data.packing import Sequences, n_targets_of, pack
+from runtime.data.samples import fill
 from runtime.errors import DataError
-from runtime.packing import Sequences, n_targets_of, pack
-from runtime.samples import fill
 
 PAD = 9999
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hwprofiles.schema import Profile
-from planner.cost import costs
-from runtime.cpu import CpuMachine
+from planner.predict.cost import costs
 from runtime.executor import OpError, execute
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
 
 from .strategies import PROFILE

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from runtime.errors import PenstockError, PlanError
 from runtime.plan import LANE_OF, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
-from runtime.timeline import Span, Timeline, chrome_trace
+from runtime.plan.timeline import Span, Timeline, chrome_trace
+from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 from runtime.units import GB, TB, GiB, MiB, parse_bytes, show_bytes, show_rate, show_seconds
-from runtime.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 LINES = (
     "load h2d b1 < host_weights[1] > weights[0] ^ 7@1",

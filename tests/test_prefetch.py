@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import prefetch
-from runtime.data import Data, read_data
+from runtime.data import prefetch
+from runtime.data.data import Data, read_data
+from runtime.data.prefetch import Prefetched
 from runtime.errors import DataError
-from runtime.prefetch import Prefetched
 from runtime.settings import DataSettings
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +148,7 @@ def test_what_is_wrong_in_the_data_is_said_as_it_would_be_here(path):
 def test_a_stream_is_read_in_a_process_of_its_own_that_ends_when_the_run_is_killed(path):
     code = (
         "import json, os, sys, time\nfrom pathlib import Path\n"
-        "from runtime.data import read_data\nfrom runtime.settings import DataSettings\n"
+        "from runtime.data.data import read_data\nfrom runtime.settings import DataSettings\n"
         "def no_fork(*_): raise AssertionError('a fork')\n"
         "if __name__ == '__main__':\n"
         "    os.fork = no_fork\n"

@@ -21,16 +21,16 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import host, instruments, measure, samples, works
-from hwprofiles.cli import headline, probe, remarks, text_of
-from hwprofiles.cliffs import optimizer_cliffs
-from hwprofiles.host import Processor
-from hwprofiles.instruments import Bench, Patience
-from hwprofiles.samples import Sample
+from hwprofiles.probe import host, instruments, measure, samples, works
+from hwprofiles.probe.cliffs import optimizer_cliffs
+from hwprofiles.probe.host import Processor
+from hwprofiles.probe.instruments import Bench, Patience
+from hwprofiles.probe.samples import Sample
 from hwprofiles.schema import Profile
-from runtime.cores import split_beside_gpu, split_cores
+from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import ProfileError
-from runtime.optimizer import adamw_
+from runtime.host.optimizer import adamw_
+from runtime.machines.cores import split_beside_gpu, split_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 GLANCE = measure.Effort(
@@ -432,5 +432,5 @@ def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.Monk
 
 
 def test_asking_for_help_does_not_wake_torch() -> None:
-    code = "import sys, hwprofiles.cli, hwprofiles.schema; assert not {'torch', 'hwprofiles.measure'} & {*sys.modules}"
+    code = "import sys, penstock.cli.probe, hwprofiles.schema; assert not {'torch', 'hwprofiles.probe.measure'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

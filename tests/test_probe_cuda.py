@@ -15,16 +15,16 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import cuda, measure
-from hwprofiles.cli import headline, probe, remarks, text_of
-from hwprofiles.device import DeviceError, PciLink, Stream
-from hwprofiles.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
-from hwprofiles.gpu_link import rates_in_common
-from hwprofiles.samples import products_flop
+from hwprofiles.probe import cuda, measure
+from hwprofiles.probe.device import DeviceError, PciLink, Stream
+from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
+from hwprofiles.probe.gpu_link import rates_in_common
+from hwprofiles.probe.samples import products_flop
+from hwprofiles.probe.stopwatch import Stopwatch
 from hwprofiles.schema import Profile
-from hwprofiles.stopwatch import Stopwatch
-from runtime.cores import split_beside_gpu
+from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import PenstockError, ProfileError
+from runtime.machines.cores import split_beside_gpu
 
 from .fake_gpu import GB, FakeMachine, GiB, Truth
 
@@ -389,7 +389,7 @@ def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
     machine, out = FakeMachine(Truth(host_bytes=12 * GB)), tmp_path / "rig.json"
     measured = probe_gpu(machine.device, machine.host, QUICK_GPU, lambda what, fraction: None, "rig")  # type: ignore[arg-type]
     assert measured.host.memory_bytes.value == 12 * GB
-    monkeypatch.setattr("hwprofiles.cli._measured", lambda asked, *_: measured if asked == device else None)
+    monkeypatch.setattr("penstock.cli.probe._measured", lambda asked, *_: measured if asked == device else None)
     words = ["--device", device, "-o", str(out)]
     assert CliRunner().invoke(probe, [*words, "--host-memory", "118GB"], catch_exceptions=False).exit_code == 0
     profile = Profile.from_json(json.loads(out.read_text()))
@@ -407,7 +407,7 @@ def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
 def test_host_memory_that_is_no_size_is_refused_in_one_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: str
 ) -> None:
-    monkeypatch.setattr("hwprofiles.cli._measured", None)
+    monkeypatch.setattr("penstock.cli.probe._measured", None)
     with pytest.raises(PenstockError, match="write for example 80GB") as caught:
         CliRunner().invoke(probe, ["--host-memory", size, "-o", str(tmp_path / "rig.json")], catch_exceptions=False)
     assert str(caught.value).isprintable()

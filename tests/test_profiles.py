@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.cli import text_of, write_profile
 from hwprofiles.schema import SOURCE_KINDS, Profile, read_profile, shipped_profiles
+from penstock.cli.probe import text_of, write_profile
 from runtime.errors import ProfileError
 
 NAMES = [

@@ -9,22 +9,22 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.cost import CostModel, costs, region_of
-from planner.faster import sped_up, with_quantities
-from planner.lower import lower
-from planner.recalibrate import RESOURCES, _no_worse, recalibrate
-from planner.regression import BELIEF, LEAST_GAIN, Row, fit_factors
-from planner.settled import LEAST_STEPS, predicted_of, settled
-from planner.simulate import simulate
-from planner.workload import build_workload, read_model
-from runtime.cpu import CpuMachine
-from runtime.emulated import EmulatedMachine
+from planner.ledger.recalibrate import RESOURCES, _no_worse, recalibrate
+from planner.ledger.regression import BELIEF, LEAST_GAIN, Row, fit_factors
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, costs, region_of
+from planner.predict.faster import sped_up, with_quantities
+from planner.predict.settled import LEAST_STEPS, predicted_of, settled
+from planner.predict.simulate import simulate
 from runtime.errors import PlanError, ProfileError
 from runtime.executor import execute
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.emulated import EmulatedMachine
 from runtime.plan import Kind, Lane, Policy, Semantics, Update
-from runtime.region import Demand
-from runtime.timeline import Span, Timeline
-from runtime.workload import Model
+from runtime.plan.region import Demand
+from runtime.plan.timeline import Span, Timeline
+from runtime.plan.workload import Model
 
 from .strategies import PROFILE, cases
 from .tiny import tiny_config

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from runtime.workload import Block, Recompute, Saved
+from runtime.plan.workload import Block, Recompute, Saved
 
 from .real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, tensors
 from .tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES

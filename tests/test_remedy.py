@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 
 from hwprofiles.schema import read_profile
-from planner.lower import lower, plan_ops
-from planner.memory import footprint, frame
-from planner.micro_batch import SIZES, with_micro_batch
-from planner.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
-from planner.search import search
-from planner.space import baseline, leanest
-from planner.workload import build_workload, read_model
+from planner.lower.lower import lower, plan_ops
+from planner.model.workload import build_workload, read_model
+from planner.predict.memory import footprint, frame
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
+from planner.search.search import search
+from planner.search.space import baseline, leanest
 from runtime.errors import DoesNotFitError
 from runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from runtime.units import GB, MB, parse_bytes

@@ -12,17 +12,17 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from planner.check import _Clocks, _legal_order, check
-from planner.cli import cli
-from planner.lower import FEWEST_FOLDED, lower, lower_folded, lower_written_out
-from planner.simulate import MAX_CYCLE_STEPS, simulate
-from planner.waits import with_waits
+from penstock.cli.main import cli
+from planner.check.check import _Clocks, _legal_order, check
+from planner.lower.lower import FEWEST_FOLDED, lower, lower_folded, lower_written_out
+from planner.lower.waits import with_waits
+from planner.predict.simulate import MAX_CYCLE_STEPS, simulate
 from runtime.errors import PlanError
-from runtime.ops import MAX_REPETITIONS
 from runtime.plan import Kind, Lane, Op, Plan, PlanFile, Policy, Repeat, Semantics, Update, Wait
-from runtime.region import Demand, Region, Resource
-from runtime.repetition import shortened, unrolled
-from runtime.timeline import is_kept
+from runtime.plan.ops import MAX_REPETITIONS
+from runtime.plan.region import Demand, Region, Resource
+from runtime.plan.repetition import shortened, unrolled
+from runtime.plan.timeline import is_kept
 
 from .mutants import MUTATIONS as ALL_MUTATIONS
 from .oracle import same_training
@@ -275,8 +275,8 @@ def test_a_million_micro_batches_take_no_longer_to_simulate_than_a_few() -> None
 
 
 def test_repetitions_that_never_repeat_in_time_are_taken_to_go_on_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.simulate.SAME_REPETITION_FRACTION", -1.0)
-    monkeypatch.setattr("planner.simulate.MOST_REPETITIONS", MAX_CYCLE_STEPS + 1)
+    monkeypatch.setattr("planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
+    monkeypatch.setattr("planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE_STEPS + 1)
     plan = small(10_000)
     found = simulate(plan, [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops], None)
     monkeypatch.undo()

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from runtime.batch import Batch
-from runtime.cpu import CpuMachine
+from runtime.compute.recompute import Replay
 from runtime.executor import execute
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Lane, Plan, Policy, Update
-from runtime.recompute import Replay
-from runtime.workload import Saved
+from runtime.plan.workload import Saved
 
 from .real_layers import SIZES, Work, cases, tensors
 from .test_recompute import Case, Selection, checkpointed, gradients, watched, ways_of

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner import cli_run_files
-from planner import report as report_file
-from planner.lower import lower
-from planner.report import report
-from planner.report_run import Log, Run, Sample, read_log
-from planner.report_step import predicted_stretch
-from planner.space import baseline
-from planner.workload import build_workload, read_model
+from penstock.cli import run_files as cli_run_files
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.search.space import baseline
+from planner.show import report as report_file
+from planner.show.report import report
+from planner.show.report_run import Log, Run, Sample, read_log
+from planner.show.report_step import predicted_stretch
 from runtime.errors import PlanError
 from runtime.plan import PlanFile, Semantics
-from runtime.timeline import Span, Timeline
+from runtime.plan.timeline import Span, Timeline
 
 from .report_cases import Page, line, make_plan, make_run, page_of, predicted
 from .strategies import plans
@@ -176,7 +176,7 @@ def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
     )
 )
 def test_data_in_the_page_is_read_back_and_ends_no_script(value):
-    from planner.report_html import inline_json
+    from planner.show.report_html import inline_json
 
     written = inline_json(value)
     assert json.loads(written) == value
@@ -185,7 +185,7 @@ def test_data_in_the_page_is_read_back_and_ends_no_script(value):
 
 @given(st.text())
 def test_text_in_the_page_is_text(words):
-    from planner.report_html import text
+    from planner.show.report_html import text
 
     page = Page(f'<p title="{text(words)}">{text(words)}</p>')
     assert page.tags == {"p": 1}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from planner.cli import cli
+from penstock.cli.main import cli
 
 from .browser import Browser, browser, chromium
 from .report_cases import make_plan, make_run

@@ -6,10 +6,10 @@ import os
 import pytest
 from click.testing import CliRunner
 
-from planner import cli_run_files
-from planner.cli import cli
-from planner.report import report
-from planner.report_run import Run, read_log
+from penstock.cli import run_files as cli_run_files
+from penstock.cli.main import cli
+from planner.show.report import report
+from planner.show.report_run import Run, read_log
 from runtime.plan import PlanFile
 
 from .report_cases import Page, line, make_plan, make_run, page_of

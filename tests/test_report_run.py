@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.report_run import MOST_POINTS, read_log, read_samples, thinned
+from planner.show.report_run import MOST_POINTS, read_log, read_samples, thinned
 
 from .report_cases import line
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner import report_memory
-from planner.lower import lower
-from planner.memory import footprint
-from planner.report_memory import begins_anew, held
-from planner.report_step import measured_stretch, predicted_stretch
-from planner.space import baseline
-from planner.workload import build_workload, read_model
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.memory import footprint
+from planner.search.space import baseline
+from planner.show import report_memory
+from planner.show.report_memory import begins_anew, held
+from planner.show.report_step import measured_stretch, predicted_stretch
 from runtime.plan import Kind, Lane, Op, Semantics, Slot
-from runtime.timeline import Span, Timeline
+from runtime.plan.timeline import Span, Timeline
 
 from .report_cases import predicted
 from .strategies import PROFILE, plans

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.cli import cli
-from planner.compare import Speed, compare
-from planner.cost import EAGER_FRACTION, CostModel
-from planner.memory import footprint, frame
-from planner.report_words import Known, verdict
-from planner.resident import Tier, advice, again_s, fill, leanest, resident
-from planner.search import search
-from planner.workload import build_workload, read_model
+from penstock.cli.main import cli
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import EAGER_FRACTION, CostModel
+from planner.predict.memory import footprint, frame
+from planner.predict.resident import Tier, advice, again_s, fill, leanest, resident
+from planner.search.search import search
+from planner.show.compare import Speed, compare
+from planner.show.report_words import Known, verdict
 from runtime.plan import Policy, Semantics
-from runtime.workload import ITEM_BYTES, BlockKind, Saved
+from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 from tests.strategies import MODEL, PROFILE, semantics, workloads
 
 MADE_UP = Profile.from_json(PROFILE)

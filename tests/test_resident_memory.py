@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "h
 RUN = """
 import re, sys
 from pathlib import Path
-from planner.cli import main
+from penstock.cli.main import main
 try:
     main()
 finally:

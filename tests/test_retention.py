@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import retention
-from runtime.checkpoint import latest, load_state, whole
+from runtime.checkpoint import retention
+from runtime.checkpoint.checkpoint import latest, load_state, whole
+from runtime.checkpoint.retention import clean, keep_last, offers
+from runtime.checkpoint.saving import save
 from runtime.errors import CheckpointError
-from runtime.retention import clean, keep_last, offers
-from runtime.saving import save
 
 from .accidents import forked_to_die
 

@@ -10,16 +10,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime.cli_options import _SETTINGS
-from runtime.run_config import MAX_CONFIG_BYTES, MAX_DOTS, RunConfigError, names, read_run, run_text, write_run
-from runtime.settings import (
-    CheckpointSettings,
-    DataSettings,
-    EvaluationSettings,
-    OptimizerSettings,
-    RunSettings,
-    ScheduleSettings,
-)
+from penstock.cli.run_options import _SETTINGS
+from runtime.settings import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, RunSettings, ScheduleSettings
+from runtime.train.run_config import MAX_CONFIG_BYTES, MAX_DOTS, RunConfigError, names, read_run, run_text, write_run
 
 DATA = "data: {path: corpus}\n"
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.simulate import simulate
-from runtime import cli_outcome
-from runtime.cli_assembly import demands_of
-from runtime.cli_progress import Progress
+from penstock.assembly import demands_of
+from penstock.cli import outcome as cli_outcome
+from penstock.cli.progress import Progress
+from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, PlanFile
-from runtime.timeline import Timeline
-from runtime.trainer import Metrics
+from runtime.plan.timeline import Timeline
+from runtime.train.trainer import Metrics
 
 from .running import make_home, plan_in
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runtime import cli_assembly
+from penstock import assembly as cli_assembly
 from runtime.plan import PlanFile
-from runtime.run_config import read_run
 from runtime.settings import DataSettings, EvaluationSettings, RunSettings
+from runtime.train.run_config import read_run
 
 from .running import SIZES, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 

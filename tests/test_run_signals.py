@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from runtime import cli_assembly, evaluation, generation
-from runtime.cli_progress import Progress
+from penstock import assembly as cli_assembly
+from penstock.cli.progress import Progress
+from runtime.train import evaluation, generation
 
 from .running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 

@@ -12,10 +12,10 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from runtime.optimizer import AdamW
-from runtime.run_config import RunConfigError
-from runtime.schedules import learning_rates
+from runtime.host.optimizer import AdamW
 from runtime.settings import OptimizerSettings, ScheduleSettings
+from runtime.train.run_config import RunConfigError
+from runtime.train.schedules import learning_rates
 
 LR = 3e-4
 

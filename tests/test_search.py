@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.arenas import can_square
-from planner.bounds import machine_bound, ops_at_least, policy_bound
-from planner.branch import Tree
-from planner.check import check
-from planner.cli import cli
-from planner.cost import CostModel, region_of
-from planner.estimate import Greedy
-from planner.lower import lower
-from planner.memory import footprint, frame
-from planner.micro_batch import with_micro_batch
-from planner.relax import Relaxation
-from planner.search import search
-from planner.simulate import simulate
-from planner.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
-from planner.workload import build_workload, read_model
+from penstock.cli.main import cli
+from planner.check.check import check
+from planner.lower.arenas import can_square
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, region_of
+from planner.predict.memory import footprint, frame
+from planner.predict.simulate import simulate
+from planner.search.bounds import machine_bound, ops_at_least, policy_bound
+from planner.search.branch import Tree
+from planner.search.estimate import Greedy
+from planner.search.micro_batch import with_micro_batch
+from planner.search.relax import Relaxation
+from planner.search.search import search
+from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
 from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
+from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
 
 from .strategies import with_smaller
 
@@ -297,8 +297,8 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     if opens:
         monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     else:
-        monkeypatch.setattr("planner.branch.MAX_SEARCHED_OPS", 0)
-        monkeypatch.setattr("planner.branch.MOST_RELAXED", 0)
+        monkeypatch.setattr("planner.search.branch.MAX_SEARCHED_OPS", 0)
+        monkeypatch.setattr("planner.search.branch.MOST_RELAXED", 0)
     for name in ("_scout", "_climb", "_cut_transfers", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
@@ -330,7 +330,7 @@ def test_a_policy_whose_plan_is_too_long_keeps_its_bound(monkeypatch):
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
     whole = search(model, workload, s, profile)
-    monkeypatch.setattr("planner.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("planner.search.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     found = search(model, workload, s, profile)
     best_s = min(whole.step_s, found.step_s)
     assert found.certificate.policy_bound_s <= best_s * (1 + 1e-9)
@@ -346,10 +346,10 @@ def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypat
     one_group = Policy(group_micro_batches=8, storage="split", spill_blocks=tuple(range(24)))
     needs = footprint(frame(model, workload, s, one_group), machine)
     profile = machine.with_memory(None, needs.host_peak_bytes + 10**7)
-    monkeypatch.setattr("planner.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("planner.search.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     found = search(model, workload, s, profile)
     assert found.plan.policy.group_micro_batches > 1
-    monkeypatch.setattr("planner.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("planner.search.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
     with pytest.raises(PlanError, match="use a larger --micro-batch"):
         search(model, workload, s, profile)
 

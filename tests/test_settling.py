@@ -9,8 +9,8 @@ import torch
 from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import execute
-from runtime.host_state import SHADOW
-from runtime.optimizer import clip_factor
+from runtime.host.host_state import SHADOW
+from runtime.host.optimizer import clip_factor
 from runtime.plan import Kind, Policy, Slot, Update
 
 from . import reference

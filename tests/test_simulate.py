@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulate import simulate
+from planner.predict.simulate import simulate
 from runtime.errors import PlanError
 from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Wait
-from runtime.region import Demand, Region, Resource, rates
-from runtime.workload import Model, Workload
+from runtime.plan.region import Demand, Region, Resource, rates
+from runtime.plan.workload import Model, Workload
 
 ROUNDING = 1e-9
 KINDS = [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE]  # one per lane

@@ -18,14 +18,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import host_state, slabs
-from runtime.cpu import CpuMachine
 from runtime.errors import PlanError
 from runtime.executor import execute
-from runtime.memory import Arenas, register_for_dma
-from runtime.optimizer import round_half_up
+from runtime.host import host_state, slabs
+from runtime.host.memory import Arenas, register_for_dma
+from runtime.host.optimizer import round_half_up
+from runtime.host.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
-from runtime.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement
 from runtime.units import MiB
 
 from .tiny import tiny_config
@@ -468,7 +468,7 @@ ALLOCATING = """
 import sys, threading
 from pathlib import Path
 import torch
-from runtime.slabs import give_back_freed, settle_allocator
+from runtime.host.slabs import give_back_freed, settle_allocator
 
 settled = sys.argv[1] == "settled"
 if settled:
@@ -516,11 +516,11 @@ HOLDING = """
 import json, sys
 from pathlib import Path
 import torch
-from runtime import tensor_files
-from runtime.checkpoint import load_state
-from runtime.saving import save
-from runtime.slabs import give_back_freed
-from runtime.trainer import Training, load_model
+from runtime.checkpoint import tensor_files
+from runtime.checkpoint.checkpoint import load_state
+from runtime.checkpoint.saving import save
+from runtime.host.slabs import give_back_freed
+from runtime.train.trainer import Training, load_model
 from tests.test_store import ADAMW, CpuMachine, Policy, batches_of, plan_of, semantics_of, tiny_config
 from tests.training import state_of
 

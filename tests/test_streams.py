@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.cuda import CudaMachine
 from runtime.executor import execute
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.streams import CudaStreams
 from runtime.plan import Kind, Lane, Policy
-from runtime.streams import CudaStreams
 
 from .late_streams import Poisoned, machine_of
 from .tiny import tiny_config
@@ -50,7 +50,7 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
 
 
 def test_of_a_long_run_only_the_steps_whose_timers_are_left_are_told(monkeypatch):
-    monkeypatch.setattr("runtime.stopwatch.MOST_TIMERS", 300)
+    monkeypatch.setattr("runtime.machines.stopwatch.MOST_TIMERS", 300)
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.9)
     timeline = execute(machine.plan, machine, 9)
     n_kept = machine._stopwatch.n_steps

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import read_profile
-from planner.faster import Group, faster
-from planner.system_costs import Software, SystemCosts, inner_elements, last_products, n_large_tensors
-from planner.system_memory import (
+from planner.ledger.system_costs import Software, SystemCosts, inner_elements, last_products, n_large_tensors
+from planner.ledger.system_memory import (
     fused_kept_bytes,
     layer_bytes,
     logits_crowd_the_device,
@@ -20,13 +19,14 @@ from planner.system_memory import (
     zero3_device_bytes,
     zero3_keeps_activations,
 )
-from planner.system_pipeline import Program, Task, ends_s
-from planner.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
-from planner.workload import build_workload, read_model
+from planner.ledger.system_pipeline import Program, Task, ends_s
+from planner.ledger.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
+from planner.model.workload import build_workload, read_model
+from planner.predict.faster import Group, faster
 from runtime.plan import Semantics
-from runtime.region import Demand, Region, Resource
+from runtime.plan.region import Demand, Region, Resource
+from runtime.plan.workload import Matmul
 from runtime.units import GiB, MiB
-from runtime.workload import Matmul
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
 SOFTWARE = Software()

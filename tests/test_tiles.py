@@ -8,13 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.workload import build_workload
-from runtime.blocks import Templates
-from runtime.cpu import CpuMachine
+from planner.model.workload import build_workload
+from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import OpError, execute
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Plan, Policy
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from . import test_exactness
 from .real_layers import Work, hf_model, layer_calls

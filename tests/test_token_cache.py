@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import token_cache as room
-from runtime.chat import Encoded
-from runtime.data import read_data
+from runtime.data import token_cache as room
+from runtime.data.chat import Encoded
+from runtime.data.data import read_data
+from runtime.data.samples import Samples
+from runtime.data.sources import Source
+from runtime.data.token_cache import Kept, kept_tokens
 from runtime.errors import DataError
-from runtime.samples import Samples
 from runtime.settings import DataSettings
-from runtime.sources import Source
-from runtime.token_cache import Kept, kept_tokens
 
 from .chats import LLAMA3, write_talker
 
@@ -161,7 +161,8 @@ def test_a_damaged_cache_is_made_anew(folder, tmp_path, damage):
 def test_a_run_that_is_killed_while_it_makes_tokens_leaves_nothing_that_is_believed(folder, tmp_path):
     cache = tmp_path / "cache"
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom runtime import token_cache\nfrom runtime.data import read_data\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom runtime.data import token_cache\n"
+        "from runtime.data.data import read_data\n"
         "from runtime.settings import DataSettings\n"
         "token_cache._sync = lambda path: path.name == 'about.json' and os.kill(os.getpid(), signal.SIGKILL)\n"
         "read_data(DataSettings(sys.argv[1]), None, 300, 8, 2, 0, Path(sys.argv[2]))"
@@ -224,7 +225,7 @@ def test_tokens_stay_in_the_file_until_they_are_asked_for(tmp_path):
     keep(tmp_path, [document] * 16)  # 64 MiB
     code = (
         "import sys, pyarrow\nfrom pathlib import Path\n"
-        "from runtime.sources import Source\nfrom runtime.token_cache import kept_tokens\n"
+        "from runtime.data.sources import Source\nfrom runtime.data.token_cache import kept_tokens\n"
         "def held(): return 4096 * int(open('/proc/self/statm').read().split()[1]), pyarrow.total_allocated_bytes()\n"
         "before = held()\n"
         "kept = kept_tokens(Path(sys.argv[1]), 'key', Source(Path('x'), (Path('x'),)), False, None)\n"

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
-from runtime.checkpoint import load_state
-from runtime.cli_progress import Progress
-from runtime.cpu import CpuMachine
+from penstock.cli.progress import Progress
+from runtime.checkpoint.checkpoint import load_state
 from runtime.errors import CheckpointError
 from runtime.executor import Stop, execute
-from runtime.optimizer import decays
+from runtime.host.optimizer import decays
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Update
 from runtime.settings import CheckpointSettings
-from runtime.trainer import DeviceMemoryError, Metrics, Training, keep_metrics_up_to
+from runtime.train.trainer import DeviceMemoryError, Metrics, Training, keep_metrics_up_to
 
 from .row_of_tokens import RowOfTokens
 from .tiny import MODEL_TYPES, tiny_config

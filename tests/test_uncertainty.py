@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.cost import costs, region_of
-from planner.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
-from planner.lower import lower
-from planner.simulate import simulate
-from planner.uncertainty import (
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import costs, region_of
+from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
+from planner.predict.simulate import simulate
+from planner.search.uncertainty import (
     LEAST_SHRINK_FRACTION,
     MEASURED_SPREAD_FRACTION,
     Interval,
@@ -24,7 +25,6 @@ from planner.uncertainty import (
     measurement_rows,
     measurements_worth_making,
 )
-from planner.workload import build_workload, read_model
 from runtime.plan import Policy, Semantics
 from tests.strategies import PROFILE, cases
 
@@ -176,10 +176,10 @@ def test_no_measurement_that_matters_is_left_out(machine):
 def test_the_largest_plans_are_screened_with_few_simulations(monkeypatch):
     plan, profile = small_plan()
     simulated = []
-    monkeypatch.setattr("planner.uncertainty.simulate", lambda *a: simulated.append(1) or simulate(*a))
+    monkeypatch.setattr("planner.search.uncertainty.simulate", lambda *a: simulated.append(1) or simulate(*a))
     some = measurements_worth_making(plan, profile, KNOWN)
     n_some = len(simulated)
-    monkeypatch.setattr("planner.uncertainty.SCREENED_OPS", 5 * len(plan.ops))
+    monkeypatch.setattr("planner.search.uncertainty.SCREENED_OPS", 5 * len(plan.ops))
     few = measurements_worth_making(plan, profile, KNOWN)
     assert len(simulated) - n_some == 1 + 5
     assert 1 + len(Group) < n_some <= 1 + 2 * len(Group)  # to both sides

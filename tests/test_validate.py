@@ -10,11 +10,11 @@ import pytest
 from benchmarks.ledger import EXPLANATIONS, Fitter, _residuals, leave_out, misses, shipped
 from hwprofiles.fit import SOFTWARE, STAGES, Constant, fit, value_of, with_constants
 from hwprofiles.schema import read_profile, shipped_profiles
-from planner.claims import FLEX, Claim, claims
-from planner.system_costs import SOFTWARE_SPREAD_FRACTION, Software
-from planner.systems import Run
-from planner.validate import Ledger, PublishedRun, Row, quantile, read_runs, validate, validate_file, with_intervals
-from planner.workload import shipped_models
+from planner.ledger.claims import FLEX, Claim, claims
+from planner.ledger.system_costs import SOFTWARE_SPREAD_FRACTION, Software
+from planner.ledger.systems import Run
+from planner.ledger.validate import Ledger, PublishedRun, Row, quantile, read_runs, validate, validate_file, with_intervals
+from planner.model.workload import shipped_models
 from runtime.errors import PenstockError
 from tests.tour import ROOT
 
@@ -299,7 +299,7 @@ def test_wider_spreads_widen_the_interval_and_no_doubt_leaves_none(tmp_path, mon
     assert 0.02 < usual < wider
     for key in SOFTWARE_SPREAD_FRACTION:
         monkeypatch.setitem(SOFTWARE_SPREAD_FRACTION, key, 0.0)
-    monkeypatch.setattr("planner.validate.Group", ())
+    monkeypatch.setattr("planner.ledger.validate.Group", ())
     assert with_intervals(validate(runs), runs).rows[0].interval_fraction == 0.0
 
 
@@ -307,7 +307,7 @@ def test_doubts_are_tied_together_only_on_machines_that_runs_were_fitted_from(tm
     names = ("mi355x", "gh200")
     runs = read_runs(file_of(tmp_path, *({**RUN, "id": m, "machine": m} for m in names)))
     tied = [row.interval_fraction for row in with_intervals(validate(runs), runs).rows]
-    monkeypatch.setattr("planner.validate.FITTED_FRACTION", 1.0)
+    monkeypatch.setattr("planner.ledger.validate.FITTED_FRACTION", 1.0)
     whole = [row.interval_fraction for row in with_intervals(validate(runs), runs).rows]
     assert math.log1p(tied[0]) == pytest.approx(0.7 * math.log1p(whole[0]))
     assert tied[1] == whole[1]

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.cost import CostModel, costs, region_of
-from planner.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
-from planner.lower import lower
-from planner.simulate import simulate
-from planner.waterfall import FREE, MAX_STEPS, RESOURCES, _edges, _growth, binding, sensitivities, waterfall
-from planner.workload import build_workload, read_model
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, costs, region_of
+from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
+from planner.predict.simulate import simulate
+from planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, _edges, _growth, binding, sensitivities, waterfall
 from runtime.plan import Kind, Policy, Semantics, Update
 from tests.strategies import MODEL, PROFILE, cases, small_workload
 

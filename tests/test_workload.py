@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.workload import build_workload, read_model, shipped_models, supported_attention
+from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
-from runtime.workload import BlockKind, Model, Workload
+from runtime.plan.workload import BlockKind, Model, Workload
 
 from .real_layers import (
     DTYPES,

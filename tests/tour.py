@@ -8,9 +8,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tour.md"
-ROOMS = ("planner", "hwprofiles", "runtime", "demo", "tests")
+ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
+# In the order of reading: first what a plan is, then who makes it and who performs it, what both rest on, and the shell last.
+READING = (
+    *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/search", "planner/check", "planner/show"),
+    *(
+        "planner/ledger",
+        "planner",
+        "runtime",
+        "runtime/compute",
+        "runtime/host",
+        "runtime/machines",
+        "runtime/data",
+        "runtime/train",
+    ),
+    *("runtime/checkpoint", "hwprofiles", "hwprofiles/probe", "penstock", "penstock/cli", "demo", "tests"),
+)
 _ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package
-_FIRST_READING = ("runtime/plan.py", "planner/simulate.py", "runtime/executor.py")
+_FIRST_READING = ("runtime/plan/plan.py", "planner/predict/simulate.py", "runtime/executor.py")
 
 
 def question(path: Path) -> str:
@@ -25,7 +40,7 @@ def sources() -> list[Path]:
 
 
 def tour() -> str:
-    """The page: every room with its question, every file with its own."""
+    """The page: every room with its question in the order of reading, every file with its own."""
     first = ", ".join(_link(name) for name in _FIRST_READING)
     lines = [
         "# A tour of the house",
@@ -34,13 +49,11 @@ def tour() -> str:
         "",
         f"First reading: the [README](../README.md), then {first}, then their tests.",
     ]
-    for room in ROOMS:
-        files = [path for path in sources() if path.relative_to(ROOT).parts[0] == room]
-        if not files:
-            continue
+    for room in READING:
         package = ROOT / room / "__init__.py"
+        files = [path for path in sources() if path.parent == ROOT / room and path != package]
         lines += ["", f"## {room}: {question(package) if package.exists() else _ROOM_QUESTIONS[room]}", ""]
-        lines += [f"- {_link(path.relative_to(ROOT).as_posix())} {question(path)}" for path in files if path != package]
+        lines += [f"- {_link(path.relative_to(ROOT).as_posix())} {question(path)}" for path in files]
     return "\n".join(lines) + "\n"
 
 

@@ -7,15 +7,15 @@ from functools import lru_cache
 
 import torch
 
-from planner.check import check
-from planner.lower import lower
-from planner.workload import build_workload, fusible
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, fusible
 from runtime.batch import Batch
-from runtime.cpu import CpuMachine
 from runtime.executor import execute
-from runtime.optimizer import AdamW
+from runtime.host.optimizer import AdamW
+from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from . import reference
 from .strategies import PROFILE

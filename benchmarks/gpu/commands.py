@@ -21,7 +21,7 @@ from runtime.units import parse_bytes, show_bytes, show_seconds
 
 from .stages import ROOT, Asked, Case, Note
 
-CLI = (sys.executable, "-m", "planner.cli")
+CLI = (sys.executable, "-m", "penstock.cli.main")
 HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
 # On the host, for each parameter, under FSDP2's CPUOffloadPolicy: fp32 master and gradient, each locked in memory with sizes
 # rounded up to a power of two, and two moments.
@@ -99,7 +99,7 @@ def claim_of(path: Path) -> dict[str, Any]:
 
 def model_of(asked: Asked, name: str, case: Case) -> Path:
     """The model of a case, with as many layers as it is to have."""
-    from planner.workload import read_model
+    from planner.model.workload import read_model
 
     config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model).config)
     n_layers = layers_that_fit(asked, FSDP2_HOST_BYTES_PER_PARAM) if case.as_fsdp2 else case.n_layers
@@ -111,7 +111,7 @@ def model_of(asked: Asked, name: str, case: Case) -> Path:
 
 def layers_that_fit(asked: Asked, bytes_per_param: float) -> int:
     """How many of the model's layers the host holds at so many bytes for each parameter; all of them, at most."""
-    from planner.workload import build_workload, read_model
+    from planner.model.workload import build_workload, read_model
     from runtime.plan import Semantics
 
     model = read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model)
@@ -134,7 +134,7 @@ def host_bytes(asked: Asked) -> int:
 
 def command(words: list[str]) -> str:
     """What a `penstock` command prints, performed here: it need not be installed."""
-    from planner.cli import cli
+    from penstock.cli.main import cli
 
     out, err, code = StringIO(), StringIO(), 0
     with redirect_stdout(out), redirect_stderr(err):

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-from hwprofiles.instruments import on_cores
-from hwprofiles.works import UPDATE_PARAMS, Work, walking_updates
-from runtime.slabs import host_slab, register_for_dma, touch, unregister
+from hwprofiles.probe.instruments import on_cores
+from hwprofiles.probe.works import UPDATE_PARAMS, Work, walking_updates
+from runtime.host.slabs import host_slab, register_for_dma, touch, unregister
 from runtime.units import MiB
 
 from .commands import host_bytes

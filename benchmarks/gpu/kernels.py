@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from planner.workload import read_model
-from runtime.kernels import use_kernels
+from planner.model.workload import read_model
+from runtime.compute.kernels import use_kernels
+from runtime.compute.pointwise import Pointwise, fastest
 from runtime.plan import Semantics
-from runtime.pointwise import Pointwise, fastest
 
 from .stages import Asked, Note
 

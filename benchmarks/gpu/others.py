@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from planner.workload import build_workload, read_model
+from planner.model.workload import build_workload, read_model
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.plan import Semantics
-from runtime.workload import Model
+from runtime.plan.workload import Model
 
 from .commands import FSDP2_HOST_BYTES_PER_PARAM, layers_that_fit
 from .stages import Asked, Note, SkippedError

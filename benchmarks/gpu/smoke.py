@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from hwprofiles.schema import read_profile
-from planner.check import check
-from planner.lower import lower
-from planner.workload import build_workload
-from runtime.cpu import CpuMachine
-from runtime.cuda import CudaMachine
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.workload import build_workload
 from runtime.executor import execute
-from runtime.optimizer import AdamW
+from runtime.host.optimizer import AdamW
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.streams import use_same_kernels
+from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.streams import use_same_kernels
-from runtime.torch_machine import TorchMachine
-from runtime.workload import Model
+from runtime.plan.workload import Model
 from tests.tiny import tiny_config
 
 from .stages import Asked, Note

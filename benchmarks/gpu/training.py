@@ -13,12 +13,12 @@ from statistics import median
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.cpu import CpuMachine
-from runtime.cuda import CudaMachine
 from runtime.executor import execute
-from runtime.optimizer import AdamW
+from runtime.host.optimizer import AdamW
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan, PlanFile
-from runtime.torch_machine import TorchMachine
 
 from .commands import claim_of, plan_of
 from .stages import Asked, Note

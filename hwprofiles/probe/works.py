@@ -1,0 +1,162 @@
+"""Which pieces of work stand for training?
+
+Each function makes a piece of work: a function of no arguments, over tensors of its own, that does the same amount of it at
+every call. What is computed is what the runtime computes: transformers' calls, the runtime's copies and its own optimizer. Data
+are random, because zeros run faster on some machines.
+"""
+
+# T tokens, H width, I width inside the MLP, D width of a head
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from hwprofiles.schema import Dtype
+from runtime.host.memory import DTYPE
+from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, Scratch, adamw_, sum_of_squares
+from runtime.host.slabs import host_slab
+from runtime.units import KiB
+
+Work = Callable[[], object]
+
+SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
+CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
+UPDATE_PARAMS = 16 * CHUNK_ELEMENTS  # of one call of the optimizer, where nothing else is asked for
+COPY_ALIGN_BYTES = 64  # of a tensor in an arena
+
+
+CPU = torch.device("cpu")
+
+
+def products(dtype: Dtype, m: int, k: int, n: int, device: torch.device = CPU) -> Work:
+    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work."""
+    x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
+
+    def work() -> None:
+        F.linear(x, w)
+        _ = dy @ w
+        _ = dy.t() @ x
+
+    return work
+
+
+def attention(
+    dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, device: torch.device = CPU
+) -> tuple[Work, Work]:
+    """Causal attention's forward, and its backward; heads lie next to each other in memory, as projections leave them."""
+    shape = (n_sequences, seq_len, n_heads, head_dim)
+    q, k, v, do = (torch.randn(shape, dtype=DTYPE[dtype], device=device).transpose(1, 2) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward() -> torch.Tensor:
+        with torch.enable_grad():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = forward()
+    return forward, lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+
+
+def pointwise(n_tokens: int, width: int, inner: int) -> tuple[Work, int, int]:
+    """What a decoder layer does in bf16 besides products, forward and backward; its traffic in bytes and its library calls.
+
+    The backward counts twice the forward, as in the planner's cost model.
+    """
+    bf16 = torch.bfloat16
+    hidden_TH = torch.randn(n_tokens, width).to(bf16).requires_grad_()
+    gate_TI, up_TI = (torch.randn(n_tokens, inner).to(bf16).requires_grad_() for _ in range(2))
+    weight_H = torch.ones(width, dtype=bf16, requires_grad=True)
+    cos_TH, sin_TH = (torch.randn(n_tokens, width).to(bf16) for _ in range(2))
+    d_TH, d_TI = (torch.randn(n_tokens, w).to(bf16) for w in (width, inner))
+
+    def work() -> None:
+        with torch.enable_grad():
+            wide_TH = hidden_TH.float()
+            scale_T1 = torch.rsqrt(wide_TH.pow(2).mean(-1, keepdim=True) + 1e-6)
+            normed_TH = weight_H * (wide_TH * scale_T1).to(bf16)
+            turned_TH = torch.cat((-normed_TH[:, width // 2 :], normed_TH[:, : width // 2]), -1)
+            sum_TH = normed_TH * cos_TH + turned_TH * sin_TH + hidden_TH
+            act_TI = F.silu(gate_TI) * up_TI
+        torch.autograd.grad((sum_TH, act_TI), (hidden_TH, weight_H, gate_TI, up_TI), (d_TH, d_TI))
+
+    # Bytes per element of what each call reads and writes, in the order of the calls above.
+    item, wide = 2, 4
+    norm = (item + wide) + 2 * wide + wide + 2 * wide + (wide + item) + 2 * item
+    rotate_and_add = 2 * item + item + 2 * item + 2 * item + 3 * item + 3 * item
+    n_bytes = n_tokens * (width * (norm + rotate_and_add) + inner * 5 * item)
+    n_calls = 8 + 6 + 2  # norm, rotation and sum, activation
+    return work, 3 * n_bytes, 3 * n_calls
+
+
+def product_stream() -> Work:
+    """An fp32 product that fits a core's cache, to load compute cores with."""
+    x = torch.randn(512, 512)
+    return lambda: x @ x
+
+
+def filled(n_bytes: int) -> torch.Tensor:
+    """Memory that was written to, so that every page of it is there."""
+    return torch.empty(n_bytes, dtype=torch.uint8).fill_(1)
+
+
+def slab(n_bytes: int) -> torch.Tensor:
+    """Memory as the runtime takes it, with pages of its own, all of them there."""
+    return host_slab(n_bytes).fill_(1)
+
+
+def walking_copy(to: torch.Tensor, source: torch.Tensor, n_bytes: int, n_copies: int = 1) -> Work:
+    """Copies of `n_bytes` that step through both memories (flat bytes), so that the source is never in a cache."""
+    n_bytes = min(n_bytes, to.numel(), source.numel())
+    at = [0]
+    stride = max(n_bytes, 64 * KiB)
+
+    def work() -> None:
+        for _ in range(n_copies):
+            i, j = at[0] % (to.numel() - n_bytes + 1), at[0] % (source.numel() - n_bytes + 1)
+            i, j = i - i % COPY_ALIGN_BYTES, j - j % COPY_ALIGN_BYTES
+            to[i : i + n_bytes].copy_(source[j : j + n_bytes])
+            at[0] += stride
+
+    return work
+
+
+def walking_updates(n_params: int, piece: int, n_lanes: int) -> list[Work]:
+    """For each lane: the runtime's optimizer on `piece` parameters after another, of a state of its own, too large for a cache.
+
+    A lane is what one of the runtime's workers is: a thread with scratch memory of its own, on one task at a time. That these
+    wait for each other at an op's end is part of the overhead of an op.
+    """
+    n_params -= n_params % piece
+    assert n_params >= piece
+    master, exp_avg = torch.randn(n_params), torch.randn(n_params) * 1e-3
+    exp_avg_sq = torch.rand(n_params) * 1e-6
+    gradient, weight = torch.randn(n_params).bfloat16(), torch.zeros(n_params, dtype=torch.bfloat16)
+    state = (master, exp_avg, exp_avg_sq, gradient, weight)
+    copies = [tuple(part.clone() for part in state) for _ in range(n_lanes - 1)]  # drawing numbers for all would take long
+    return [_walking_update(own, piece) for own in (state, *copies)]
+
+
+def _walking_update(state: Sequence[torch.Tensor], piece: int) -> Work:
+    master, exp_avg, exp_avg_sq, gradient, weight = state
+    n_params, at, own = master.numel(), [0], Scratch()
+
+    def work() -> None:
+        part = slice(at[0], at[0] + piece)
+        learned = (master[part], exp_avg[part], exp_avg_sq[part])
+        adamw_(*learned, gradient[part], weight[part], CLIP_FACTOR, 10, SETTINGS, None, own)
+        at[0] = (at[0] + piece) % n_params
+
+    return work
+
+
+def reductions(n_params: int, n_lanes: int) -> tuple[list[Work], int]:
+    """For each lane the runtime's norm over a bf16 gradient of its own, of so many parameters; and the bytes that each reads."""
+    first = torch.randn(n_params).bfloat16()
+    gradients = [first, *(first.clone() for _ in range(n_lanes - 1))]
+    return [_reduction(gradient) for gradient in gradients], first.nbytes
+
+
+def _reduction(gradient: torch.Tensor) -> Work:
+    own = Scratch()
+    return lambda: sum_of_squares(gradient, own)

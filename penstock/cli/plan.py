@@ -1,0 +1,249 @@
+"""How does a user ask for a plan?"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from runtime.errors import DoesNotFitError
+from runtime.units import on_one_line
+
+from .options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step
+
+if TYPE_CHECKING:
+    from hwprofiles.schema import Profile
+    from planner.search.search import Answer
+    from runtime.plan import Kernel, Policy, Semantics
+    from runtime.plan.workload import Model, Workload
+
+MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
+BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
+
+
+class _Plan(click.Command):
+    """`plan --help` ends with the names that can be given. Only folders are listed; no room wakes."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):
+            names = sorted(file.name for file in (resources.files(package) / folder).iterdir())
+            with formatter.section(title):
+                formatter.write_text(", ".join(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+@click.command(cls=_Plan, short_help="Find the fastest schedule for a model on a machine, and its speed.")
+@click.argument("model")
+@click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
+@click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
+@click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
+@click.option("--micro-batch", type=COUNT, help="Sequences computed at a time; the last may be fewer.  [default: the fastest]")
+@click.option("--host-memory", type=Bytes(), help="Host memory to use, for example 1.5TB.  [default: the profile's]")
+@click.option("--device-memory", type=Bytes(), help="Device memory to use, for example 24GB.  [default: the profile's]")
+@click.option(
+    "--policy",
+    default="search",
+    show_default=True,
+    metavar="search|NAME|FILE",
+    help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
+    "of a plan or JSON file.",
+)
+@click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
+@click.option(
+    "--on-nonfinite", type=click.Choice(["stop", "skip"]), default="stop", show_default=True, help="When a gradient is not finite."
+)
+@click.option(
+    "--master",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of the weights that are trained.",
+)
+@click.option(
+    "--compute", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Precision of the products."
+)
+@click.option(
+    "--gradient-dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Precision of a gradient."
+)
+@click.option(
+    "--attention", type=click.Choice(["sdpa", "eager"]), help="Attention implementation.  [default: the better one of the model's]"
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["eager", "fused"]),
+    help="Norms, loss, activation and attention as transformers spells them out, or fused.  [default: the machine's fastest]",
+)
+@click.option("--deterministic", is_flag=True, help="Attention whose gradients are added in a fixed order, at its price.")
+@click.option(
+    "--loss-tile-tokens",
+    type=COUNT,
+    help="Tokens whose logits exist at a time.  [default: 4096 with fused kernels, else 1024, or what fits]",
+)
+@click.option("--mlp-tile-tokens", type=COUNT, help="Tokens that go through an MLP at a time.  [default: all, or what fits]")
+@click.option("--runnable", is_flag=True, expose_value=False, help="Only what `penstock run` performs: today that is everything.")
+@click.option(
+    "--clipped-steps",
+    type=click.FloatRange(0, 1),
+    help="Share of steps whose gradient is clipped, if known: then blocks may be updated before the norm is.",
+)
+@click.option("--measurements", is_flag=True, help="Rank what to measure: by how much each measurement would narrow P10 to P90.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+def plan(
+    model: str,
+    machine: str,
+    seq_len: int,
+    batch_size: int | None,
+    tokens_per_step: int | None,
+    micro_batch: int | None,
+    host_memory: int | None,
+    device_memory: int | None,
+    policy: str,
+    clip_norm: float | str,
+    on_nonfinite: str,
+    master: str,
+    compute: str,
+    gradient_dtype: str,
+    attention: str | None,
+    kernels: "Kernel | None",
+    deterministic: bool,
+    loss_tile_tokens: int | None,
+    mlp_tile_tokens: int | None,
+    clipped_steps: float | None,
+    measurements: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
+
+    MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
+    (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
+    """
+    from hwprofiles.schema import read_profile
+    from planner.model.kernels import with_kernels
+    from planner.model.workload import read_model, supported_attention
+    from planner.search.search import search
+    from runtime.plan import PlanFile, Semantics
+
+    refuse_endless(machine)
+    profile = read_profile(machine)
+    if host_memory is not None or device_memory is not None:
+        profile = profile.with_memory(device_memory, host_memory)
+    described = read_model(model)
+    asked = Semantics(
+        seq_len=seq_len,
+        batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
+        micro_batch=micro_batch or 1,
+        compute_dtype=compute,  # type: ignore[arg-type]
+        gradient_dtype=gradient_dtype,  # type: ignore[arg-type]
+        master_dtype=master,  # type: ignore[arg-type]
+        clip_norm=None if isinstance(clip_norm, str) else clip_norm,
+        on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
+        loss_tile_tokens=loss_tile_tokens or 1024,
+        mlp_tile_tokens=mlp_tile_tokens,
+        attention=attention or supported_attention(described)[0],  # type: ignore[arg-type]
+    )
+    asked = with_kernels(described, asked, profile, kernels, deterministic)
+    given = {"micro_batch": micro_batch, "loss_tile_tokens": loss_tile_tokens, "mlp_tile_tokens": mlp_tile_tokens}
+    free = frozenset(name for name, value in given.items() if value is None)
+    semantics, workload = _sized(described, asked, profile, free)
+    fixed = _policy(policy, semantics, workload)
+    _refuse_too_long(workload, semantics, fixed)
+    try:
+        answer = search(described, workload, semantics, profile, fixed, free, clipped_steps)
+    except DoesNotFitError as error:
+        if as_json:
+            short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
+            click.echo(json.dumps({"fits": False, "short_bytes": short, "smallest_change": error.smallest_change}))
+        raise
+    if output is not None:
+        PlanFile(answer.plan, answer.claim()).write(output)
+    if as_json:
+        click.echo(json.dumps(_fields(answer, profile, measurements)))
+    else:
+        _show(answer, profile, measurements)
+    if output is not None:
+        written = on_one_line(str(output))
+        click.echo(f"wrote {written}; next: penstock check {written}, then penstock run {written} --data FOLDER", err=True)
+
+
+def _sized(model: "Model", asked: "Semantics", profile: "Profile", free: frozenset[str]) -> "tuple[Semantics, Workload]":
+    """The semantics with the sizes that nobody named, and what they make of the model."""
+    from planner.search.micro_batch import with_micro_batch
+
+    refuse_larger(asked.micro_batch, asked.batch_size)
+    return with_micro_batch(model, asked, profile, free)
+
+
+def _refuse_too_long(workload: "Workload", semantics: "Semantics", fixed: "Policy | None") -> None:
+    """A step whose plan nobody could write, because too much of it is different, or too many micro-batches are the same."""
+    from planner.search.remedy import too_long
+
+    if n_ops := too_long(workload, semantics, fixed):
+        said = f"a step of {semantics.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
+        raise click.UsageError(f"{said}; use a larger --micro-batch")
+
+
+def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[str, Any]:
+    """What `--json` prints of an answer; `measurements` only where they were asked for."""
+    from planner.search.uncertainty import measurements_worth_making
+
+    fields = {
+        "semantics": asdict(answer.plan.semantics),
+        "policy": asdict(answer.plan.policy),
+        **answer.claim(),
+        "baselines": answer.all_baselines(),
+        "next_best": answer.next_best and {"policy": asdict(answer.next_best[0]), "step_s": answer.next_best[1]},
+    }
+    if measurements:
+        fields["measurements"] = [m.to_json() for m in measurements_worth_making(answer.plan, profile, answer.drawn)]
+    return fields
+
+
+def _show(answer: "Answer", profile: "Profile", measurements: bool) -> None:
+    """The answer in words; which measurements would make it surer only where that was asked for."""
+    from rich.console import Console
+
+    from planner.search.uncertainty import measurement_rows
+    from planner.show.explain import explain
+
+    rows = measurement_rows(answer.plan, profile, answer.drawn) if measurements else None
+    explain(answer, profile, Console(file=sys.stdout), rows)
+
+
+def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy | None":
+    """None: search. Else the policy of another system, or the one in a file (a plan's, or a policy's own fields)."""
+    from difflib import get_close_matches
+
+    from pydantic import TypeAdapter, ValidationError
+
+    from planner.search.space import baseline
+    from runtime.files import read_whole
+    from runtime.plan import Policy
+
+    if text == "search":
+        return None
+    if text in BASELINE_NAMES:
+        return baseline(text, semantics, workload)
+    path = Path(text)
+    if not os.path.isfile(path):  # a name too long for a file is no file
+        near = get_close_matches(text, ["search", *BASELINE_NAMES], n=1)
+        meant = f"did you mean {near[0]}?" if near else f"write search, {', '.join(BASELINE_NAMES)}, or a file"
+        raise click.UsageError(f"--policy: no policy or file {text!r}; {meant}")
+    try:
+        fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))
+        if isinstance(fields, dict):
+            fields = fields.get("policy", fields)
+        return TypeAdapter(Policy).validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        said = f"--policy {path}: {place}: {first['msg'][:160]}"
+        raise click.UsageError(f"{said}; known are the fields of `policy` in a plan") from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        said = f"--policy {path}: not JSON ({str(error)[:80]})"
+        raise click.UsageError(f'{said}; give a plan file, or for example {{"prefetch_depth": 2}}') from None

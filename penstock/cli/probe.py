@@ -1,0 +1,206 @@
+"""How is a machine measured from the command line?"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hwprofiles.probe.cliffs import cliff_lines, without_cliffs
+from hwprofiles.probe.nvbandwidth import merged, read_nvbandwidth
+from hwprofiles.schema import AttentionPoint, Profile, Quantity, Share, read_profile
+from runtime.errors import ProfileError
+from runtime.units import parse_bytes, show_bytes, show_rate, show_seconds
+
+DEVICES = ("auto", "cuda", "cpu")
+DEFAULT_NAME = "this-machine"
+
+
+@click.command("probe")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", help="What is to compute. [auto: cuda where there is one]")
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds instead of 90.")
+@click.option(
+    "--nvbandwidth", "results_path", type=click.Path(path_type=Path), help="Take the link from this output of `nvbandwidth -j`."
+)
+@click.option("--onto", metavar="PROFILE", help="With --nvbandwidth: measure nothing, take all else from this profile.")
+@click.option(
+    "--buffer-size", default="512MiB", show_default=True, help="With --nvbandwidth: its -b, which the file does not hold."
+)
+@click.option(
+    "--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device, or which column of --nvbandwidth."
+)
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help="Host memory that a run may have, for example 118GB: for a virtual machine whose memory grows as it is used. "
+    "[default: what the system says is available]",
+)
+@click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
+def probe(
+    device: str,
+    quick: bool,
+    results_path: Path | None,
+    onto: str | None,
+    buffer_size: str,
+    gpu: int,
+    host_memory: str | None,
+    output: Path | None,
+) -> None:
+    """Measure this machine: about 90 seconds.
+
+    Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
+    other programs first. The profile is what `penstock plan --machine FILE` reads.
+    """
+    if onto is not None and results_path is None:
+        raise ProfileError("--onto says where the numbers of a file go; give the file too, with --nvbandwidth FILE")
+    if output is not None:
+        _check_writable(output)  # before, not after, the measuring
+    buffer_bytes = parse_bytes(buffer_size)
+    host_bytes = parse_bytes(host_memory) if host_memory is not None else None
+    results = None if results_path is None else read_nvbandwidth(results_path, gpu)
+    console = Console(stderr=True)
+    name = output.stem if output else DEFAULT_NAME
+    device = "cuda" if results else device  # what nvbandwidth measured is the link of one
+    profile = _measured(device, quick, gpu, name, console) if onto is None else read_profile(onto)
+    lines: list[str] = []
+    if results is not None:
+        profile, lines = merged(profile, results, buffer_bytes, name)
+    profile = profile.with_memory(None, host_bytes)
+    console.print(headline(profile))
+    for line in [*lines, *remarks(profile)]:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if output is None:
+        sys.stdout.write(text_of(profile))
+    else:
+        write_profile(profile, output)
+        console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
+
+
+def _measured(device: str, quick: bool, gpu: int, name: str, console: Console) -> Profile:
+    """The profile of this machine, measured with a bar of progress."""
+    from hwprofiles.probe import measure
+    from hwprofiles.probe.cuda import has_cuda
+
+    with _progress(console) as report:
+        if device == "cpu" or (device == "auto" and not has_cuda()):
+            return measure.probe_cpu(measure.QUICK if quick else measure.THOROUGH, report, name)
+        from hwprofiles.probe.cuda import open_cuda
+        from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
+
+        return probe_gpu(open_cuda(gpu), measure.host_beside_gpu(quick), QUICK_GPU if quick else THOROUGH_GPU, report, name)
+
+
+def headline(profile: Profile) -> Table:
+    """The numbers that matter most, with their spread."""
+    device, link, host = profile.device, profile.link, profile.host
+    table = Table(title=f"{profile.name}: {profile.summary}", title_justify="left")
+    for column, justify in (("what", "left"), ("value", "right"), ("spread", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+
+    def row(what: str, q: Quantity | Share, show: Callable[[float], str]) -> None:
+        table.add_row(what, show(q.value), f"{q.spread_fraction:.0%}")
+
+    def rate(unit: str) -> Callable[[float], str]:
+        return lambda value: show_rate(value, unit)
+
+    for dtype in ("bf16", "fp32"):
+        best = max(device.matmul[dtype], key=lambda p: p.flop_per_s.value)
+        row(f"{dtype} products, best: ({best.m}, {best.k}) @ ({best.k}, {best.n})", best.flop_per_s, rate("FLOP"))
+        longest = max(device.attention[dtype], key=_place)
+        row(f"{dtype} attention over {longest.seq_len} tokens, forward", longest.forward_flop_per_s, rate("FLOP"))
+        row(f"{dtype} attention over {longest.seq_len} tokens, backward", longest.backward_flop_per_s, rate("FLOP"))
+        for cudnn in [p for p in (device.cudnn_attention or {}).get(dtype, ()) if _place(p) == _place(longest)]:
+            row("  by cuDNN, forward", cudnn.forward_flop_per_s, rate("FLOP"))
+            row("  by cuDNN, backward", cudnn.backward_flop_per_s, rate("FLOP"))
+    row("memory traffic of other kernels", device.memory_bytes_per_s, rate("B"))
+    row("one library call", device.kernel_overhead_s, show_seconds)
+    row("hand-over between two lanes", device.op_overhead_s, show_seconds)
+    for direction, curve in (("to the device", link.h2d), ("to the host", link.d2h)):
+        row(f"copies {direction}, {show_bytes(curve.bytes_per_s[-1].n_bytes)}", curve.bytes_per_s[-1].rate, rate("B"))
+        if curve.under_optimizer_bytes_per_s is not None:
+            row("  while the optimizer works", curve.under_optimizer_bytes_per_s, rate("B"))
+        if curve.duplex_bytes_per_s is not None:
+            row("  while the other direction copies", curve.duplex_bytes_per_s, rate("B"))
+        if device.kind == "cuda":
+            row("  of pageable memory", curve.pageable_bytes_per_s, rate("B"))
+    row("copies both ways, sum", link.duplex_bytes_per_s, rate("B"))
+    row("host memory traffic, all cores", host.dram_bytes_per_s, rate("B"))
+    for point in host.optimizer:
+        row(f"optimizer, {point.threads} thread{'s' * (point.threads > 1)}", point.params_per_s, rate("param"))
+        row("  while copying", point.params_per_s_under_copies, rate("param"))
+    row("gradient norm", host.reduce_bytes_per_s, rate("B"))
+    row("first touch of memory", host.page_fault_bytes_per_s, rate("B"))
+    row("memory for the device arena" if device.kind == "cpu" else "usable device memory", device.memory_bytes, show_bytes)
+    if device.kind == "cuda":
+        row("  of which its context takes", device.context_bytes, show_bytes)
+    row("memory for the host", host.memory_bytes, show_bytes)
+    return table
+
+
+def _place(point: AttentionPoint) -> tuple[int, int]:
+    return point.seq_len, point.head_dim
+
+
+def remarks(profile: Profile) -> list[str]:
+    """How many numbers rest on what, what the lanes do to each other, and every cliff."""
+    counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
+    measured = [s.detail for s in profile.sources.values() if s.kind == "measured"]
+    found = [f"cliff: {line}" for detail in measured for line in cliff_lines(detail)]
+    return [f"numbers: {counts}", *(without_cliffs(detail) for detail in measured), *found]
+
+
+def text_of(profile: Profile) -> str:
+    """The profile as JSON that is easy to read: one quantity a line."""
+    return _text(profile.to_json(), 0) + "\n"
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write the file whole or not at all; ProfileError where it cannot be written."""
+    from runtime.files import write_whole
+
+    try:
+        write_whole(path, text_of(profile))
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+
+def _check_writable(path: Path) -> None:
+    from runtime.files import try_to_write
+
+    if path.is_dir():
+        raise ProfileError(f"{path}: is a folder; give a file, for example -o {path / 'profile.json'}")
+    try:
+        try_to_write(path)
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+
+def _text(value: Any, indent: int) -> str:
+    """JSON with an indent of 1, in which an object of plain values takes one line."""
+    if not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    one_line = json.dumps(value)
+    items = value.values() if isinstance(value, dict) else value
+    if len(one_line) < 100 and not any(isinstance(item, dict | list) for item in items):
+        return one_line
+    inner = " " * (indent + 1)
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(key)}: {_text(item, indent + 1)}" for key, item in value.items()]
+    else:
+        lines = [inner + _text(item, indent + 1) for item in value]
+    first, last = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return first + "\n" + ",\n".join(lines) + "\n" + " " * indent + last
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

@@ -1,0 +1,100 @@
+"""How does a user get a picture of a plan, or of a run?"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from runtime.units import on_one_line, show_bytes
+
+if TYPE_CHECKING:
+    from runtime.plan import PlanFile
+
+PAGES, TRACES = (".html", ".htm"), (".json",)
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="FILE.html: a page for any browser. FILE.json: a trace for ui.perfetto.dev or chrome://tracing.",
+)
+def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
+    """Draw PLAN as predicted and, given the --out folder of a run, as measured.
+
+    The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
+    It is one file that needs no network.
+    """
+    from hwprofiles.schema import Profile
+    from planner.check.check import check
+    from planner.check.claimed import claimed
+    from planner.check.recount import check_claim, check_origin, is_by_this_code
+    from runtime.errors import PlanError
+    from runtime.plan import PlanFile
+
+    if output.suffix.lower() not in (*PAGES, *TRACES):
+        raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
+    if output.exists() and plan_file.exists() and output.samefile(plan_file):
+        raise click.UsageError(f"{output}: the plan itself would be overwritten; choose another name")
+    file = PlanFile.read(plan_file)
+    claim = None if file.claim is None else claimed(file.claim, str(plan_file))
+    Profile.from_json(file.plan.profile, f"{plan_file}: profile")
+    try:
+        check(file.plan, file.claim)
+        check_origin(file.plan, is_by_this_code(claim))
+        if claim is not None:
+            check_claim(file.plan, claim)
+    except PlanError as error:
+        raise PlanError(f"{plan_file}: {error}") from None
+    drawn = _page(file, plan_file, run_dir) if output.suffix.lower() in PAGES else _trace(file, plan_file, run_dir)
+    _write(output, drawn)
+    n_bytes = show_bytes(len(drawn.encode("utf-8", "backslashreplace")))
+    where = "in a browser" if output.suffix.lower() in PAGES else "at https://ui.perfetto.dev or chrome://tracing"
+    click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
+
+
+def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+    from planner.show.report import report as page_of
+
+    from .run_files import read_run, refuse_disorder
+
+    run = None if run_dir is None else read_run(run_dir, len(file.plan.ops))
+    if run_dir is not None and run is not None and run.timeline is not None:
+        refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
+    return page_of(file, on_one_line(plan_file.name), run)
+
+
+def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+    from hwprofiles.schema import Profile
+    from planner.predict.cost import costs, region_of
+    from planner.predict.simulate import simulate
+    from runtime.plan.timeline import chrome_trace
+
+    from .run_files import read_timeline, refuse_disorder
+
+    plan = file.plan
+    profile = Profile.from_json(plan.profile, str(plan_file))
+    tracks = {"predicted": simulate(plan, costs(plan, profile), region_of(profile)).timeline}
+    if run_dir is not None:
+        timeline_file = run_dir / "timeline.json"
+        if not os.path.lexists(timeline_file):
+            said = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
+            raise click.UsageError(f"{run_dir}: {said if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}")
+        tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
+        refuse_disorder(tracks["measured"], plan, timeline_file)
+    return chrome_trace(plan, tracks)
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none of it."""
+    from runtime.files import write_whole
+
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise click.UsageError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None

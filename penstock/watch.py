@@ -1,0 +1,115 @@
+"""What is looked at while a run goes on?"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from runtime.errors import CheckpointError
+from runtime.units import on_one_line, show_seconds
+
+if TYPE_CHECKING:
+    from runtime.compute.inference import ForwardMachine
+    from runtime.train.evaluation import Evaluated
+    from runtime.train.monitors import Monitor
+    from runtime.train.trainer import Look, Training
+
+    from .assembly import Assembled, Prompts
+
+SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters of a sample's line; samples.jsonl holds all
+
+
+@contextmanager
+def watched(run: "Assembled", first_step: int, online: bool) -> "Iterator[Training]":
+    """The training with what the settings ask to see: monitors, held-out data, prompts. Monitors are closed in the end."""
+    from runtime.executor import say
+    from runtime.train.monitors import open_monitors
+
+    settings = run.settings
+    with ExitStack() as until_the_end:
+        monitors = open_monitors(settings.monitors, Path(settings.out), asdict(settings), first_step, say, online)
+        for monitor in monitors:
+            until_the_end.callback(monitor.close)
+        yield _that_looks(run, monitors)
+
+
+def lacks_evaluation(run: "Assembled", first_step: int) -> bool:
+    """Whether a run that has trained all its steps has yet to look at what came of them."""
+    return _that_looks(run, ()).lacks_evaluation(first_step, run.n_steps)
+
+
+def _that_looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "Training":
+    return replace(run.training, monitors=monitors, looks=_looks(run, monitors), evaluate_every=run.settings.evaluation.every)
+
+
+def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
+    """What is done after every so many steps, while all lanes are idle."""
+    from runtime.train.evaluation import Evaluator
+    from runtime.train.trainer import Look
+
+    asked, machine, looks = run.settings.evaluation, cast("ForwardMachine", run.training.machine), list[Look]()
+    if (held_out := run.held_out) is not None:
+        n_sequences = min(asked.max_sequences, held_out.n_steps or asked.max_sequences)
+        evaluator = Evaluator(machine, held_out, n_sequences, run.training.stop)
+        looks.append(Look("metrics.jsonl", "eval_loss", lambda step: _show_evaluation(run, step, evaluator.run(), monitors)))
+    if (prompts := run.prompts) is not None:
+        looks.append(Look("samples.jsonl", "prompt", lambda step: _show_samples(run, machine, prompts, step, monitors)))
+    return tuple(looks)
+
+
+def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
+    from runtime.executor import say
+
+    values = {
+        "eval_loss": found.loss,
+        "eval_perplexity": found.perplexity,
+        "eval_tokens": found.n_tokens,
+        "eval_s": found.seconds,
+    }
+    _log(run.training.folder / "metrics.jsonl", [{"step": step} | values])
+    for monitor in monitors:
+        monitor.log(step, values)
+    say(
+        f"evaluation after step {step}: loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  {found.n_tokens:,} tokens  "
+        f"{show_seconds(found.seconds)}"
+    )
+
+
+def _show_samples(
+    run: "Assembled", machine: "ForwardMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]"
+) -> None:
+    from runtime.executor import say
+    from runtime.train.generation import samples
+
+    asked = run.settings.evaluation
+    found = samples(
+        machine,
+        prompts.texts,
+        prompts.encode,
+        prompts.decode,
+        asked.max_new_tokens,
+        asked.temperature,
+        asked.top_p,
+        run.settings.seed,
+        prompts.end_ids,
+        run.training.stop,
+    )
+    _log(run.training.folder / "samples.jsonl", [{"step": step, "prompt": s.prompt, "text": s.text} for s in found])
+    for number, sample in enumerate(found):
+        for monitor in monitors:
+            monitor.text(step, f"samples/{number}", f"{sample.prompt}\n\n{sample.text}")
+        asked_words, said_words = (json.dumps(text, ensure_ascii=False) for text in (sample.prompt, sample.text))
+        say(f"sample after step {step}: {on_one_line(asked_words, SHOWN_PROMPT)} > {on_one_line(said_words, SHOWN_ANSWER)}")
+
+
+def _log(path: Path, said: Sequence[dict[str, Any]]) -> None:
+    """Add lines, all at once; a number that is not finite is null, as JSON knows no other way to say it."""
+    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in said]
+    try:
+        with path.open("a", encoding="utf-8") as lines:
+            lines.write("".join(json.dumps(fields) + "\n" for fields in plain))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None

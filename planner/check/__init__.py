@@ -1,0 +1,1 @@
+"""Is a plan right, and what is claimed of it true?"""

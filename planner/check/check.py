@@ -1,0 +1,309 @@
+"""Is a plan right?
+
+An independent verifier: it knows the contract in `runtime/plan/plan.py` and nothing of how plans are made or timed. A plan
+passes when, for every possible duration of every op, each op finds in its slots exactly what it needs, and no lane
+waits for ever.
+
+Why two steps prove it for all: waits reach back at most one step, so what is ordered between steps s and s+d depends on
+d only; and every slot that is written is written in every step, so the last write before a read lies in the same step
+or the one before. Once each use of a slot is ordered after the write before it, and each write after the uses before
+it, all timings see the same values as any one legal order of the ops, and step 1 stands for all later steps.
+
+A settle has two outcomes. It may swap the block's state with its shadow, or update the state from its gradient and leave the
+shadow alone. What the op declares to read and write is the union of both, and all of it is held against all others: no race for
+what either of them touches. Either way the state is that of the next step, made from this one's, and the shadow is spent: the next
+settle needs a speculate of its own step, so that which way this one went can be seen by no later op.
+
+Why two repetitions prove it for any number: where ops repeat, the plan of a step with two repetitions, written out, is checked
+in its place (`shortened`). Let P be what comes before, S_1 .. S_n the repetitions, E what comes after. `check_repeat` sees to
+it that each S_k has micro-batches of its own, those of S_1 moved on by the same number, and neither the step's first nor its
+last, which alone mean something else than others; and that no wait leads back: of P for S, or of S for E. So P, S_1, .., S_n, E
+is a legal order for every n if it is for two, and every op exists once for every n.
+Values: an op of S_k finds in a slot what the last writer before it left. If S writes the slot at all, that writer is in S_k or
+in S_(k-1), at the same place for every k above 1; and what is asked for and what is there move on together. If S does not, it
+finds what S_1 found, and since S_2 found it right with micro-batches moved on, no micro-batch is asked for. So k = 2 stands for
+all others, and what E finds after S_n is what it finds after S_2, moved on.
+Races: two uses that must be ordered lie both in S_k, in S_(k-1) and S_k, in S_n and E or a later step, in P and S_1, or outside
+of S, since S, where it writes a slot, does so in every repetition; where S only reads it, S_1 stands for what comes before and
+S_n for what comes after, by the order of its lane. No path of lanes and waits goes back from S_(k+1) to S_k. A path inside of
+S_(k-1) and S_k is there for every k; one from P or an earlier step that enters at S_j and leaves from S_n enters as well n - 2
+repetitions later, because an op's later repetition comes after its earlier one, and waits for P, and for earlier steps, mean
+all of them.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.errors import PlanError
+from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
+from runtime.plan.footprint import device_needs, host_needs
+from runtime.plan.repetition import shortened, unrolled
+from runtime.plan.workload import ITEM_BYTES
+from runtime.units import show_bytes, show_seconds
+
+from .contract import FP32, check_arenas, check_ops, check_repeat
+from .dataflow import check_data
+from .legality import check_policy, check_workload
+from .shape import AGAIN, Shape, wrong
+
+N_STEPS, N_REPETITIONS = 2, 2  # see above
+ROUNDING = 1 - 1e-9  # a claimed time may miss its bound by this much: sums of floats
+
+
+def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
+    """Raise PlanError with the first thing that is wrong with the plan, or with what is claimed of it; else return.
+
+    `claim` is that of a plan file: `prediction` (seconds, bytes) and `certificate` (seconds).
+    """
+    check_workload(plan)
+    shape = Shape.of(plan)
+    check_policy(plan, shape)
+    check_arenas(plan, shape)
+    if plan.repeat is None:
+        _check_step(plan, shape)
+    else:
+        check_repeat(plan, plan.repeat, shape)
+        short = unrolled(shortened(plan, N_REPETITIONS))
+        try:
+            _check_step(short, Shape.of(short))
+        except PlanError as error:  # its ops have other numbers
+            raise PlanError(f"with {N_REPETITIONS} of {plan.repeat.times} repetitions written out: {error}") from None
+    _check_memory(plan)
+    if claim is not None:
+        _check_claim(plan, shape, claim)
+
+
+def _check_step(plan: Plan, shape: Shape) -> None:
+    """Every op is there, in time, and finds what it needs."""
+    check_ops(plan, shape)
+    order = _legal_order(plan)
+    clocks = _Clocks.of(plan, order)
+    _check_races(plan, order, clocks)
+    check_data(plan, shape, order, N_STEPS)
+    _check_schedule(plan, shape, clocks)
+
+
+def summary(plan: Plan) -> str:
+    """One line about a plan that passed: what it computes and how much of the machine's memory it takes."""
+    policy, n_micro_batches = plan.policy, plan.semantics.n_micro_batches
+    memory = ", ".join(
+        f"{place} {show_bytes(peak_bytes)} of {show_bytes(_limit_bytes(plan, place))}" for place, peak_bytes in _peaks(plan).items()
+    )
+    return (
+        f"right: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
+        f"groups of {policy.group_micro_batches}, {policy.update} update; {memory}"
+    )
+
+
+def _legal_order(plan: Plan) -> list[int]:
+    """The ops of a step in an order that respects lanes and waits; PlanError when there is none.
+
+    Waits for the step before cannot close a cycle: nothing waits for a later step.
+    """
+    after: list[list[int]] = [[] for _ in plan.ops]
+    n_before = [0] * len(plan.ops)
+    last_of_lane: dict[Lane, int] = {}
+    for i, op in enumerate(plan.ops):
+        before = [w.op for w in op.waits if w.distance == 0]
+        if op.lane in last_of_lane:
+            before.append(last_of_lane[op.lane])
+        last_of_lane[op.lane] = i
+        n_before[i] = len(before)
+        for j in before:
+            after[j].append(i)
+    ready = deque(i for i, n in enumerate(n_before) if n == 0)
+    order: list[int] = []
+    while ready:
+        i = ready.popleft()
+        order.append(i)
+        for j in after[i]:
+            n_before[j] -= 1
+            if n_before[j] == 0:
+                ready.append(j)
+    if len(order) < len(plan.ops):
+        i = next(i for i, n in enumerate(n_before) if n)
+        raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle")
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class _Clocks:
+    """Who surely comes before whom.
+
+    `starts[step][op][lane]`: how many ops of that lane, counted from the first step, are done when the op starts, whatever the
+    timing; `number[op]`: its place in its lane.
+    """
+
+    lane: list[int]
+    number: list[int]
+    lane_sizes: list[int]
+    starts: list[list[list[int]]]
+
+    @staticmethod
+    def of(plan: Plan, order: list[int]) -> "_Clocks":
+        index = {lane: n for n, lane in enumerate(Lane)}
+        lane, number, sizes = [], [], [0] * len(index)
+        for op in plan.ops:
+            lane.append(index[op.lane])
+            number.append(sizes[lane[-1]])
+            sizes[lane[-1]] += 1
+        lane_ends = [[0] * len(sizes) for _ in sizes]  # of the latest op of each lane, at its end
+        starts: list[list[list[int]]] = []
+        ends: list[list[list[int]]] = []
+        for step in range(N_STEPS):
+            starts.append([[] for _ in plan.ops])
+            ends.append([[] for _ in plan.ops])
+            for i in order:
+                clock = lane_ends[lane[i]]
+                for wait in plan.ops[i].waits:
+                    if step >= wait.distance:
+                        clock = list(map(max, clock, ends[step - wait.distance][wait.op]))
+                end = clock.copy()
+                end[lane[i]] += 1
+                starts[step][i], ends[step][i], lane_ends[lane[i]] = clock, end, end
+        return _Clocks(lane, number, sizes, starts)
+
+    def ordered(self, first: int, first_step: int, second: int, second_step: int) -> bool:
+        """Whether an op in a step is surely done before another one starts."""
+        lane = self.lane[first]
+        return self.starts[second_step][second][lane] > first_step * self.lane_sizes[lane] + self.number[first]
+
+
+def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:
+    """Every two uses of a slot, one a write, are ordered: uses after the last write, writes after the uses since."""
+    numbers: dict[Slot, int] = {}  # slots by number: a plan has many uses of few slots
+    uses: list[list[tuple[int, bool]]] = []  # of each op: the slots, and whether it writes them
+    for op in plan.ops:
+        written = {numbers.setdefault(slot, len(numbers)) for slot in op.writes}
+        read = {numbers.setdefault(slot, len(numbers)) for slot in op.reads} - written
+        uses.append([*((slot, True) for slot in written), *((slot, False) for slot in read)])
+    last_write: list[list[tuple[int, int]]] = [[] for _ in numbers]  # at most one
+    uses_since: list[list[tuple[int, int]]] = [[] for _ in numbers]
+    for step in range(N_STEPS):
+        for i in order:
+            for slot, writes in uses[i]:
+                for j, j_step in last_write[slot] + uses_since[slot] if writes else last_write[slot]:
+                    if not clocks.ordered(j, j_step, i, step):
+                        other = plan.ops[j].name + ("" if j_step == step else ", the step before")
+                        what = f"a race for {list(numbers)[slot]} with op {j} ({other}): neither waits for the other"
+                        raise wrong(i, plan.ops[i], what)
+                if writes:
+                    last_write[slot], uses_since[slot] = [(i, step)], []
+                else:
+                    uses_since[slot].append((i, step))
+
+
+def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
+    """What the policy promises of the order of ops, beyond what keeps the data right."""
+    policy = plan.policy
+    if policy.update is Update.BARRIER:
+        last_update = max(i for i, op in enumerate(plan.ops) if op.kind is Kind.UPDATE)
+        first_load = min(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
+        if not clocks.ordered(last_update, 0, first_load, 1):
+            what = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
+            raise wrong(first_load, plan.ops[first_load], what)
+    if shape.reduced and policy.offload_late_blocks:
+        # The last micro-batch's backward completes the sum. Vocabulary blocks have a single slot and leave at once, and so
+        # may the bottom layers: no layer follows that they could wait for.
+        late, last = policy.offload_late_blocks, shape.n_micro_batches - 1
+        backward = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.BACKWARD and op.micro_batch == last}
+        for i, op in enumerate(plan.ops):
+            if op.kind is Kind.OFFLOAD and late < op.block < shape.head:
+                j = backward[op.block - late]
+                if not clocks.ordered(j, 0, i, 0):
+                    raise wrong(i, op, f"leaves before op {j} ({plan.ops[j].name})")
+    group = 0  # groups one after another: what autograd keeps is then that of one group, as `kept_bytes` counts it
+    for i, op in enumerate(plan.ops):
+        if op.lane is Lane.GPU and op.micro_batch is not None:
+            if op.micro_batch // shape.group < group:
+                raise wrong(i, op, "comes after a later group of micro-batches")
+            group = op.micro_batch // shape.group
+
+
+def _number(tree: Any, path: str, where: str) -> float:
+    """The number at `a.b.c` of a JSON tree, zero or above; PlanError when there is none."""
+    value = tree
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**100:
+        raise PlanError(f"{where}: {path} is missing, or not a number of zero or above; {AGAIN}")
+    return value
+
+
+def _peaks(plan: Plan) -> dict[Place, float]:
+    """Peak bytes on device and host, by the plan's own arithmetic."""
+    context_bytes = _number(plan.profile, "device.context_bytes.value", "profile")
+    runtime_bytes = _number(plan.profile, "host.runtime_bytes.value", "profile")
+    device = plan.profile["device"]
+    workspace_bytes = _number(plan.profile, "device.workspace_bytes.value", "profile") if device.get("workspace_bytes") else None
+    needs = device_needs(plan, device.get("kind") == "cuda", workspace_bytes)
+    return {
+        Place.DEVICE: sum(needs.values()) + context_bytes,
+        Place.HOST: sum(host_needs(plan).values()) + runtime_bytes,
+    }
+
+
+def _limit_bytes(plan: Plan, place: Place) -> float:
+    """Memory of the machine that the plan was made for."""
+    return _number(plan.profile, f"{place}.memory_bytes.value", "profile")
+
+
+def _check_memory(plan: Plan) -> None:
+    """The peaks are within what the plan's machine has."""
+    for place, peak_bytes in _peaks(plan).items():
+        limit_bytes = _limit_bytes(plan, place)
+        if peak_bytes > limit_bytes:
+            raise PlanError(
+                f"{place} memory: {show_bytes(peak_bytes)} are needed and the machine has {show_bytes(limit_bytes)}; "
+                f"plan for a machine with more {place} memory"
+            )
+
+
+def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
+    """No time below its own bound or below what the link takes, and the memory that the plan really needs."""
+    step_s = _number(claim, "prediction.step_s", "claim")
+    bound_s = _number(claim, "certificate.machine_bound_s", "claim")
+    if step_s < bound_s * ROUNDING:
+        raise PlanError(
+            f"claim: a step of {show_seconds(step_s)} is shorter than the claimed machine bound of {show_seconds(bound_s)}; {AGAIN}"
+        )
+    for place, peak_bytes in _peaks(plan).items():
+        claimed_bytes = _number(claim, f"prediction.{place}_peak_bytes", "claim")
+        if abs(claimed_bytes - peak_bytes) >= 1:
+            raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
+    # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
+    n_elements = [[sum(p.n_elements for p in c.parameters) for c in chunks] for chunks in shape.chunks]  # without padding
+    for direction, kinds in (("h2d", (Kind.LOAD, Kind.FETCH)), ("d2h", (Kind.OFFLOAD, Kind.SPILL))):
+        n_bytes = 0
+        for i, op in enumerate(plan.ops):
+            if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
+                n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
+            elif op.kind in kinds:
+                n_bytes += plan.often(i) * n_elements[op.block][op.chunk or 0] * _item_bytes(plan, shape, op)
+        least_s = n_bytes / _best_rate(plan, direction)
+        if step_s < least_s * ROUNDING:
+            what = f"its {' and '.join(kinds)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"
+            raise PlanError(f"claim: a step of {show_seconds(step_s)}, but {what}; {AGAIN}")
+
+
+def _item_bytes(plan: Plan, shape: Shape, op: Op) -> int:
+    """Bytes of one element of what a load or offload moves."""
+    vocab, semantics = shape.vocab(op.block), plan.semantics
+    if op.kind is Kind.OFFLOAD and vocab and shape.vocab_slot_is_sum:
+        return FP32
+    of_weights = op.kind is Kind.LOAD or not shape.reduced
+    return ITEM_BYTES[semantics.compute_dtype if of_weights else semantics.gradient_dtype]
+
+
+def _best_rate(plan: Plan, direction: str) -> float:
+    """The highest measured rate of one direction of the link, bytes/s."""
+    try:
+        points = plan.profile["link"][direction]["bytes_per_s"]
+    except (KeyError, TypeError):
+        points = None
+    where = f"profile: link.{direction}.bytes_per_s"
+    rates = [_number(point, "rate.value", where) for point in points] if isinstance(points, list) else []
+    if max(rates, default=0) <= 0:
+        raise PlanError(f"{where}: no measured point; {AGAIN}")
+    return max(rates)

@@ -1,0 +1,1 @@
+"""How right were the predictions?"""

@@ -1,0 +1,275 @@
+"""How did other systems run a step, as they were published?
+
+Each system's schedule with its own dtypes, buffers and serial tail, written down as the tasks that its threads and streams
+did, in the order in which they were issued; what overlaps is then found by simulation. The facts are those of
+`docs/accuracy.md`. These are not policies: three uploads, a forward for nothing and an optimizer behind a barrier of its own
+cannot be said in the plan language, and need not be: nobody should run them.
+"""
+
+from dataclasses import dataclass, replace
+
+from hwprofiles.schema import Profile
+from planner.model.workload import build_workload, supported_attention
+from planner.predict.cost import BACKWARD_MATMULS
+from runtime.plan import Semantics
+from runtime.plan.region import Demand
+from runtime.plan.workload import Block, Model
+
+from . import system_memory as memory
+from .system_costs import BF16, FP32, Software, SystemCosts
+from .system_pipeline import Program, ends_s
+
+SYSTEMS = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
+VARIANTS = ("full", "no-double-buffer", "checkpoint-every-layer", "no-slab-pool")
+CHECKPOINT_INTERVAL = 4  # layers whose inputs are recomputed from one kept boundary
+MEGATRAIN_UPDATE_BYTES = 22  # traffic per parameter: bf16 master and fp32 moments read and written, bf16 gradient read
+SLIDEFORMER_UPDATE_BYTES = 26  # fp32 master and moments read and written, bf16 gradient read
+ZERO3_UPDATE_BYTES = (
+    36  # fp32 gradient read; and it is made from bf16, and the bf16 weight from the fp32 one, in passes of their own
+)
+N_PLUS_BUFFERS = 3
+N_SLIDE_SLOTS = 3  # uploads ahead of compute
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What somebody ran: a system on a machine, with a model and a batch."""
+
+    system: str
+    machine: str
+    model: str
+    batch: int
+    seq_len: int
+    variant: str = "full"
+    updates: bool = True  # False: the run made no optimizer step
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Seconds of a step and of its phases, and bytes at the peak."""
+
+    step_s: float
+    phases_s: dict[str, float]
+    device_peak_bytes: int
+    host_peak_bytes: int
+    n_tokens: int
+    claimed_flop: float  # in the accounting of MegaTrain's authors
+
+
+def predict(run: Run, model: Model, profile: Profile, software: Software) -> Outcome:
+    """What the run would have shown."""
+    attention = supported_attention(model)[0]
+    semantics = Semantics(run.seq_len, run.batch, run.batch, attention=attention)  # type: ignore[arg-type]
+    workload = build_workload(model, semantics)
+    c = SystemCosts(profile, software, workload, semantics)
+    if run.system == "slideformer" or (run.system == "zero3-offload" and memory.logits_crowd_the_device(c)):
+        c = replace(c, fused=True)
+    match run.system:
+        case "megatrain" | "megatrain-plus":
+            phases, device, host = _megatrain(c, run)
+        case "slideformer":
+            phases, device, host = _slideformer(c)
+        case "zero3-offload":
+            phases, device, host = _zero3(c)
+        case _:
+            raise AssertionError(f"no system {run.system!r}")
+    step_s = sum(seconds for name, seconds in phases.items() if name != "gradient_join_s")  # which lies inside backward
+    return Outcome(step_s, phases, device, host, c.n_tokens, claimed_flop(c))
+
+
+def claimed_flop(c: SystemCosts) -> float:
+    """6 per parameter and token, the embedding table included, plus attention over the whole square, not its causal half."""
+    square = sum(
+        12 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 for a in (b.attention for b in c.layers) if a is not None
+    )
+    return 6 * c.workload.n_params * c.n_tokens + square
+
+
+class MegaTrain:
+    """Issues the tasks of one step, as MegaTrain's main thread does."""
+
+    def __init__(self, c: SystemCosts, run: Run) -> None:
+        self.c, self.run = c, run
+        self.program = Program()
+        # What the fork changed, one by one: backward runs one forward from every layer's own input, a template's weights are
+        # views of the flat buffer, and there are three buffers and two gradient threads.
+        self.keeps_inputs = self.views = plus = run.system == "megatrain-plus"
+        self.n_buffers = N_PLUS_BUFFERS if plus else 2 if self.prefetches else 1
+        self.n_slabs = 1 if run.variant == "no-slab-pool" else memory.N_SLABS
+        self.n_workers = 2 if plus else 1
+        self.uploaded: dict[int, int] = {}  # per flat buffer: its last upload, which the pinned buffer must outlive
+        self.flat_free: dict[int, int] = {}  # what last read the flat buffer
+        self.template_free: dict[int, int] = {}  # the offload of the gradients that last hung on the template
+        self.main: int | None = None  # the main thread's last task
+        self.computed: int | None = None  # the device's last
+        self.added: list[int] = []  # the gradient threads' tasks
+
+    def task(self, queue: str, demand: Demand, *after: int | None) -> int:
+        turns = self.c.one_pool and queue in ("main", "h2d", "d2h")
+        n = self.program.add("gpu" if turns else queue, demand, *after)
+        if queue == "main":
+            self.main = n
+        return n
+
+    def load(self, layer: Block, buffer: int) -> int:
+        n_bytes = layer.n_params * BF16
+        wait = None if self.prefetches else self.computed
+        flat = self.task("main", self.c.flatten(layer), self.uploaded.get(buffer), wait)
+        self.uploaded[buffer] = self.task("h2d", self.c.copy("h2d", n_bytes), flat, self.flat_free.get(buffer))
+        return self.uploaded[buffer]
+
+    def compute(self, layer: Block, buffer: int, with_backward: bool = False) -> int:
+        """Kernels start when the weights are there and the main thread issues them, and end no sooner than it has issued all."""
+        start = [self.uploaded[buffer], self.template_free.get(buffer), self.main]
+        n_tensors = len(layer.parameters)
+        n_calls = (1 + (BACKWARD_MATMULS if with_backward else 0)) * layer.n_kernels
+        if not self.views:
+            self.flat_free[buffer] = self.task("gpu", self.c.unpack(layer.n_params * BF16, n_tensors), *start)
+            n_calls += n_tensors
+        self.task("gpu", self.c.forward(layer), *start)
+        if with_backward:
+            self.task("gpu", self.c.backward(layer))
+        issued = self.task("main", self.c.issue(n_calls))
+        self.computed = self.task("gpu", Demand(0.0, 0.0), issued)
+        if self.views:
+            self.flat_free[buffer] = self.computed
+        return self.computed
+
+    def collect(self, n_bytes: int, n_tensors: int, slab_of: int | None) -> int:
+        """Gradients leave tensor by tensor; a thread adds them to the stored ones, then their slab is free again."""
+        issued = self.task("main", self.c.issue(n_tensors), slab_of)
+        left = self.task("d2h", self.c.copy("d2h", n_bytes, n_tensors), self.computed, issued)
+        queue = f"worker {len(self.added) % self.n_workers}"
+        self.added.append(self.task(queue, self.c.add(n_bytes, first_touch=self.run.updates), left))
+        return left
+
+    def forward(self) -> int:
+        layers = self.c.layers
+        n_ahead = 1 if self.prefetches else 0
+        for i in range(-n_ahead, len(layers)):
+            if i + n_ahead < len(layers):
+                self.load(layers[i + n_ahead], (i + n_ahead) % self.n_buffers)
+            if i >= 0:
+                self.compute(layers[i], i % self.n_buffers)
+        assert self.computed is not None
+        return self.computed
+
+    def loss(self) -> None:
+        self.computed = self.task("gpu", self.c.loss(), self.computed)
+        self.task("main", self.c.issue(1), self.computed)  # the loss is read: the main thread waits for the device
+        if not self.c.workload.tied:
+            self.collect(memory.table_bytes(self.c), 1, None)
+
+    def backward(self) -> None:
+        layers, interval = self.c.layers, self.interval
+        slabs: list[int] = []
+        for start in range((len(layers) - 1) // interval * interval, -1, -interval):
+            block = range(start, min(start + interval, len(layers)))
+            if not self.keeps_inputs:
+                for i in block:
+                    self.load(layers[i], i % self.n_buffers)
+                    self.compute(layers[i], i % self.n_buffers)
+            for i in reversed(block):
+                layer, buffer = layers[i], i % self.n_buffers
+                self.load(layer, buffer)
+                self.compute(layer, buffer, with_backward=True)
+                taken = slabs[-self.n_slabs] if len(slabs) >= self.n_slabs else None
+                self.template_free[buffer] = self.collect(layer.n_params * BF16, len(layer.parameters), taken)
+                slabs.append(self.added[-1])
+
+    @property
+    def prefetches(self) -> bool:
+        return self.run.variant != "no-double-buffer"
+
+    @property
+    def interval(self) -> int:
+        """Layers between kept boundaries."""
+        return 1 if self.keeps_inputs or self.run.variant == "checkpoint-every-layer" else CHECKPOINT_INTERVAL
+
+    def embedding(self) -> int:
+        """The ids are copied from ordinary memory, so the main thread waits for all layers first."""
+        waited = self.task("main", self.c.issue(1), self.computed)
+        self.computed = self.task("gpu", self.c.embedding_backward(), waited)
+        self.collect(memory.table_bytes(self.c), 1, None)
+        return waited
+
+    def phases_s(self) -> dict[str, float]:
+        """Seconds of forward and backward, and of the end of backward in which only gradients are added."""
+        forward = self.forward()
+        self.loss()
+        self.backward()
+        waited = self.embedding()
+        ends = ends_s(self.program.tasks, self.c.region)
+        end_s = max(ends)
+        return {"forward_s": ends[forward], "backward_s": end_s - ends[forward], "gradient_join_s": end_s - ends[waited]}
+
+
+def _megatrain(c: SystemCosts, run: Run) -> tuple[dict[str, float], int, int]:
+    m = MegaTrain(c, run)
+    phases = m.phases_s()
+    gradient_bytes = c.workload.n_params * BF16
+    if run.updates:
+        update = c.update(c.workload.n_params, MEGATRAIN_UPDATE_BYTES)
+        phases["clip_s"] = c.clip_s(gradient_bytes)
+        phases["optimizer_s"] = update.uncontended_s
+        phases["sync_s"] = c.pageable_s("h2d", memory.n_tables(c) * memory.table_bytes(c))
+        phases["zero_and_free_s"] = c.release_s(gradient_bytes)
+    else:
+        phases["zero_grad_s"] = c.zero_s()
+    n_boundaries = memory.n_kept_boundaries(len(c.layers), m.interval)
+    n_layer_buffers = m.n_buffers if m.views else 2 * m.n_buffers
+    device = memory.megatrain_device_bytes(c, n_boundaries, n_layer_buffers, 0 if m.keeps_inputs else m.interval)
+    host = memory.megatrain_host_bytes(c, m.n_slabs + m.n_buffers, run.updates)
+    return phases, device, host
+
+
+def _slideformer(c: SystemCosts) -> tuple[dict[str, float], int, int]:
+    """Uploads ahead of compute, boundaries in host memory, and each layer's optimizer as its gradient arrives."""
+    p = Program()
+    computed: list[int] = []
+    table = memory.table_bytes(c) // BF16
+
+    def upload(n_elements: int) -> int:
+        return p.add("h2d", c.convert_and_copy(n_elements), computed[-N_SLIDE_SLOTS] if len(computed) >= N_SLIDE_SLOTS else None)
+
+    def update(n_params: int, after: int) -> None:
+        left = p.add("d2h", c.copy("d2h", n_params * BF16), after)
+        p.add("optimizer", c.update(n_params, SLIDEFORMER_UPDATE_BYTES), left)
+
+    for layer in c.layers:
+        ready = upload(layer.n_params)
+        spilled = p.add("gpu", c.forward(layer), ready)
+        p.add("d2h", c.copy("d2h", c.boundary_bytes), spilled)
+        computed.append(spilled)
+    forward = computed[-1]
+    computed.append(p.add("gpu", c.loss(), upload(table)))
+    update(table, computed[-1])
+    for layer in reversed(c.layers):
+        ready = upload(layer.n_params)
+        fetched = p.add("h2d", c.copy("h2d", c.boundary_bytes), computed[-2])
+        p.add("gpu", c.forward(layer, but_last_product=True), ready, fetched)
+        computed.append(p.add("gpu", c.backward(layer)))
+        update(layer.n_params, computed[-1])
+    if not c.workload.tied:
+        update(table, p.add("gpu", c.embedding_backward()))
+    ends = ends_s(p.tasks, c.region)
+    phases = {"forward_s": ends[forward], "backward_s": max(ends) - ends[forward]}
+    return phases, memory.slideformer_device_bytes(c, N_SLIDE_SLOTS), memory.slideformer_host_bytes(c)
+
+
+def _zero3(c: SystemCosts) -> tuple[dict[str, float], int, int]:
+    """One after the other: a layer is larger than the prefetch bucket, gradients go to ordinary memory, then the optimizer."""
+    kept = memory.zero3_keeps_activations(c)
+    uploads_s = sum(c.copy("h2d", b.n_params * BF16, len(b.parameters)).uncontended_s for b in c.workload.blocks)
+    forward_s = sum(c.forward(b).uncontended_s for b in c.layers)
+    recompute_s = 0.0 if kept else forward_s
+    backward_s = sum(c.backward(b).uncontended_s for b in c.layers) + c.embedding_backward().uncontended_s
+    loss_s = c.loss().uncontended_s
+    offload_s = c.pageable_s("d2h", c.workload.n_params * BF16)
+    update_s = c.update(c.workload.n_params, ZERO3_UPDATE_BYTES).uncontended_s + c.norm_s(c.workload.n_params * FP32)
+    phases = {
+        "forward_s": uploads_s + forward_s + loss_s / 3,  # one of the head's three products
+        "backward_s": uploads_s + recompute_s + backward_s + loss_s * 2 / 3 + offload_s,
+        "optimizer_s": update_s,
+    }
+    return phases, memory.zero3_device_bytes(c), memory.zero3_host_bytes(c)

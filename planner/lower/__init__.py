@@ -1,0 +1,1 @@
+"""Which ops does a policy mean?"""

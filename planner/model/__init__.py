@@ -1,0 +1,1 @@
+"""What is a model, in bytes and FLOP?"""

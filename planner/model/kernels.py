@@ -1,0 +1,44 @@
+"""Which kernels are the fastest that a machine performs?"""
+
+from dataclasses import replace
+from typing import Any
+
+from hwprofiles.schema import Profile
+from runtime.plan import AttentionKernel, Kernel, Semantics
+from runtime.plan.workload import Model
+
+from .config import config_of
+from .workload import fusible
+
+CUDNN_HEAD_DIM = 128  # its backward takes heads up to this width, in multiples of eight
+PARTS = ("norm", "loss", "pointwise")
+
+
+def with_kernels(
+    model: Model, semantics: Semantics, profile: Profile, kernels: Kernel | None = None, deterministic: bool = False
+) -> Semantics:
+    """The semantics with every kernel named: `kernels`, or the fastest set.
+
+    Fused kernels pay on a GPU; a CPU spells them out. `deterministic`: no kernel adds in the order in which its threads come.
+    """
+    kernels = kernels or ("fused" if profile.device.kind == "cuda" else "eager")
+    fused = fusible(model) if kernels == "fused" else frozenset()
+    chosen: dict[str, Any] = {part: "fused" if part in fused else "eager" for part in PARTS}
+    return replace(semantics, **chosen, attention_kernel=_attention_kernel(model, semantics, profile, kernels, deterministic))
+
+
+def _attention_kernel(
+    model: Model, semantics: Semantics, profile: Profile, kernels: Kernel, deterministic: bool
+) -> AttentionKernel:
+    if deterministic:
+        return "deterministic"
+    has_rates = semantics.compute_dtype in (profile.device.cudnn_attention or {})
+    takes_model = kernels == "fused" and semantics.attention == "sdpa" and _takes(model, semantics.seq_len)
+    return "cudnn" if has_rates and takes_model else "flash"
+
+
+def _takes(model: Model, seq_len: int) -> bool:
+    """Whether cuDNN attends as the model does: heads that it takes, and no window, whose mask would be as large as its square."""
+    config = config_of(model)
+    windows = [window for i in range(config.n_layers) if (window := config.window(i)) is not None]
+    return config.head_dim <= CUDNN_HEAD_DIM and config.head_dim % 8 == 0 and all(seq_len < window for window in windows)

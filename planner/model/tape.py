@@ -1,0 +1,344 @@
+"""What does one pass through a block compute, keep and compute again?
+
+A `Tape` plays a block's forward pass with sizes instead of numbers: one step per library call of the transformers module,
+with what the step reads, what autograd saves of it, and which gradients its backward makes. Everything the planner knows
+about a block's work and memory is read off this one recording. Calls that only change a view are not steps.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from runtime.plan.workload import Matmul, Saved, Tier
+
+FP32, INT64 = 4, 8  # bytes of an element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A tensor known by its size. `ours`: the block makes it; else its input or shared by all layers (masks, rotary tables)."""
+
+    n_elements: int
+    item_bytes: int
+    ours: bool = True
+    differentiable: bool = True
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_elements * self.item_bytes
+
+
+class Call(Enum):
+    """What a step is, as far as it matters for what is saved and what is counted as pointwise work."""
+
+    PRODUCT = "product"  # with a weight
+    OVERWRITTEN = "overwritten"  # such a product, but what it makes is changed in place: nobody can save it
+    ATTENTION = "attention"  # fused, or one of the products it is spelled out in
+    POINTWISE = "pointwise"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call: what it reads, saves for its backward and makes."""
+
+    reads: tuple[Tensor, ...]
+    saves: tuple[Tensor, ...]
+    out: Tensor
+    weight_elements: int
+    scratch_bytes: int
+    moved_bytes: int
+    n_calls: int
+    call: Call
+    matmuls: tuple[Matmul, ...]
+    made: tuple[Tensor, ...]  # all it makes: the output, and what else comes with it
+    looped: bool  # done once per expert, so that the last save is made in the last of many passes
+    held: tuple[Tensor, ...]  # what else lies there meanwhile, though neither read nor saved
+    fused: bool  # one kernel that reads what it reads and writes what it makes once
+
+    @property
+    def keeps(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self.saves if t.ours)
+
+    @property
+    def uses(self) -> set[Tensor]:
+        """What of the block's own must lie there for it."""
+        return {t for t in (*self.reads, self.out, *self.held) if t.ours}
+
+
+@dataclass(slots=True)
+class Tape:
+    """A recording of one forward pass; `item_bytes` is the size of an element in the compute dtype.
+
+    `tiles`: recordings of what comes after the steps tile by tile, each with how many tiles are like it.
+    """
+
+    item_bytes: int
+    steps: list[Step] = field(default_factory=list)
+    tiles: list[tuple[int, "Tape"]] = field(default_factory=list)
+    cuts: tuple[tuple[Tensor, Tensor], ...] = ()  # what the tiles read, whole, and one tile of it
+    held: tuple[Tensor, ...] = ()  # what the module's own names keep alive from here on
+
+    def step(
+        self,
+        reads: Sequence[Tensor],
+        n_elements: int,
+        *,
+        item_bytes: int | None = None,
+        saves: Sequence[Tensor] = (),
+        saves_out: bool = False,
+        weight_elements: int = 0,
+        moved_bytes: int | None = None,
+        n_calls: int = 1,
+        differentiable: bool = True,
+        scratch_bytes: int | None = None,
+        call: Call = Call.POINTWISE,
+        matmuls: Sequence[Matmul] = (),
+        beside: Sequence[Tensor] = (),
+        looped: bool = False,
+        fused: bool = False,
+    ) -> Tensor:
+        """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
+
+        `saves` and `saves_out`: what autograd keeps of it; `weight_elements`: of the weights it uses; `moved_bytes`: its memory
+        traffic, where that is not simply all it reads and writes; `n_calls`: of the library, where it takes more than one;
+        `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor involved; `beside`: what it
+        makes besides the output.
+        """
+        out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
+        if moved_bytes is None:
+            moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + weight_elements * self.item_bytes
+        if scratch_bytes is None:
+            scratch_bytes = max(t.n_bytes for t in (*reads, out))
+        kept = (*saves, *beside, *([out] if saves_out else ()))
+        made, calls = (out, *beside), (tuple(reads), kept, out, weight_elements, scratch_bytes, moved_bytes, n_calls)
+        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, self.held, fused))
+        return out
+
+    def cast(self, x: Tensor, item_bytes: int) -> Tensor:
+        """`x` in another precision: no call where it already has it."""
+        return x if x.item_bytes == item_bytes else self.step([x], x.n_elements, item_bytes=item_bytes)
+
+    def linear(self, x: Tensor, m: int, k: int, n: int, bias: bool = False) -> Tensor:
+        """(m, k) @ (k, n), with the bias added in the same call."""
+        return self.step(
+            [x], m * n, saves=[x], weight_elements=k * n + (n if bias else 0), moved_bytes=0, scratch_bytes=0,
+            call=Call.PRODUCT, matmuls=[Matmul(m, k, n)],
+        )  # fmt: skip
+
+    def tile(
+        self, inputs: Sequence[Tensor], n_rows: int, tile_rows: int, play: Callable[["Tape", Sequence[Tensor], int], None]
+    ) -> None:
+        """Record what remains of the pass by tiles of rows: `play` gets a tape, one tile of each input, and its rows."""
+        for count, rows in ((n_rows // tile_rows, tile_rows), (1, n_rows % tile_rows)):
+            if rows:
+                part = Tape(self.item_bytes)
+                cut = [Tensor(t.n_elements // n_rows * rows, t.item_bytes, ours=False) for t in inputs]
+                play(part, cut, rows)
+                self.tiles.append((count, part))
+                self.cuts = self.cuts or tuple(zip(inputs, cut, strict=True))
+
+    # ---- work
+
+    @property
+    def matmuls(self) -> list[Matmul]:
+        """Products with weights in the order they are made, those of a shorter last tile next to those of the others."""
+        return _matmuls(self._again(None, early_stop=False))
+
+    @property
+    def n_kernels(self) -> int:
+        return sum(count * s.n_calls for count, steps in self._again(None, early_stop=False) for s in steps)
+
+    @property
+    def pointwise_bytes(self) -> int:
+        """Read and written by all that is neither a matrix product nor fused attention."""
+        return sum(count * s.moved_bytes for count, steps in self._again(None, early_stop=False) for s in steps)
+
+    @property
+    def fused_bytes(self) -> int:
+        """Of `pointwise_bytes`, what fused kernels read and write."""
+        return _fused_bytes(self._again(None, early_stop=False))
+
+    @property
+    def tile_sum_bytes(self) -> int:
+        """Memory traffic of adding up the tiles' weight gradients in fp32: zeros once, then each gradient read and added."""
+        n_tiles = sum(count for count, _ in self.tiles)
+        return self._tiled_elements * (FP32 + n_tiles * (self.item_bytes + 2 * FP32)) if n_tiles else 0
+
+    @property
+    def _tiled_elements(self) -> int:
+        """Of the weights that tiles use."""
+        return sum(s.weight_elements for s in self.tiles[0][1].steps) if self.tiles else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """What autograd keeps from the forward until the backward, without weights, input and shared tensors."""
+        own = {t for s in self.steps for t in s.keeps} | self._kept_whole
+        return sum(t.n_bytes for t in own) + sum(count * part.kept_bytes for count, part in self.tiles)
+
+    @property
+    def _kept_whole(self) -> set[Tensor]:
+        """What the tiles' backwards need of what they read: a tile of it is but a view."""
+        saved = {t for _, part in self.tiles for s in part.steps for t in s.saves}
+        return {whole for whole, cut in self.cuts if cut in saved and whole.ours}
+
+    # ---- recompute
+
+    def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
+        """Every way to recompute but the whole forward; `shared_bytes` lie in the allocator besides what the block makes."""
+        ways = [(saved, early_stop) for saved in Saved for early_stop in (False, True)]
+        possible = {Saved.BOUNDARY, Saved.ATTENTION, Saved.PRODUCTS}
+        if not any(map(_is_fused, self.steps)):
+            possible.remove(Saved.ATTENTION)
+        if any(s.call is Call.OVERWRITTEN for s in self.steps):
+            possible.remove(Saved.PRODUCTS)
+        return tuple(
+            self._tier(saved, early_stop, shared_bytes)
+            for saved, early_stop in ways
+            if saved in possible and (saved, early_stop) != (Saved.BOUNDARY, False)
+        )
+
+    def _tier(self, saved: Saved, early_stop: bool, shared_bytes: int) -> Tier:
+        again = self._again(saved, early_stop)
+        reached = [(count, s) for count, steps in self._again(None, early_stop) for s in steps]
+        return Tier(
+            saved,
+            early_stop,
+            sum(count * t.n_bytes for count, s in reached if _is_saved(s, saved) for t in s.made),
+            self.backward_peak_bytes(saved, early_stop) + shared_bytes,
+            len(_matmuls(again)),
+            any(s.call is Call.ATTENTION for _, steps in again for s in steps),
+            sum(count * s.moved_bytes for count, steps in again for s in steps),
+            sum(count * s.n_calls for count, steps in again for s in steps),
+            _fused_bytes(again),
+        )
+
+    def _again(self, saved: Saved | None, early_stop: bool) -> list[tuple[int, list[Step]]]:
+        """The steps that run, and how often; `saved`: without those whose results are there."""
+        stop = self._stop if early_stop else len(self.steps)
+        own = [s for s in self.steps[:stop] if not _is_saved(s, saved)]
+        return [(1, own), *((count, part._again(saved, early_stop)[0][1]) for count, part in self.tiles)]
+
+    @property
+    def _stop(self) -> int:
+        """How many steps run until the last tensor is saved. Tiles need all that comes before them."""
+        if self.tiles:
+            return len(self.steps)
+        last = max(i for i, s in enumerate(self.steps) if s.saves)
+        step = self.steps[last]
+        return last + (step.looped or any(t in step.made for t in step.saves))
+
+    # ---- memory
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The gradient that lies there while steps run again: backward has made it when it asks for the last tensor saved.
+
+        None of its own where only a sum comes after: then it is the output's, which lies in the boundary's slot.
+        """
+        last = max((i for i, s in enumerate(self.steps) if s.saves), default=len(self.steps))
+        return 0 if all(s.scratch_bytes == 0 for s in self.steps[last + 1 :]) else self.steps[last].out.n_bytes
+
+    def backward_peak_bytes(self, saved: Saved = Saved.BOUNDARY, early_stop: bool = False) -> int:
+        """A bound on what lies in the allocator while the pass is recomputed and its backward runs, beside what was saved.
+
+        Kept tensors until their last use, gradients of activations and of weights, temporaries; neither the input nor its
+        gradient, which lie in the boundaries' arena.
+        """
+        memory = _Memory(saved, early_stop, self.item_bytes)
+        memory.recompute(self)
+        if not self.tiles:
+            memory.go_back(self, set())
+            return memory.peak_bytes
+        _, part = self.tiles[0]
+        run = {t for steps in part._again(None, early_stop) for s in steps[1] for t in s.reads}
+        held = {whole for whole, cut in self.cuts if cut in run} - memory.saved
+        held_bytes = sum(memory.size(t) for t in held if t.ours)
+        sums_bytes = self._tiled_elements * FP32
+        # The gradient of a residual is that of the output, until another is added to it
+        ends = [whole for whole, cut in self.cuts if cut in part.steps[-1].reads]
+        made_bytes = sum(whole.n_bytes for whole, _ in self.cuts if whole not in ends)
+        memory.live_bytes += held_bytes + sums_bytes + made_bytes
+        before_bytes = memory.live_bytes
+        memory.recompute(part)
+        memory.go_back(part, set())
+        memory.live_bytes = before_bytes - held_bytes + sum(t.n_bytes for t in ends)
+        memory.go_back(self, {whole for whole, _ in self.cuts})
+        return memory.peak_bytes
+
+
+def _is_saved(step: Step, saved: Saved | None) -> bool:
+    """Whether a forward under this tier leaves what the step makes on the device."""
+    match saved:
+        case None | Saved.BOUNDARY:
+            return False
+        case Saved.ATTENTION:
+            return _is_fused(step)
+        case Saved.PRODUCTS:
+            return step.call is Call.PRODUCT or _is_fused(step)
+
+
+def _is_fused(step: Step) -> bool:
+    """Whether all of attention is one call, which also makes the logarithms of its sums."""
+    return step.call is Call.ATTENTION and len(step.made) > 1
+
+
+def _fused_bytes(runs: list[tuple[int, list[Step]]]) -> int:
+    return sum(count * s.moved_bytes for count, steps in runs for s in steps if s.fused)
+
+
+def _matmuls(runs: list[tuple[int, list[Step]]]) -> list[Matmul]:
+    first, *tiles = ([replace(m, count=count * m.count) for s in steps for m in s.matmuls] for count, steps in runs)
+    return [*first, *(m for alike in zip(*tiles, strict=True) for m in alike)]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What lies in the allocator, step by step; results that the forward saved are counted elsewhere."""
+
+    tier: Saved
+    early_stop: bool
+    item_bytes: int
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    saved: set[Tensor] = field(default_factory=set)
+    elsewhere: set[Tensor] = field(default_factory=set)
+
+    def size(self, t: Tensor) -> int:
+        return 0 if t in self.elsewhere else t.n_bytes
+
+    def recompute(self, tape: Tape) -> None:
+        """The forward, under grad: every tensor that autograd saves stays."""
+        stop = tape._stop if self.early_stop else len(tape.steps)
+        last_use = {t: i for i, s in enumerate(tape.steps) for t in s.uses}
+        made: set[Tensor] = set()
+        for i, s in enumerate(tape.steps):
+            there = _is_saved(s, self.tier)
+            if there and i < stop:
+                self.elsewhere |= {*s.made}
+            self.live_bytes += sum(self.size(t) for t in {*s.keeps} - self.saved)
+            self.saved |= {*s.keeps}
+            made |= s.uses
+            if i < stop:
+                passing = {t for t in made if last_use[t] >= i} - self.saved
+                beside_bytes = max(0 if there else s.scratch_bytes, tape.waiting_bytes)
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + beside_bytes)
+        if stop == len(tape.steps) and not tape.tiles:
+            self.live_bytes += self.size(tape.steps[-1].out)  # its gradient lies in the boundary's slot
+
+    def go_back(self, tape: Tape, gradients: set[Tensor]) -> None:
+        """The backward, from the `gradients` that lie there, or from the output's, which lies in the boundary's slot."""
+        uses = Counter(t for s in tape.steps for t in {*s.keeps})
+        for s in reversed(tape.steps):
+            towards = [t for t in s.reads if t.differentiable]
+            weight_bytes = s.weight_elements * self.item_bytes
+            made_bytes = sum(t.n_bytes for t in towards) + weight_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + made_bytes + s.scratch_bytes)
+            self.live_bytes += weight_bytes + sum(t.n_bytes for t in {*towards} - gradients)
+            gradients |= {*towards}
+            if s.out in gradients:
+                self.live_bytes -= s.out.n_bytes
+            for t in {*s.keeps}:
+                uses[t] -= 1
+                self.live_bytes -= 0 if uses[t] else self.size(t)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -1,0 +1,244 @@
+"""Which blocks does a model consist of?
+
+The embedding, the decoder layers and the head, with the weights' names and shapes as transformers has them, and the work
+and memory of one micro-batch. With eager attention `Attention.flop` is still the causal half: the model's work, not the
+square that is really computed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from runtime.plan import Semantics
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
+
+from . import forward as fw
+from .config import Config, config_of, read_model, shipped_models, supported_attention
+from .tape import FP32, INT64, Tape, Tensor
+
+__all__ = ["build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def build_workload(model: Model, semantics: Semantics) -> Workload:
+    """The model's blocks, with FLOP and bytes of one micro-batch under these semantics, and of a smaller last one.
+
+    WorkloadError for a configuration that is not supported, or semantics that transformers does not let the model run with.
+    """
+    config = config_of(model)
+    if semantics.attention not in config.architecture.attention:
+        legal = " or ".join(config.architecture.attention)
+        config.fail(f"attention {semantics.attention} is not possible for {config.model_type}; use {legal}")
+    if semantics.mlp_tile_tokens is not None and not can_tile_mlp(model):
+        config.fail("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
+    for part in ("norm", "loss", "pointwise"):
+        if getattr(semantics, part) == "fused" and part not in fusible(model):
+            config.fail(
+                f"no fused kernel computes the {part} of {config.model_type}; plan with --kernels eager, or name no kernels"
+            )
+    n_left = semantics.n_left
+    return Workload(_blocks(config, semantics, semantics.micro_batch), _blocks(config, semantics, n_left) if n_left else ())
+
+
+def _blocks(config: Config, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
+    """All blocks, with FLOP and bytes of a micro-batch of so many sequences."""
+    embedding, head = _embedding(config, semantics, n_sequences), _head(config, semantics, n_sequences)
+    kinds: dict[tuple[int | None, bool], Block] = {}  # layers of one structure differ in nothing but their names
+    layers = []
+    for i in range(config.n_layers):
+        key = (config.window(i), config.sparse(i))
+        if key not in kinds:
+            kinds[key] = _layer(config, semantics, n_sequences, *key)
+        layers.append(_renamed(kinds[key], f"model.layers.{i}"))
+    return embedding, *layers, head
+
+
+def fusible(model: Model) -> frozenset[str]:
+    """Which of `norm`, `loss` and `pointwise` fused kernels compute as the model's type means them."""
+    config = config_of(model)
+    a = config.architecture
+    can = {
+        "norm": a.norm != "centred",  # 1 + weight would be rounded before it is used
+        "loss": not config.final_softcap,
+        "pointwise": a.rotary == "full" and a.activation[1] == "silu",
+    }
+    return frozenset(part for part, possible in can.items() if possible)
+
+
+def can_tile_mlp(model: Model) -> bool:
+    """Whether every layer's MLP runs by tiles: experts would see other shares of tokens."""
+    config = config_of(model)
+    return not any(map(config.sparse, range(config.n_layers)))
+
+
+def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool) -> Block:
+    """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
+    a, seq_len, head_dim = config.architecture, semantics.seq_len, config.head_dim
+    tokens, width = n_seq * seq_len, config.hidden
+    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
+    masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
+    norm, pointwise = semantics.norm, semantics.pointwise
+    shape = fw.AttentionShape(n_seq, seq_len, config.n_heads, config.n_kv_heads, head_dim, masked, semantics.attention_kernel)
+    tape = Tape(ITEM_BYTES[semantics.compute_dtype])
+    x = Tensor(tokens * width, tape.item_bytes, ours=False)
+    normed = fw.rms_norm(tape, x, width, a.norm, norm)
+    q = tape.linear(normed, tokens, width, q_width, config.qkv_bias)
+    q = fw.rms_norm(tape, q, head_dim, a.norm, norm) if a.head_norms else q
+    k = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
+    k = fw.rms_norm(tape, k, head_dim, a.norm, norm) if a.head_norms else k
+    v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
+    table_width = head_dim // 2 if a.rotary == "halves" else head_dim
+    table = Tensor(seq_len * table_width, tape.item_bytes, ours=False, differentiable=False)
+    q, k = (fw.rotate(tape, x, table, a.rotary, pointwise) for x in (q, k))
+    if semantics.attention == "sdpa":
+        mixed = fw.fused_attention(tape, q, k, v, shape)
+    else:
+        mixed = fw.eager_attention(tape, q, k, v, shape, config.softcap, a.sinks)
+    y = tape.linear(mixed, tokens, q_width, width, config.out_bias)
+    y = fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
+    x = tape.step([x, y], tokens * width, scratch_bytes=0)
+    normed = fw.rms_norm(tape, x, width, a.norm, norm)
+
+    def rest(tape: Tape, inputs: Sequence[Tensor], n_rows: int) -> None:
+        """From the norm's output on: every row for itself."""
+        x, normed = inputs
+        if sparse and a.router is not None:
+            grouped = semantics.experts == "grouped_mm"
+            y = fw.experts(tape, normed, fw.ExpertsShape(
+                n_rows, width, config.expert_inner, config.n_experts, config.top_k, a.router, a.sinks, config.normalised, grouped,
+            ))  # fmt: skip
+        else:
+            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, config.mlp_bias, pointwise)
+        y = fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
+        tape.step([x, y], n_rows * width, scratch_bytes=0)
+
+    tile = semantics.mlp_tile_tokens
+    if tile is None or tile >= semantics.tokens_per_micro_batch:
+        rest(tape, (x, normed), tokens)
+    else:
+        tape.tile((x, normed), tokens, min(tile, tokens), rest)
+    # What all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one; and
+    # those of a smaller last micro-batch beside them
+    n_masks = len({config.window(i) for i in range(config.n_layers)}) if masked else 0
+    mask_bytes = (semantics.micro_batch + semantics.n_left) * seq_len**2 * (1 if semantics.attention == "sdpa" else tape.item_bytes)
+    shared_bytes = (2 + 2 * bool(semantics.n_left)) * table.n_bytes + n_masks * mask_bytes
+    return Block(
+        name="layer",
+        kind=BlockKind.LAYER,
+        parameters=tuple(_layer_parameters(config, sparse)),
+        matmuls=tuple(tape.matmuls),
+        attention=Attention(n_seq, config.n_heads, head_dim, seq_len, window if window and window < seq_len else None),
+        pointwise_bytes=tape.pointwise_bytes,
+        fused_bytes=tape.fused_bytes,
+        n_kernels=tape.n_kernels,
+        boundary_bytes=tokens * width * tape.item_bytes,
+        kept_bytes=tape.kept_bytes,
+        transient_bytes=tape.backward_peak_bytes() + shared_bytes,
+        tile_sum_bytes=tape.tile_sum_bytes,
+        tiers=tape.tiers(shared_bytes),
+    )
+
+
+def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:
+    """Weights of a layer in the order of transformers' `named_parameters`, named from within the layer."""
+    a, width, head_dim = config.architecture, config.hidden, config.head_dim
+    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
+
+    def linear(name: str, n_out: int, n_in: int, bias: bool) -> Iterator[Parameter]:
+        yield Parameter(f"{name}.weight", (n_out, n_in))
+        if bias:
+            yield Parameter(f"{name}.bias", (n_out,))
+
+    if a.sinks:
+        yield Parameter("self_attn.sinks", (config.n_heads,))
+    yield from linear("self_attn.q_proj", q_width, width, config.qkv_bias)
+    yield from linear("self_attn.k_proj", kv_width, width, config.qkv_bias)
+    yield from linear("self_attn.v_proj", kv_width, width, config.qkv_bias)
+    yield from linear("self_attn.o_proj", width, q_width, config.out_bias)
+    if a.head_norms:
+        yield from (Parameter(f"self_attn.{name}.weight", (head_dim,)) for name in ("q_norm", "k_norm"))
+    if sparse:
+        router = list(linear(f"mlp.{a.router_name}", config.n_experts, width, a.sinks))
+        e, inner = config.n_experts, config.expert_inner
+        # The type with sinks stores its experts' weights input first, and gives them biases
+        shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (e, 2 * inner, width), "down_proj": (e, width, inner)}
+        if a.sinks:
+            shapes = {"gate_up_proj": (e, width, 2 * inner), "gate_up_proj_bias": (e, 2 * inner),
+                      "down_proj": (e, inner, width), "down_proj_bias": (e, width)}  # fmt: skip
+        weights = [Parameter(f"mlp.experts.{name}", shape) for name, shape in shapes.items()]
+        yield from (*router, *weights) if a.router_first else (*weights, *router)
+    else:
+        yield from linear("mlp.gate_proj", config.inner, width, config.mlp_bias)
+        yield from linear("mlp.up_proj", config.inner, width, config.mlp_bias)
+        yield from linear("mlp.down_proj", width, config.inner, config.mlp_bias)
+    between = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if a.sandwich else ()
+    for name in ("input_layernorm", "post_attention_layernorm", *between):
+        yield Parameter(f"{name}.weight", (width,))
+
+
+def _embedding(config: Config, semantics: Semantics, n_sequences: int) -> Block:
+    """Rows of the table, one per token; its backward makes a dense gradient of the whole table."""
+    tokens, item_bytes = n_sequences * semantics.seq_len, ITEM_BYTES[semantics.compute_dtype]
+    boundary_bytes = tokens * config.hidden * item_bytes
+    scaled = config.architecture.softcap  # gemma2 multiplies embeddings by the square root of their width
+    return Block(
+        name="model.embed_tokens",
+        kind=BlockKind.EMBEDDING,
+        parameters=(Parameter(EMBEDDING, (config.vocab, config.hidden)),),
+        pointwise_bytes=tokens * INT64 + (4 if scaled else 2) * boundary_bytes,
+        n_kernels=2 if scaled else 1,
+        boundary_bytes=boundary_bytes,
+        kept_bytes=tokens * INT64,
+        # The recomputed output, the gradient before the scale, and the table's gradient
+        transient_bytes=config.vocab * config.hidden * item_bytes + 2 * boundary_bytes + tokens * INT64,
+    )
+
+
+def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
+    """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
+    tokens, width, vocab = n_sequences * semantics.seq_len, config.hidden, config.vocab
+    tile = min(semantics.loss_tile_tokens, tokens)
+    tape = Tape(ITEM_BYTES[semantics.compute_dtype])
+    x = Tensor(tokens * width, tape.item_bytes, ours=False)
+    fw.rms_norm(tape, x, width, config.architecture.norm, semantics.norm)
+    n_tiles, rest = divmod(tokens, tile)
+    tiles = [Matmul(tile, width, vocab, n_tiles), *([Matmul(rest, width, vocab)] if rest else [])]
+    narrow, capped = tape.item_bytes < FP32, config.final_softcap
+    if semantics.loss == "fused":
+        # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
+        logit_bytes = tape.item_bytes + 2 * FP32
+        # Of forward and backward together, of which this is a third: the largest logit, probabilities (read twice), the gradient
+        moved_bytes = tokens * vocab * (3 * tape.item_bytes + FP32 + FP32 + tape.item_bytes) // 3
+        n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
+    else:
+        # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
+        logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * FP32
+        # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
+        each_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0) + 2 * FP32
+        moved_bytes = tokens * vocab * each_bytes
+        n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
+    own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 else 0
+    weight = Parameter("lm_head.weight", (vocab, width), EMBEDDING if config.tied else None)
+    return Block(
+        name="lm_head",
+        kind=BlockKind.HEAD,
+        parameters=(Parameter("model.norm.weight", (width,)), weight),
+        matmuls=tuple(tiles),
+        pointwise_bytes=tape.pointwise_bytes + moved_bytes,
+        fused_bytes=tape.fused_bytes + (moved_bytes if semantics.loss == "fused" else 0),
+        n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
+        boundary_bytes=0,
+        kept_bytes=0,
+        own_sum_bytes=own_sum_bytes,
+        transient_bytes=tile * vocab * logit_bytes
+        + (vocab + 2 * tile) * width * tape.item_bytes  # the tile's weight gradient, its rows and their gradient
+        # a later micro-batch sums its own tiles before they join the running sum
+        + own_sum_bytes
+        + tape.backward_peak_bytes()
+        + 2 * x.n_bytes,  # normed rows and their gradient
+    )
+
+
+def _renamed(block: Block, name: str) -> Block:
+    """The same layer under another name, its weights' names starting with it."""
+    return replace(block, name=name, parameters=tuple(Parameter(f"{name}.{p.name}", p.shape) for p in block.parameters))

@@ -1,0 +1,92 @@
+"""What is looked at of a step that repeats itself?
+
+A short step in its place: what comes before, the repetitions that timelines keep, what comes after, each when it really ran but for
+the time of the repetitions between, which is cut out. Whoever draws or reads a timeline then has a plan that repeats nothing.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+
+from runtime.errors import PlanError
+from runtime.plan import Lane, Plan, Repeat
+from runtime.plan.repetition import shortened, unrolled
+from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
+
+from .simulate import Prediction
+
+N_KEPT = FIRST_KEPT + LAST_KEPT
+
+
+def abridged_plan(plan: Plan) -> Plan:
+    """The plan of the short step; a plan that repeats nothing as it is."""
+    if plan.repeat is None or plan.repeat.times <= N_KEPT:
+        return unrolled(plan)
+    return unrolled(shortened(plan, N_KEPT))
+
+
+def abridged(plan: Plan, timeline: Timeline) -> Timeline:
+    """The timeline of the short step. PlanError where it has repetitions that no timeline of the plan keeps."""
+    repeat = plan.repeat
+    if repeat is None:
+        return timeline
+    cuts_s = _cuts_s(plan, repeat, timeline)
+    spans = []
+    for span in timeline.spans:
+        if not is_kept(span.repetition, repeat.times) or not 0 <= span.repetition < (repeat.times if span.op in repeat else 1):
+            raise PlanError(f"the timeline is of another plan: it has a repetition {span.repetition} of op {span.op}")
+        is_later = span.op >= repeat.end or (span.op in repeat and span.repetition >= FIRST_KEPT)
+        cut_s = sum(s for step, s in cuts_s.items() if step < span.step) + (cuts_s[span.step] if is_later else 0.0)
+        spans.append(Span(_number(repeat, span), span.step, span.start_s - cut_s, span.end_s - cut_s))
+    return Timeline(tuple(spans))
+
+
+def abridged_prediction(plan: Plan, prediction: Prediction) -> Prediction:
+    """The prediction of the short step: where a step's cut is, no time is spent."""
+    if plan.repeat is None:
+        return prediction
+    cuts_s = _cuts_s(plan, plan.repeat, prediction.timeline)
+    last = sorted(cuts_s)[-prediction.n_cycle_steps :]
+    cut_s = sum(cuts_s[step] for step in last) / max(len(last), 1)
+    return replace(prediction, step_s=prediction.step_s - cut_s, timeline=abridged(plan, prediction.timeline), repeated_busy_s=())
+
+
+def numbers_of(plan: Plan) -> list[list[int]]:
+    """For each op of the plan its numbers in the plan of the short step."""
+    repeat = plan.repeat
+    times = [range(1) if repeat is None or i not in repeat else range(min(repeat.times, N_KEPT)) for i in range(len(plan.ops))]
+    more = 0 if repeat is None else (min(repeat.times, N_KEPT) - 1) * repeat.n_ops
+    after = len(plan.ops) if repeat is None else repeat.end
+    n_ops = 0 if repeat is None else repeat.n_ops
+    return [[i + k * n_ops + (more if i >= after else 0) for k in of] for i, of in enumerate(times)]
+
+
+def _number(repeat: Repeat, span: Span) -> int:
+    if span.op not in repeat:
+        return span.op + (0 if span.op < repeat.start else (min(repeat.times, N_KEPT) - 1) * repeat.n_ops)
+    kept = span.repetition if span.repetition < FIRST_KEPT else span.repetition - max(repeat.times - N_KEPT, 0)
+    return span.op + kept * repeat.n_ops
+
+
+def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
+    """The seconds of each step that are cut out: as many as leave no lane doing two ops at a time, and none idle longer than from
+    one repetition to the next."""
+    began_s: dict[tuple[int, Lane, int], float] = defaultdict(lambda: float("inf"))
+    ended_s: dict[tuple[int, Lane, int], float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.op in repeat and 0 <= span.op < len(plan.ops):
+            key = span.step, plan.ops[span.op].lane, span.repetition
+            began_s[key], ended_s[key] = min(began_s[key], span.start_s), max(ended_s[key], span.end_s)
+    before, after = FIRST_KEPT - 1, repeat.times - LAST_KEPT
+    cuts_s = dict.fromkeys(sorted({span.step for span in timeline.spans}), 0.0)
+    for step in cuts_s if repeat.times > N_KEPT else ():
+        lanes = [lane for lane in Lane if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys()]
+        shifts_s = [
+            began_s[step, lane, after]
+            - max(
+                ended_s[step, lane, before],
+                began_s[step, lane, before] + began_s[step, lane, after + 1] - began_s[step, lane, after],
+            )
+            for lane in lanes
+        ]
+        cuts_s[step] = max(0.0, min(shifts_s, default=0.0))
+    return cuts_s

@@ -1,0 +1,312 @@
+"""What does each op ask of a machine?
+
+From sizes and a profile to seconds of work alone and the rates at which shared things are drawn meanwhile. Traffic of host
+memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+from hwprofiles.schema import Direction, Profile
+from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics
+from runtime.plan.region import Demand, Region, Resource, Uses
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
+
+FP32_BYTES = 4
+SQUARE_BYTES = 8  # a sum of squares, fp64
+MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
+BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
+# What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
+# fitted from three published runs (docs/accuracy.md). A fused pointwise kernel reaches the rate of an isolated one, which it is.
+# A CPU's profile is probed with the calls that the modules make.
+EAGER_FRACTION = 0.841
+NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
+SQUARE_KERNELS = 4  # of `runtime/host/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
+# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
+# head width 128, 8k tokens, causal) of the 290 that the profile has there.
+DETERMINISTIC_FRACTION = 0.57
+BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
+BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
+
+
+def costs(plan: Plan, profile: Profile, alike: Mapping[int, int] | None = None) -> list[Demand]:
+    """What each op of the plan asks for, in plan order. `alike`: of each block, one that differs in nothing but names."""
+    return CostModel(profile, alike=alike or {}).demands(plan)
+
+
+def region_of(profile: Profile) -> Region:
+    """What the machine has to share. A link direction carries what its best copy size reached."""
+    link, host = profile.link, profile.host
+    return Region(
+        (
+            (Resource.H2D, max(p.rate.value for p in link.h2d.bytes_per_s)),
+            (Resource.D2H, max(p.rate.value for p in link.d2h.bytes_per_s)),
+            (Resource.DUPLEX, link.duplex_bytes_per_s.value),
+            (Resource.DRAM, host.dram_bytes_per_s.value),
+            (Resource.CORES, float(host.n_cores)),
+        )
+    )
+
+
+def _elements(plan: Plan, op: Op) -> int:
+    """Elements that a transfer of weights or gradients moves: of a chunk, or of the whole slot."""
+    return len(plan.chunks(op.block)[op.chunk]) if op.chunk is not None else plan.workload.blocks[op.block].slot_elements
+
+
+def update_bytes_per_param(plan: Plan, block: int) -> int:
+    """Host memory traffic of AdamW per parameter. With an fp32 master, bf16 compute and bf16 gradients it is 28 bytes:
+    read master 4, moments 8, gradient 2; write master 4, moments 8, compute weight 2. With a split master, 26."""
+    master = ITEM_BYTES[plan.semantics.master_dtype]
+    gradient = ITEM_BYTES[plan.host_gradient_dtype(block)]
+    copied = plan.weights_arena == "host_weights" and plan.policy.storage == "mirrored"  # a split master is its own copy
+    weight = ITEM_BYTES[plan.semantics.compute_dtype] if copied else 0
+    return 2 * (master + MOMENT_BYTES) + gradient + weight
+
+
+# Kind, block, chunk; first and last micro-batch; what of the policy matters to one op
+_Key = tuple[Kind, int, int | None, bool, bool, bool, Saved, bool, bool, str, int | None, bool, bool]
+
+
+@dataclass(slots=True)
+class CostModel:
+    """A profile, asked for the cost of ops. `outside` collects what lies outside its measured points.
+
+    `clipped`: in the step that is asked for the norm exceeds the limit, so that what was speculated on is done again.
+    """
+
+    profile: Profile
+    clipped: bool = False
+    alike: Mapping[int, int] = field(default_factory=dict)  # of a block, one that costs the same; of one that is not there, itself
+    capacity: dict[Resource, float] = field(init=False)
+    outside: set[str] = field(default_factory=set)
+    _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
+    _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
+    _known: dict[_Key, Demand] = field(default_factory=dict)
+    _known_for: tuple[Workload, Semantics] | None = None
+
+    def __post_init__(self) -> None:
+        self.capacity = dict(region_of(self.profile).capacity)
+
+    def demands(self, plan: Plan) -> list[Demand]:
+        """What each op of the plan asks for, in plan order."""
+        return [self.demand(plan, op) for op in plan.ops]
+
+    def demand(self, plan: Plan, op: Op) -> Demand:
+        """What one op asks for. Remembered: plans of one workload differ only in what the key holds."""
+        known_for = self._known_for
+        if known_for is None or known_for[0] is not plan.workload or known_for[1] is not plan.semantics:
+            self._known_for = (plan.workload, plan.semantics)
+            self._known = {}
+        m = op.micro_batch
+        policy, b = plan.policy, op.block
+        kept, saved = b in policy.keep_blocks, plan.saved(b)
+        first, last = m == 0, m == plan.semantics.n_micro_batches - 1
+        stop, cut = policy.early_stop, policy.transfer_chunk_bytes
+        squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
+        key = (op.kind, self.alike.get(b, b), op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._demand_of(plan, op)
+        return found
+
+    def _demand_of(self, plan: Plan, op: Op) -> Demand:
+        block = plan.blocks_of(op.micro_batch)[op.block]
+        dtype = plan.semantics.compute_dtype
+        item = ITEM_BYTES[dtype]
+        match op.kind:
+            case Kind.LOAD:
+                return self._copy("h2d", _elements(plan, op) * item)
+            case Kind.OFFLOAD:
+                with_squares = op.block in plan.policy.square_blocks and not op.chunk
+                n_bytes = _elements(plan, op) * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
+            case Kind.SPILL:
+                return self._copy("d2h", block.boundary_bytes)
+            case Kind.FETCH:
+                return self._copy("h2d", block.boundary_bytes)
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                return self._compute(self.forward_s(block, plan.semantics), block.pointwise_bytes)
+            case Kind.LOSS:
+                n_bytes = self.loss_bytes(block, plan.semantics) + self._gradient_bytes(plan, op)
+                seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
+                return self._compute(seconds, n_bytes)
+            case Kind.BACKWARD:
+                n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
+                seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
+                if op.block != 0 and op.block not in plan.policy.keep_blocks:
+                    again = block.recompute(plan.saved(op.block), plan.policy.early_stop)
+                    assert again is not None, "lower refuses what a block cannot save"
+                    seconds += self.recompute_s(block, again, plan.semantics)
+                    n_bytes += again.pointwise_bytes
+                return self._compute(seconds, n_bytes)
+            case Kind.ACCUMULATE:
+                # Read what was staged and the sum, write the sum.
+                staged = ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._reduce(block.slot_elements * (staged + 2 * FP32_BYTES))
+            case Kind.SQUARE:
+                n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._compute(self.square_s(block, n_bytes), n_bytes)
+            case Kind.NORM:
+                ends_sum = op.block == 0 and plan.policy.square_blocks
+                n_sums = sum(len(b.parameters) for b in plan.workload.blocks) if ends_sum else 0
+                # A tied weight has two gradients: the embedding's own, and the head's.
+                n_gradients = 0 if op.block in plan.policy.square_blocks else 2 if op.block == 0 and plan.workload.tied else 1
+                n_elements = block.host_elements if op.chunk is None else _elements(plan, op)
+                gradient_bytes = n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)]
+                return self._reduce(gradient_bytes + n_sums * SQUARE_BYTES)
+            case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
+                if op.kind is Kind.SETTLE and not self.clipped:
+                    return self._demand(0.0, 0.0, {})  # shadow and state change places
+                n_params = block.n_params if op.chunk is None else min(_elements(plan, op), block.n_params)
+                return self._update(n_params, update_bytes_per_param(plan, op.block))
+            case _:
+                assert_never(op.kind)
+
+    def forward_s(self, block: Block, of: Semantics) -> float:
+        """Seconds of one forward of a block on one micro-batch."""
+        return (
+            sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+            + self._attention(of, block.attention, backward=False)
+            + self._pointwise_s(block)
+            + block.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def recompute_s(self, block: Block, again: Recompute, of: Semantics) -> float:
+        """Seconds of what one backward of a block computes again."""
+        return (
+            sum(self._matmul(of.compute_dtype, m) for m in again.matmuls)
+            + (self._attention(of, block.attention, backward=False) if again.attention else 0.0)
+            + self._pointwise_s(again)
+            + again.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def backward_s(self, block: Block, of: Semantics) -> float:
+        """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
+        return (
+            BACKWARD_MATMULS * sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+            + self._attention(of, block.attention, backward=True)
+            + BACKWARD_POINTWISE * self._pointwise_s(block)
+            + block.tile_sum_bytes / self._memory_rate
+            + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def square_s(self, block: Block, n_bytes: int) -> float:
+        """Seconds of summing the squares of a block's gradient on the device."""
+        if self.profile.device.kind == "cpu":
+            return n_bytes / self.square_bytes_per_s
+        sizes = [p.n_elements for p in block.parameters]  # a kernel for the whole chunks of a tensor, one for what is left
+        n_kernels = SQUARE_KERNELS + sum((n >= NORM_CHUNK_ELEMENTS) + (n % NORM_CHUNK_ELEMENTS > 0) for n in sizes)
+        return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
+
+    def moving_s(self, n_bytes: int, n_kernels: int) -> float:
+        """Seconds of eager pointwise kernels that read and write so many bytes of the device's memory."""
+        return n_bytes / self._memory_rate + n_kernels * self.profile.device.kernel_overhead_s.value
+
+    @property
+    def square_bytes_per_s(self) -> float:
+        """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
+        if self.profile.device.kind == "cpu":
+            return self.profile.host.reduce_bytes_per_s.value
+        return self._memory_rate
+
+    def loss_s(self, head: Block, of: Semantics) -> float:
+        """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
+        return (
+            (1 + BACKWARD_MATMULS) * sum(self._matmul(of.compute_dtype, m) for m in head.matmuls)
+            + (1 + BACKWARD_POINTWISE) * self._pointwise_s(head)
+            + self._tile_sum_bytes(head, of) / self._memory_rate
+            + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
+        )
+
+    def loss_bytes(self, head: Block, of: Semantics) -> int:
+        """Device memory traffic of the head besides its products: norm and softmax, both ways, and the weight's gradient."""
+        return (1 + BACKWARD_POINTWISE) * head.pointwise_bytes + self._tile_sum_bytes(head, of)
+
+    def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
+        """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
+        return sum(m.count * m.k * m.n for m in head.matmuls) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
+
+    def _pointwise_s(self, work: Block | Recompute) -> float:
+        """Seconds of moving what is neither a product nor attention through the device's memory, once."""
+        eager_bytes = work.pointwise_bytes - work.fused_bytes
+        return eager_bytes / self._memory_rate + work.fused_bytes / self.profile.device.memory_bytes_per_s.value
+
+    def _gradient_bytes(self, plan: Plan, op: Op) -> int:
+        """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
+        elements = plan.workload.blocks[op.block].slot_elements
+        item = ITEM_BYTES[plan.semantics.compute_dtype]
+        out = ITEM_BYTES[plan.gradient_dtype(op.block)]
+        first, last = op.micro_batch == 0, op.micro_batch == plan.semantics.n_micro_batches - 1
+        dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
+        if not plan.reduced or (first and last):
+            return elements * (dense + item + out)
+        read_sum, write_out = (0 if first else FP32_BYTES), (out if last else 0)
+        return elements * (dense + item + read_sum + FP32_BYTES + write_out)
+
+    @property
+    def _memory_rate(self) -> float:
+        return self.profile.device.memory_bytes_per_s.value * self._eager_fraction
+
+    @property
+    def _eager_fraction(self) -> float:
+        return EAGER_FRACTION if self.profile.device.kind == "cuda" else 1.0
+
+    def _matmul(self, dtype: Dtype, matmul: Matmul) -> float:
+        key = (dtype, matmul)
+        if key not in self._matmul_s:
+            rate = self.profile.matmul_flop_per_s(dtype, matmul.m, matmul.k, matmul.n)
+            if not rate.inside_measured:
+                self.outside.add(f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})")
+            self._matmul_s[key] = matmul.flop / (rate.value * self._eager_fraction)
+        return self._matmul_s[key]
+
+    def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
+        if attention is None:
+            return 0.0
+        kernel, dtype = of.attention_kernel, of.compute_dtype
+        key = (dtype, attention, kernel, backward)
+        if key not in self._attention_s:
+            measured: Literal["flash", "cudnn"] = "cudnn" if kernel == "cudnn" else "flash"
+            rate = self.profile.attention_flop_per_s(dtype, attention.seq_len, attention.head_dim, backward, measured)
+            if not rate.inside_measured:
+                self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
+            in_order = (
+                DETERMINISTIC_FRACTION if kernel == "deterministic" and backward and self.profile.device.kind == "cuda" else 1.0
+            )
+            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * in_order)
+        return self._attention_s[key]
+
+    def _compute(self, seconds: float, n_bytes: int) -> Demand:
+        uses = {Resource.DRAM: n_bytes / seconds} if self.profile.device.kind == "cpu" and seconds > 0 else {}
+        return self._demand(0.0, seconds, uses)
+
+    def _copy(self, direction: Direction, n_bytes: int, n_copies: int = 1) -> Demand:
+        """A large copy, and so many in all: what goes along is too small to take more than its latency."""
+        link = self.profile.link
+        curve = link.h2d if direction == "h2d" else link.d2h
+        rate = self.profile.copy_bytes_per_s(direction, n_bytes)
+        uses = {
+            Resource.H2D if direction == "h2d" else Resource.D2H: rate,
+            Resource.DUPLEX: rate,
+            Resource.DRAM: rate * link.dram_bytes_per_byte,
+            Resource.CORES: link.host_cores_per_copy.value,
+        }
+        return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
+
+    def _reduce(self, n_bytes: int) -> Demand:
+        rate = self.profile.host.reduce_bytes_per_s.value
+        return self._demand(0.0, n_bytes / rate, {Resource.DRAM: rate, Resource.CORES: float(self.profile.host.n_cores)})
+
+    def _update(self, n_params: int, bytes_per_param: int) -> Demand:
+        n_cores = self.profile.host.n_cores
+        rate = self.profile.optimizer_params_per_s(n_cores)
+        return self._demand(0.0, n_params / rate, {Resource.DRAM: rate * bytes_per_param, Resource.CORES: float(n_cores)})
+
+    def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
+        """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with
+        both directions busy, and may lie below what one direction reaches alone."""
+        over = max((per_s / self.capacity[r] for r, per_s in uses.items() if r is not Resource.DUPLEX), default=0.0)
+        slower = max(1.0, over)
+        drawn: Uses = tuple((r, per_s / slower) for r, per_s in uses.items() if per_s > 0)
+        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s * slower, drawn)

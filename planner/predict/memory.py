@@ -1,0 +1,68 @@
+"""Does a policy fit the machine?"""
+
+from dataclasses import dataclass, replace
+
+from hwprofiles.schema import Profile
+from planner.lower.arenas import arenas_of
+from runtime.plan import Plan, Policy, Semantics
+from runtime.plan.footprint import device_needs, host_needs
+from runtime.plan.workload import Model, Workload
+from runtime.units import show_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes at the peak, by what they are for, and what the machine has."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    device_memory_bytes: int
+    host_memory_bytes: int
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def short_device_bytes(self) -> int:
+        return max(0, self.device_peak_bytes - self.device_memory_bytes)
+
+    @property
+    def short_host_bytes(self) -> int:
+        return max(0, self.host_peak_bytes - self.host_memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.short_device_bytes == 0 and self.short_host_bytes == 0
+
+
+def frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Plan:
+    """A plan with arenas and without ops: all that memory and bounds need to know, in microseconds."""
+    plan = Plan(semantics, policy, model, workload, {}, (), ())
+    return replace(plan, arenas=tuple(arenas_of(plan)))
+
+
+def footprint(plan: Plan, profile: Profile) -> Footprint:
+    """The peaks of a plan: arenas, what autograd keeps, the block being computed, and what the process needs besides."""
+    of = profile.device
+    device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
+    device |= {"context": round(of.context_bytes.value)}
+    host = host_needs(plan) | {"runtime": round(profile.host.runtime_bytes.value)}
+    return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
+
+
+def short_of(needs: Footprint) -> str:
+    """`host memory is 141 GB short (needs 1.64 TB, has 1.5 TB)`, for each memory that is too small."""
+    places = (
+        ("device", needs.device_peak_bytes, needs.device_memory_bytes, needs.short_device_bytes),
+        ("host", needs.host_peak_bytes, needs.host_memory_bytes, needs.short_host_bytes),
+    )
+    return " and ".join(
+        f"{place} memory is {show_bytes(short)} short (needs {show_bytes(peak)}, has {show_bytes(has)})"
+        for place, peak, has, short in places
+        if short
+    )

@@ -1,0 +1,1 @@
+"""Which policy is best?"""

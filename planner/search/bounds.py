@@ -1,0 +1,357 @@
+"""How fast could it be at best?
+
+Three kinds of lower bounds on the time of a step. *Facets*: work that cannot be avoided over what the machine offers.
+*Lanes*: the ops of a policy, one after the other on their lane. The *ring* that closes a step: from updates over the loads that
+they allow and all computing to the norm that the next updates wait for. Contention only adds to all three.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from math import inf
+
+from planner.lower.arenas import can_split, can_square, spill_ring_slots
+from planner.predict.cost import CostModel, update_bytes_per_param
+from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Update
+from runtime.plan.region import Demand, Resource
+from runtime.plan.workload import ITEM_BYTES, BlockKind
+
+from .facets import KEYS, MEETINGS, UPDATES, Facets, Key, add, nothing
+from .phases import Phases, add_to_phases, buffers_of, phases_of
+
+FACET = {
+    Resource.H2D: "link to the device",
+    Resource.D2H: "link to the host",
+    Resource.DUPLEX: "link in both directions",
+    Resource.DRAM: "host DRAM",
+    Resource.CORES: "host cores",
+}
+ARRIVING = (Kind.OFFLOAD, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)  # what is done with gradients that are there
+MEETING_NAME = "copies and host work that slow each other"
+LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No step can be shorter than `seconds`, because of what `binding` names; docs/bounds.md argues it under `name`."""
+
+    seconds: float
+    binding: str
+    name: str
+
+
+def machine_bound(plan: Plan, cost: CostModel) -> Bound:
+    """Valid for every policy under the plan's semantics; only its blocks, semantics and micro-batch are looked at.
+
+    Any share of the gradients may be squared on the device, and what a facet needs is linear in that share. So the largest facet is
+    least with none, with all, or where two facets are equal.
+    """
+    host, device = (dict(_machine_facets(plan, cost, squared)) for squared in ((), can_square(plan.workload)))
+    shares = {0.0, 1.0}
+    for a, b in combinations(host, 2):
+        apart_s, closing_s = host[a] - host[b], (host[a] - host[b]) - (device[a] - device[b])
+        if 0 < apart_s / (closing_s or inf) < 1:
+            shares.add(apart_s / closing_s)
+    facets = [{name: (1 - share) * host[name] + share * device[name] for name in host} for share in sorted(shares)]
+    least = min(facets, key=lambda of: max(of.values()))
+    binding = max(least, key=lambda name: least[name])
+    return Bound(least[binding], binding, "machine")
+
+
+def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Seconds that each facet needs for the work that no schedule avoids, if the device squares these blocks' gradients."""
+    profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
+    dtype = semantics.compute_dtype
+    capacity = cost.capacity
+
+    # Every block forward and backward, no recompute; the head does both in one.
+    compute_s = 0.0
+    for m, count in plan.alike(range(semantics.n_micro_batches)):
+        *body, head = plan.blocks_of(m)
+        compute_s += count * sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in body)
+        compute_s += count * cost.loss_s(head, semantics)
+    gradient = ITEM_BYTES[semantics.gradient_dtype]
+    squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
+    yield "device compute", compute_s + squares_s
+
+    # The host updates every weight in every step, so each goes up at least once. What a layer's backward needs and
+    # does not fit beside the rest goes up again.
+    item = ITEM_BYTES[dtype]
+    layer_bytes = sum(b.n_params for b in blocks[1:-1]) * item
+    up_bytes = plan.workload.n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
+    down_bytes = plan.workload.n_params * gradient
+    link = profile.link
+    drawn: dict[Resource, float] = defaultdict(float)
+    for resource, n_bytes in ((Resource.H2D, up_bytes), (Resource.D2H, down_bytes)):
+        copy_s = n_bytes / capacity[resource]
+        # An op never draws more than there is (cost.py), so neither may the bound.
+        drawn[resource] += n_bytes
+        per_s = {Resource.DUPLEX: capacity[resource], Resource.DRAM: capacity[resource] * link.dram_bytes_per_byte}
+        for shared, rate in per_s.items():
+            drawn[shared] += copy_s * min(rate, capacity[shared])
+        drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
+
+    # Update of every parameter, on all host cores, and the norm of what the device does not sum.
+    norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient
+    update_s = plan.workload.n_params / profile.optimizer_params_per_s(profile.host.n_cores)
+    norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
+    leanest = replace(plan, policy=Policy(storage="split" if can_split(semantics) else "mirrored"))
+    per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient
+    update_bytes = plan.workload.n_params * per_param
+    drawn[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
+    drawn[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
+    drawn[Resource.CORES] += (update_s + norm_s) * capacity[Resource.CORES]
+    for resource in Resource:
+        yield FACET[resource], drawn[resource] / capacity[resource]
+
+
+@dataclass(slots=True)
+class Work:
+    """What a step of a policy asks of lanes and shared resources: seconds of each, were there nothing else."""
+
+    phases: Phases
+    total: dict[Key, float] = field(default_factory=nothing)
+    updates: dict[Key, float] = field(default_factory=nothing)
+    first_loads: dict[Key, float] = field(default_factory=nothing)
+    first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
+    early_fetches: dict[Key, float] = field(default_factory=nothing)  # that may be done before the first loss
+    arriving: dict[Key, float] = field(default_factory=nothing)  # all that comes after the first gradient, the head's, has left
+    first_forward_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # of each block, alone
+    seconds: dict[tuple[Kind, int], float] = field(default_factory=dict)  # of one op; of updates in chunks all, of loads the last
+    last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
+
+
+def work_of(plan: Plan, cost: CostModel) -> Work:
+    """Counted, not read off ops: the plan needs arenas only."""
+    n_first = plan.policy.group_micro_batches
+    work = Work(phases_of(plan, range(n_first, n_first + 1)))
+    facets = Facets((plan,), cost)
+    n_left: dict[tuple[Kind, int], int] = defaultdict(lambda: n_first)  # micro-batches of the first group yet to be counted
+    for kind, block, demand, count in ops_at_least(plan, cost):
+        load = facets.of(kind, demand)
+        add(work.total, load, count)
+        add_to_phases(work.phases, plan, kind, block, load, count)
+        if kind in UPDATES:
+            add(work.updates, load, count)
+        elif kind is Kind.LOAD:
+            add(work.first_loads, load, 1)
+        elif kind in (Kind.FORWARD, Kind.SPILL):
+            n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
+            n_left[kind, block] -= n_in_first
+            add(work.first_forwards, load, n_in_first)
+            if kind is Kind.FORWARD:
+                work.first_forward_s[block] += n_in_first * demand.uncontended_s
+        elif kind is Kind.FETCH:
+            largest = {key: max(s, work.early_fetches[key]) for key, s in load.items()}
+            work.early_fetches |= largest
+        if kind in ARRIVING:
+            add(work.arriving, load, count - is_first_gradient(plan, kind, block))
+        earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
+        work.seconds[kind, block] = earlier_s + demand.uncontended_s
+        leaves = kind in (Kind.SQUARE, Kind.OFFLOAD) or (kind is Kind.BACKWARD and not plan.reduced)
+        if leaves and plan.workload.blocks[block].kind is BlockKind.LAYER:
+            work.last_backwards_s += count * demand.uncontended_s
+    for lane, idle_s in idle_in_turns(plan, work.phases).items():
+        work.total[lane] += idle_s
+        work.arriving[lane] += idle_s
+    n_early = early_fetches(n_first, len(plan.policy.spill_blocks))
+    work.early_fetches = {key: n_early * one_s for key, one_s in work.early_fetches.items()}
+    if plan.reduced:
+        last = plan.semantics.n_micro_batches - 1
+        layers = range(1, plan.workload.n_layers + 1)
+        work.last_backwards_s += sum(_demand(plan, cost, Kind.BACKWARD, b, last).uncontended_s for b in layers)
+    return work
+
+
+def policy_bound(plan: Plan, cost: CostModel) -> Bound:
+    """Valid for the plan's own policy: the largest of `policy_bounds`."""
+    return max(policy_bounds(plan, cost), key=lambda bound: bound.seconds)
+
+
+def policy_bounds(plan: Plan, cost: CostModel) -> Iterator[Bound]:
+    """Bounds of the plan's own policy: its lanes, the shared resources it draws on, its ring.
+
+    The plan needs arenas, no ops: the ops are counted here, not read.
+    """
+    work = work_of(plan, cost)
+    yield from (Bound(work.total[lane], LANE_NAME[lane], f"lane {lane}") for lane in Lane)
+    yield from (Bound(work.total[resource], FACET[resource], f"resource {resource}") for resource in Resource)
+    yield from (Bound(work.total[meeting], MEETING_NAME, f"meeting of {', '.join(meeting.kinds)}") for meeting in MEETINGS)
+    yield from _ring(plan, work)
+
+
+def home_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> float:
+    """The way of the last gradient to the host's norm."""
+    return seconds[Kind.OFFLOAD, 0] + seconds[Kind.NORM, 0]
+
+
+def _ring(plan: Plan, work: Work) -> Iterator[Bound]:
+    """The ring of a step: updates, the loads they allow, all that computing asks for, the last gradient's way home."""
+    seconds, last_s = work.seconds, home_s(plan, work.seconds)
+    phases = _phases(plan, work)
+    match plan.policy.update:
+        case Update.BARRIER:
+            # Between the last update and the next first one lies everything else.
+            updates_s = sum(_updates_s(plan, seconds))
+            rest = {
+                "computing": seconds[Kind.LOAD, 0] + work.total[Lane.GPU] + last_s,
+                "phases": phases[0],
+                "shared": max(work.total[key] - work.updates[key] for key in KEYS),
+            }
+            for name, rest_s in rest.items():
+                yield Bound(updates_s + rest_s, "computing, then updating: the barrier between them", f"barrier, {name}")
+        case Update.EAGER:
+            ring_s = seconds[Kind.LOAD, 0] + work.total[Lane.GPU] + last_s + seconds[Kind.UPDATE, 0]
+            yield Bound(ring_s, "the way home of the last gradient", "eager")
+            yield Bound(phases[0], "groups of micro-batches that take turns", "phases")
+        case Update.DEFERRED:
+            yield from _deferred_ring(plan, work, phases, last_s)
+
+
+def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], last_s: float) -> Iterator[Bound]:
+    """Updates that the next forward waits for. Block k is computed after the updates up to k, and only forwards of earlier blocks
+    can come before."""
+    blocks, seconds, compute_s = range(len(plan.workload.blocks)), work.seconds, work.total[Lane.GPU]
+    binding = "updates that the next forward waits for"
+    updated_s = before_s = longest_s = 0.0
+    for k, update_s in enumerate(_updates_s(plan, seconds)):
+        updated_s += update_s
+        longest_s = max(longest_s, updated_s + seconds[Kind.LOAD, k] + compute_s - before_s + last_s)
+        before_s += work.first_forward_s[k]
+    yield Bound(longest_s, binding, "deferred, one block")
+    # The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
+    # after that comes all that is neither these nor a first forward, nor a boundary that is back early.
+    until = {
+        "way up": _updates_s(plan, seconds)[0] + seconds[Kind.LOAD, 0] + before_s,
+        "updates": updated_s + seconds[Kind.LOAD, blocks[-1]],
+        "shared": max(work.updates[key] + work.first_loads[key] for key in KEYS),
+    }
+    before = (work.updates, work.first_loads, work.first_forwards, work.early_fetches)
+    after = {
+        "computing": compute_s - before_s + last_s,
+        "phases": phases[1],
+        "gradients": first_gradient_s(plan, work.phases) + max(work.arriving.values()),
+        "shared": max(work.total[key] - sum(of[key] for of in before) for key in KEYS),
+    }
+    for (first, until_s), (then, after_s) in product(until.items(), after.items()):
+        yield Bound(until_s + after_s, binding, f"deferred, {first}, then {then}")
+
+
+def _updates_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> list[float]:
+    """Of every block, what is left to do once the norm is known."""
+    early = set(plan.policy.speculate_blocks)
+    return [seconds[Kind.SETTLE if b in early else Kind.UPDATE, b] for b in range(len(plan.workload.blocks))]
+
+
+def _phases(plan: Plan, work: Work) -> tuple[float, float]:
+    """Seconds of all phases, and of those after the first way up."""
+    layers, phases, turns_s = range(1, plan.workload.n_layers + 1), work.phases, _backwards_s(plan, work)
+    buffers = buffers_of(plan, 1 if plan.policy.transfer_chunk_bytes is None else max(len(plan.chunks(b)) for b in layers))
+    all_s = phases.loss_s + phases.up_s(buffers) + phases.back_s(buffers, turns_s)
+    return all_s, phases.after_first_way_up_s(buffers, turns_s)
+
+
+def idle_in_turns(plan: Plan, phases: Phases) -> dict[Key, float]:
+    """Seconds for which lanes do nothing, where gradients of single micro-batches leave: a vocabulary block's next one is computed
+    when the last has left, leaves when that has been added, and is added when it has left. In no lane lies anything between."""
+    if plan.reduced:
+        return {}
+    between = {kind: sum(_between_s(phases, kind, block) for block in (0, phases.head)) for kind in (Kind.OFFLOAD, Kind.ACCUMULATE)}
+    leaving_s, adding_s = between[Kind.OFFLOAD], between[Kind.ACCUMULATE]
+    return {Lane.GPU: leaving_s, Lane.D2H: adding_s, Lane.CPU: leaving_s}
+
+
+def _between_s(phases: Phases, kind: Kind, block: int) -> float:
+    """Seconds of a vocabulary block's op, once between every two micro-batches of a group."""
+    turns = phases.vocab[kind, block]
+    return (turns.n - phases.n_groups) * turns.shortest_s
+
+
+def is_first_gradient(plan: Plan, kind: Kind, block: int) -> bool:
+    """Whether the first of these ops brings the step's first gradient home."""
+    return (kind, block) == (Kind.OFFLOAD, plan.workload.n_layers + 1)
+
+
+def first_gradient_s(plan: Plan, phases: Phases) -> float:
+    """Seconds from the first loss to the first gradient on the host, the head's: all its losses come before if the device sums."""
+    losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD))
+    return (losses.total_s if plan.reduced else losses.shortest_s) + left.shortest_s
+
+
+def early_fetches(group_micro_batches: int, n_spilled: int) -> int:
+    """Boundaries that may be back on the device before the first loss, at most: each has a slot of the ring from then on."""
+    return min(spill_ring_slots(group_micro_batches), group_micro_batches * n_spilled)
+
+
+def _backwards_s(plan: Plan, work: Work) -> float:
+    """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
+    return work.last_backwards_s if plan.policy.gradient_slots == 1 else 0.0
+
+
+def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterator[tuple[Kind, int, Demand, int]]:
+    """What a step of this policy contains at least: kind, block, demand, how often; of one block `only`, if given."""
+    n_micro_batches, policy = plan.semantics.n_micro_batches, plan.policy
+    n_groups = -(-n_micro_batches // policy.group_micro_batches)
+    n_layers, squared, sizes = plan.workload.n_layers, set(policy.square_blocks), of_each_size(plan, n_micro_batches)
+    # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
+    n_turns = 2 * n_groups - 1
+    spared = Counter(dict.fromkeys(_spared_layers(plan), n_turns))
+
+    def chunks(b: int) -> Sequence[int | None]:
+        n = 1 if policy.transfer_chunk_bytes is None else len(plan.chunks(b))
+        return range(n) if n > 1 else (None,)
+
+    def each(kind: Kind, b: int) -> Iterator[tuple[Kind, int, Demand, int]]:
+        for m, count in sizes:
+            yield kind, b, _demand(plan, cost, kind, b, m), count
+
+    for b, block in enumerate(plan.workload.blocks):
+        if only not in (None, b):
+            continue
+        match block.kind:
+            case BlockKind.EMBEDDING:
+                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
+                yield from each(Kind.FORWARD, b)
+            case BlockKind.LAYER:
+                n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b])
+                for chunk in chunks(b):
+                    yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None, chunk), n_loads
+                yield from each(Kind.FORWARD, b)
+                if b % policy.boundary_stride and b != n_layers:
+                    yield from each(Kind.RECOMPUTE, b)
+            case BlockKind.HEAD:
+                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
+        if b in policy.spill_blocks:
+            for moved in (Kind.SPILL, Kind.FETCH):
+                yield from each(moved, b)
+        kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
+        for m, count in plan.alike(range(n_micro_batches)):
+            yield kind, b, _demand(plan, cost, kind, b, m), count
+        if not plan.reduced:
+            yield Kind.OFFLOAD, b, _demand(plan, cost, Kind.OFFLOAD, b, 0), n_micro_batches
+            yield Kind.ACCUMULATE, b, _demand(plan, cost, Kind.ACCUMULATE, b, 0), n_micro_batches
+        updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
+        if b in squared:
+            yield Kind.SQUARE, b, _demand(plan, cost, Kind.SQUARE, b, None), 1
+        norm = () if b in squared and b else (Kind.NORM,)
+        for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), *norm, *updates):
+            for chunk in chunks(b):
+                yield kind, b, _demand(plan, cost, kind, b, None, chunk), 1
+
+
+def of_each_size(plan: Plan, n: int) -> list[tuple[int, int]]:
+    """One of each size among the first n micro-batches, and how many of them have it."""
+    n_smaller = int(plan.semantics.is_smaller(n - 1))
+    return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
+
+
+def _spared_layers(plan: Plan) -> list[int]:
+    """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety."""
+    n_slots = plan.policy.prefetch_depth + 1
+    layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
+    return sorted(layers, key=lambda b: (-plan.workload.blocks[b].slot_elements, b))[:n_slots]
+
+
+def _demand(plan: Plan, cost: CostModel, kind: Kind, block: int, micro_batch: int | None, chunk: int | None = None) -> Demand:
+    return cost.demand(plan, Op(kind, LANE_OF[kind], block, micro_batch, chunk=chunk))

@@ -1,0 +1,98 @@
+"""Which policies are near this one?
+
+What a relaxation would choose leaves out order, and the best of those is not always the best of their neighbourhood. The neighbours
+come in the order in which they are most likely to gain: buffers, sizes of groups, everything of one sort, then block by block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.lower.arenas import can_square, refuse_illegal
+from runtime.errors import PlanError
+from runtime.plan import Plan, Policy, Update
+
+from .space import CHUNKS_PER_LAYER, cut, eager_is_legal, groups_alike
+
+SAVING = ("attention_blocks", "product_blocks", "keep_blocks")  # what a layer may save, the least first
+STEPS = (1, -1, 2, -2, 4)  # so many slots more, or fewer
+
+
+def neighbours(plan: Plan) -> Iterator[Policy]:
+    """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at."""
+    seen = {plan.policy}
+    for policy in _near(plan):
+        if policy not in seen:
+            seen.add(policy)
+            try:
+                refuse_illegal(plan.workload, plan.semantics, policy)
+            except PlanError:
+                continue
+            yield policy
+
+
+def _near(plan: Plan) -> Iterator[Policy]:
+    yield from _buffers(plan.policy)
+    yield from _groups(plan)
+    yield from _wholes(plan)
+    yield from _blocks(plan)
+
+
+def _buffers(policy: Policy) -> Iterator[Policy]:
+    """Other numbers of slots, and gradients that leave sooner or later."""
+    for more in STEPS:
+        yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
+        yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
+    for late in (0, 1):
+        yield replace(policy, offload_late_blocks=late)
+
+
+def _groups(plan: Plan) -> Iterator[Policy]:
+    """Groups of other sizes: as many of them, or a few more or fewer."""
+    policy, n = plan.policy, plan.semantics.n_micro_batches
+    size = policy.group_micro_batches
+    alike = groups_alike(size, n)
+    one_group = {"offload_late_blocks": 0, "transfer_chunk_bytes": None, "square_blocks": ()}
+    for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
+        if 1 <= other <= n and other != size:
+            yield replace(policy, group_micro_batches=other, **({} if other == n else one_group))  # type: ignore[arg-type]
+
+
+def _wholes(plan: Plan) -> Iterator[Policy]:
+    """Everything of one sort done, or nothing."""
+    policy, n_layers = plan.policy, plan.workload.n_layers
+    layers = tuple(range(1, n_layers + 1))
+    for blocks in (tuple(range(n_layers)), ()):
+        yield replace(policy, spill_blocks=tuple(b for b in blocks if b + 1 not in policy.keep_blocks))
+    for blocks in ((), layers, (0, *layers, n_layers + 1)):
+        yield replace(policy, resident_blocks=blocks)
+    for saved in (None, *SAVING):
+        yield _saving(policy, layers, saved)
+    unhurried = replace(policy, speculate_blocks=(), square_blocks=())
+    yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
+    for squared in ((), can_square(plan.workload)):
+        yield replace(policy, square_blocks=tuple(squared))
+    if eager_is_legal(plan.semantics):
+        yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
+    whole = replace(policy, transfer_chunk_bytes=None)
+    yield from (whole, *(cut(whole, plan, n) for n in CHUNKS_PER_LAYER))
+
+
+def _blocks(plan: Plan) -> Iterator[Policy]:
+    """One block done otherwise."""
+    policy, n_layers = plan.policy, plan.workload.n_layers
+    for b in range(1, n_layers + 1):
+        for saved in (*SAVING, None):
+            yield _saving(policy, (b,), saved)
+    everything = range(n_layers + 2)
+    choices = {"resident_blocks": everything, "spill_blocks": range(n_layers), "square_blocks": everything}
+    for name, blocks in choices.items():
+        for b in blocks:
+            changed = {*getattr(policy, name)} ^ {b}
+            yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
+
+
+def _saving(policy: Policy, blocks: tuple[int, ...], saved: str | None) -> Policy:
+    """The policy in which these layers save activations in this one way; None: they save nothing."""
+    found = {name: {*getattr(policy, name)} - {*blocks} | ({*blocks} if name == saved else set()) for name in SAVING}
+    spilled = tuple(b for b in policy.spill_blocks if b + 1 not in found["keep_blocks"])
+    return replace(policy, spill_blocks=spilled, **{name: tuple(sorted(of)) for name, of in found.items()})  # type: ignore[arg-type]

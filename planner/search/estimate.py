@@ -1,0 +1,223 @@
+"""About how fast is a step, before any search?
+
+A greedy plan: two buffers each way, all micro-batches in one group or as many as fit, or one by one; boundaries on the device or on
+the host; and memory filled with what saves most recompute per byte. Its bounds take milliseconds, its simulation some more, and a
+long step is told from two shorter ones.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hwprofiles.schema import Profile
+from planner.lower.lower import lower
+from planner.predict.cost import CostModel, region_of
+from planner.predict.memory import footprint, frame
+from planner.predict.simulate import n_simulated, simulate
+from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Update
+from runtime.plan.footprint import device_needs
+from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
+
+from .bounds import ops_at_least, policy_bound
+from .space import Family, eager_is_legal, tiers_of
+
+BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
+MAX_STEPS = 6  # greedy plans settle in two or three
+FEW_MICRO_BATCHES = 12  # a step of more is told from steps of fewer
+SHORTER = (4, 6)  # micro-batches of these, where all go through a layer together
+SHORTER_GROUPS = (2, 3)
+# Where a step is bound by more than its busiest lane by this, uploads that come again for every group may be worth more than what
+# is saved of activations: then one in so many blocks has its weights on the device before anything else is.
+MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
+GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
+
+
+class Shorter:
+    """Steps that are told from shorter ones of the same model and machine."""
+
+    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
+        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
+        self.n_ops = 0  # that were simulated
+        self._costs: dict[int, CostModel] = {}
+        self._known_s: dict[Policy, float] = {}
+
+    def sizes(self, policy: Policy) -> tuple[int, ...]:
+        """Batches of the steps that one is told from: two shorter ones, or its own where it is short."""
+        of, group = self.semantics, policy.group_micro_batches
+        n_groups = -(-of.n_micro_batches // group)
+        n, shorter, each = (n_groups, SHORTER_GROUPS, group) if n_groups > 1 else (of.n_micro_batches, SHORTER, 1)
+        if of.n_micro_batches <= FEW_MICRO_BATCHES or n <= max(shorter):
+            return (of.batch_size,)
+        return tuple(of.batch_size - (n - size) * each * of.micro_batch for size in shorter)  # the last one stays as it is
+
+    def step_s(self, policy: Policy) -> float:
+        """About the seconds of a step, extrapolated where it is long."""
+        if policy not in self._known_s:
+            batches = self.sizes(policy)
+            steps_s = [self._simulated_s(policy, replace(self.semantics, batch_size=n)) for n in batches]
+            per_sequence_s = (steps_s[-1] - steps_s[0]) / (batches[-1] - batches[0]) if len(batches) > 1 else 0.0
+            self._known_s[policy] = steps_s[-1] + (self.semantics.batch_size - batches[-1]) * per_sequence_s
+        return self._known_s[policy]
+
+    def _simulated_s(self, policy: Policy, of: Semantics) -> float:
+        policy = replace(policy, group_micro_batches=min(policy.group_micro_batches, of.n_micro_batches))
+        plan = lower(self.model, self.workload, of, policy, {})
+        self.n_ops += n_simulated(plan)
+        cost = self._costs.setdefault(of.batch_size, CostModel(self.profile))
+        return simulate(plan, cost.demands(plan), region_of(self.profile), MAX_STEPS).step_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Upgrade:
+    """A layer that saves more than it did, so that it computes less again."""
+
+    seconds_per_byte: float
+    block: int
+    saved: Saved | None  # None: everything
+
+
+class Greedy:
+    """Greedy policies of one workload."""
+
+    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
+        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
+        self.cost, self.shorter = CostModel(profile), Shorter(model, workload, semantics, profile)
+        self._frames: dict[Policy, Plan] = {}
+        self._lanes_s: dict[Policy, float] = {}
+        self._bounds_s: dict[Policy, float] = {}
+
+    def policies(self) -> list[Policy]:
+        """Those that fit."""
+        n = self.semantics.n_micro_batches
+        found: dict[Policy, None] = {}
+        for group in (n, 1):
+            for spills in (False, True):
+                filled, has_all = self._filled(group, spills)
+                if filled is None and group > 1:
+                    filled, has_all = self._of_largest_group(spills)
+                if filled is not None:
+                    found[filled] = None
+                if has_all:
+                    break  # what boundaries on the host would make room for is there
+                if filled is not None and group < n and self.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
+                    others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
+                    found |= {other: None for other in others if other is not None}
+        return list(found)
+
+    # -- how long a step takes --------------------------------------------------------------------------------------
+
+    def lanes_s(self, policy: Policy) -> float:
+        """No step is shorter than the ops of its busiest lane, one after the other."""
+        if policy not in self._lanes_s:
+            busy_s = dict.fromkeys(Lane, 0.0)
+            for kind, _, demand, count in ops_at_least(self._frame(policy), self.cost):
+                busy_s[LANE_OF[kind]] += count * demand.uncontended_s
+            self._lanes_s[policy] = max(busy_s.values())
+        return self._lanes_s[policy]
+
+    def bound_s(self, policy: Policy) -> float:
+        """Nor than what shares the machine, and the ring of updates, allow."""
+        if policy not in self._bounds_s:
+            self._bounds_s[policy] = policy_bound(self._frame(policy), self.cost).seconds
+        return self._bounds_s[policy]
+
+    def step_s(self, policy: Policy) -> float:
+        """About the seconds of a step, not below its bound."""
+        return max(self.bound_s(policy), self.shorter.step_s(policy))
+
+    # -- what it does with memory -----------------------------------------------------------------------------------
+
+    def _of_largest_group(self, spills: bool) -> tuple[Policy | None, bool]:
+        """With half of the micro-batches in a group, or a quarter, and so on."""
+        group = self.semantics.n_micro_batches // 2
+        while group > 1:
+            filled, has_all = self._filled(group, spills)
+            if filled is not None:
+                return filled, has_all
+            group //= 2
+        return None, False
+
+    def _filled(self, group: int, spills: bool, n_resident: int = 0) -> tuple[Policy | None, bool]:
+        """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
+        update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
+        family = Family(update, group, group, boundary_stride=1)
+        spilled = tuple(range(self.workload.n_layers)) if spills else ()
+        blocks = sorted(range(len(self.workload.blocks)), key=self._order(group))
+        turn = {b: i for i, b in enumerate(blocks)}
+        resident = tuple(sorted(blocks[:n_resident]))
+        of_family = replace(family.policy(self.semantics), spill_blocks=spilled, resident_blocks=resident)
+        leans = (replace(of_family, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
+        lean = next((lean for lean in leans if footprint(self._frame(lean), self.profile).fits), None)
+        if lean is None:
+            return None, False
+        framed = self._frame(lean)
+        upgrades = sorted(self._upgrades(lean, family), key=lambda u: (-u.seconds_per_byte, turn[u.block]))
+        least, most = 0, len(upgrades) + len(self.workload.blocks)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._fits(framed, _with(lean, upgrades, blocks, middle)):
+                least = middle
+            else:
+                most = middle - 1
+        return _with(lean, upgrades, blocks, least), least >= len(upgrades)
+
+    def _order(self, group: int) -> Callable[[int], float]:
+        """Which blocks get memory first: those that are needed first, the last; or where weights come again for every group, blocks
+        spread evenly, so that between two uploads there is always something to compute."""
+        return (lambda b: -b) if group == self.semantics.n_micro_batches else (lambda b: b * GOLDEN % 1.0)
+
+    def _fits(self, lean: Plan, policy: Policy) -> bool:
+        """Whether the device has room for what a lean plan that fits would save and keep besides."""
+        of = self.profile.device
+        plan = replace(lean, policy=policy)
+        needs = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
+        item = ITEM_BYTES[self.semantics.compute_dtype]
+        more = set(policy.resident_blocks).difference(lean.policy.resident_blocks)
+        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in more)
+        return sum(needs.values()) + resident_bytes + of.context_bytes.value <= of.memory_bytes.value
+
+    def _upgrades(self, lean: Policy, family: Family) -> Iterator[_Upgrade]:
+        """Of each layer the ways to save, each worth less per byte than the one before."""
+        known: dict[int, list[tuple[float, Saved | None]]] = {}
+        for b, block in enumerate(self.workload.blocks[1:-1], start=1):
+            key = id(block.matmuls)  # which layers that differ in nothing but names have in common
+            if key not in known:
+                known[key] = _hull(self._ways(block, lean, family))
+            yield from (_Upgrade(per_byte, b, saved) for per_byte, saved in known[key])
+
+    def _ways(self, block: Block, lean: Policy, family: Family) -> list[tuple[float, float, Saved | None]]:
+        """Bytes that a layer saves of a micro-batch, and seconds that it computes again."""
+        ways: list[tuple[float, float, Saved | None]] = []
+        for saved in tiers_of(block, family.boundary_stride):
+            again = None if saved is None else block.recompute(saved, lean.early_stop)
+            if again is not None:
+                ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
+            elif not lean.spill_blocks:  # what keeps everything keeps its input
+                ways.append((block.kept_bytes, 0.0, None))
+        return ways
+
+    def _frame(self, policy: Policy) -> Plan:
+        if policy not in self._frames:
+            self._frames[policy] = frame(self.model, self.workload, self.semantics, policy)
+        return self._frames[policy]
+
+
+def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
+    """The policy with the first n upgrades; beyond the last one, weights of the first of these blocks stay on the device."""
+    saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # a layer's last one counts
+    return replace(
+        lean,
+        keep_blocks=tuple(sorted(b for b, s in saved.items() if s is None)),
+        product_blocks=tuple(sorted(b for b, s in saved.items() if s is Saved.PRODUCTS)),
+        attention_blocks=tuple(sorted(b for b, s in saved.items() if s is Saved.ATTENTION)),
+        resident_blocks=tuple(sorted(blocks[: max(len(lean.resident_blocks), n - len(upgrades))])),
+    )
+
+
+def _hull(ways: Sequence[tuple[float, float, Saved | None]]) -> list[tuple[float, Saved | None]]:
+    """Seconds that each further byte saves, and for what: from the first way on, always the one that saves most."""
+    n_bytes, seconds, _ = ways[0]
+    found: list[tuple[float, Saved | None]] = []
+    while better := [((seconds - s) / max(1.0, b - n_bytes), b, s, saved) for b, s, saved in ways if s < seconds and b >= n_bytes]:
+        per_byte, n_bytes, seconds, saved = max(better, key=lambda way: way[:3])
+        found.append((per_byte, saved))
+    return found

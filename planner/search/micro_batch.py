@@ -1,0 +1,183 @@
+"""How many sequences and tokens are computed at a time, when the user does not say?"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hwprofiles.schema import Profile
+from planner.model.workload import build_workload, can_tile_mlp
+from planner.predict.memory import footprint, frame
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model, Workload
+
+from .estimate import Greedy
+from .space import leanest
+
+LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
+MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a smaller tile
+# Into so many parts a batch is cut: between two neighbours nothing is much faster than both. Into more only
+# where fewer do not fit, for then a plan is long, and what a part loses by being small is a small share of the step.
+N_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MORE_PARTS = tuple(1 << n for n in range(9, 31))
+MOST_MICRO_BATCHES = 20_000  # of a step that is looked at: even what groups more could have takes long to list
+# Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
+# least about.
+NEAR_FRACTION = 0.001
+# Tokens whose logits exist at a time, where they are not too many. More read the sum of the head's gradient less often; as fused
+# kernels leave little else to do, that shows.
+LOSS_TILE = {"eager": 1024, "fused": 4096}
+SMALLER_LOSS_TILE = 4  # times: a quarter of the logits, as a smaller tile still costs little
+# Tokens: each tile reads its weights' gradient and adds it to a sum, ten bytes a parameter, for six FLOP a parameter and token
+LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128
+SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fields of Semantics that are proposed here
+
+
+def with_micro_batch(
+    model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES
+) -> tuple[Semantics, Workload]:
+    """The semantics with micro-batch and tiles pinned: a function of model, machine, batch and sequence.
+
+    Only the sizes named in `free` are proposed, the others stay. Proposed are those with which a step is fastest, as far as greedy
+    plans tell; the last micro-batch of a step may be smaller than the others. Where none fits they are those that need least.
+    """
+    sizes = _worth_looking_at(possible_sizes(model, semantics, profile, free))
+    if len(sizes) == 1:
+        return sizes[0]
+    steps_s = estimated(model, sizes, profile)
+    if not steps_s:
+        return _that_fits(model, sizes, profile)
+    limit_s = min(steps_s.values()) * (1 + NEAR_FRACTION)
+    return sizes[min(i for i, step_s in steps_s.items() if step_s <= limit_s)]
+
+
+def sizes_that_fit(
+    model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES
+) -> tuple[Semantics, Workload]:
+    """Sizes as `with_micro_batch` proposes them, but for how fast they are: if those fit, so do these."""
+    return _that_fits(model, _worth_looking_at(possible_sizes(model, semantics, profile, free)), profile)
+
+
+def possible_sizes(
+    model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES
+) -> list[tuple[Semantics, Workload]]:
+    """The sizes among which the fastest is looked for, the largest micro-batch first.
+
+    Those with which the leanest plan fits the device: with the usual tile of the loss, and where its logits would take much of the
+    device also with a smaller one. And by tiles, of the MLP too, the smallest micro-batch that does not fit otherwise, and
+    the least of all where it does not leave room: the largest tiles that leave room; else those that do when boundaries go to the
+    host; else those with which it fits so, without room; else those that need least.
+    """
+    defaults = {"mlp_tile_tokens": None, "loss_tile_tokens": LOSS_TILE[semantics.loss]}
+    semantics = replace(semantics, **{name: value for name, value in defaults.items() if name in free})  # type: ignore[arg-type]
+    memory_bytes = profile.device.memory_bytes.value
+    found: dict[Semantics, Workload] = {}
+    too_large: Semantics | None = None
+    for n in candidates(semantics.batch_size) if "micro_batch" in free else [semantics.micro_batch]:
+        if found and n * max(N_PARTS) < semantics.batch_size:
+            break
+        usual = replace(semantics, micro_batch=n)
+        for of, workload in _by_loss_tiles(model, usual, profile, free):
+            lean = Policy(early_stop=True, spill_blocks=tuple(range(workload.n_layers)))
+            if _device_bytes(model, of, workload, lean, profile) <= memory_bytes:
+                found[of] = workload
+        if usual not in found:
+            too_large = usual
+    least, workload = usual, build_workload(model, usual)
+    leaves_room = _device_bytes(model, least, workload, Policy(), profile) <= LEAST_FRACTION * memory_bytes
+    tiled = [_in_tiles(model, of, profile, free) for of in (too_large, None if leaves_room else least) if of is not None]
+    found |= {of: workload for of, workload in tiled if of not in found}
+    return sorted(found.items(), key=lambda size: -size[0].micro_batch)
+
+
+def _by_loss_tiles(model: Model, of: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[tuple[Semantics, Workload]]:
+    """The sizes themselves; and with a smaller tile of the loss, if that saves much and may be chosen."""
+    workload = build_workload(model, of)
+    yield of, workload
+    spare_bytes = _head_bytes_above_others(workload)
+    if "loss_tile_tokens" in free and spare_bytes >= MUCH_FRACTION * profile.device.memory_bytes.value:
+        of = replace(of, loss_tile_tokens=of.loss_tile_tokens // SMALLER_LOSS_TILE)
+        yield of, build_workload(model, of)
+
+
+def _head_bytes_above_others(workload: Workload) -> int:
+    *others, head = workload.blocks
+    return head.transient_bytes - max(block.transient_bytes for block in others)
+
+
+def candidates(batch_size: int) -> list[int]:
+    """Micro-batches worth trying, the largest first: the batch in equal parts, but for what the last one lacks."""
+    return sorted({-(-batch_size // n) for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
+
+
+def estimated(model: Model, sizes: Sequence[tuple[Semantics, Workload]], profile: Profile) -> dict[int, float]:
+    """About how long a step is with the fastest of these sizes, by number, and with those that are nearly as fast.
+
+    The policy with the lowest bound is looked at more closely, until what is lowest has been simulated.
+    """
+    greedy = [Greedy(model, workload, of, profile) for of, workload in sizes]
+    policies = [(i, policy) for i, of in enumerate(greedy) for policy in of.policies()]
+    closer = (Greedy.lanes_s, Greedy.bound_s, Greedy.step_s)
+    ready = [(greedy[i].lanes_s(policy), 0, n) for n, (i, policy) in enumerate(policies)]  # seconds, how closely, which
+    heapq.heapify(ready)
+    found: dict[int, float] = {}
+    while ready:
+        seconds, level, n = heapq.heappop(ready)
+        if found and seconds > min(found.values()) * (1 + NEAR_FRACTION):
+            break
+        i, policy = policies[n]
+        if level == len(closer) - 1:
+            found.setdefault(i, seconds)
+        elif i not in found:
+            heapq.heappush(ready, (closer[level + 1](greedy[i], policy), level + 1, n))
+    return found
+
+
+def _worth_looking_at(sizes: Sequence[tuple[Semantics, Workload]]) -> Sequence[tuple[Semantics, Workload]]:
+    """Those of which a plan can be written; where there are none, just the one that needs least, and the user is told."""
+    return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
+
+
+def _that_fits(model: Model, sizes: Sequence[tuple[Semantics, Workload]], profile: Profile) -> tuple[Semantics, Workload]:
+    """The first with which some policy fits; else the last, which needs least of the device."""
+    for of, workload in sizes[:-1]:
+        if any(needs.fits for _, needs in leanest(model, workload, of, profile)):
+            return of, workload
+    return sizes[-1]
+
+
+def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> tuple[Semantics, Workload]:
+    """The same micro-batch with the tiles that leave room, or come nearest to it."""
+    memory_bytes = profile.device.memory_bytes.value
+    by_tiles = list(_by_tiles(model, semantics, free))
+    spilled = Policy(spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
+    for policy, fraction in ((Policy(), LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+        for tried, workload in by_tiles:
+            if _device_bytes(model, tried, workload, policy, profile) <= fraction * memory_bytes:
+                return tried, workload
+    return min(by_tiles, key=lambda sizes: _device_bytes(model, sizes[0], sizes[1], spilled, profile))
+
+
+def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Iterator[tuple[Semantics, Workload]]:
+    """Tiles that may be chosen, the largest first; those of the loss only shrink while no other block needs more."""
+    mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
+    if "mlp_tile_tokens" in free and can_tile_mlp(model):
+        mlp_tiles += _powers_of_two(LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
+    for mlp_tile in mlp_tiles:
+        loss_tiles = [semantics.loss_tile_tokens]
+        if "loss_tile_tokens" in free:
+            loss_tiles = _powers_of_two(LEAST_LOSS_TILE, LOSS_TILE[semantics.loss])
+        for loss_tile in loss_tiles:
+            tried = replace(semantics, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
+            workload = build_workload(model, tried)
+            yield tried, workload
+            if _head_bytes_above_others(workload) <= 0:
+                break
+
+
+def _device_bytes(model: Model, semantics: Semantics, workload: Workload, policy: Policy, profile: Profile) -> int:
+    return footprint(frame(model, workload, semantics, policy), profile).device_peak_bytes
+
+
+def _powers_of_two(least: int, most: int) -> list[int]:
+    """All from `most` down to `least`."""
+    return [1 << n for n in range(most.bit_length() - 1, -1, -1) if least <= 1 << n <= most]

@@ -1,0 +1,220 @@
+"""How long do groups of micro-batches take for their ways up and down the layers, at least?
+
+On the compute lane a group's ops come in four phases, one after another: up the layers, the loss, down the layers, the embedding's
+backward. Groups follow each other, so a step is at least the sum of all phases (docs/bounds.md, "Phases").
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from planner.lower.arenas import N_STAGING_SLOTS
+from runtime.plan import LANE_OF, Kind, Plan
+from runtime.plan.workload import BlockKind
+
+from .facets import Key, add, nothing
+
+
+@dataclass(slots=True)
+class Turns:
+    """Ops of one kind of a vocabulary block: how often, seconds on their lane in all, and of the shortest."""
+
+    n: int = 0
+    total_s: float = 0.0
+    shortest_s: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """How much of one phase's work may be done before it begins or after it ends."""
+
+    n_loads: int  # that may have begun before
+    n_slots: int  # gradients of layers in device slots
+    n_staged: int  # and on the host, waiting to be added
+
+
+@dataclass(slots=True)
+class Phases:
+    """What all groups ask for on their ways, in seconds of every facet.
+
+    Times of phases are of all groups together, were every group as the mean of them.
+    """
+
+    n_groups: int
+    equal: bool  # all groups are as large
+    first_fraction: float  # of the step's work that the first group, the largest, has at most
+    n_gradients: int  # of layers, that leave in the phase down of the smallest group
+    in_turn: int  # gradients of one vocabulary block that the smallest group sends one after another
+    head: int
+    up: dict[Key, float] = field(default_factory=nothing)  # computing
+    down: dict[Key, float] = field(default_factory=nothing)
+    loads: dict[Key, float] = field(default_factory=nothing)  # one way of one group
+    largest_load: dict[Key, float] = field(default_factory=dict)
+    leaving: dict[Key, float] = field(default_factory=nothing)  # gradients of layers, and what the host adds of them
+    head_leaving: dict[Key, float] = field(default_factory=nothing)  # the head's last gradient of one group
+    one_leaving: dict[int, dict[Key, float]] = field(default_factory=dict)  # one gradient of each layer
+    one_staged: dict[int, dict[Key, float]] = field(default_factory=dict)  # of it, what is left to do once it is on the host
+    vocab: dict[tuple[Kind, int], Turns] = field(default_factory=dict)
+
+    # -- the vocabulary blocks: a gradient is computed when the one before has left, and leaves when that has been added --------
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether gradients of single micro-batches leave, several of a block in every group."""
+        return (Kind.ACCUMULATE, 0) in self.vocab and self.in_turn > 1
+
+    @property
+    def loss_s(self) -> float:
+        """From the start of a group's first loss to the end of its last."""
+        return self._computing_s(Kind.LOSS, self.head)
+
+    @property
+    def embedding_s(self) -> float:
+        """From the start of the embedding's first backward to the end of its last."""
+        return self._computing_s(Kind.BACKWARD, 0)
+
+    def _computing_s(self, kind: Kind, block: int) -> float:
+        computing, left_s, added_s = self._turn(kind, block)
+        apart_s = (computing.n - self.n_groups) * left_s
+        adding_s = (computing.n - 2 * self.n_groups) * added_s + 2 * self.n_groups * computing.shortest_s
+        return apart_s + max(computing.total_s, adding_s if self.takes_turns else 0.0)
+
+    @property
+    def embedding_after_layers_s(self) -> float:
+        """From when all gradients of layers have left to the end of the embedding's last backward, where it takes turns."""
+        computing, left_s, added_s = self._turn(Kind.BACKWARD, 0)
+        between_s = (computing.n - 2 * self.n_groups) * max(computing.shortest_s, added_s)
+        return (computing.n - self.n_groups) * left_s + between_s + self.n_groups * computing.shortest_s
+
+    @property
+    def home_s(self) -> float:
+        """From when all gradients of layers have left to when the embedding's last has."""
+        computing, left_s, added_s = self._turn(Kind.BACKWARD, 0)
+        if (Kind.ACCUMULATE, 0) not in self.vocab:
+            return self.n_groups * self.vocab[Kind.OFFLOAD, 0].shortest_s
+        return computing.n * left_s + (computing.n - self.n_groups) * max(computing.shortest_s, added_s)
+
+    def _turn(self, kind: Kind, block: int) -> tuple[Turns, float, float]:
+        """What computes, and seconds for which a gradient leaves and is added before the next can."""
+        if (Kind.ACCUMULATE, block) not in self.vocab:
+            return self.vocab[kind, block], 0.0, 0.0
+        return (
+            self.vocab[kind, block],
+            self.vocab[Kind.OFFLOAD, block].shortest_s,
+            self.vocab[Kind.ACCUMULATE, block].shortest_s,
+        )
+
+    # -- the layers -----------------------------------------------------------------------------------------------------
+
+    def up_s(self, buffers: Buffers) -> float:
+        """The ways up the layers."""
+        return max(self.up[key] + self.loads_s(key, buffers) for key in self.up)
+
+    def down_s(self, buffers: Buffers) -> float:
+        """The ways down, until the last backward: gradients in slots leave later."""
+        late_s = ((key, self.left_s(key, buffers)) for key in self.down)
+        return max(self.down[key] + self.loads_s(key, buffers) + max(0.0, left_s) for key, left_s in late_s)
+
+    def down_and_left_s(self, buffers: Buffers) -> float:
+        """The ways down, until the last gradient of a layer has left."""
+        return max(self.down[key] + self.loads_s(key, buffers) + max(0.0, self.all_left_s(key, buffers)) for key in self.down)
+
+    def loads_s(self, key: Key, buffers: Buffers) -> float:
+        """Loads that lie wholly within the ways."""
+        return self.n_groups * max(0.0, self.loads[key] - buffers.n_loads * self.largest_load.get(key, 0.0))
+
+    def left_s(self, key: Key, buffers: Buffers) -> float:
+        """What of gradients leaves before the last backwards end: all but those in slots.
+
+        The head's last gradient leaves before those of layers; so if any of these has left and been added, that has, too.
+        """
+        in_slots_s = buffers.n_slots * _largest_s(self.one_leaving, key) + buffers.n_staged * _largest_s(self.one_staged, key)
+        head_s = self.head_leaving[key] if self.n_gradients > buffers.n_slots + buffers.n_staged else 0.0
+        return self.leaving[key] + self.n_groups * (head_s - in_slots_s)
+
+    def all_left_s(self, key: Key, buffers: Buffers) -> float:
+        """What of gradients is done when the last of them has left: all but what is still to be added."""
+        head_s = self.head_leaving[key] if self.n_gradients > buffers.n_staged else 0.0
+        return self.leaving[key] + self.n_groups * (head_s - buffers.n_staged * _largest_s(self.one_staged, key))
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    def back_s(self, buffers: Buffers, turns_s: float) -> float:
+        """From the last losses to the ends of the embedding's last backwards. `turns_s`: of layers' backwards and gradients that
+        leave, one after the other."""
+        late_s = self.n_groups * _largest_s(self.one_leaving, LANE_OF[Kind.OFFLOAD])
+        computed_s = max(turns_s - late_s, self.down_s(buffers)) + self.embedding_s
+        if not self.takes_turns:
+            return computed_s
+        return max(computed_s, max(turns_s, self.down_and_left_s(buffers)) + self.embedding_after_layers_s)
+
+    def around_s(self, buffers: Buffers, turns_s: float) -> float:
+        """From the last losses of groups to the first losses of the groups that follow."""
+        computed_s = self.back_s(buffers, turns_s) + self.up_s(buffers)
+        return max(computed_s, max(turns_s, self.down_and_left_s(buffers)) + self.home_s)
+
+    def after_first_way_up_s(self, buffers: Buffers, turns_s: float) -> float:
+        """From the first loss of the step to the norm."""
+        around_s, up_s = self.around_s(buffers, turns_s), self.up_s(buffers)
+        back_s, home_s = self.back_s(buffers, turns_s), max(turns_s, self.down_and_left_s(buffers)) + self.home_s
+        if self.equal:
+            return self.loss_s + (1 - 1 / self.n_groups) * around_s + max(back_s, home_s) / self.n_groups
+        # Of every sum over the groups but the first, or but the last and smallest, at least this share is left.
+        others = 1 - self.first_fraction
+        return self.loss_s + max(back_s + others * up_s, others * around_s)
+
+
+def _largest_s(of: Mapping[int, Mapping[Key, float]], key: Key) -> float:
+    return max((load[key] for load in of.values()), default=0.0)
+
+
+def phases_of(plan: Plan, groups: range) -> Phases:
+    """The phases of the plan's groups, nothing counted yet; their size is any of `groups`, which make equally many."""
+    n, n_layers = plan.semantics.n_micro_batches, plan.workload.n_layers
+    smallest, largest = min(n % size or size for size in groups), groups[-1]
+    n_groups, n_whole = -(-n // largest), n - bool(plan.semantics.n_left)
+    equal = n_groups * largest == n_whole
+    return Phases(
+        n_groups, equal, min(1.0, largest / max(1, n_whole)), n_layers * (1 if plan.reduced else smallest), smallest, n_layers + 1
+    )
+
+
+def buffers_of(plan: Plan, n_loads_per_block: int) -> Buffers:
+    """What may slip from phase to phase with the plan's policy."""
+    n_slots, n_staged = plan.policy.gradient_slots, staged_slots(plan)
+    return Buffers((plan.policy.prefetch_depth + 1) * n_loads_per_block, n_slots, n_staged)
+
+
+def staged_slots(plan: Plan) -> int:
+    """Gradients of layers that may have left the device and are still to be added on the host."""
+    return 0 if plan.reduced else N_STAGING_SLOTS
+
+
+def add_to_phases(phases: Phases, plan: Plan, kind: Kind, block: int, load: Mapping[Key, float], count: int) -> None:
+    """Count an op so many times where it belongs."""
+    if plan.workload.blocks[block].kind is not BlockKind.LAYER:
+        _add_vocab(phases, kind, block, load, count)
+        return
+    match kind:
+        case Kind.FORWARD:
+            add(phases.up, load, count)
+        case Kind.BACKWARD | Kind.RECOMPUTE | Kind.SQUARE:
+            add(phases.down, load, count)
+        case Kind.LOAD if block not in plan.policy.resident_blocks:
+            add(phases.loads, load, 1)
+            phases.largest_load |= {key: max(s, phases.largest_load.get(key, 0.0)) for key, s in load.items()}
+        case Kind.OFFLOAD | Kind.ACCUMULATE:
+            add(phases.leaving, load, count)
+            add(phases.one_leaving.setdefault(block, nothing()), load, 1)
+            add(phases.one_staged.setdefault(block, nothing()), load, int(kind is Kind.ACCUMULATE))
+        case _:
+            pass
+
+
+def _add_vocab(phases: Phases, kind: Kind, block: int, load: Mapping[Key, float], count: int) -> None:
+    turns = phases.vocab.setdefault((kind, block), Turns())
+    turns.n += count
+    turns.total_s += count * load[LANE_OF[kind]]
+    turns.shortest_s = min(turns.shortest_s, load[LANE_OF[kind]])
+    if block and kind in (Kind.OFFLOAD, Kind.ACCUMULATE):
+        add(phases.head_leaving, load, 1)

@@ -1,0 +1,156 @@
+"""What is the smallest change that makes it fit?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from hwprofiles.schema import Profile
+from planner.lower.arenas import refuse_illegal
+from planner.lower.lower import MOST_ALIKE_GROUPS, is_long
+from planner.model.workload import build_workload
+from planner.predict.memory import Footprint, footprint, frame, short_of
+from runtime.errors import DoesNotFitError, PlanError
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model, Workload
+from runtime.units import GB
+
+from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_that_fit, with_micro_batch
+from .space import leanest
+
+MAX_CHANGES = 3
+MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
+
+
+def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = None) -> int:
+    """More ops than the policy's plan has; without one, than the plan of one micro-batch after another, which is the shortest.
+
+    Of a block, for each micro-batch that is written down: two loads, forward, recompute or spill and fetch, backward, offload,
+    accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm (of all chunks a square), two of
+    updating.
+    """
+    policy, n_written = policy or Policy(), semantics.n_micro_batches
+    if is_long(workload, semantics, policy):
+        n_written = min(n_written, (2 * MOST_ALIKE_GROUPS + 1) * policy.group_micro_batches)
+    return sum(8 * n_written + 6 * len(block.parameters) for block in workload.blocks)
+
+
+def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> int | None:
+    """How many ops a plan may have that would be too long to write; None where it is not."""
+    n_ops = most_ops(workload, semantics, policy)
+    return n_ops if n_ops > MAX_PLAN_OPS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for. `free`: sizes that were chosen, not given, so that a change of something else chooses them again."""
+
+    model: Model
+    semantics: Semantics
+    profile: Profile
+    fixed: Policy | None
+    free: frozenset[str]
+
+    def fits(self) -> bool:
+        """Whether some policy that may be chosen fits. So many micro-batches that even their groups take long to list are none."""
+        if self.semantics.n_micro_batches > MOST_MICRO_BATCHES:
+            return False
+        workload = build_workload(self.model, self.semantics)
+        if too_long(workload, self.semantics, self.fixed):
+            return False
+        if self.fixed is not None:
+            try:
+                refuse_illegal(workload, self.semantics, self.fixed)
+            except PlanError:  # with other micro-batches, say, than its groups have
+                return False
+            return footprint(frame(self.model, workload, self.semantics, self.fixed), self.profile).fits
+        return any(needs.fits for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+
+
+def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
+    """The error that names the missing bytes and the smallest changes that fit; `found`: what each policy needs.
+
+    The missing bytes and the change of memory are those of one policy, so that the one mends the other.
+    """
+    nearest = _nearest(found)
+    others = (text for text, changed in _changes(request, found) if changed.fits())
+    changes = list(islice(others, MAX_CHANGES - 1))
+    larger = (text for text, changed in _with_memories(request, nearest) if changed.fits())
+    changes += islice(larger, 1)
+    smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
+    name = request.model.name or "the model"
+    message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
+    return DoesNotFitError(message, nearest.short_device_bytes, nearest.short_host_bytes, smallest)
+
+
+def _nearest(found: list[Footprint]) -> Footprint:
+    """What is missing least: host memory first, for it can be bought; a device's is what it is."""
+    on_device = [n for n in found if not n.short_device_bytes]
+    on_host = [n for n in found if not n.short_host_bytes]
+    if on_device:
+        return min(on_device, key=lambda n: (n.host_peak_bytes, n.device_peak_bytes))
+    if on_host:
+        return min(on_host, key=lambda n: (n.device_peak_bytes, n.host_peak_bytes))
+    return min(found, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
+
+
+def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
+    """Single changes to try, memory apart: first those that cost nothing but bits, then sizes."""
+    s = request.semantics
+    if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
+        yield "--master bf16", _changed(request, master_dtype="bf16")
+    if s.gradient_dtype == "fp32":
+        yield "--gradient-dtype bf16", _changed(request, gradient_dtype="bf16")
+    if s.clip_norm is not None and s.on_nonfinite == "stop":
+        yield "--clip-norm none", _changed(request, clip_norm=None)
+    if any(n.short_device_bytes for n in found):
+        workload = build_workload(request.model, s)
+        least, below = -(-s.batch_size // MOST_MICRO_BATCHES), min(s.micro_batch, _most_sequences(request, workload) + 1)
+        smaller = [b for b in candidates(s.batch_size) if least <= b < below]
+        short_enough = (b for b in smaller if not too_long(workload, replace(s, micro_batch=b), request.fixed))
+        fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in short_enough)
+        shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
+        for sizes in (fewer, shorter):
+            yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest that fits
+
+
+def _most_sequences(request: Request, workload: Workload) -> int:
+    """So many that the device has room for one boundary."""
+    sequence_bytes = workload.blocks[0].boundary_bytes // request.semantics.micro_batch
+    return int(request.profile.device.memory_bytes.value) // sequence_bytes
+
+
+def _changed(request: Request, **changes: Any) -> Request:
+    """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
+    semantics = replace(request.semantics, **changes)
+    if free := request.free - changes.keys():
+        # Which sizes are fastest takes longer to tell, and only one policy fits with some of those with which others do not
+        choose = sizes_that_fit if request.fixed is None else with_micro_batch
+        semantics = choose(request.model, semantics, request.profile, free)[0]
+    return replace(request, semantics=semantics)
+
+
+def _with_memories(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+    """A machine with what is missing; if a policy was asked for that needs more with the sizes chosen there, also smaller ones."""
+    text, larger = _with_memory(request, needs)
+    yield text, larger
+    if request.fixed is not None and "micro_batch" in request.free:
+        for n in candidates(request.semantics.batch_size):
+            if n < larger.semantics.micro_batch:
+                yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
+
+
+def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request]:
+    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them."""
+    missing = (
+        ("device", needs.device_peak_bytes, needs.short_device_bytes),
+        ("host", needs.host_peak_bytes, needs.short_host_bytes),
+    )
+    sizes = {place: -(-peak // _step(peak)) * _step(peak) for place, peak, short in missing if short}
+    text = " ".join(f"--{place}-memory {n // GB}GB" for place, n in sizes.items())
+    profile = request.profile.with_memory(sizes.get("device"), sizes.get("host"))
+    return text, _changed(replace(request, profile=profile))
+
+
+def _step(n_bytes: int) -> int:
+    return 10 * GB if n_bytes > 100 * GB else GB

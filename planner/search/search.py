@@ -1,0 +1,179 @@
+"""Which plan should we run?
+
+The answer to that: the best plan that branch and bound found (`branch.py`), what a step of it takes, and a certificate of how far
+from optimal it can be.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hwprofiles.schema import Profile
+from planner.lower.arenas import refuse_illegal
+from planner.predict.arithmetic import arithmetic
+from planner.predict.cost import CostModel
+from planner.predict.memory import Footprint, footprint, frame
+from planner.predict.resident import Resident, resident
+from planner.predict.simulate import Prediction
+from runtime.plan import Plan, Policy, Semantics
+from runtime.plan.region import Resource
+from runtime.plan.workload import Model, Workload
+
+from .bounds import FACET, LANE_NAME, machine_bound, policy_bound
+from .branch import Tree, Trial
+from .estimate import Greedy
+from .remedy import Request, does_not_fit
+from .space import baseline, eager_is_legal, family_of, leanest
+from .uncertainty import Interval, interval
+
+ROUNDING = 1 - 1e-9  # of sums of floats
+BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How far from optimal the plan can be: no policy of the space is below one bound; no schedule is below the other that has this
+    micro-batch and updates on the host."""
+
+    policy_bound_s: float
+    machine_bound_s: float
+    gap_fraction: float
+    binding: str
+    n_families: int  # that the bound covers; 0: it is that of the one policy asked for
+    n_simulated: int
+    # With what the claim can be made again: the share of steps that are clipped (None: nobody said), the draws of the interval,
+    # and the code that did the arithmetic.
+    clipped_fraction: float | None
+    n_draws: int
+    seed: int
+    arithmetic: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The plan chosen, and all that is known of it."""
+
+    plan: Plan
+    prediction: Prediction  # of a step that is not clipped
+    step_s: float  # the mean over steps that are clipped and steps that are not
+    p10_step_s: float
+    p90_step_s: float
+    needs: Footprint
+    certificate: Certificate
+    baselines: dict[str, dict[str, Any]]
+    outside: tuple[str, ...]  # what the profile never measured and the costs rest on
+    next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
+    clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
+    drawn: Interval  # of step times, as the profile's spreads allow them
+    resident: Resident | None  # what a step would take with all state on the device; None: device and host are one memory
+
+    def claim(self) -> dict[str, Any]:
+        """What a plan file says of its plan."""
+        return {"prediction": self.prediction_json(), "certificate": asdict(self.certificate)}
+
+    def all_baselines(self) -> dict[str, dict[str, Any]]:
+        """The schedules of other systems, and `resident` where that means something: what a step takes, or why it does not fit."""
+        return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
+
+    def prediction_json(self) -> dict[str, Any]:
+        step_s, semantics = self.step_s, self.plan.semantics
+        return {
+            "step_s": step_s,
+            "p10_step_s": self.p10_step_s,
+            "p90_step_s": self.p90_step_s,
+            "tokens_per_s": semantics.tokens_per_step / step_s,
+            "model_flop_per_s": model_flop(self.plan) / step_s,
+            "device_peak_bytes": self.needs.device_peak_bytes,
+            "host_peak_bytes": self.needs.host_peak_bytes,
+            "busy_s": {str(lane): seconds for lane, seconds in self.prediction.busy_s(self.plan).items()},
+        }
+
+
+def model_flop(plan: Plan) -> int:
+    """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention."""
+    counts = plan.alike(range(plan.semantics.n_micro_batches))
+    return 3 * sum(count * sum(b.forward_flop for b in plan.blocks_of(m)) for m, count in counts)
+
+
+def search(
+    model: Model,
+    workload: Workload,
+    semantics: Semantics,
+    profile: Profile,
+    fixed: Policy | None = None,
+    free: frozenset[str] = frozenset(),
+    clipped_fraction: float | None = None,
+) -> Answer:
+    """The fastest plan found, with its certificate; with a `fixed` policy, that one.
+
+    DoesNotFitError when no policy fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
+    them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: nobody knows, so nothing is updated before
+    the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have.
+    """
+    refuse_illegal(workload, semantics, fixed or Policy())
+    if clipped_fraction is None and eager_is_legal(semantics):
+        clipped_fraction = 0.0  # nothing is ever clipped or skipped
+    trial = Trial(model, workload, semantics, profile, clipped_fraction)
+    request = Request(model, semantics, profile, fixed, free)
+    known = trial.baselines()
+    if fixed is None:
+        tree = Tree(trial)
+        start = [baseline(name, semantics, workload) for name, said in known.items() if "step_s" in said]
+        greedy = Greedy(model, workload, semantics, profile)  # on which the choice of sizes rests
+        likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
+        tree.explore([*start, *sorted(likely, key=greedy.lanes_s)[:1]])
+        if tree.best is None:
+            raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
+        best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)
+        relaxed = tree.relaxation.solve(family_of(best, semantics))
+        repeats = trial.tried[best][1].periodic
+        assert not repeats or relaxed is None or trial.step_s(best) >= relaxed.bound_s * ROUNDING, (
+            f"{best} is below the bound of its family"
+        )
+    else:
+        plan = frame(model, workload, semantics, fixed)
+        if not (needs := footprint(plan, profile)).fits:
+            raise does_not_fit(request, [needs])
+        best, bound_s, n_families = fixed, policy_bound(plan, trial.cost).seconds, 0
+        trial.step_s(fixed)
+    return answer_of(trial, best, bound_s, n_families, known)
+
+
+def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known: dict[str, dict[str, Any]]) -> Answer:
+    """What is known of a policy that was tried, where no other one of so many families is below the bound."""
+    plan, prediction = trial.tried[best]
+    step_s, profile = trial.step_s(best), trial.profile
+    machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
+    # Steps that find no rhythm are a mean of the last, which may be any moment's.
+    assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
+    policy_bound_s = max(min(step_s, bound_s), machine.seconds)
+    binding = binding_of(plan, prediction, trial.cost) or own.binding
+    drawn = interval(plan, profile)
+    certificate = Certificate(
+        policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried), trial.clipped_fraction,
+        drawn.n_draws, drawn.seed, arithmetic(),
+    )  # fmt: skip
+    p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
+    needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
+    clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None
+    return Answer(
+        plan, prediction, step_s, p10_step_s, p90_step_s, needs, certificate, known, outside, trial.next_best(best), clipped_step_s,
+        drawn, resident(plan, trial.cost),
+    )  # fmt: skip
+
+
+def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:
+    """What the step is full of: the resource, or else the lane, in use for most of it. None: no one of them binds, but their order.
+
+    A shared resource comes before the lanes: one that is used up slows every lane that draws on it, and makes them look busy.
+    """
+    drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
+    for i, demand in enumerate(cost.demands(plan)):
+        for resource, per_s in demand.uses:
+            drawn[resource] += plan.often(i) * min(per_s, cost.capacity[resource]) * demand.alone_s
+    resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
+    lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
+    for shares in (resources, lanes):
+        name = max(shares, key=lambda name: shares[name])
+        if shares[name] >= BUSY_FRACTION:
+            return name
+    return None

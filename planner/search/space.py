@@ -1,0 +1,205 @@
+"""Which policies are there to choose from?
+
+The space is cut into *families*: when the host updates, how many micro-batches go through a layer at a time, how many layers
+share a boundary. Inside a family the rest is free: buffers, and block by block what is saved, spilled, resident, updated on
+speculation, or squared on the device for the norm. A family stands for all sizes of groups that make as many, and for a barrier
+before the next forward, which only adds a wait. A baseline is a known system's *schedule* under the user's own semantics: the
+bits of the result are the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hwprofiles.schema import Profile
+from planner.lower.arenas import can_split
+from planner.predict.memory import Footprint, footprint, frame
+from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan.workload import Block, Model, Saved, Workload
+
+BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
+PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried
+GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last stands for more, too
+OFFLOAD_LATE_BLOCKS = (0, 1)
+STRIDES = (1, 2, 4)
+CHUNKS_PER_LAYER = (2, 4)  # about so many transfers, where a layer does not move in one
+MEGATRAIN_STRIDE = 4  # of its layers share a boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What policies have in common whose other choices one relaxation bounds together: groups of some size from the smaller to
+    the larger, both of which make as many."""
+
+    update: Update
+    group_micro_batches: int
+    largest_group: int
+    boundary_stride: int
+
+    @property
+    def groups(self) -> range:
+        return range(self.group_micro_batches, self.largest_group + 1)
+
+    def halves(self) -> "tuple[Family, Family]":
+        """The smaller sizes and the larger ones, of several."""
+        middle = (self.group_micro_batches + self.largest_group) // 2
+        return replace(self, largest_group=middle), replace(self, group_micro_batches=middle + 1)
+
+    def policy(self, semantics: Semantics) -> Policy:
+        """The leanest member that spills nothing. Split masters and an early stop are never worse where they are possible."""
+        return Policy(
+            group_micro_batches=self.group_micro_batches,
+            update=self.update,
+            boundary_stride=self.boundary_stride,
+            storage="split" if can_split(semantics) else "mirrored",
+            early_stop=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """How many blocks of each class of equal ones use what memory is left; classes as `classes_of` lists them."""
+
+    keep: tuple[int, ...]
+    products: tuple[int, ...]
+    attention: tuple[int, ...]
+    resident: tuple[int, ...]
+    speculate: tuple[int, ...]
+    square: tuple[int, ...]
+    n_spilled: int
+
+
+def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
+    """The schedule of a known system, one micro-batch after another as all of them do it; the rest of what makes it that system
+    (dtypes, layout, copies within a memory) is left out. Facts: docs/accuracy.md, what the systems are taken to do."""
+    match name:
+        case "megatrain":
+            # Every fourth boundary stays, so backward computes layers again to have their inputs, and then once more each.
+            return Policy(prefetch_depth=1, gradient_slots=2, boundary_stride=min(MEGATRAIN_STRIDE, workload.n_layers))
+        case "megatrain-plus":
+            # Every boundary stays, and a third buffer.
+            return Policy(prefetch_depth=2, gradient_slots=2)
+        case "slideformer":
+            # Boundaries go to the host; each layer's optimizer as its gradient arrives, which is exact only without a global norm.
+            update = Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
+            return Policy(prefetch_depth=2, gradient_slots=2, update=update, spill_blocks=tuple(range(workload.n_layers - 1)))
+        case "zero3-offload":
+            # One gradient buffer: the next backward waits until the last gradient has left.
+            return Policy(prefetch_depth=1, gradient_slots=1)
+        case _:
+            raise AssertionError(f"no baseline {name!r}")
+
+
+def eager_is_legal(semantics: Semantics) -> bool:
+    """Whether an update may run before the global norm is known."""
+    return semantics.clip_norm is None and semantics.on_nonfinite == "stop"
+
+
+def families(semantics: Semantics, workload: Workload) -> list[Family]:
+    """Every family, eager updates only where they are legal."""
+    updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
+    strides = [stride for stride in STRIDES if stride <= workload.n_layers]
+    sizes = group_sizes(semantics.n_micro_batches)
+    return [Family(update, s[0], s[-1], stride) for update, s, stride in product(updates, sizes, strides)]
+
+
+def family_of(policy: Policy, semantics: Semantics) -> Family:
+    """The family, of those searched, whose bound is the policy's, too."""
+    update = Update.EAGER if policy.update is Update.EAGER else Update.DEFERRED
+    sizes = groups_alike(policy.group_micro_batches, semantics.n_micro_batches)
+    return Family(update, sizes[0], sizes[-1], policy.boundary_stride)
+
+
+def group_sizes(n_micro_batches: int) -> list[range]:
+    """From layer-major to row-major, for every number of groups that there can be, the sizes that make so many."""
+    found = [groups_alike(n_micro_batches, n_micro_batches)]
+    while found[-1][0] > 1:
+        found.append(groups_alike(found[-1][0] - 1, n_micro_batches))
+    return found
+
+
+def groups_alike(size: int, n_micro_batches: int) -> range:
+    """The sizes that make as many groups as this one."""
+    n_groups = -(-n_micro_batches // size)
+    largest = n_micro_batches if n_groups == 1 else -(-n_micro_batches // (n_groups - 1)) - 1
+    return range(-(-n_micro_batches // n_groups), largest + 1)
+
+
+def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Plan, Footprint]]:
+    """Of each family the policies that ask least of the device, and of the host; if none fits, none of the space does."""
+    for family in families(semantics, workload):
+        lean = family.policy(semantics)
+        spilling = replace(lean, spill_blocks=tuple(range(workload.n_layers)))
+        for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
+            plan = frame(model, workload, semantics, policy)
+            yield plan, footprint(plan, profile)
+
+
+def classes_of(workload: Workload) -> list[list[int]]:
+    """Blocks that differ in nothing but names: the embedding, each class of layers by its first layer, the head."""
+    classes: dict[object, list[int]] = {}
+    for b, block in enumerate(workload.blocks):
+        classes.setdefault(_nameless(block), []).append(b)
+    return list(classes.values())
+
+
+def _nameless(block: Block) -> Block:
+    shapes = tuple(replace(p, name="") for p in block.parameters)
+    return replace(block, name="", parameters=shapes)
+
+
+def tiers_of(block: Block, boundary_stride: int) -> list[Saved | None]:
+    """The ways in which a layer may save activations; None: it keeps them all."""
+    if boundary_stride > 1:
+        return [Saved.BOUNDARY]
+    richer = [s for s in (Saved.ATTENTION, Saved.PRODUCTS) if block.recompute(s, True) is not None]
+    return [Saved.BOUNDARY, *richer, None]
+
+
+def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
+    """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
+    the first. `spread`: evenly over the layers, so that uploads between them are spaced. Squared are the first layers: their
+    gradients come last, when the step waits for the norm."""
+    classes = classes_of(workload)
+    place = _spread if spread else _packed
+    keep, products, attention, resident, square = [], [], [], [], []
+    for i, blocks in enumerate(classes):
+        saving = place(blocks, fill.keep[i] + fill.products[i] + fill.attention[i])
+        attention += saving[: fill.attention[i]]
+        products += saving[fill.attention[i] : fill.attention[i] + fill.products[i]]
+        keep += saving[fill.attention[i] + fill.products[i] :]
+        resident += _spread(blocks, fill.resident[i]) if spread else blocks[: fill.resident[i]]
+        square += blocks[: fill.square[i]]
+    kept_inputs = {b - 1 for b in keep}
+    return replace(
+        policy,
+        keep_blocks=tuple(sorted(keep)),
+        product_blocks=tuple(sorted(products)),
+        attention_blocks=tuple(sorted(attention)),
+        resident_blocks=tuple(sorted(resident)),
+        square_blocks=tuple(sorted(square)),
+        speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),
+        spill_blocks=tuple([b for b in range(workload.n_layers) if b not in kept_inputs][: fill.n_spilled]),
+    )
+
+
+def cut(policy: Policy, plan: Plan, n: int) -> Policy:
+    """The policy with layers moved in about n parts."""
+    weights = plan.arena("weights")
+    assert weights is not None, "every plan streams weights"
+    return replace(policy, transfer_chunk_bytes=weights.slot_bytes[0] // n)
+
+
+def speculated(n: int, n_blocks: int) -> tuple[int, ...]:
+    """So many blocks, evenly spaced: then the host has work throughout backward, and throughout the next forward."""
+    return tuple(_spread(range(n_blocks), n))
+
+
+def _packed(blocks: Sequence[int], n: int) -> list[int]:
+    """The last n."""
+    return list(blocks[len(blocks) - n :])
+
+
+def _spread(blocks: Sequence[int], n: int) -> list[int]:
+    """n of them, evenly spaced, the last one among them."""
+    return [blocks[(i + 1) * len(blocks) // n - 1] for i in range(n)]

@@ -1,0 +1,1 @@
+"""How is a plan, or a run, told?"""

@@ -1,0 +1,259 @@
+"""What does the plan say, in words?"""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hwprofiles.schema import Profile
+from planner.predict.memory import Footprint
+from planner.predict.resident import advice
+from planner.search.search import Answer, Certificate
+from runtime.plan import Lane, Plan, Policy, Semantics, Update
+from runtime.units import show_bytes, show_count, show_rate, show_seconds
+
+from .waterfall import sensitivities, waterfall
+
+LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploading weights", Lane.D2H: "downloading gradients", Lane.CPU: "host optimizer"}
+UPDATE_WORDS = {
+    Update.EAGER: "each block as its gradient arrives",
+    Update.BARRIER: "when the norm is known, all before the next step",
+    Update.DEFERRED: "when the norm is known, block by block into the next forward",
+}
+MANY_FRACTION = 0.25  # of the numbers assumed or from a datasheet: then the reader should know
+SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
+PIPE_COLUMNS = 120
+CONVENTION = "forward and twice that, causal half of attention, no recompute"
+
+
+def explain(answer: Answer, profile: Profile, console: Console, measurements: Sequence[tuple[str, ...]] | None = None) -> None:
+    """Print the plan: what it is, how fast, what it takes, what binds, how sure; `measurements`: rows under a head, if wanted."""
+    group = Group(*_parts(answer, profile), *([] if measurements is None else _measurements(measurements)))
+    if console.is_terminal:
+        console.print(group)
+        return
+    console.width = PIPE_COLUMNS
+    with console.capture() as captured:
+        console.print(group)
+    for line in captured.get().splitlines():
+        console.file.write(line.rstrip() + "\n")  # a pipe wants neither colours nor the padding of tables
+
+
+def kernels_in_words(semantics: Semantics) -> str:
+    """`fused norm, loss and pointwise; cudnn attention`: what computes besides products."""
+    fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) == "fused"]
+    attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
+    others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
+    return f"{others}; {attention} attention"
+
+
+def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
+    plan, claim, certificate = answer.plan, answer.prediction_json(), answer.certificate
+    semantics, policy = plan.semantics, plan.policy
+    resident = advice(None if answer.resident is None else answer.resident.step_s, answer.step_s)
+    yield _rows(
+        (
+            "model",
+            f"{plan.model.name or plan.model.path}: {show_count(plan.workload.n_params)} parameters, "
+            f"{plan.workload.n_layers} layers",
+        ),
+        ("machine", f"{profile.name}: {profile.summary}"),
+        *((("resident", resident),) if resident is not None else ()),
+        (
+            "step",
+            f"{semantics.batch_size} sequences of {semantics.seq_len} tokens, "
+            f"in {micro_batches_in_words(semantics)}; "
+            f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
+            f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
+        ),
+        ("kernels", kernels_in_words(semantics)),
+        *(("" if i else "policy", text) for i, text in enumerate(clauses(policy, plan).values())),
+    )
+    yield Text()
+    yield _rows(
+        (
+            "predicted",
+            f"{show_seconds(claim['step_s'])} a step (P10 to P90: {show_seconds(claim['p10_step_s'])} to "
+            f"{show_seconds(claim['p90_step_s'])}), {claim['tokens_per_s']:,.0f} tokens/s",
+        ),
+        ("", f"{show_rate(claim['model_flop_per_s'], 'FLOP')} of model work: {CONVENTION}"),
+        ("binding", certificate.binding),
+        ("proof", certificate_sentence(certificate, claim["step_s"])),
+        *(() if answer.next_best is None else (_next_best(answer, *answer.next_best),)),
+        *(() if answer.clipped_step_s is None else (("clipped", _clipped(answer, answer.clipped_step_s)),)),
+        *((("note", "no steady rhythm found: the step is the mean of the last steps"),) if not answer.prediction.periodic else ()),
+    )
+    yield Text()
+    lanes = _table("lane", "busy", "share of the step")
+    for lane in Lane:
+        busy_s = claim["busy_s"][str(lane)]
+        lanes.add_row(f"{lane}: {LANE_TITLE[lane]}", show_seconds(busy_s), f"{busy_s / claim['step_s']:.0%}")
+    yield lanes
+    yield Text()
+    parts = _table("the step is", "takes", "in all", "share")
+    for row in waterfall(plan, profile).rows():
+        parts.add_row(*row)
+    yield parts
+    yield Text()
+    gains = _table("10 % more of", "saves", "of the step")
+    for found in sensitivities(plan, profile):
+        gains.add_row(*found.row())
+    yield gains
+    yield Text()
+    yield _memory(answer.needs)
+    yield Text()
+    others = _table("schedule", "step", "this plan is")
+    for name, said in answer.all_baselines().items():
+        if "step_s" in said:
+            others.add_row(name, show_seconds(said["step_s"]), f"{said['step_s'] / claim['step_s']:.2f} times as fast")
+        else:
+            others.add_row(name, "does not fit", said["does_not_fit"])
+    yield others
+    yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
+    if answer.resident is not None:
+        yield Text("Resident: all state and AdamW on the device, as no plan has it yet, with this micro-batch.", style="dim")
+    yield Text()
+    yield from map(Text, sureness(answer, profile))
+
+
+def _next_best(answer: Answer, policy: Policy, step_s: float) -> tuple[str, str]:
+    """The fastest plan of another kind, how much slower it is (or faster, than a policy that was asked for), and how it differs."""
+    mine, other = clauses(answer.plan.policy, answer.plan), clauses(policy, answer.plan)
+    differences = [text for topic, text in other.items() if text != mine.get(topic)]
+    differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
+    title = "next best" if step_s >= answer.step_s else "faster"
+    return title, f"{show_seconds(step_s)} ({step_s / answer.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
+
+
+def _clipped(answer: Answer, clipped_step_s: float) -> str:
+    """What it costs to have updated too early."""
+    unclipped_s = answer.prediction.step_s
+    return f"a step takes {show_seconds(unclipped_s)}, and {clipped_step_s / unclipped_s - 1:.1%} more if its gradient is clipped"
+
+
+def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
+    """What the schedule does, a clause per topic; no clause where it does the usual thing."""
+    n_late, n_slots = policy.offload_late_blocks, counted(policy.gradient_slots, "gradient slot")
+    said = {
+        "order": _order(policy, plan.semantics.n_micro_batches),
+        "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
+        "gradients": n_slots + (f", each leaving when {counted(n_late, 'more layer')} is computed" if n_late else ""),
+        "activations": _saved(policy, plan.workload.n_layers),
+    }
+    if policy.resident_blocks:
+        said["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
+    if policy.spill_blocks:
+        said["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
+    if policy.storage == "split":
+        said["storage"] = "masters split into bf16 and 16 bits"
+    if policy.transfer_chunk_bytes is not None:
+        said["transfers"] = f"layers moved {show_bytes(policy.transfer_chunk_bytes)} at a time"
+    if policy.square_blocks:
+        said["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
+    early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
+    return said | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
+
+
+def _order(policy: Policy, n_micro_batches: int) -> str:
+    """How micro-batches go through the layers."""
+    if n_micro_batches == 1:
+        return "one micro-batch"
+    if policy.group_micro_batches >= n_micro_batches:
+        return "layer by layer over all micro-batches"
+    if policy.group_micro_batches > 1:
+        return f"layer by layer over groups of {policy.group_micro_batches} micro-batches"
+    return "one micro-batch after another"
+
+
+def _saved(policy: Policy, n_layers: int) -> str:
+    """What backward finds of each layer: `saved for backward: all of 5 layers, the inputs of 24; the rest is computed again`."""
+    ways = (("all", policy.keep_blocks), ("the products", policy.product_blocks), ("what attention made", policy.attention_blocks))
+    saved = [f"{what} of {counted(len(blocks), 'layer')}" for what, blocks in ways if blocks]
+    n_recomputed = n_layers - sum(len(blocks) for _, blocks in ways)
+    if n_recomputed:
+        inputs = "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}"
+        saved.append(f"{inputs} of {counted(n_recomputed, 'layer')}")
+    stop = ", up to the last product" if policy.early_stop else ""
+    again = "" if len(policy.keep_blocks) == n_layers else f"; the rest is computed again{stop}"
+    return f"saved for backward: {', '.join(saved)}{again}"
+
+
+def counted(n: int, noun: str, plural: str = "s") -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{n} {noun}{'' if n == 1 else plural}"
+
+
+def micro_batches_in_words(semantics: Semantics) -> str:
+    """`5 micro-batches of 16, the last of 3`."""
+    last = f", the last of {semantics.n_left}" if semantics.n_left else ""
+    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}"
+
+
+def certificate_sentence(certificate: Certificate, step_s: float) -> str:
+    """How near to the best the plan is known to be."""
+    whose = "no policy is" if certificate.n_families else "this policy is not"
+    return (
+        f"{whose} below {show_seconds(certificate.policy_bound_s)} "
+        f"(gap {certificate.gap_fraction:.1%} of a step of {show_seconds(step_s)}); "
+        f"no schedule that updates on the host, with this micro-batch, is below {show_seconds(certificate.machine_bound_s)}"
+    )
+
+
+def sureness(answer: Answer, profile: Profile) -> Iterator[str]:
+    """What the prediction rests on."""
+    counts = profile.count_sources()
+    soft = counts["assumed"] + counts["datasheet"]
+    named = f"{counts['assumed']} are assumed and {counts['datasheet']} from datasheets"
+    yield f"Of {sum(counts.values())} numbers in the profile, {named}."
+    if soft > MANY_FRACTION * sum(counts.values()):
+        yield "That is many: the prediction is as good as they are; measure the machine with `penstock probe` and plan again."
+    if answer.outside:
+        yield f"Outside what was measured, taken at the nearest point: {'; '.join(answer.outside)}."
+
+
+def _measurements(rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
+    """Which measurements would make the prediction surer, the best first."""
+    yield Text()
+    if not rows:
+        yield Text("No measurement would narrow P10 to P90: all that the step waits for is measured.")
+        return
+    head, *found = rows
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in head:
+        table.add_column(title)
+    for row in found:
+        table.add_row(*row)
+    yield table
+
+
+def _memory(needs: Footprint) -> Table:
+    table = _table("memory", "needs", "has")
+    for title, parts, peak, has in (
+        ("device", needs.device, needs.device_peak_bytes, needs.device_memory_bytes),
+        ("host", needs.host, needs.host_peak_bytes, needs.host_memory_bytes),
+    ):
+        table.add_row(title, show_bytes(peak), show_bytes(has))
+        shown = {name: n for name, n in parts.items() if n >= SMALL_FRACTION * peak}
+        for name, n_bytes in sorted(shown.items(), key=lambda item: (-item[1], item[0])):
+            table.add_row(f"  {name.replace('_', ' ')}", show_bytes(n_bytes), "")
+        rest = peak - sum(shown.values())
+        if rest:
+            table.add_row("  other", show_bytes(rest), "")
+    return table
+
+
+def _rows(*rows: tuple[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for title, text in rows:
+        table.add_row(title, Text(text))
+    return table
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="right" if i == 1 else "left")
+    return table

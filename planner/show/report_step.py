@@ -1,0 +1,84 @@
+"""Which stretch of a timeline shows what a step looks like?
+
+From the start of the first op on the device to that of the next step: in a steady rhythm every op is in it once, whichever step it
+belongs to, and all that the device waits for at the seam of two steps is one gap at the right end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from planner.predict.simulate import Prediction
+from runtime.plan import Lane, Plan
+from runtime.plan.timeline import Span, Timeline
+
+WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline
+READ_ON_STEPS = 2  # a slot that is written in one step is read for the last time by the end of the next
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The spans around one step, and where that step begins and ends. Spans of it may begin before or end after it."""
+
+    step: int
+    start_s: float
+    end_s: float
+    spans: tuple[Span, ...]  # at least all that touch the stretch
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def within(self) -> list[Span]:
+        """What of the spans lies in the stretch, in seconds since its start; steps are counted from the one it shows."""
+        return [
+            Span(s.op, s.step - self.step, max(s.start_s, self.start_s) - self.start_s, min(s.end_s, self.end_s) - self.start_s)
+            for s in self.spans
+            if s.start_s < self.end_s and s.end_s > self.start_s
+        ]
+
+
+def predicted_stretch(plan: Plan, prediction: Prediction) -> Stretch:
+    """The last step that was simulated, or one like it; where the steps repeat, what runs ahead of it is known from them."""
+    if not prediction.periodic or prediction.step_s <= 0:
+        return measured_stretch(plan, prediction.timeline)
+    spans, n_cycle = list(prediction.timeline.spans), prediction.n_cycle_steps
+    n_steps, period_s = len(prediction.timeline.step_ends_s), n_cycle * prediction.step_s
+    cycle = [s for s in spans if s.step >= n_steps - n_cycle]
+    known_s = min(s.start_s for s in cycle) + period_s  # from here on, ops of later steps are not among the spans
+    n_periods, end_s = 0, max(s.end_s for s in cycle)
+    while known_s + n_periods * period_s < end_s + READ_ON_STEPS * prediction.step_s:
+        n_periods += 1
+        later_s = n_periods * period_s
+        spans += [Span(s.op, s.step + n_periods * n_cycle, s.start_s + later_s, s.end_s + later_s) for s in cycle]
+    return _typical(_stretches(plan, spans)[n_steps - n_cycle : n_steps])
+
+
+def measured_stretch(plan: Plan, timeline: Timeline) -> Stretch:
+    """A settled step of median length; of a run that was too short for one, the last that there is."""
+    found = _stretches(plan, timeline.spans)
+    if found:
+        return _typical(found[WARM_UP_STEPS:] or found[-1:])
+    last = max((s.step for s in timeline.spans), default=0)
+    of_last = [s for s in timeline.spans if s.step == last]
+    start_s, end_s = min((s.start_s for s in of_last), default=0.0), max((s.end_s for s in of_last), default=0.0)
+    return Stretch(last, start_s, end_s, timeline.spans)
+
+
+def _stretches(plan: Plan, spans: Sequence[Span]) -> list[Stretch]:
+    """Every step of which the next one's beginning is known, in order; without their spans but the whole."""
+    first = next((i for i, op in enumerate(plan.ops) if op.lane is Lane.GPU), 0)
+    starts_s = sorted((s.step, s.start_s) for s in spans if s.op == first)
+    everything = tuple(spans)
+    return [
+        Stretch(a, start_s, end_s, everything) for (a, start_s), (b, end_s) in pairwise(starts_s) if b == a + 1 and end_s > start_s
+    ]
+
+
+def _typical(stretches: Sequence[Stretch]) -> Stretch:
+    """The one of median length: of two in the middle the shorter, of equal ones the first. Only spans near it are kept."""
+    chosen = sorted(stretches, key=lambda s: s.length_s)[(len(stretches) - 1) // 2]
+    near = range(chosen.step - READ_ON_STEPS, chosen.step + READ_ON_STEPS + 1)
+    return replace(
+        chosen, spans=tuple(s for s in chosen.spans if s.step in near or (s.start_s < chosen.end_s and s.end_s > chosen.start_s))
+    )

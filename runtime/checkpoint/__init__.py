@@ -1,0 +1,1 @@
+"""How is the state saved, and found again?"""

@@ -1,0 +1,65 @@
+"""Which checkpoints stay, and which one is gone on from?
+
+A folder named `checkpoint-N` is whole. What is about to be deleted loses that name first, so that a run that is killed meanwhile
+leaves nothing that looks whole and is not.
+"""
+
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from runtime.errors import CheckpointError
+
+from .checkpoint import load_state, whole
+
+_LEFT_OVER = re.compile(r"(checkpoint-[0-9]+)\.(partial|replaced|removed)")
+
+
+def keep_last(folder: Path, n: int, step: int) -> None:
+    """Of the checkpoints up to this step only the last `n` stay. Those of later steps are of a course that was left: the user's."""
+    so_far = [path for at, path in whole(folder) if at <= step]
+    for path in so_far[: max(0, len(so_far) - n)]:
+        removed = path.with_name(path.name + ".removed")
+        try:
+            _remove(removed)
+            path.rename(removed)
+            _remove(removed)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be removed ({error.strerror}); remove it, or keep more checkpoints") from None
+
+
+def clean(folder: Path) -> None:
+    """Put away what runs that were killed have left. Of a checkpoint that was being replaced one of the two is whole, and stays."""
+    try:
+        left = [(m, path) for path in folder.iterdir() if (m := _LEFT_OVER.fullmatch(path.name))]
+        for m, path in left:
+            final = path.with_name(m[1])
+            if m[2] == "replaced" and not final.exists():
+                path.rename(final)
+            else:
+                _remove(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be removed ({error.strerror}); choose another --out") from None
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def offers(folder: Path, damaged: Path) -> Path | None:
+    """The newest checkpoint before a damaged one that can be gone on from; every file of it is read. None where there is none."""
+    for path in reversed([path for _, path in whole(folder)]):
+        if _step(path) < _step(damaged):
+            with suppress(CheckpointError):
+                return load_state(path).path
+    return None
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))

@@ -1,0 +1,61 @@
+"""Which kernel attends on a GPU, and has this one got it?
+
+Plans name it, because it decides bits and time. Documents of a packed sequence are attended to by FlashAttention whatever the plan
+says: cuDNN would make and keep a plan of its own for every length.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from runtime.errors import PlanError
+from runtime.plan import Plan, Semantics
+from runtime.plan.policy import AttentionKernel
+from runtime.plan.workload import ITEM_BYTES
+
+WORDS: Mapping[AttentionKernel, str] = {
+    "flash": "FlashAttention",
+    "deterministic": "FlashAttention with sums in a fixed order",
+    "cudnn": "cuDNN's attention",
+}
+
+
+def use_attention(kernel: AttentionKernel) -> None:
+    """For this process: fused attention is that kernel's. What it does not take, masks above all, is the memory-efficient one's."""
+    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
+
+
+def refuse_any_order(semantics: Semantics) -> None:
+    """PlanError where attention adds in an order that depends on timing."""
+    if semantics.attention == "sdpa" and semantics.attention_kernel != "deterministic":
+        kernel = WORDS[semantics.attention_kernel]
+        raise PlanError(
+            f"--deterministic: the plan attends with {kernel}, which adds in any order; plan again with --deterministic"
+        )
+
+
+def refuse_missing_attention(plan: Plan, can_use: Callable[[AttentionKernel, Any], bool] | None = None) -> None:
+    """PlanError where the GPU lacks the kernel, or it does not take the plan's heads. Little is allocated to find out."""
+    kernel, blocks = plan.semantics.attention_kernel, plan.workload.blocks
+    attention = next((b.attention for b in blocks if b.attention is not None), None)
+    if attention is None or plan.semantics.attention != "sdpa" or kernel == "flash":  # which falls back by itself
+        return
+    if not (can_use or _can_use)(kernel, (attention.n_heads, attention.head_dim, ITEM_BYTES[plan.semantics.compute_dtype])):
+        heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
+        raise PlanError(
+            f"the plan attends with {WORDS[kernel]}, which this GPU or this torch has not got for {heads}; plan again with "
+            + ("--kernels eager" if kernel == "cudnn" else "--kernels eager, and run without --deterministic")
+        )
+
+
+def _can_use(kernel: AttentionKernel, heads: tuple[int, int, int]) -> bool:
+    """Whether torch would take it, by its own word."""
+    n_heads, head_dim, item_bytes = heads
+    dtype = torch.bfloat16 if item_bytes == 2 else torch.float32
+    q = torch.zeros(1, n_heads, 128, head_dim, dtype=dtype, device="cuda", requires_grad=True)
+    params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    if kernel == "cudnn":
+        return torch.backends.cuda.can_use_cudnn_attention(params)
+    return torch.backends.cuda.can_use_flash_attention(params)

@@ -1,0 +1,291 @@
+"""How is one block computed from weights that are somewhere else?
+
+The modules are transformers' own, on the meta device: they hold no weights. Each call binds views of a weight slot to them.
+What the model's own forward passes to its layers (masks, rotary embeddings) is recorded by running that forward with stand-ins
+in the layers' places, so every architecture keeps its own mathematics.
+"""
+
+# B sequences, T tokens, N = B * T, D width, V vocabulary
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from runtime.batch import UNSUPERVISED
+from runtime.errors import WorkloadError
+from runtime.host.memory import DTYPE
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Workload
+
+from .documents import BY_DOCUMENT, Documents, supports_documents
+from .kernels import fused_norm, use_kernels
+from .meta_models import meta_model
+from .pointwise import fastest
+from .tiles import TiledLayer
+
+Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
+HEAD = "lm_head.weight"
+LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place in the model's own forward and notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: LayerInputs | None = None
+        self.hidden_BTD: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        self.hidden_BTD, self.inputs = hidden_states, inputs
+        return hidden_states
+
+
+class Templates:
+    """Stateless templates of every block of one model. Only one thread at a time may use them."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        workload: Workload,
+        semantics: Semantics,
+        policy: Policy | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Build the modules; WorkloadError when they do not have the parameters the workload counted.
+
+        `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
+        (frequencies, scales) will lie on `device`; on the CPU, without one.
+        """
+        self.workload, self.semantics = workload, semantics
+        self.model = meta_model(config, semantics)
+        self._no_documents = supports_documents(config, semantics)
+        if self._no_documents is None:
+            self.model.config._attn_implementation = BY_DOCUMENT
+        body: Any = self.model.model
+        self.layers: list[nn.Module] = list(body.layers)
+        self._refuse_surprises()
+        pointwise = fastest(device or torch.device("cpu"), DTYPE[semantics.compute_dtype])
+        for layer in self.layers:
+            use_kernels(layer, semantics, pointwise)
+        self.norm: nn.Module = fused_norm(body.norm) if semantics.norm == "fused" else body.norm
+        self._tiled = self._by_tiles(policy or Policy())
+        stand_ins = [_StandIn() for _ in self.layers]
+        for stand_in, layer in zip(stand_ins, self.layers, strict=True):
+            for name in ("attention_type", "layer_type"):  # some models read these from the layer
+                if name in vars(layer):
+                    setattr(stand_in, name, vars(layer)[name])
+        body.layers = nn.ModuleList(stand_ins)
+        body.norm = nn.Identity()
+        for part in list(body.modules()):
+            buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta}
+            for name, buffer in buffers.items():  # computed, not stored (inverse frequencies, scales): make them real
+                part.register_buffer(name, torch.empty_like(buffer, device=device or "cpu"), persistent=False)
+            if buffers:
+                self.model._init_weights(part)
+        self.body: nn.Module = body
+        self.stand_ins = stand_ins
+        self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+
+    def _by_tiles(self, policy: Policy) -> list[TiledLayer] | None:
+        """The layers with MLPs that run by tiles; None where the semantics have none, or one would hold all tokens."""
+        tile_tokens = self.semantics.mlp_tile_tokens
+        if tile_tokens is None or tile_tokens >= self.semantics.tokens_per_micro_batch:
+            return None
+        return [TiledLayer(layer, tile_tokens, policy, block) for block, layer in enumerate(self.layers, start=1)]
+
+    def _refuse_surprises(self) -> None:
+        found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
+        if found != planned or list(found) != list(planned):
+            odd = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+            raise WorkloadError(
+                f"the installed transformers builds other parameters than the plan counted (first: {(odd or ['their order'])[0]}); "
+                "make the plan again"
+            )
+
+    def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[LayerInputs]]:
+        """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
+        short = {name.removeprefix("model."): w for name, w in weights.items()}
+        functional_call(self.body, short, (), {"input_ids": tokens_BT, "use_cache": False}, strict=False)
+        hidden_BTD = self.stand_ins[0].hidden_BTD
+        inputs = [s.inputs for s in self.stand_ins]
+        for stand_in in self.stand_ins:
+            stand_in.inputs = stand_in.hidden_BTD = None
+        assert hidden_BTD is not None
+        return hidden_BTD, [i for i in inputs if i is not None]
+
+    def by_document(self, inputs: LayerInputs, documents: Documents) -> LayerInputs:
+        """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
+        if self._no_documents is not None:
+            raise WorkloadError(f"{self._no_documents}; choose another packing")
+        rotary: Any = self.body.rotary_emb
+        like = documents.positions_BT.new_empty(0, dtype=DTYPE[self.semantics.compute_dtype])
+        return inputs | {
+            "position_ids": documents.positions_BT,
+            "position_embeddings": rotary(like, position_ids=documents.positions_BT),
+            "document_tokens": documents.n_tokens,
+        }
+
+    def layer(
+        self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs, again: bool = False
+    ) -> torch.Tensor:
+        """The output (B, T, D) of decoder layer number `block` (1 is the first).
+
+        With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
+        """
+        prefix = f"model.layers.{block - 1}."
+        short = {name.removeprefix(prefix): w for name, w in weights.items()}
+        if self._tiled is not None:
+            out = self._tiled[block - 1](short, hidden_BTD, inputs, again)
+        else:
+            out = functional_call(self.layers[block - 1], short, (hidden_BTD,), inputs, strict=True)
+        return out[0] if isinstance(out, tuple) else out
+
+    def loss(
+        self,
+        weights: Weights,
+        hidden_BTD: torch.Tensor,
+        targets_BT: torch.Tensor,
+        n_supervised: int,
+        head_gradient_VD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
+        """Forward and backward of the head, tile by tile: at most one tile of logits exists.
+
+        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order. Returns the summed (not averaged) loss (fp64,
+        on the device), the gradient of the hidden state, and the gradients of the head's other parameters.
+        """
+        norm_weights = {n.removeprefix("model.norm."): w.detach().requires_grad_() for n, w in weights.items() if n != HEAD}
+        hidden_BTD = hidden_BTD.detach().requires_grad_()
+        with torch.enable_grad():
+            normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
+        normed_ND = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1])
+        targets_N = targets_BT.reshape(-1)
+        gradient_ND = torch.empty_like(normed_ND)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
+        for tile in torch.arange(normed_ND.shape[0]).split(self.semantics.loss_tile_tokens):
+            rows = slice(int(tile[0]), int(tile[-1]) + 1)
+            loss, gradient_ND[rows], dw_VD = self._tile(weights[HEAD], normed_ND[rows], targets_N[rows], n_supervised)
+            head_gradient_VD += dw_VD
+            del dw_VD  # or two tiles' would be alive at a time
+            loss_sum += loss
+        names = list(norm_weights)
+        gradients = torch.autograd.grad(normed_BTD, [hidden_BTD, *norm_weights.values()], gradient_ND.view_as(normed_BTD))
+        return loss_sum, gradients[0], {f"model.norm.{n}": g for n, g in zip(names, gradients[1:], strict=True)}
+
+    def _tile(
+        self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Summed loss of one tile and the gradients of its mean over the step's supervised tokens."""
+        if self.semantics.loss == "fused":
+            with torch.no_grad():
+                return _tile_at_once(head_VD, normed_ND, targets_N, n_supervised)
+        head_VD, normed_ND = head_VD.detach().requires_grad_(), normed_ND.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self._summed_loss(head_VD, normed_ND, targets_N)
+            dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
+        return loss.detach(), dx_ND, dw_VD
+
+    def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = nn.functional.linear(normed_ND, head_VD)
+        if self.logit_soft_cap is not None:
+            logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
+        return logits_NV.float()
+
+    def _summed_loss(self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        if self.semantics.loss == "fused":
+            return row_losses(nn.functional.linear(normed_ND, head_VD), targets_N)[0].sum()
+        logits_NV = self._logits(head_VD, normed_ND)
+        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
+
+    # -- without gradients ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Until the context ends nothing is dropped, and routers do not jitter."""
+        parts: list[Any] = [self.model, self.norm, *self.layers, *(self._tiled or [])]
+        for part in parts:
+            part.train(False)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.train(True)
+
+    def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time."""
+        normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
+        n = self.semantics.loss_tile_tokens
+        for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
+            loss_sum += self._summed_loss(weights[HEAD], rows_ND, targets_N)
+        return loss_sum
+
+    def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Of some rows, (N, V) fp32."""
+        return self._logits(weights[HEAD], self._normed(weights, hidden_ND))
+
+    def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        own = {n.removeprefix("model.norm."): w for n, w in weights.items() if n != HEAD}
+        return functional_call(self.norm, own, (hidden,), strict=True)  # type: ignore[no-any-return]
+
+    def initial_weights(self, block: int, seed: int) -> Weights:
+        """A block's own random weights as transformers would initialise them, fp32; the same for the same seed."""
+        body: Any = self.body
+        modules: dict[str, nn.Module]
+        if block == 0:
+            modules = {"model.embed_tokens.": body.embed_tokens}
+        elif block <= len(self.layers):
+            modules = {f"model.layers.{block - 1}.": self.layers[block - 1]}
+        else:
+            modules = {"model.norm.": self.norm, "lm_head.": self.model.get_output_embeddings()}
+        torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
+        weights: Weights = {}
+        for prefix, module in modules.items():
+            real = _materialised(module)
+            for part in real.modules():
+                self.model._init_weights(part)
+            weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
+        return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
+
+
+def _tile_at_once(
+    head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A tile's loss and gradients with few passes over its logits: probabilities are made once, and become the gradient."""
+    logits_NV = nn.functional.linear(normed_ND, head_VD)
+    losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
+    probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
+    of_row_N = (targets_N != UNSUPERVISED) / n_supervised
+    gradient_NV = torch.mul(probabilities_NV, of_row_N.unsqueeze(1), out=logits_NV)  # rounded where the logits lay
+    return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND
+
+
+def row_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy of each row (N,), 0 where it is not supervised, and the probabilities (N, V); both fp32.
+
+    The loss is log(sum(exp(z - z_max))) + z_max - z_target, of which the first term is -log of the largest probability: no pass
+    over logits of its own, and no logarithm of a probability that is too small for fp32.
+    """
+    largest_N, at_N = logits_NV.max(dim=-1)
+    probabilities_NV = logits_NV.softmax(dim=-1, dtype=torch.float32)
+    of_target_N = logits_NV.gather(1, targets_N.clamp(min=0).unsqueeze(1)).squeeze(1)
+    of_largest_N = probabilities_NV.gather(1, at_N.unsqueeze(1)).squeeze(1)
+    losses_N = (largest_N.float() - of_target_N.float()) - of_largest_N.log()
+    return losses_N.masked_fill(targets_N == UNSUPERVISED, 0.0), probabilities_NV
+
+
+def _materialised(module: nn.Module) -> nn.Module:
+    """A copy of a meta module with real, uninitialised fp32 parameters."""
+    return copy.deepcopy(module).float().to_empty(device="cpu")
+
+
+def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:
+    """Seed of an op's generator: the same for its recompute, different for every other op."""
+    digest = hashlib.blake2b(f"{run_seed} {step} {micro_batch} {block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

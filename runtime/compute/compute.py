@@ -1,0 +1,240 @@
+"""How does the device compute forward, loss and backward of one block?"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from runtime.batch import Batch
+from runtime.host.memory import Arenas
+from runtime.host.updates import StepResult
+from runtime.plan import Op, Plan, Slot
+from runtime.plan.workload import Saved
+
+from .blocks import LayerInputs, Templates, Weights, op_seed
+from .layer_inputs import NotedInputs
+from .recompute import Graph, Replay, kept
+from .tokens import MicroBatch, StepTokens
+from .views import WEIGHT_ARENAS, Views
+
+
+@dataclass(slots=True)
+class ComputedStep(StepResult):
+    """A step whose loss is added up on the device. Nobody looks at it from the host before the step is over."""
+
+    total: torch.Tensor | None = None  # fp64
+    is_there: Callable[[], None] = lambda: None  # returns once the device has added the last micro-batch's
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's supervised tokens."""
+        assert self.total is not None
+        self.is_there()
+        return self.total.item() / self.n_supervised
+
+
+class Compute:
+    """The ops of the gpu lane. Only that lane's thread may use it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        batches: Callable[[int], Batch],
+        results: dict[int, StepResult],
+        seed: int,
+        generator: torch.Generator,
+        losses_are_there: Callable[[int], None],
+    ) -> None:
+        """Build the templates; WorkloadError when transformers builds other modules than the plan counted.
+
+        `batches` gives a step's tokens on the device, `generator` is what dropout draws from there, and `losses_are_there(step)`
+        returns once the device has added up the step's losses.
+        """
+        self.plan, self.arenas, self.results, self.seed = plan, arenas, results, seed
+        self.generator, self.losses_are_there = generator, losses_are_there
+        self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
+        self._views, self._tokens = Views(plan, arenas), StepTokens(plan.semantics, batches)
+        self.passed = NotedInputs(self.templates)
+        self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, by block and micro-batch
+        self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: where weights and input lie
+
+    def forget(self) -> None:
+        """Drop what a run that failed in the middle of a step has left."""
+        self._tokens.forget()
+        self._site = None
+        self._graphs.clear()
+
+    # -- what ops work on -------------------------------------------------------------------------------------------
+
+    def _micro_batch(self, step: int, m: int) -> MicroBatch:
+        if (batch := self._tokens.begin(step)) is not None:
+            total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
+            is_there = partial(self.losses_are_there, step)
+            self.results[step] = ComputedStep(n_supervised=batch.n_supervised, total=total, is_there=is_there)
+        return self._tokens.of(m)
+
+    def _boundary(self, op: Op, slot: Slot) -> torch.Tensor:
+        assert op.micro_batch is not None
+        return self._views.boundary(slot, op.micro_batch)
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def _seed(self, step: int, op: Op) -> None:
+        self.generator.manual_seed(op_seed(self.seed, step, op.micro_batch or 0, op.block))
+
+    def forward(self, op: Op, step: int) -> None:
+        assert op.micro_batch is not None
+        m = op.micro_batch
+        self._seed(step, op)
+        weight_slot = op.slot(*WEIGHT_ARENAS)
+        assert weight_slot is not None
+        if op.block == 0:
+            weights = _leaves(self._views.weights(op.block, weight_slot))
+            tokens = self._micro_batch(step, m)
+            with torch.enable_grad(), self._keeping(weight_slot):
+                output_BTD = self.passed.embed(weights, m, tokens.input_ids_BT, tokens.documents)
+            self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
+        elif (remembering := self._remembering(op, step, weight_slot)) is None:
+            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._boundary(op, op.reads[1])
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
+        else:
+            with remembering:
+                output_BTD = self._with_graph(op, weight_slot, op.reads[1])
+        self._boundary(op, op.writes[0]).copy_(output_BTD.detach())
+
+    def _layer_inputs(self, op: Op) -> LayerInputs:
+        """What the op's layer is passed besides the boundary."""
+        assert op.micro_batch is not None
+        return self.passed.of(op.block, op.micro_batch)
+
+    def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot, again: bool = False) -> torch.Tensor:
+        """A layer's forward with its graph, which is remembered for the backward; with `again` for nothing but that."""
+        assert op.micro_batch is not None
+        weights, hidden_BTD = _leaves(self._views.weights(op.block, weight_slot)), self._boundary(op, input_slot).requires_grad_()
+        with torch.enable_grad():
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again)
+        graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
+        self._graphs[op.block, op.micro_batch] = graph
+        return output_BTD
+
+    def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
+        """What autograd keeps of a layer's forward; None: nothing, or enough has been kept before."""
+        policy, saved = self.plan.policy, self.plan.saved(op.block)
+        if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
+            return None
+        if op.block in policy.keep_blocks:
+            return self._keeping(weight_slot)
+        if saved is Saved.BOUNDARY and not policy.early_stop:
+            return None
+        return Replay(saved, policy.early_stop, lambda: self._again(op, step)).recording()
+
+    def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
+        def rebind(offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
+            assert self._site is not None, "a kept graph used weights while no backward was running"
+            flat = self.arenas.raw(self._site[0])[offset_bytes:].view(like.dtype)
+            return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+        def offset_of(tensor: torch.Tensor) -> int | None:
+            return self.arenas.offset_in(weight_slot, tensor)
+
+        return kept(offset_of, rebind)
+
+    def _again(self, op: Op, step: int) -> None:
+        """A layer's forward a second time, while its backward runs: on weights and input where they lie by then."""
+        assert self._site is not None
+        assert op.micro_batch is not None
+        self._seed(step, op)
+        weights, hidden_BTD = (
+            _leaves(self._views.weights(op.block, self._site[0])),
+            self._boundary(op, self._site[1]).requires_grad_(),
+        )
+        self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, op: Op, step: int) -> None:
+        assert op.micro_batch is not None
+        out_slot = op.slot("boundaries")
+        assert out_slot is not None
+        if op.block:
+            weight_slot, _, input_slot = op.reads[:3]
+            self._site = (weight_slot, input_slot)
+            if (op.block, op.micro_batch) not in self._graphs:
+                self._seed(step, op)
+                self._with_graph(op, weight_slot, input_slot, again=True)
+        graph = self._graphs.pop((op.block, op.micro_batch))
+        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(op, out_slot), allow_unused=True)
+        self._site = None
+        if op.block:
+            assert gradients[0] is not None
+            self._boundary(op, op.writes[0]).copy_(gradients[0])
+            gradients = gradients[1:]
+        found = {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None}
+        self._put_gradient(op, found)
+
+    def loss(self, op: Op, step: int) -> None:
+        assert op.micro_batch is not None
+        self._seed(step, op)
+        weight_slot, boundary_slot = op.reads[:2]
+        weights = self._views.weights(op.block, weight_slot)
+        result = self.results[step]
+        assert isinstance(result, ComputedStep)
+        targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
+        total = op.slot("vocab_sums") or op.slot("vocab_gradients")
+        assert total is not None
+        first = total not in op.reads
+        running = self._views.parameters(op.block, total, "fp32")
+        head = running["lm_head.weight"]
+        # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
+        own = head.zero_() if first else torch.zeros_like(head)
+        loss_sum, hidden_gradient, others = self.templates.loss(
+            weights, self._boundary(op, boundary_slot), targets_BT, result.n_supervised, own
+        )
+        assert result.total is not None
+        result.total += loss_sum
+        self._boundary(op, boundary_slot).copy_(hidden_gradient)
+        if not first:
+            head += own
+        for name, gradient in others.items():
+            running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
+        out = op.slot("vocab_gradients")
+        if out is not None and out in op.writes and out != total:
+            for name, view in self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block)).items():
+                view.copy_(running[name])
+
+    def _put_gradient(self, op: Op, found: Weights) -> None:
+        """Add a micro-batch's gradients to the running fp32 sum, or start it; the last one rounds the sum into the gradient slot.
+
+        A weight that nothing used (an expert without tokens) has gradient zero.
+        """
+        total, out = op.slot("sums", "vocab_sums"), op.slot("gradients", "vocab_gradients")
+        dtype = self.plan.gradient_dtype(op.block)
+        if total is None:  # the slot is itself the sum, or there is only one micro-batch to put there
+            assert out is not None
+            first = out not in op.reads
+            for name, view in self._views.parameters(op.block, out, dtype).items():
+                if name not in found:
+                    view.zero_() if first else None
+                elif first and view.dtype == found[name].dtype:
+                    view.copy_(found[name]).add_(0.0)  # the sum starts from zero: -0.0 becomes +0.0
+                elif first:
+                    view.copy_(found[name] + 0.0)  # before it is rounded
+                else:
+                    view += found[name]
+            return
+        rounded = self._views.parameters(op.block, out, dtype) if out is not None and out in op.writes else None
+        for name, view in self._views.parameters(op.block, total, "fp32").items():
+            if total not in op.reads:
+                view.zero_()
+            if name in found:
+                view += found[name]
+            if rounded is not None:
+                rounded[name].copy_(view)
+
+
+def _leaves(weights: Weights) -> Weights:
+    return {name: weight.requires_grad_() for name, weight in weights.items()}

@@ -1,0 +1,184 @@
+"""Which kernels compute what a layer does besides products and attention?
+
+Eager: transformers' own modules, call by call. Fused: PyTorch's fused RMS norm, with its fused backward; and an activation and a
+rotary embedding that are one node of autograd each, keep no more than they must, and give eager's bits. A module of transformers'
+is replaced where it stands, by one with the same weights under the same names.
+"""
+
+# N rows, D width; B sequences, H heads, T tokens, E width of a head
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+
+from runtime.errors import WorkloadError
+from runtime.plan.policy import Semantics
+
+from .pointwise import Pointwise
+from .recompute import unnoticed
+
+CALL_BY_CALL = Pointwise()
+NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
+ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
+PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # of these an MLP consists that is down(act(gate(x)) * up(x))
+
+
+def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
+    """Have a decoder layer compute with the kernels of the semantics. WorkloadError where it cannot."""
+    if semantics.norm == "fused":
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                if _is_norm(child):
+                    setattr(parent, name, fused_norm(child))
+    if semantics.pointwise == "fused":
+        _rotate_at_once(layer.get_submodule("self_attn"), pointwise)
+        mlp = layer.get_submodule("mlp")
+        if {name for name, _ in mlp.named_children()} == PLAIN_MLP:  # experts compute as they do
+            layer.mlp = GatedMlp(mlp, pointwise)
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm)
+
+
+def fused_norm(norm: nn.Module) -> "FusedRMSNorm":
+    """The same norm, of the same weight. WorkloadError where transformers' is not known to mean what PyTorch's does."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
+    if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+        raise WorkloadError(f"no fused kernel computes a {type(norm).__name__}; plan with --kernels eager")
+    return FusedRMSNorm(weight, eps)
+
+
+class FusedRMSNorm(nn.Module):
+    """`torch.nn.functional.rms_norm`: computed in fp32 and rounded once, weight included."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":
+            return _NormOfACpu.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _NormOfACpu(torch.autograd.Function):
+    """On a CPU that function is spelled out, in fp32, and all of it would be kept. This keeps what a GPU's kernel keeps.
+
+    Some rows at a time, so that nothing in fp32 is as large as the input. The weight's gradient is the fp32 sum over such rows of
+    their sums, in order, rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        y = torch.empty(x.shape, dtype=x.dtype)
+        for rows_ND, out_ND in zip(_rows(x, weight), _rows(y, weight), strict=True):
+            out_ND.copy_(F.rms_norm(rows_ND, weight.shape, weight, eps))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        towards, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
+        for rows_ND, gradient_ND, out_ND in zip(*(_rows(each, weight) for each in (x, gradients[0], towards)), strict=True):
+            wide_ND, gradient_ND = rows_ND.float(), gradient_ND.float()
+            scale_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + ctx.eps)
+            normed_ND = wide_ND * scale_N1
+            sum_D += (gradient_ND * normed_ND).sum(0)
+            gradient_ND = gradient_ND * weight.float()
+            along_N1 = (gradient_ND * normed_ND).mean(-1, keepdim=True)
+            out_ND.copy_((gradient_ND - normed_ND * along_N1) * scale_N1)
+        return towards, sum_D.to(weight.dtype), None
+
+
+def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor's rows, as wide as the weight, so many at a time."""
+    parts: tuple[torch.Tensor, ...] = x.reshape(-1, weight.numel()).split(NORM_ROWS)
+    return parts
+
+
+# -- activation -------------------------------------------------------------------------------------------------------
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), with the modules of one of transformers' MLPs."""
+
+    def __init__(self, mlp: nn.Module, pointwise: Pointwise) -> None:
+        super().__init__()
+        self.pointwise = pointwise
+        for name, child in mlp.named_children():
+            self.add_module(name, child)
+        if type(self.act_fn) is not type(ACT2FN["silu"]):
+            raise WorkloadError(f"no fused kernel computes the activation {type(self.act_fn).__name__}; plan with --kernels eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts: Any = self
+        gate, up = parts.gate_proj(x), parts.up_proj(x)
+        return parts.down_proj(_Swiglu.apply(self.pointwise, gate, up))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Swiglu(torch.autograd.Function):
+    """Keeps what it reads. What the activation makes is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, pointwise: Pointwise, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.pointwise = pointwise
+        with unnoticed():
+            return pointwise.swiglu(gate.flatten(), up.flatten()).view_as(gate)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        with unnoticed():
+            towards = ctx.pointwise.swiglu_gradients(gradients[0].flatten(), gate.flatten(), up.flatten())
+        return None, *(each.view_as(gate) for each in towards)
+
+
+# -- rotary embedding -------------------------------------------------------------------------------------------------
+
+
+def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
+    """Let this module's own forward find another function under the name of the rotary embedding. No other module sees it."""
+    own: Any = type(attention).forward
+    if ROTARY not in own.__globals__ or ROTARY not in own.__code__.co_names:
+        raise WorkloadError(
+            f"no fused kernel computes the rotary embedding of {type(attention).__name__}; plan with --kernels eager"
+        )
+    known = own.__globals__ | {ROTARY: partial(rotary, pointwise)}
+    forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    attention.forward = MethodType(forward, attention)
+
+
+def rotary(
+    pointwise: Pointwise, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, turned by their positions, as transformers' function of that name."""
+    cos, sin = cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1)
+    q, k = (_Rotary.apply(pointwise, x, cos, sin) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
+    return q, k
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pointwise: Pointwise, x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.pointwise = pointwise
+        with unnoticed():
+            return pointwise.rotate(x_BHTE, cos, sin)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        with unnoticed():
+            return None, ctx.pointwise.rotate_back(gradients[0], cos, sin), None, None

@@ -1,0 +1,163 @@
+"""What of a layer's forward is there when its backward comes?
+
+Either everything that autograd saved, but for the weights (`kept`); or nothing but some results, from which the rest is computed
+again (`Replay`). Both let go of the slots that the forward used: the backward names those that hold weights and input by then.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map
+
+from runtime.plan.workload import Saved
+
+# Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
+# sequences are one call (documents.py).
+PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm"})
+FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")) | {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "attention_by_document",
+}
+CALLS_SAVED: dict[Saved, frozenset[str]] = {
+    Saved.BOUNDARY: frozenset(),
+    Saved.ATTENTION: FUSED_ATTENTION,
+    Saved.PRODUCTS: FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS,
+}
+
+
+@dataclass(slots=True)
+class Graph:
+    """A forward whose backward is to come: where that begins, and its differentiable inputs. The output is not kept alive."""
+
+    edge: GradientEdge
+    inputs: list[torch.Tensor]
+    names: list[str]  # of the weights, which are the last inputs
+
+
+def kept(
+    is_weight: Callable[[torch.Tensor], int | None], rebind: Callable[[int, torch.Tensor], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Saved-tensor hooks under which autograd keeps no view of a weight slot.
+
+    `is_weight` gives the byte offset of a tensor in the weight slot, or None; `rebind(offset, like)` makes the same view of
+    the slot that holds the block when backward runs, which may be another one.
+    """
+
+    def pack(tensor: torch.Tensor) -> object:
+        offset = is_weight(tensor)
+        # A meta tensor remembers dtype, shape and strides without holding data.
+        return (
+            tensor.detach()
+            if offset is None
+            else (offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        )
+
+    def unpack(packed: object) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        assert isinstance(packed, tuple)
+        return rebind(*packed)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+class Replay:
+    """Autograd's memory of one forward, empty until its backward asks for the first tensor: then the forward runs again.
+
+    That is inside a hook of autograd's, on the thread that runs backward: the lane's own, on a GPU too, and so on its stream and
+    with its random numbers. What the tier saves is not computed a second time. With an early stop the second run ends with the last
+    tensor that autograd asks for, and results that come after it are not saved.
+    """
+
+    def __init__(self, saved: Saved, early_stop: bool, again: Callable[[], object]) -> None:
+        """`again` is the same forward, under grad, with the same random numbers, on what weights and input are by then."""
+        self._calls, self._early_stop, self._again = CALLS_SAVED[saved], early_stop, again
+        self._n_saved = 0  # by autograd, in the first run
+        self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, as long as nobody has asked for it
+        self._results: deque[Any] = deque()
+        self._n_results_needed = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the first run."""
+        with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
+            yield
+        while self._early_stop and len(self._results) > self._n_results_needed:
+            self._results.pop()
+
+    def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
+        return mode(self._calls, self._results) if self._calls else nullcontext()
+
+    def _leave_empty(self, tensor: torch.Tensor) -> int:
+        self._n_results_needed = len(self._results)
+        self._n_saved += 1
+        return self._n_saved - 1
+
+    def _filled(self, place: int) -> torch.Tensor:
+        if self._values is None:
+            self._values = self._run_again()
+        return self._values.pop(place)
+
+    def _run_again(self) -> dict[int, torch.Tensor]:
+        values: dict[int, torch.Tensor] = {}
+
+        def fill(tensor: torch.Tensor) -> None:
+            values[len(values)] = tensor.detach()
+            if self._early_stop and len(values) == self._n_saved:
+                raise _Enough
+
+        try:
+            with saved_tensors_hooks(fill, _no_backward), self._mode(_Replaying), torch.enable_grad():
+                self._again()
+        except _Enough:
+            pass
+        assert len(values) == self._n_saved, f"a forward saves {len(values)} tensors when it runs again, not {self._n_saved}"
+        assert not self._results, "a forward that runs again makes fewer results"
+        return values
+
+
+class _Enough(Exception):
+    """Everything that backward needs is there."""
+
+
+def _no_backward(_: object) -> torch.Tensor:
+    raise AssertionError("the second run of a forward only makes tensors: the first one's graph goes back")
+
+
+class _Recording(TorchDispatchMode):
+    """Notes the results of some calls."""
+
+    def __init__(self, calls: frozenset[str], results: deque[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls, self.results = calls, results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.calls:
+            self.results.append(tree_map(_detached, out))
+        return out
+
+
+class _Replaying(_Recording):
+    """Answers those calls with the noted results, in the same order, instead of computing them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.calls:
+            return self.results.popleft()
+        return func(*args, **(kwargs or {}))
+
+
+def unnoticed() -> AbstractContextManager[object]:
+    """Around calls that no forward under way is to note or to answer: others answer for them, or they are cheap to make again."""
+    return _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), _Recording) else nullcontext()
+
+
+def _detached(thing: Any) -> Any:
+    """Without the graph that the original gets as soon as autograd sees it."""
+    return thing.detach() if isinstance(thing, torch.Tensor) else thing

@@ -1,0 +1,173 @@
+"""How does a layer's MLP run by tiles of tokens?
+
+Only one tile's inner activations exist at a time, in forward and in backward. Tiles are part of the meaning: a weight's gradient is
+the fp32 sum of the tiles' gradients in ascending order, starting from zero, rounded once to the compute dtype.
+"""
+
+# B sequences, T tokens, N = B * T, D width
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
+
+from runtime.errors import WorkloadError
+from runtime.plan import Policy
+from runtime.plan.workload import Saved
+
+from .recompute import Replay, unnoticed
+
+POSITION_WISE = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what an MLP consists of that treats every row for itself
+NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of the tile
+# On the CPU, adding bf16 to fp32 makes an fp32 copy first: not of more than this; on a GPU a kernel on so many outlasts its launch
+PIECE_ELEMENTS = 2**22
+
+
+class TiledLayer:
+    """A decoder layer whose MLP runs by tiles."""
+
+    def __init__(self, layer: nn.Module, tile_tokens: int, policy: Policy, block: int) -> None:
+        """`layer` stays as it is. WorkloadError where its MLP is not known to treat every row for itself."""
+        self._module: Any = copy.deepcopy(layer)
+        children = dict(self._module.named_children())
+        if {name for name, _ in children["mlp"].named_children()} != POSITION_WISE:
+            raise WorkloadError("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
+        self._parts = {name: children[name] for name in ("mlp", NORM_AFTER) if name in children}
+        self._mlp = TiledMlp(self._parts, tile_tokens, policy, block)
+        for name in self._parts:
+            setattr(self._module, name, nn.Identity())
+        self._module.mlp = self._mlp
+
+    def __call__(
+        self, weights: dict[str, torch.Tensor], hidden_BTD: torch.Tensor, inputs: dict[str, Any], again: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What the layer returns; with `again` only its graph counts, and what the MLP makes is not computed."""
+        named = {f"mlp.rows.{name}" if name.partition(".")[0] in self._parts else name: w for name, w in weights.items()}
+        self._mlp.again = again
+        return functional_call(self._module, named, (hidden_BTD,), inputs, strict=True)  # type: ignore[no-any-return]
+
+    def train(self, mode: bool) -> None:
+        """As a module's: whether it drops what a layer drops in training."""
+        self._module.train(mode)
+
+
+class TiledMlp(nn.Module):
+    """Stands in for an MLP and for what follows it row by row."""
+
+    def __init__(self, parts: dict[str, nn.Module], tile_tokens: int, policy: Policy, block: int) -> None:
+        super().__init__()
+        self.rows = nn.Sequential()
+        for name, part in parts.items():
+            self.rows.add_module(name, part)
+        self.tile_tokens, self.early_stop, self.again = tile_tokens, policy.early_stop, False
+        self.kept = block in policy.keep_blocks
+        self.saved = Saved.PRODUCTS if block in policy.product_blocks else Saved.BOUNDARY
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        if torch.is_grad_enabled():
+            y_ND = _ByTiles.apply(self, x_ND, *self.rows.parameters())  # type: ignore[no-untyped-call]
+        else:
+            y_ND = self.output(x_ND, lambda at: self.rows(x_ND[at]))
+        return y_ND.view_as(x_BTD)  # type: ignore[no-any-return]
+
+    def output(self, x_ND: torch.Tensor, of_tile: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        y_ND = torch.empty_like(x_ND)
+        for at in self.tiles(x_ND):
+            y_ND[at] = of_tile(at)
+        return y_ND
+
+    def tiles(self, x_ND: torch.Tensor) -> Iterator[slice]:
+        for start in range(0, len(x_ND), self.tile_tokens):
+            yield slice(start, min(start + self.tile_tokens, len(x_ND)))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a forward leaves the graph of each tile behind; else backward makes it when the tile's turn comes."""
+        return self.kept or self.early_stop or self.saved is not Saved.BOUNDARY
+
+
+@dataclass(slots=True)
+class _Tile:
+    """A tile whose backward is to come: where that begins, and its differentiable inputs, of which the rows are the first."""
+
+    edge: GradientEdge
+    inputs: list[GradientEdge]
+
+
+@dataclass(slots=True)
+class _Site:
+    """Where input and weights lie while a backward runs."""
+
+    x_ND: torch.Tensor | None = None
+    weights: tuple[torch.Tensor, ...] = ()
+
+    def again(self, mlp: TiledMlp, at: slice) -> _Tile:
+        """The forward of a tile, under grad."""
+        assert self.x_ND is not None, "a tile is computed again while no backward is running"
+        rows_ND = self.x_ND[at].detach().requires_grad_()
+        names = [name for name, _ in mlp.rows.named_parameters()]
+        weights = [w.detach().requires_grad_() for w in self.weights]
+        with torch.enable_grad():
+            y_ND = functional_call(mlp.rows, dict(zip(names, weights, strict=True)), (rows_ND,), strict=True)
+        return _Tile(get_gradient_edge(y_ND), _edges(rows_ND, *weights))
+
+
+class _ByTiles(torch.autograd.Function):
+    """Saves its input and the weights. What the policy remembers besides is remembered tile by tile, or one would need all."""
+
+    @staticmethod
+    def forward(ctx: Any, mlp: TiledMlp, x_ND: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_ND, *weights)
+        ctx.mlp, ctx.site, ctx.remembered = mlp, _Site(), []
+        if mlp.again:
+            return x_ND.new_zeros(1).expand_as(x_ND)
+        if not mlp.remembers:
+            return mlp.output(x_ND, lambda at: mlp.rows(x_ND[at]))
+        with unnoticed():  # of the whole layer's: a `Replay` of each tile notes them
+            return mlp.output(x_ND, lambda at: _remembered(ctx, at, x_ND, weights))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient_ND,) = gradients
+        x_ND, *weights = ctx.saved_tensors  # hooks give it once
+        ctx.site.x_ND, ctx.site.weights = x_ND, tuple(weights)
+        towards_ND = torch.empty_like(x_ND)
+        sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in weights]
+        for at in ctx.mlp.tiles(x_ND):
+            tile = ctx.remembered.pop(0) if ctx.remembered else ctx.site.again(ctx.mlp, at)
+            towards_ND[at] = _add_gradients(tile, gradient_ND[at], sums)
+        ctx.site.x_ND, ctx.site.weights = None, ()  # or they would be alive until all of the layer's backward is done
+        return None, towards_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
+
+
+def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The output of a tile, whose graph is remembered as that of the whole layer is."""
+    mlp, site = ctx.mlp, ctx.site
+    replay = Replay(mlp.saved, mlp.early_stop, lambda: site.again(mlp, at))
+    how: AbstractContextManager[None] = nullcontext() if mlp.kept else replay.recording()
+    with torch.enable_grad():
+        rows_ND = x_ND[at]  # no leaf: a graph holds its leaves, and with them all of the input
+        with how:
+            y_ND: torch.Tensor = mlp.rows(rows_ND)
+    ctx.remembered.append(_Tile(get_gradient_edge(y_ND), _edges(rows_ND, *weights)))
+    return y_ND.detach()
+
+
+def _edges(*tensors: torch.Tensor) -> list[GradientEdge]:
+    return [get_gradient_edge(tensor) for tensor in tensors]
+
+
+def _add_gradients(tile: _Tile, gradient_ND: torch.Tensor, sums: list[torch.Tensor]) -> torch.Tensor:
+    """Adds the tile's gradients of the weights to the sums; returns that of its rows."""
+    towards_ND, *gradients = torch.autograd.grad(tile.edge, tile.inputs, gradient_ND)
+    for total, gradient in zip(sums, gradients, strict=True):
+        n_rows = max(1, PIECE_ELEMENTS * len(total) // total.numel())
+        for piece, of_piece in zip(total.split(n_rows), gradient.split(n_rows), strict=True):
+            piece += of_piece
+    return towards_ND

@@ -1,0 +1,1 @@
+"""Where do batches come from?"""

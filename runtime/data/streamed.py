@@ -1,0 +1,253 @@
+"""Which sequences does a step see of a data set that is read as it is needed?
+
+Rows are read through `datasets` in blocks of the size of the shuffle buffer. The documents of a block are put in an order that
+seed, epoch and block give, and packed; nothing is carried from one block to the next. So a position is the row at which a block
+begins and a number of sequences, and going on from it reads one block anew and gives the very same batches.
+"""
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datasets import IterableDataset
+from datasets.iterable_dataset import ExamplesIterable
+
+from runtime.batch import Batch
+from runtime.errors import CheckpointError, DataError
+from runtime.settings import DataSettings
+
+from .chat import Encoded
+from .packing import Array, Counts, Sequences, TooLong, pack
+from .reading import Reading
+from .samples import Rows, Shape, counted, empty_rows, fill, order_of
+from .sources import Source
+
+BLOCK_TOKENS = 2**25  # a block ends with the document that reaches it
+REMEMBERED_STEPS = 1024  # positions; a run saves a step that it has just finished
+_PLACES = ("epoch", "file", "row", "block", "sequence")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Documents in memory. Also what `pack` asks of documents."""
+
+    encoded: list[Encoded]
+    places: list[tuple[int, int]]
+    source: Source
+    lengths: Array
+    n_learned: Array
+    n_targets: Array
+
+    @classmethod
+    def of(cls, encoded: list[Encoded], places: list[tuple[int, int]], source: Source) -> "Block":
+        n_learned = np.array([int((e.runs[:, 1] - e.runs[:, 0]).sum()) for e in encoded], dtype=np.int64)
+        first = np.array([len(e.runs) > 0 and e.runs[0, 0] == 0 for e in encoded], dtype=np.int64)
+        lengths = np.array([len(e.ids) for e in encoded], dtype=np.int64)
+        return cls(encoded, places, source, lengths, n_learned, n_learned - first)
+
+    @property
+    def n_apart(self) -> int:
+        return sum(n > 1 for n in Counter(self.places).values())
+
+    def ids(self, document: int) -> npt.NDArray[Any]:
+        return self.encoded[document].ids
+
+    def runs(self, document: int) -> Array:
+        return self.encoded[document].runs
+
+    def where(self, document: int) -> str:
+        return self.source.where(*self.places[document])
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a stream stands: block `block` of an epoch begins at a row of a file, and `sequence` of its sequences were used."""
+
+    epoch: int = 0
+    file: int = 0  # in the order of the epoch
+    row: int = 0  # rows of that file that were used before
+    block: int = 0
+    sequence: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Streamed:
+    """Batches in the order of their steps."""
+
+    reading: Reading
+    shape: Shape
+    too_long: TooLong
+    refuse_unsupervised: bool
+    block_documents: int
+    seed: int | None
+    said: str  # about the data set
+    fingerprint: str
+    counts: Counts = field(default_factory=Counts)  # so far
+    start: tuple[int, Position] = (0, Position())
+    positions: dict[int, Position] = field(default_factory=dict, repr=False)
+    _stream: Iterator[tuple[Block, list[tuple[int, int, int]], Position]] | None = field(default=None, repr=False)
+    _next: int = 0
+    _last: tuple[int, Rows] | None = field(default=None, repr=False)
+    _one_at_a_time: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = (self.reading, self.shape, self.too_long, self.refuse_unsupervised, self.block_documents, self.seed)
+        return Streamed, (*settings, self.said, self.fingerprint, Counts(), self.start)
+
+    @property
+    def n_steps(self) -> None:
+        return None
+
+    @property
+    def n_sequences(self) -> None:
+        return None
+
+    def position(self, step: int) -> dict[str, Any]:
+        with self._one_at_a_time:
+            return asdict(self._position(step))
+
+    def _position(self, step: int) -> Position:
+        self._begin()
+        found = self.positions.get(step)
+        if found is None:
+            self._go_to(step)
+            found = self.positions[step]
+        return found
+
+    def resume(self, step: int, position: dict[str, Any]) -> None:
+        values = [position.get(name) for name in _PLACES] if isinstance(position, dict) else []
+        if len(position) != len(_PLACES) or not all(type(value) is int and 0 <= value < 2**32 for value in values):
+            raise CheckpointError(f"its data position {str(position)[:80]} is none of a stream; resume with the data it began with")
+        place = Position(**position)
+        if place.file > len(self.reading.source.files):
+            raise CheckpointError(
+                f"its data position names file {place.file}, and there are fewer; resume with the data it began with"
+            )
+        with self._one_at_a_time:
+            self.close()
+            self.start = step, place
+
+    def batch(self, step: int) -> Batch:
+        return self.rows(step).batch()
+
+    def rows(self, step: int) -> Rows:
+        """The next step's, or the last one's again; for any other the stream is read anew from where it was begun."""
+        with self._one_at_a_time:
+            self._begin()
+            if self._last is None or self._last[0] != step:
+                self._go_to(step)
+                self._last = step, self._take()
+            return self._last[1]
+
+    def _begin(self) -> None:
+        if self._stream is None:
+            self._next, place = self.start
+            self.counts = Counts()
+            self._stream = self._sequences(place)
+            self.positions[self._next] = place
+
+    def _go_to(self, step: int) -> None:
+        if step < self._next:
+            self._stream, self._last = None, None
+            if step < self.start[0]:
+                self.start = 0, Position()
+            self._begin()
+        while self._next < step:
+            self._take()
+
+    def _take(self) -> Rows:
+        assert self._stream is not None
+        ids_BT, targets_BT = empty_rows(self.shape)
+        lengths = []
+        for b in range(self.shape.batch_size):
+            block, segments, place = next(self._stream)
+            lengths.append(fill(ids_BT[b], targets_BT[b], block, segments, self.shape.packing == "joined"))
+        self._next += 1
+        self.positions[self._next] = place
+        self.positions.pop(self._next - REMEMBERED_STEPS, None)
+        return Rows(ids_BT, targets_BT, tuple(lengths) if self.shape.packing == "documents" else None)
+
+    def _sequences(self, place: Position) -> Iterator[tuple[Block, list[tuple[int, int, int]], Position]]:
+        """Each sequence from there on, epoch after epoch, and where the stream stands after it."""
+        epoch, file, row, block, used = place.epoch, place.file, place.row, place.block, place.sequence
+        while True:
+            is_whole, found = (file, row, block) == (0, 0, 0), used > 0
+            for documents, next_place in self._blocks(epoch, file, row):
+                sequences = self._packed(documents, epoch, block)
+                for i in range(used, len(sequences)):
+                    found = True
+                    yield documents, sequences[i], Position(epoch, file, row, block, i + 1)
+                (file, row), block, used = next_place, block + 1, 0
+            if is_whole and not found:
+                raise DataError(f"{self.reading.source.path}: nothing to learn in it ({counted(self.counts)}); give other data")
+            epoch, file, row, block, used = epoch + 1, 0, 0, 0, 0
+
+    def _packed(self, documents: Block, epoch: int, block: int) -> Sequences:
+        n = len(documents.encoded)
+        order = np.arange(n) if self.seed is None else order_of(n, self.seed, epoch, block, 0)
+        sequences, counts = pack(documents, order, self.shape.packing, self.too_long, self.refuse_unsupervised, self.shape.seq_len)
+        self.counts += counts
+        if self.seed is None:
+            return sequences
+        return sequences.taken(order_of(len(sequences), self.seed, epoch, block, 1))
+
+    def _blocks(self, epoch: int, file: int, row: int) -> Iterator[tuple[Block, tuple[int, int]]]:
+        """The documents of an epoch from a row on, and the row that follows each block."""
+        n_files = len(self.reading.source.files)
+        files = np.arange(n_files) if self.seed is None else order_of(n_files, self.seed, epoch, 2)
+        encoded, places, n_tokens = list[Encoded](), list[tuple[int, int]](), 0
+        for at, n_used, number, n, value in _rows(self.reading.source, files.tolist(), file, row):
+            if value is None:
+                continue
+            found = self.reading.encode(value, self.reading.source.where(number, n))
+            encoded += found
+            places += [(number, n)] * len(found)
+            n_tokens += sum(len(one.ids) for one in found)
+            if len(encoded) >= self.block_documents or n_tokens >= BLOCK_TOKENS:  # a block ends where a row does
+                yield Block.of(encoded, places, self.reading.source), (at, n_used)
+                encoded, places, n_tokens = [], [], 0
+        if encoded:
+            yield Block.of(encoded, places, self.reading.source), (n_files, 0)
+
+    def words(self) -> str:
+        so_far = f"; so far {counted(self.counts)}" if self.counts.n_documents else ""
+        return f"{self.said}; read as it is needed, in blocks of {self.block_documents:,} documents{so_far}"
+
+    def close(self) -> None:
+        self._stream, self._last = None, None
+        self.positions.clear()
+        self.reading.close()
+
+
+def streamed(settings: DataSettings, reading: Reading, shape: Shape, seed: int, said: str) -> Streamed:
+    """The stream of a run. Its fingerprint: sizes, heads and tails of the files, and all that decides what becomes of them."""
+    shuffle_seed = seed if settings.shuffle else None
+    made = [asdict(shape), settings.too_long, settings.unsupervised, settings.shuffle_buffer, shuffle_seed, BLOCK_TOKENS]
+    parts = [reading.source.edges_hash(), reading.identity, made]
+    fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    refuse = settings.unsupervised == "refuse"
+    return Streamed(reading, shape, settings.too_long, refuse, settings.shuffle_buffer, shuffle_seed, said, fingerprint)
+
+
+def _rows(source: Source, files: list[int], file: int, row: int) -> Iterator[tuple[int, int, int, int, Any]]:
+    """From row `row` of file number `file` in the order `files`: (file in that order, rows of it used so far, its number, its
+    row as the source counts, the value)."""
+    if file >= len(files):
+        return
+    places = [[at, number] for at, number in enumerate(files)][file:]
+    # Not `from_generator`: that makes a cache in the user's home, which may be full or read-only.
+    rows = IterableDataset(ExamplesIterable(_generate, {"places": places, "source": source}))
+    for example in rows.skip(row):
+        yield example["at"], example["used"], example["number"], example["row"], example["value"]
+
+
+def _generate(places: list[list[int]], source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    for at, number in places:
+        for used, (row, value) in enumerate(source.rows(number), start=1):
+            yield row, {"at": at, "used": used, "number": number, "row": row, "value": value}

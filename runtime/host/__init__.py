@@ -1,0 +1,1 @@
+"""Where does the state live, and what changes it?"""

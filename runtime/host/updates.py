@@ -1,0 +1,170 @@
+"""What does the host do with a step's gradients?"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from runtime.errors import PenstockError
+from runtime.plan import Kind, Op, Plan, Slot, Update
+from runtime.plan.workload import Parameter
+
+from .chunks import Scratch
+from .host_state import SHADOW, HostState
+from .memory import DTYPE, Arenas
+from .optimizer import AdamW, SummedGradient, adamw_tasks, add_tasks, added, clip_factor, squares_tasks
+from .workers import Workers
+
+
+class NonFiniteError(PenstockError):
+    """A gradient is infinite or not a number, and the plan says to stop."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step leaves behind."""
+
+    loss_sum: float = 0.0
+    n_supervised: int = 0
+    grad_norm: float = math.nan
+    skipped: bool = False
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's supervised tokens."""
+        return self.loss_sum / self.n_supervised
+
+
+class Updates:
+    """The ops of the host's own lane. Several threads share each of them, which changes no bit of what comes out."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        state: HostState,
+        settings: Callable[[int], AdamW],
+        results: dict[int, StepResult],
+    ) -> None:
+        self.plan, self.arenas, self.state, self.settings, self.results = plan, arenas, state, settings, results
+        self.workers = Workers(1, Scratch)  # a machine that has more cores for this lane gives it more
+        blocks = plan.workload.blocks
+        self._offsets = [b.offsets()[0] for b in blocks]  # in gradients, which hold those of tied weights too
+        self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
+        self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
+        self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
+        changes = [op for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE)]
+        self._last_change = (changes[-1].block, changes[-1].chunk) if changes else None
+        self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
+
+    def forget(self) -> None:
+        """Drop what a run that failed in the middle of a step has left."""
+        self._factor = None
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, op: Op) -> None:
+        staging, total = op.reads
+        n = self.plan.workload.blocks[op.block].slot_elements
+        part = self.arenas.view(staging, self.plan.gradient_dtype(op.block), (n,))
+        self.workers.run(add_tasks(self.arenas.view(total, "fp32", (n,)), part, is_first=op.micro_batch == 0))
+
+    def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
+        """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
+        dtype = DTYPE[self.plan.semantics.gradient_dtype]
+        slots = [s for s in op.reads if s.arena == "host_gradients"]
+        at = self._offsets[op.block][p.name] - self.state.chunks[op.block][op.chunk or 0].start
+        own = self.arenas.view(slots[0], self.plan.host_gradient_dtype(op.block), (p.n_elements,), at)
+        tied = self._tied.get(p.name)
+        if tied is None:
+            return SummedGradient((own,), dtype)
+        head = len(self._offsets) - 1
+        other = self.arenas.view(slots[1], self.plan.host_gradient_dtype(head), (p.n_elements,), self._offsets[head][tied])
+        return SummedGradient((other, own), dtype)
+
+    def norm(self, index: int, op: Op, step: int) -> None:
+        sums = self.arenas.view(Slot("norm", 0), "fp64")
+        squares = dict(self._arrived(op))
+        if op.block not in self.plan.policy.square_blocks:
+            owned = self.state.of_chunk(op.block, op.chunk)
+            shared = [squares_tasks(self._gradient(op, p)) for p in owned]
+            done = iter(self.workers.run([task for tasks in shared for task in tasks]))
+            for p, tasks in zip(owned, shared, strict=True):
+                squares[p] = added(chunk for _ in tasks for chunk in next(done))
+        for p, square in squares.items():
+            self._refuse_infinite(p, square, step)
+            sums[self._tensor_number[p.name]] = square
+        if index == self._last_norm:
+            self.results[step].grad_norm = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
+
+    def _arrived(self, op: Op) -> Iterator[tuple[Parameter, float]]:
+        """The parameters of whose gradients the op reads sums that the device made, and these."""
+        for slot in op.reads:
+            if slot.arena == "host_squares":
+                owned = self.state.owned(self.plan.policy.square_blocks[slot.index])
+                yield from zip(owned, self.arenas.view(slot, "fp64", (len(owned),)).tolist(), strict=True)
+
+    def _refuse_infinite(self, p: Parameter, square: float, step: int) -> None:
+        if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
+            )
+
+    # -- updates ----------------------------------------------------------------------------------------------------
+
+    def _step_factor(self, step: int) -> float | None:
+        """The step's clip factor, or None if the step is skipped; counts the update when first asked."""
+        if self._factor is None or self._factor[0] != step:
+            result = self.results[step]
+            factor: float | None = 1.0
+            if self.plan.policy.update is not Update.EAGER:  # which runs before the norm is known, and is legal only without it
+                result.skipped = not math.isfinite(result.grad_norm)
+                factor = None if result.skipped else clip_factor(result.grad_norm, self.plan.semantics.clip_norm)
+            self.state.n_updates += not result.skipped
+            self._factor = (step, factor)
+        return self._factor[1]
+
+    @contextmanager
+    def _changing(self, op: Op, step: int) -> Iterator[None]:
+        """What is done within changes the state of the op's chunk, and counts the update: a checkpoint may still need both."""
+        gate = self.state.gate
+        if gate is not None:
+            gate.before_change(op.block, op.chunk or 0, self.workers)
+        yield
+        if gate is not None and (op.block, op.chunk) == self._last_change:
+            gate.step_is_done(step)
+
+    def update(self, op: Op, step: int) -> None:
+        for p, square in self._arrived(op):  # of an eager update, which comes before the norm
+            self._refuse_infinite(p, square, step)
+        with self._changing(op, step):
+            self._update(op, step)
+
+    def _update(self, op: Op, step: int) -> None:
+        factor = self._step_factor(step)
+        if factor is None:
+            return
+        tasks = []
+        for p in self.state.of_chunk(op.block, op.chunk):
+            settings = self.settings(step).of(p.name, p.shape)
+            tasks += adamw_tasks(self.state.learned(p), self._gradient(op, p), factor, self.state.n_updates, settings)
+        self.workers.run(tasks)
+
+    def speculate(self, op: Op, step: int) -> None:
+        """The update as it is if nothing is clipped or skipped, into the shadow."""
+        is_counted = self._factor is not None and self._factor[0] == step
+        n_updates = self.state.n_updates + (0 if is_counted else 1)
+        tasks = []
+        for p in self.state.of_chunk(op.block, op.chunk):
+            now, shadow = self.state.learned(p), self.state.learned(p, SHADOW)
+            settings = self.settings(step).of(p.name, p.shape)
+            tasks += adamw_tasks(shadow, self._gradient(op, p), 1.0, n_updates, settings, start_from=now)
+        self.workers.run(tasks)
+
+    def settle(self, op: Op, step: int) -> None:
+        """Take the shadow if it was right; else it was in vain."""
+        with self._changing(op, step):  # also a shadow's taking: the next one is made where the state was
+            if self._step_factor(step) == 1.0:
+                self.state.commit(op.block, op.chunk)
+            else:
+                self._update(op, step)

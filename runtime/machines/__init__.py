@@ -1,0 +1,1 @@
+"""What performs an op?"""

@@ -1,0 +1,177 @@
+"""How can a small computer perform the plan of a large machine?
+
+The real mathematics is that of a small stand-in model with the same blocks, on the CPU. Meanwhile each op draws the demand that
+the planned model would have, on a live copy of the large machine's capacity region, slowed by a common factor; it is over when its
+demand is served and its real work is done. Whatever lanes, waits and contention make of the plan then really happens.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runtime.lane_thread import LaneRun
+from runtime.plan import Lane, Op, Semantics
+from runtime.plan.region import Demand, Region, rates
+from runtime.plan.timeline import Span
+
+from .cpu import CpuMachine
+
+MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
+
+
+def time_scale_for(demands: Sequence[Demand]) -> float:
+    """The smallest slow-down, at least 1, at which the median op lasts MEDIAN_OP_S."""
+    lasting = sorted(d.overhead_s + d.alone_s for d in demands)
+    return max(1.0, MEDIAN_OP_S / lasting[len(lasting) // 2])
+
+
+_STAND_IN_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "vocab_size": 320,
+}
+_LEFT_OUT = ("rope_scaling", "rope_parameters", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings")
+STAND_IN_SEQ_LEN = 16
+
+
+def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A model with the same blocks, tiny: as many layers of the same kinds, each a few thousand parameters."""
+    small = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    small |= {key: value for key, value in _STAND_IN_SIZES.items() if config.get(key) is not None}
+    return small | {"head_dim": _STAND_IN_SIZES["head_dim"]}
+
+
+def stand_in_semantics(semantics: Semantics) -> Semantics:
+    """As many micro-batches, each of one short sequence."""
+    return replace(semantics, seq_len=STAND_IN_SEQ_LEN, batch_size=semantics.n_micro_batches, micro_batch=1)
+
+
+@dataclass(slots=True)
+class _Share:
+    """An op that is being served: its overhead first, then its work at the speed it gets."""
+
+    demand: Demand
+    work_from_s: float  # when its overhead ends
+    left_s: float  # seconds of work at full speed
+    speed: float = 0.0
+    served_s: float | None = None
+
+
+class LiveRegion:
+    """Demands served in real time. Speeds are solved again at each true start and end, at the instant it is due, however late a
+    thread wakes."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._shares: list[_Share] = []
+        self._at_s = time.perf_counter()
+        self._changed = threading.Condition()
+
+    def begin(self, demand: Demand, due_s: float | None = None) -> _Share:
+        """Start serving a demand now. Its overhead began when it was due, if that is given; its work begins now at the earliest."""
+        with self._changed:
+            now_s = time.perf_counter()
+            self._advance(now_s)
+            overhead_from_s = now_s if due_s is None else min(due_s, now_s)
+            share = _Share(demand, max(now_s, overhead_from_s + demand.overhead_s), demand.alone_s)
+            self._shares.append(share)
+            self._solve()
+            self._changed.notify_all()
+            return share
+
+    def wait(self, share: _Share) -> None:
+        """Return when the demand has been served."""
+        with self._changed:
+            while True:
+                self._advance(time.perf_counter())
+                if share.served_s is not None:
+                    return
+                self._changed.wait(max(0.0, self._next_event_s(share) - time.perf_counter()))
+
+    def _next_event_s(self, share: _Share) -> float:
+        """When this share's overhead or, at the present speeds, its work ends."""
+        if self._at_s < share.work_from_s:
+            return share.work_from_s
+        return self._at_s + share.left_s / share.speed if share.speed > 0 else self._at_s + MEDIAN_OP_S
+
+    def _solve(self) -> None:
+        working = [s for s in self._shares if s.work_from_s <= self._at_s]
+        for share, speed in zip(working, rates([s.demand for s in working], self._region), strict=True):
+            share.speed = speed
+
+    def _advance(self, to_s: float) -> None:
+        """Serve until `to_s`, event by event."""
+        while self._shares:
+            event_s = min(self._next_event_s(s) for s in self._shares)
+            until_s = min(event_s, to_s)
+            for share in self._shares:
+                if share.work_from_s <= self._at_s:
+                    share.left_s -= (until_s - self._at_s) * share.speed
+            self._at_s = until_s
+            if event_s > to_s:
+                return
+            # What is left may be too little to move a clock that has run for days: such a share ends now.
+            for share in [s for s in self._shares if s.work_from_s <= self._at_s and self._next_event_s(s) <= self._at_s]:
+                share.served_s = self._at_s
+                self._shares.remove(share)
+            self._solve()
+            self._changed.notify_all()
+        self._at_s = to_s
+
+
+class EmulatedMachine:
+    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model.
+
+    A profile's overhead of an op is, above all, what it takes to hand over to its lane. Here lanes really hand over: what that
+    takes counts towards the overhead, for it would otherwise be paid twice. Only what is left of the overhead is waited for.
+    """
+
+    def __init__(self, stand_in: CpuMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
+        """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
+        self.stand_in = stand_in
+        self.time_scale = time_scale
+        self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]
+        self._live = LiveRegion(region)
+        self._due_s: dict[Lane, float] = {}  # when the lane's next op could begin, if lanes took no time to wake
+        self.n_performed = 0
+        self.n_real_work_binds = 0  # ops whose stand-in's work lasted longer than the emulated op
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        return self.stand_in.on_thread(lane, work)
+
+    @contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        with self.stand_in.lane(lane):
+            yield
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        share = self._live.begin(self._demands[index], self._due_s.get(op.lane))
+        self.stand_in.perform(index, op, step)
+        done_s = time.perf_counter()
+        self._live.wait(share)
+        assert share.served_s is not None
+        self._due_s[op.lane] = max(share.served_s, done_s)
+        self.n_performed += 1
+        self.n_real_work_binds += done_s > share.served_s
+
+    def mark(self, op: Op) -> object:
+        return self._due_s[op.lane]  # when this op ended
+
+    def follow(self, lane: Lane, token: object) -> None:
+        assert isinstance(token, float)
+        self._due_s[lane] = max(self._due_s.get(lane, token), token)
+
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return spans

@@ -1,0 +1,157 @@
+"""What does a lane need of a GPU?
+
+Streams, which do what is issued to them in order and later, and events, which mark a place in a stream. `CudaStreams` is torch's;
+tests give lanes streams of their own, which dawdle.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.grad_mode import set_multithreading_enabled
+
+from runtime.errors import PlanError
+from runtime.host.memory import Arenas, register_for_dma
+from runtime.host.slabs import unregister
+
+Stream = Any  # whatever these streams call a stream, an event or a timer: lanes only hand them back
+Event = Any
+
+
+class Streams(Protocol):
+    """One device's streams. All but `wait`, `finish` and `elapsed_s` return at once."""
+
+    device: torch.device
+    name: str | None  # as the device's maker calls it
+
+    def stream(self) -> Stream:
+        """A new stream. Made once, with the machine: a pool of memory stays with each."""
+
+    def event(self) -> Event:
+        """A new event, to order streams and to be waited for."""
+
+    def timer(self) -> Event:
+        """A new event that also knows when it was reached."""
+
+    def current(self, stream: Stream) -> AbstractContextManager[None]:
+        """The calling thread's work, its backward passes too, goes to the stream."""
+
+    def issue(self, stream: Stream, name: str, work: Callable[[], None]) -> None:
+        """Have `work` done in the stream after all that was issued to it before. Called on a thread whose stream it is."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """The event is reached once all that was issued to the stream so far is done. It forgets where it was recorded before."""
+
+    def order(self, stream: Stream, event: Event) -> None:
+        """What is issued to the stream from now on is done after the event has been reached."""
+
+    def wait(self, event: Event) -> None:
+        """Return once the event has been reached. The thread sleeps, and others run meanwhile."""
+
+    def finish(self, stream: Stream) -> None:
+        """Return once all that was issued to the stream is done; raise what went wrong there."""
+
+    def elapsed_s(self, first: Event, last: Event) -> float:
+        """Time between two timers that have been reached."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A little host memory that streams can copy from while the host goes on."""
+
+    def lock(self, arenas: Arenas) -> None:
+        """Let streams copy from and to the host's arenas while the host goes on, as long as there are these arenas."""
+
+    def peak_bytes(self) -> int | None:
+        """The most that this process has had of the device's memory; None where nobody counts it."""
+
+
+class CudaStreams:
+    """A CUDA device's."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        torch.cuda.init()  # else there is no generator to be seeded
+        self.name: str | None = torch.cuda.get_device_name(self.device)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=True)  # without it a waiting thread polls, on a core that the optimizer needs
+
+    def timer(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    @contextmanager
+    def current(self, stream: Stream) -> Iterator[None]:
+        # Autograd's own threads would do backward elsewhere: here it stays on the lane's thread, with the lane's stream.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream), set_multithreading_enabled(False):
+            yield
+
+    def issue(self, stream: Stream, name: str, work: Callable[[], None]) -> None:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            work()
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    def record(self, event: Event, stream: Stream) -> None:
+        event.record(stream)
+
+    def order(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def finish(self, stream: Stream) -> None:
+        try:
+            stream.synchronize()
+        except RuntimeError as error:
+            line = str(error).partition("\n")[0]
+            raise RuntimeError(f"{line} (a device reports late: an op that was issued earlier may be at fault)") from error
+
+    def elapsed_s(self, first: Event, last: Event) -> float:
+        return float(first.elapsed_time(last)) / 1e3  # torch counts in milliseconds
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def lock(self, arenas: Arenas) -> None:
+        def on_this_device() -> AbstractContextManager[None]:  # a thread's first call would else be of the first device
+            return torch.cuda.device(self.device)
+
+        pieces = register_for_dma(arenas, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
+        weakref.finalize(arenas, unregister, pieces)
+        odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
+        assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def free_cuda_bytes(index: int = 0) -> int:
+    """What is free of a CUDA device's memory."""
+    try:
+        return torch.cuda.mem_get_info(index)[0]
+    except RuntimeError as error:
+        line = str(error).partition("\n")[0]
+        raise PlanError(f"the CUDA device cannot be used ({line[:160]}); see that it works, or use --device cpu") from None
+
+
+def use_same_kernels() -> None:
+    """Products of fp32 numbers are fp32 ones, and no kernel adds in the order in which its threads come.
+
+    Then what a stream computes is the same, to the last bit, whatever runs beside it. Some kernels are slower for it, attention's
+    backward above all. cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it is first used.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it: slots are written before they are read
