@@ -1,1 +1,57 @@
-"""What can a user ask for?"""
+"""What can a user ask for?
+
+    import penstock
+
+    found = penstock.plan("qwen2.5-7b", "rtx4090-server", seq_len=4096, batch_size=16)
+    print(found)
+    penstock.train(found, "chats.jsonl", steps=100, lr=1e-5, out="run")
+
+Nothing heavy wakes before it is needed: torch when training, scipy when planning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwprofiles.schema import Profile
+    from runtime.data.given import Batches
+    from runtime.errors import PenstockError
+    from runtime.executor import Stop
+    from runtime.plan import Plan, Policy, Semantics
+
+    from .api import check, plan, predict, train
+
+_HOMES = {
+    **dict.fromkeys(("plan", "check", "predict", "train"), "penstock.api"),
+    **dict.fromkeys(("Plan", "Semantics", "Policy"), "runtime.plan"),
+    "Profile": "hwprofiles.schema",
+    "PenstockError": "runtime.errors",
+    "Batches": "runtime.data.given",
+    "Stop": "runtime.executor",
+}
+
+__all__ = [
+    "Batches",
+    "PenstockError",
+    "Plan",
+    "Policy",
+    "Profile",
+    "Semantics",
+    "Stop",
+    "check",
+    "plan",
+    "predict",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for comes from where it lives, and stays."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -61,28 +61,40 @@ class Prompts:
 
 
 def checked_plan(path: Path) -> "PlanFile":
+    """The plan in a file, proven by the checker; PlanError names what is wrong."""
+    from runtime.plan import PlanFile
+
+    return checked(PlanFile.read(path), str(path))
+
+
+def checked(file: "PlanFile", where: str) -> "PlanFile":
     """The plan, proven by the checker, its blocks and arenas those of its model and policy; PlanError names what is wrong."""
     from planner.check.check import check
     from planner.check.claimed import claimed
     from planner.check.recount import check_origin, is_by_this_code
     from planner.model.config import refuse_another
-    from runtime.plan import PlanFile
 
-    file = PlanFile.read(path)
-    claim = None if file.claim is None else claimed(file.claim, str(path))
+    claim = None if file.claim is None else claimed(file.claim, where)
     try:
         check(file.plan, file.claim)
         refuse_another(file.plan.model, file.plan.workload.n_layers)
         check_origin(file.plan, is_by_this_code(claim))
     except (PlanError, WorkloadError) as error:
-        raise PlanError(f"{path}: refused: {error}") from None
+        raise PlanError(f"{where}: refused: {error}") from None
     return file
 
 
-def assemble(settings: "RunSettings", plan: "Plan", device: str, time_scale: float | None, until_the_end: ExitStack) -> Assembled:
+def assemble(
+    settings: "RunSettings",
+    plan: "Plan",
+    device: str,
+    time_scale: float | None,
+    until_the_end: ExitStack,
+    data: "Data | None" = None,
+) -> Assembled:
     """Everything but the start. PenstockError for what cannot be; nothing is written but the cache of tokens.
 
-    What is opened here is closed with `until_the_end`.
+    What is opened here is closed with `until_the_end`. `data`: batches that are not read from where the settings say.
     """
     from planner.predict.simulate import simulate
 
@@ -92,7 +104,7 @@ def assemble(settings: "RunSettings", plan: "Plan", device: str, time_scale: flo
     if device == "emulated":
         run = _emulated(settings, plan, prediction, demands, region, time_scale, until_the_end)
     else:
-        run = _real(settings, plan, prediction, device, until_the_end)
+        run = _real(settings, plan, prediction, device, until_the_end, data)
     expected_s = prediction.step_s * run.scale if run.is_comparable else None
     return replace(run, training=replace(run.training, predicted_step_s=expected_s))
 
@@ -106,14 +118,21 @@ def demands_of(plan: "Plan") -> "tuple[list[Demand], Region]":
     return costs(plan, profile), region_of(profile)
 
 
-def _real(settings: "RunSettings", plan: "Plan", prediction: "Prediction", device: str, until_the_end: ExitStack) -> Assembled:
+def _real(
+    settings: "RunSettings",
+    plan: "Plan",
+    prediction: "Prediction",
+    device: str,
+    until_the_end: ExitStack,
+    data: "Data | None",
+) -> Assembled:
     """A run of the plan's own model on this machine's GPU or CPU. What is quickly refused is read before the weights are."""
     from runtime.checkpoint.checkpoint import has_weights
     from runtime.train.trainer import Training, load_model
 
     folder, out = _model_folder(plan, settings.model), Path(settings.out)
     _refuse_what_does_not_fit(plan, device)
-    data = _data(settings, plan, folder, until_the_end)
+    data = data or _data(settings, plan, folder, until_the_end)
     held_out = _held_out(settings, plan, folder, until_the_end)
     prompts = _prompts(settings, plan, folder, until_the_end)
     n_steps = _n_steps(settings, data)

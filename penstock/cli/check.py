@@ -1,15 +1,10 @@
 """How does a user see whether a plan is right, and what it claims true?"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from runtime.units import on_one_line
-
-if TYPE_CHECKING:
-    from planner.check.claimed import Claimed
-    from runtime.plan import Plan
 
 
 @click.command(short_help="Prove that a plan is right and what it claims true, or say what is wrong.")
@@ -23,6 +18,7 @@ def check(plan_file: Path, quick: bool) -> None:
     is no plan, or claims nothing. The search takes as long as it took `plan`, all else a second or two.
     """
     from hwprofiles.schema import Profile
+    from penstock.api import recounted
     from planner.check.check import check as prove
     from planner.check.check import summary
     from planner.check.claimed import claimed
@@ -41,19 +37,3 @@ def check(plan_file: Path, quick: bool) -> None:
     for stranger in strangers(file.plan):
         click.echo(f"note: {where}: {on_one_line(stranger)}", err=True)
     click.echo(f"{where}: {summary(file.plan)}; {on_one_line(said)}")
-
-
-def recounted(plan: "Plan", claim: "Claimed", quick: bool) -> str:
-    """What was held to what, and what was not, in words; PlanError for what does not follow."""
-    from planner.check.recount import check_claim, check_origin, check_search, is_by_this_code
-
-    left = check_origin(plan, is_by_this_code(claim))
-    if quick:
-        left += check_claim(plan, claim)
-        left.append("the search (--quick): policy_bound_s only lies where it must, and n_simulated")
-    else:
-        left += check_search(plan, claim)
-    often = claim.certificate.clipped_fraction
-    if often and plan.policy.speculate_blocks:
-        left.append(f"that {often:.1%} of steps are clipped, as was said")
-    return "claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")

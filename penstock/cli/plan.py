@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from hwprofiles.schema import Profile
     from planner.search.search import Answer
     from runtime.plan import Kernel, Policy, Semantics
-    from runtime.plan.workload import Model, Workload
+    from runtime.plan.workload import Workload
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -124,37 +125,31 @@ def plan(
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
     from hwprofiles.schema import read_profile
-    from planner.model.kernels import with_kernels
-    from planner.model.workload import read_model, supported_attention
-    from planner.search.search import search
-    from runtime.plan import PlanFile, Semantics
+    from penstock.api import answer_of
+    from planner.model.workload import read_model
+    from runtime.plan import PlanFile
 
     refuse_endless(machine)
     profile = read_profile(machine)
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
     described = read_model(model)
-    asked = Semantics(
-        seq_len=seq_len,
-        batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
-        micro_batch=micro_batch or 1,
-        compute_dtype=compute,  # type: ignore[arg-type]
-        gradient_dtype=gradient_dtype,  # type: ignore[arg-type]
-        master_dtype=master,  # type: ignore[arg-type]
-        clip_norm=None if isinstance(clip_norm, str) else clip_norm,
-        on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
-        loss_tile_tokens=loss_tile_tokens or 1024,
-        mlp_tile_tokens=mlp_tile_tokens,
-        attention=attention or supported_attention(described)[0],  # type: ignore[arg-type]
-    )
-    asked = with_kernels(described, asked, profile, kernels, deterministic)
-    given = {"micro_batch": micro_batch, "loss_tile_tokens": loss_tile_tokens, "mlp_tile_tokens": mlp_tile_tokens}
-    free = frozenset(name for name, value in given.items() if value is None)
-    semantics, workload = _sized(described, asked, profile, free)
-    fixed = _policy(policy, semantics, workload)
-    _refuse_too_long(workload, semantics, fixed)
+    given: dict[str, Any] = {
+        "seq_len": seq_len,
+        "batch_size": sequences_of_a_step(batch_size, tokens_per_step, seq_len),
+        "micro_batch": micro_batch,
+        "compute_dtype": compute,
+        "gradient_dtype": gradient_dtype,
+        "master_dtype": master,
+        "clip_norm": None if isinstance(clip_norm, str) else clip_norm,
+        "on_nonfinite": on_nonfinite,
+        "loss_tile_tokens": loss_tile_tokens,
+        "mlp_tile_tokens": mlp_tile_tokens,
+        "attention": attention,
+    }
+    refuse_larger(micro_batch or 1, given["batch_size"])
     try:
-        answer = search(described, workload, semantics, profile, fixed, free, clipped_steps)
+        answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps)
     except DoesNotFitError as error:
         if as_json:
             short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
@@ -169,23 +164,6 @@ def plan(
     if output is not None:
         written = on_one_line(str(output))
         click.echo(f"wrote {written}; next: penstock check {written}, then penstock run {written} --data FOLDER", err=True)
-
-
-def _sized(model: "Model", asked: "Semantics", profile: "Profile", free: frozenset[str]) -> "tuple[Semantics, Workload]":
-    """The semantics with the sizes that nobody named, and what they make of the model."""
-    from planner.search.micro_batch import with_micro_batch
-
-    refuse_larger(asked.micro_batch, asked.batch_size)
-    return with_micro_batch(model, asked, profile, free)
-
-
-def _refuse_too_long(workload: "Workload", semantics: "Semantics", fixed: "Policy | None") -> None:
-    """A step whose plan nobody could write, because too much of it is different, or too many micro-batches are the same."""
-    from planner.search.remedy import too_long
-
-    if n_ops := too_long(workload, semantics, fixed):
-        said = f"a step of {semantics.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
-        raise click.UsageError(f"{said}; use a larger --micro-batch")
 
 
 def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[str, Any]:

@@ -1,0 +1,284 @@
+"""What do plan, check, predict and train take and give?
+
+The same as the commands of that name, for programs and notebooks; the commands call what is here.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import PlanError, WrongPlanError
+
+if TYPE_CHECKING:
+    from hwprofiles.schema import Profile
+    from planner.predict.simulate import Prediction
+    from planner.search.search import Answer, Certificate
+    from runtime.data.given import Batches
+    from runtime.executor import Stop
+    from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
+    from runtime.plan.workload import Model, Workload
+    from runtime.train.trainer import Metrics
+
+PLAN_FILE = "plan.json"  # in the folder of a run that a program started: its plan, so that a command can go on with it
+PAGE_PIXELS = 900  # of a report in a notebook
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what is known of it. Prints as `penstock plan` does; a notebook shows its report."""
+
+    answer: "Answer"
+    profile: "Profile"
+
+    @property
+    def plan(self) -> "Plan":
+        return self.answer.plan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, predicted."""
+        return self.answer.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.plan.semantics.tokens_per_step / self.step_s
+
+    @property
+    def certificate(self) -> "Certificate":
+        """How far from optimal the plan can be."""
+        return self.answer.certificate
+
+    @property
+    def file(self) -> "PlanFile":
+        from runtime.plan import PlanFile
+
+        return PlanFile(self.plan, self.answer.claim())
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan and its claim, for `penstock check`, `report` and `run`."""
+        self.file.write(Path(path))
+        return Path(path)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        from planner.show.explain import explain
+
+        text = StringIO()
+        explain(self.answer, self.profile, Console(file=text))
+        return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        from planner.show.report import report
+
+        page = report(self.file, self.plan.model.name or "plan", None)
+        return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run left."""
+
+    folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
+    n_done: int  # steps, those before a resume too
+    metrics: "tuple[Metrics, ...]"  # of the steps made now
+
+    @property
+    def checkpoint(self) -> Path:
+        """The state after the last step; transformers loads it as it does any model."""
+        return self.folder / f"checkpoint-{self.n_done}"
+
+
+def plan(
+    model: "str | Path",
+    machine: "str | Path | Profile",
+    *,
+    seq_len: int = 4096,
+    batch_size: int | None = None,
+    micro_batch: int | None = None,
+    policy: "Policy | str | None" = None,
+    clip_norm: float | None = 1.0,
+    host_memory_bytes: int | None = None,
+    device_memory_bytes: int | None = None,
+    kernels: "Kernel | None" = None,
+    deterministic: bool = False,
+    clipped_fraction: float | None = None,
+    **semantics: Any,
+) -> Planned:
+    """The fastest schedule of `model` on `machine`.
+
+    `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
+    Profile. `policy`: a Policy, or the name of another system's, in place of a search. `semantics`: further fields of Semantics, as
+    `master_dtype="bf16"`. A size that is not given is the fastest. DoesNotFitError names the smallest changes that would fit.
+    """
+    from hwprofiles.schema import Profile, read_profile
+    from planner.model.workload import read_model
+
+    profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
+    if host_memory_bytes is not None or device_memory_bytes is not None:
+        profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
+    described = read_model(str(model))
+    given = semantics | {"seq_len": seq_len, "batch_size": batch_size or 16, "micro_batch": micro_batch, "clip_norm": clip_norm}
+    return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction), profile)
+
+
+def answer_of(
+    model: "Model",
+    profile: "Profile",
+    given: Mapping[str, Any],
+    kernels: "Kernel | None" = None,
+    deterministic: bool = False,
+    policy: "Policy | str | Callable[[Semantics, Workload], Policy | None] | None" = None,
+    clipped_fraction: float | None = None,
+) -> "Answer":
+    """The search's answer to fields of Semantics, of which those that are None are chosen; `policy` may need the sizes chosen."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from planner.model.kernels import with_kernels
+    from planner.model.workload import supported_attention
+    from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
+    from planner.search.remedy import too_long
+    from planner.search.search import search
+    from planner.search.space import BASELINES, baseline
+    from runtime.plan import Semantics
+
+    known = {name: value for name, value in given.items() if value is not None or name == "clip_norm"}
+    free = SIZES - known.keys()
+    defaults = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0]}
+    try:
+        asked = TypeAdapter(Semantics).validate_json(json.dumps(defaults | known))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PlanError(f"semantics: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    asked = with_kernels(model, asked, profile, kernels, deterministic)
+    if asked.micro_batch > asked.batch_size:
+        said = f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}"
+        raise PlanError(f"{said}; choose at most {asked.batch_size}")
+    asked, workload = with_micro_batch(model, asked, profile, free)
+    if isinstance(policy, str):
+        if policy not in BASELINES:
+            raise PlanError(f"no policy {policy!r}; give a Policy, or one of {', '.join(BASELINES)}")
+        fixed: Policy | None = baseline(policy, asked, workload)
+    else:
+        fixed = policy(asked, workload) if callable(policy) else policy
+    if n_ops := too_long(workload, asked, fixed):
+        said = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
+        raise PlanError(f"{said}; use a larger --micro-batch")
+    return search(model, workload, asked, profile, fixed, free, clipped_fraction)
+
+
+def check(plan: "Planned | PlanFile | Plan | str | Path", quick: bool = False) -> str:
+    """Prove a plan right, and true what its file claims; the words say what was not checked. WrongPlanError says what is wrong.
+
+    `quick` leaves out the search, which takes as long as `plan` did. A plan without a claim is proven right, no more.
+    """
+    from planner.check.check import check as prove
+    from planner.check.check import summary
+    from planner.check.claimed import claimed
+
+    where, file = _file_of(plan)
+    try:
+        prove(file.plan, file.claim)
+        said = "nothing is claimed of it" if file.claim is None else recounted(file.plan, claimed(file.claim, where), quick)
+    except PlanError as error:
+        raise WrongPlanError(f"{where}: {error}") from None
+    return f"{summary(file.plan)}; {said}"
+
+
+def recounted(plan: "Plan", claim: Any, quick: bool) -> str:
+    """What was held to what, and what was not, in words; PlanError for what does not follow."""
+    from planner.check.recount import check_claim, check_origin, check_search, is_by_this_code
+
+    left = check_origin(plan, is_by_this_code(claim))
+    if quick:
+        left += check_claim(plan, claim)
+        left.append("the search (--quick): policy_bound_s only lies where it must, and n_simulated")
+    else:
+        left += check_search(plan, claim)
+    often = claim.certificate.clipped_fraction
+    if often and plan.policy.speculate_blocks:
+        left.append(f"that {often:.1%} of steps are clipped, as was said")
+    return "claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
+
+
+def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "Profile | None" = None) -> "Prediction":
+    """A step of the plan on the machine that it was made for, or another, simulated op by op: `step_s`, `timeline`."""
+    from hwprofiles.schema import Profile
+    from planner.predict.cost import costs, region_of
+    from planner.predict.simulate import simulate
+
+    where, file = _file_of(plan)
+    profile = machine or Profile.from_json(file.plan.profile, f"{where}: profile")
+    return simulate(file.plan, costs(file.plan, profile), region_of(profile))
+
+
+def train(
+    plan: "Planned | PlanFile | Plan | str | Path",
+    data: "str | Path | Batches",
+    *,
+    out: str | Path = "penstock-run",
+    steps: int | None = None,
+    lr: float | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    on_step: "Callable[[Metrics], None]" = lambda metrics: None,
+    stop: "Stop | None" = None,
+) -> Trained:
+    """Train with a plan, and save; the bits are those of `penstock run`.
+
+    `data`: a folder or file, as for `--data`, or an object with `batch(step)`. `settings`: all else that a run's file can say, by
+    dotted names, as `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "evaluation.data": "held-out.jsonl"}`. `on_step` is
+    called after every step; `stop.request()`, there or in another thread, makes the step in progress the last, and saves.
+    """
+    from runtime.data.given import Given
+    from runtime.train.run_config import read_run
+
+    from .session import begun, online, write_settings
+    from .watch import watched
+
+    _, file = _file_of(plan)
+    folder = Path(out)
+    named = str(data) if isinstance(data, str | Path) else f"batches of {type(data).__qualname__}"
+    said: dict[str, Any] = {"data.path": named, "out": str(out), "device": device}
+    said |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
+    asked = read_run(None, {**said, **(settings or {}), "plan": str(folder / PLAN_FILE)})
+    given = None
+    if not isinstance(data, str | Path):
+        vocab_size = file.plan.workload.blocks[0].parameters[0].shape[0]
+        given = Given(data, file.plan.semantics.seq_len, file.plan.semantics.batch_size, vocab_size)
+    made = list["Metrics"]()
+
+    def step(metrics: "Metrics") -> None:
+        made.append(metrics)
+        on_step(metrics)
+
+    with ExitStack() as until_the_end:
+        run, first_step = until_the_end.enter_context(begun(asked, file, resume, data=given))
+        file.write(folder / PLAN_FILE)
+        write_settings(folder, asked)
+        if stop is not None:
+            run = replace(run, training=replace(run.training, stop=stop))
+        training = until_the_end.enter_context(watched(run, first_step, online()))
+        training.run(first_step, run.n_steps, step)
+    return Trained(folder, made[-1].step if made else first_step, tuple(made))
+
+
+def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":
+    """Whatever holds a plan, and what to call it."""
+    from runtime.plan import Plan, PlanFile
+
+    match plan:
+        case Planned():
+            return "the plan", plan.file
+        case PlanFile():
+            return "the plan", plan
+        case Plan():
+            return "the plan", PlanFile(plan, None)
+    return str(plan), PlanFile.read(Path(plan))

@@ -1,0 +1,98 @@
+"""How does a program give a run batches of its own making?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from runtime.batch import UNSUPERVISED, Batch
+from runtime.errors import CheckpointError, DataError
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """What a run needs of its data. A step's batch depends on nothing but the number of the step: then a resumed run sees what the
+    first one would have seen. One thread asks, mostly for one step after the other; after a resume for a later one."""
+
+    def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:
+        """Of step number `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the token
+        after `input_ids[b, t]`, or -100 where there is nothing to learn."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Batches, Protocol):
+    """Batches that know themselves again: a checkpoint keeps what they say, and a resumed run must be given the same."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of data and order."""
+        ...
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Where that step begins, as JSON can hold it."""
+        ...
+
+    def resume(self, step: int, position: dict[str, Any]) -> None:
+        """Go on at that step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A program's batches, as the data of a run: looked at before the model sees them."""
+
+    batches: Batches
+    seq_len: int
+    batch_size: int
+    vocab_size: int
+    n_steps: int | None = None
+    n_sequences: int | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        if isinstance(self.batches, Resumable):
+            return str(self.batches.fingerprint)
+        return f"batches of {type(self.batches).__qualname__}"
+
+    def batch(self, step: int) -> Batch:
+        """DataError for what is no batch of this plan."""
+        found = self.batches.batch(step)
+        made = found if isinstance(found, Batch) else _of_pair(found, step)
+        shape = (self.batch_size, self.seq_len)
+        for name, ids in (("input ids", made.input_ids), ("targets", made.targets)):
+            if tuple(ids.shape) != shape or ids.dtype != torch.int64:
+                said = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
+                raise DataError(f"{said}; this plan takes {shape} torch.int64, sequences by tokens")
+            least, most = int(ids.min()), int(ids.max())
+            if most >= self.vocab_size or (least < 0 and not (name == "targets" and _are_targets(ids))):
+                raise DataError(f"the {name} of step {step} go from {least} to {most}; the model knows 0 to {self.vocab_size - 1}")
+        return made
+
+    def position(self, step: int) -> dict[str, Any]:
+        return self.batches.position(step) if isinstance(self.batches, Resumable) else {"step": step}
+
+    def resume(self, step: int, position: dict[str, Any]) -> None:
+        """CheckpointError where these batches were not at that step."""
+        if isinstance(self.batches, Resumable):
+            self.batches.resume(step, position)
+        elif position != {"step": step}:
+            raise CheckpointError(f"the checkpoint's data stood at {position}, not at step {step}: it was trained on other data")
+
+    def words(self) -> str:
+        return f"batches of {type(self.batches).__qualname__}"
+
+    def close(self) -> None:
+        """Whoever made them closes them."""
+
+
+def _are_targets(ids: torch.Tensor) -> bool:
+    return bool(((ids >= 0) | (ids == UNSUPERVISED)).all())
+
+
+def _of_pair(found: Sequence[torch.Tensor], step: int) -> Batch:
+    match found:
+        case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
+            return Batch(input_ids, targets)
+    raise DataError(f"batch({step}) gave a {type(found).__name__}; give a Batch, or input ids and targets")
