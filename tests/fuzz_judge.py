@@ -66,7 +66,7 @@ class Watch:
         if (
             event == "subprocess.Popen"
             and list(args[1][:2]) == [sys.executable, "-P"]
-            and Path(args[1][2]).parent == ROOT / "runtime"
+            and Path(args[1][2]).parent == ROOT / "runtime" / "data"
         ):
             return  # a process of our own
         if event in STARTS or event in CONNECTS or event == "pickle.find_class":

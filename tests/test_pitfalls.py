@@ -144,7 +144,7 @@ def test_nothing_forks():
     """A process with hundreds of pinned gigabytes must not: its pages would be copied, and a device is lost to the child."""
     forbidden = {"multiprocessing", "concurrent.futures.process", "fork", "forkpty", "ProcessPoolExecutor"}
     found, loaders = [], []
-    for path in [p for room in ("runtime", "planner", "hwprofiles") for p in (ROOT / room).glob("*.py")]:
+    for path in [p for room in ("penstock", "runtime", "planner", "hwprofiles") for p in (ROOT / room).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("DataLoader"):
                 loaders.append({word.arg: ast.unparse(word.value) for word in node.keywords}.get("multiprocessing_context"))
