@@ -5,7 +5,7 @@ PY := .venv/bin/python
 PYTHON_OLDEST ?= python3.12
 PY_OLDEST := .venv-oldest/bin/python
 
-.PHONY: demo test test-oldest lint types unit format tour clean
+.PHONY: demo test soak test-oldest lint types unit format tour clean
 
 demo: .venv/stamp
 	$(PY) demo/demo.py
@@ -21,9 +21,13 @@ types: .venv/stamp
 
 # One compute thread per worker: the laws are stated for one thread, and two workers fill two cores.
 unit: .venv/stamp
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not soak"
 
-# The same tests with the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Not part of `test`:
+# What takes long: whole searches, kills by the dozen.
+soak: .venv/stamp
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m soak
+
+# The same tests, the long ones too, with the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Not part of `test`:
 # the usual torch for Linux carries the CUDA libraries, gigabytes to fetch; point pip at an index of CPU builds to avoid it.
 test-oldest: .venv-oldest/stamp
 	OMP_NUM_THREADS=1 $(PY_OLDEST) -m pytest -q -n 2 --dist worksteal

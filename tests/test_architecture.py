@@ -21,6 +21,7 @@ from setuptools import find_packages
 from penstock.cli.main import ELSEWHERE, cli
 from planner.model.config import ARCHITECTURES
 from runtime.plan import Op
+from tests.soak import SOAK
 from tests.tour import PAGE, READING, ROOT, question, sources, tour
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
@@ -353,6 +354,17 @@ def _release(version: str) -> list[int]:
 def test_the_tour_says_what_the_files_ask() -> None:
     assert PAGE.read_text(encoding="utf-8") == tour(), "write it again with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in sources()} - {""}), "every room is read"
+
+
+def test_the_long_lane_names_tests_that_are_there_each_once() -> None:
+    names = {
+        f"{path.name}::{node.name}"
+        for path in sources()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert [entry for entry in SOAK if entry.partition("[")[0] not in names] == []
+    assert len({*SOAK}) == len(SOAK)
 
 
 def test_planning_does_not_wake_torch() -> None:
