@@ -1,4 +1,4 @@
-"""What is looked at while a run goes on?"""
+"""What is evaluated and logged during training?"""
 
 import json
 import math

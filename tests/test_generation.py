@@ -142,7 +142,7 @@ def test_text_goes_in_and_comes_out():
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[1], []], "prompt 2 has no tokens; say something"),
+        ([[1], []], "prompt 2 is empty; give it some text"),
         ([[1] * 1600], "prompt 1 has 1,600 tokens, and a sequence of the plan holds 16; shorten it"),
     ],
 )

@@ -70,7 +70,7 @@ _SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--epochs", "epochs", {"type": POSITIVE, "help": "Instead of --steps: times through the data."}),
     ("--out", "out", {"type": PATH, "help": "Where checkpoints and logs go.  [default: penstock-run]"}),
     ("--save-every", "checkpoint.every", {"type": STEPS, "help": "Steps between checkpoints.  [default: only at the end]"}),
-    ("--keep", "checkpoint.keep", {"type": STEPS, "help": "Keep the last so many checkpoints.  [default: all]"}),
+    ("--keep", "checkpoint.keep", {"type": STEPS, "help": "Keep only the last N checkpoints.  [default: all]"}),
     (
         "--seed",
         "seed",

@@ -1,4 +1,4 @@
-"""What would the machine be if some of it were faster?
+"""How is one group of a profile's rates scaled?
 
 Speeds that one measurement settles together form a group and move together: a rate of twice the speed doubles, a time halves.
 Sizes and prices stay. Every "what if" is a profile made here, costed and simulated like any other.

@@ -37,8 +37,8 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
             continue
         if key == "optimizer":
             raise CheckpointError(
-                f"{state.path}: its optimizer is not this run's{_difference(found, value)}; go on with the settings it began with, "
-                f"or begin anew from its weights, with --model {state.path} and another --out"
+                f"{state.path}: optimizer settings differ from this run's{_difference(found, value)}; go on with those it began "
+                f"with, or begin anew from its weights, with --model {state.path} and another --out"
             )
         words = _difference(found, value) if key == "semantics" else ""
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which one is gone on from?
+"""Which checkpoints are kept, and which one is resumed?
 
 A folder named `checkpoint-N` is whole. What is about to be deleted loses that name first, so that a run that is killed meanwhile
 leaves nothing that looks whole and is not.

@@ -1,4 +1,4 @@
-"""When may a block change that a checkpoint has yet to hold?
+"""How does training go on while its state is saved, copy-on-write?
 
 A snapshot is the state as it is between two steps. It begins when the last change by the first of them is done, and is written
 chunk by chunk while training goes on. An update first asks here: a chunk that is written

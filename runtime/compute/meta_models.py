@@ -1,4 +1,4 @@
-"""Which modules does transformers build of a configuration?
+"""Which modules does transformers build from a configuration?
 
 On the meta device: they hold no weights.
 """

@@ -1,4 +1,4 @@
-"""Which sequences does a step see of documents that are all there?
+"""How does a map-style data set become batches?
 
 Sequences are made once, from documents in an order that the seed gives, and each epoch has an order of its own. Which sequences
 a step sees is a function of its number alone, so resuming needs nothing but that number.

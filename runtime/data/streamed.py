@@ -1,4 +1,4 @@
-"""Which sequences does a step see of a data set that is read as it is needed?
+"""How does a streaming data set become batches?
 
 Rows are read through `datasets` in blocks of the size of the shuffle buffer. The documents of a block are put in an order that
 seed, epoch and block give, and packed; nothing is carried from one block to the next. So a position is the row at which a block

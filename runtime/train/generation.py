@@ -54,7 +54,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
     """DataError for a prompt of no tokens, or of so many that a sequence has no room for another."""
     for number, prompt in enumerate(prompts, start=1):
         if not len(prompt):
-            raise DataError(f"prompt {number} has no tokens; say something")
+            raise DataError(f"prompt {number} is empty; give it some text")
         if len(prompt) >= seq_len:
             raise DataError(f"prompt {number} has {len(prompt):,} tokens, and a sequence of the plan holds {seq_len:,}; shorten it")
 

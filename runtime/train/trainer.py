@@ -82,7 +82,7 @@ class DeviceMemoryError(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Something that is found out of the state every so many steps: a loss, samples."""
+    """An evaluation hook: runs every N steps and logs what it found, a loss or samples."""
 
     log: str  # the file in the run's folder that it adds lines to
     field: str  # which its lines have, and no others there
@@ -118,9 +118,9 @@ class Training:
         """Perform steps first_step .. n_steps - 1, or fewer after `stop.request()`: the step in progress is then the last.
 
         The state is saved at the end, and on the way when that is due; lanes are drained for it only where nothing is to be written
-        in the background. It is looked at after that: who is killed meanwhile has lost no step, and on going on makes up for the
-        look; where first_step is n_steps, that is all there is to do. Returns the timeline of the longest stretch between two
-        pauses, and step times after the warm-up.
+        in the background. A checkpoint is written before the evaluation, so a kill loses no step; on resume a missing evaluation is
+        made first, and where first_step is n_steps that is all there is to do. Returns the timeline of the longest stretch between
+        two pauses, and step times after the warm-up.
         """
         self._leave_what_followed(first_step)
         missing = self._missing(first_step, n_steps)
@@ -321,7 +321,7 @@ def set_aside(folder: Path, step: int, say: Callable[[str], None] = say) -> None
             else:
                 left.unlink(missing_ok=True)
             path.rename(left)
-            say(f"{path.name} is of the course that is left; it is now {left.name}")
+            say(f"{path.name} belongs to an abandoned run; renamed {left.name}")
         if later:  # on the disk before the log is cut
             descriptor = os.open(folder, os.O_RDONLY)
             try:
