@@ -1,6 +1,9 @@
 """How is an integer program written down and solved?"""
 
-from collections.abc import Mapping
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,14 +42,34 @@ class Program:
         matrix = np.zeros((len(self.rows), len(self.cost)))
         for i, row in enumerate(self.rows):
             matrix[i, list(row)] = list(row.values())
-        found = milp(
-            np.array(self.cost),
-            constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
-            bounds=Bounds(np.array(self.low), np.array(self.high)),
-            integrality=np.array(self.integer),
-            options={"mip_rel_gap": 1e-4, "node_limit": MOST_NODES},
-        )
+        with _nothing_printed():
+            found = milp(
+                np.array(self.cost),
+                constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
+                bounds=Bounds(np.array(self.low), np.array(self.high)),
+                integrality=np.array(self.integer),
+                options={"mip_rel_gap": 1e-4, "node_limit": MOST_NODES},
+            )
         if found.status == INFEASIBLE:
             return None
         assert found.mip_dual_bound is not None, f"the solver ends with {found.message}"
         return float(found.mip_dual_bound), self.low if found.x is None else [float(x) for x in found.x]
+
+
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """HiGHS prints a line of its own now and then, whatever it is told, in the middle of what `--json` prints."""
+    try:
+        stdout = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C keeps in its buffer belongs there too
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)
