@@ -15,7 +15,6 @@ SOAK = (
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[change-the-planner.md]",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[fine-tune-32b.md]",
     "test_failures.py::test_a_disk_that_is_full_at_any_moment_is_one_line_and_with_room_the_run_goes_on",
-    "test_failures.py::test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one",
     "test_gpu_benchmark.py::test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_tried_again",
     "test_hostile.py::test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints[2-interrupted-130]",
     "test_hostile.py::test_a_tokenizer_on_which_its_library_panics_is_one_line",
