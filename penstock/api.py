@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import PlanError, WrongPlanError
+from runtime.errors import CheckpointError, PlanError, WrongPlanError
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from runtime.plan.workload import Model, Workload
     from runtime.train.trainer import Metrics
 
-PLAN_FILE = "plan.json"  # in the folder of a run that a program started: its plan, so that a command can go on with it
+PLAN_FILE = "run-plan.json"  # in the folder of a run that a program started: its plan, so that a command can go on with it
 PAGE_PIXELS = 900  # of a report in a notebook
 
 
@@ -238,7 +238,7 @@ def train(
     called after every step; `stop.request()`, there or in another thread, makes the step in progress the last, and saves.
     """
     from runtime.data.given import Given
-    from runtime.train.run_config import read_run
+    from runtime.train.run_config import RUN_FILE, read_run
 
     from .session import begun, online, write_settings
     from .watch import watched
@@ -261,6 +261,10 @@ def train(
 
     with ExitStack() as until_the_end:
         run, first_step = until_the_end.enter_context(begun(asked, file, resume, data=given))
+        if (folder / PLAN_FILE).exists() and not (folder / RUN_FILE).exists():
+            raise CheckpointError(
+                f"{folder / PLAN_FILE}: not written by a run, which writes a file of that name; choose another out"
+            )
         file.write(folder / PLAN_FILE)
         write_settings(folder, asked)
         if stop is not None:

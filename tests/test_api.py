@@ -134,6 +134,23 @@ def test_a_stopped_run_on_ones_own_batches_goes_on_to_the_same_bytes(home: Path)
     assert losses(home / "part") == losses(home / "whole")
 
 
+def test_a_plan_that_no_run_wrote_is_not_written_over(home: Path) -> None:
+    (home / "out").mkdir()
+    (home / "out" / "run-plan.json").write_text("mine")
+    with pytest.raises(CheckpointError, match="not written by a run"):
+        penstock.train(planned(home), home / "data", out=home / "out", steps=1)
+    assert (home / "out" / "run-plan.json").read_text() == "mine"
+
+
+def test_a_command_goes_on_with_what_a_program_began(home: Path) -> None:
+    found = planned(home)
+    whole = penstock.train(found, home / "data", out=home / "whole", steps=4)
+    penstock.train(found, home / "data", out=home / "part", steps=2)
+    done = command("run", "--config", home / "part" / "run.yaml", "--resume", "--steps", 4)
+    assert done.exit_code == 0, done.output
+    assert weights_sha(home / "part" / "checkpoint-4") == weights_sha(whole.checkpoint)
+
+
 def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
     found = planned(home)
     penstock.train(found, Known("a"), out=home / "out", steps=1)
