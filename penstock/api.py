@@ -207,14 +207,17 @@ def recounted(plan: "Plan", claim: Any, quick: bool) -> str:
     return "claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
 
 
-def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "Profile | None" = None) -> "Prediction":
+def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "str | Path | Profile | None" = None) -> "Prediction":
     """A step of the plan on the machine that it was made for, or another, simulated op by op: `step_s`, `timeline`."""
-    from hwprofiles.schema import Profile
+    from hwprofiles.schema import Profile, read_profile
     from planner.predict.cost import costs, region_of
     from planner.predict.simulate import simulate
 
     where, file = _file_of(plan)
-    profile = machine or Profile.from_json(file.plan.profile, f"{where}: profile")
+    if machine is None:
+        profile = Profile.from_json(file.plan.profile, f"{where}: profile")
+    else:
+        profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
     return simulate(file.plan, costs(file.plan, profile), region_of(profile))
 
 

@@ -102,6 +102,8 @@ def assemble(
     _refuse_parts_of_no_name(settings.optimizer, plan)
     prediction = simulate(plan, demands, region)
     if device == "emulated":
+        if data is not None:
+            raise RunConfigError("an emulated run trains a stand-in with a vocabulary of its own: give it files, not batches")
         run = _emulated(settings, plan, prediction, demands, region, time_scale, until_the_end)
     else:
         run = _real(settings, plan, prediction, device, until_the_end, data)

@@ -83,6 +83,7 @@ def test_a_plan_is_that_of_the_command_in_words_and_in_its_file(home: Path) -> N
     assert written.exit_code == 0
     assert found.save(home / "b").read_bytes() == (home / "a").read_bytes()
     assert penstock.predict(home / "b").step_s == found.step_s
+    assert penstock.predict(home / "b", "h100-sxm").step_s < found.step_s
     assert penstock.check(home / "b") == penstock.check(found)
     assert 'sandbox="allow-scripts"' in found._repr_html_()
 
@@ -159,6 +160,12 @@ def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
     assert other.resumed_at == (1, {"row": 4})
     with pytest.raises(CheckpointError, match="data"):
         penstock.train(found, Known("b"), out=home / "out", steps=3, resume=True)
+
+
+def test_an_emulated_run_takes_no_batches(home: Path) -> None:
+    with pytest.raises(penstock.PenstockError, match="give it files, not batches"):
+        penstock.train(planned(home), Counting(), out=home / "out", steps=1, device="emulated")
+    assert not (home / "out").exists()
 
 
 @pytest.mark.parametrize(
