@@ -29,7 +29,13 @@ PENSTOCK = Path(sys.executable).with_name("penstock")
 POLICIES: dict[str, dict[str, Any]] = {
     "searched": {},
     "lean": {"group_micro_batches": 2, "spill_blocks": [0, 1, 2, 3], "prefetch_depth": 1, "gradient_slots": 1},
-    "early": {"group_micro_batches": 4, "keep_blocks": [11, 12], "speculate_blocks": [2, 5], "square_blocks": [3]},
+    "early": {
+        "update": "deferred",
+        "group_micro_batches": 4,
+        "keep_blocks": [11, 12],
+        "speculate_blocks": [2, 5],
+        "square_blocks": [3],
+    },
 }
 
 
