@@ -1,4 +1,4 @@
-"""What does Penstock do, in five minutes on two cores?
+"""What does Penstock do, in a few minutes on two cores?
 
 Measures this machine, plans a byte-level model on it with a quarter of the memory its training state needs, trains it on questions
 and answers made of the docstrings of the standard library, and compares the clock with the plan. The same run is then begun again,
