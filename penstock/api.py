@@ -6,10 +6,10 @@ The same as the commands of that name, for programs and notebooks; the commands 
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from runtime.errors import CheckpointError, PlanError, WrongPlanError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from runtime.plan.workload import Model, Workload
     from runtime.train.trainer import Metrics
 
+Fields = TypeVar("Fields")
 PLAN_FILE = "run-plan.json"  # in the folder of a run that a program started: its plan, so that a command can go on with it
 PAGE_PIXELS = 900  # of a report in a notebook
 
@@ -115,7 +116,8 @@ def plan(
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, or the name of another system's, in place of a search. `semantics`: further fields of Semantics, as
-    `master_dtype="bf16"`. A size that is not given is the fastest. DoesNotFitError names the smallest changes that would fit.
+    `master_dtype="bf16"`, but for those that `kernels` and `deterministic` decide. A size that is not given is the fastest.
+    `clipped_fraction`: of the steps, if known. DoesNotFitError names the smallest changes that would fit.
     """
     from hwprofiles.schema import Profile, read_profile
     from planner.model.workload import read_model
@@ -124,7 +126,12 @@ def plan(
     if host_memory_bytes is not None or device_memory_bytes is not None:
         profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
     described = read_model(str(model))
-    given = semantics | {"seq_len": seq_len, "batch_size": batch_size or 16, "micro_batch": micro_batch, "clip_norm": clip_norm}
+    given = semantics | {
+        "seq_len": seq_len,
+        "batch_size": 16 if batch_size is None else batch_size,
+        "micro_batch": micro_batch,
+        "clip_norm": clip_norm,
+    }
     return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction), profile)
 
 
@@ -138,24 +145,24 @@ def answer_of(
     clipped_fraction: float | None = None,
 ) -> "Answer":
     """The search's answer to fields of Semantics, of which those that are None are chosen; `policy` may need the sizes chosen."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from planner.model.kernels import with_kernels
+    from planner.model.kernels import PARTS, with_kernels
     from planner.model.workload import supported_attention
     from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
     from planner.search.remedy import too_long
     from planner.search.search import search
     from planner.search.space import BASELINES, baseline
-    from runtime.plan import Semantics
+    from runtime.plan import Kernel, Policy, Semantics
 
     known = {name: value for name, value in given.items() if value is not None or name == "clip_norm"}
+    if decided := sorted(known.keys() & {*PARTS, "attention_kernel"}):
+        raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
+    if kernels not in (None, *get_args(Kernel)):
+        raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
+    if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
+        raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
     free = SIZES - known.keys()
     defaults = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0]}
-    try:
-        asked = TypeAdapter(Semantics).validate_json(json.dumps(defaults | known))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise PlanError(f"semantics: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    asked = _validated(Semantics, defaults | known, "semantics")
     asked = with_kernels(model, asked, profile, kernels, deterministic)
     if asked.micro_batch > asked.batch_size:
         said = f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}"
@@ -167,10 +174,22 @@ def answer_of(
         fixed: Policy | None = baseline(policy, asked, workload)
     else:
         fixed = policy(asked, workload) if callable(policy) else policy
+        fixed = None if fixed is None else _validated(Policy, asdict(fixed), "policy")
     if n_ops := too_long(workload, asked, fixed):
         said = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise PlanError(f"{said}; use a larger --micro-batch")
     return search(model, workload, asked, profile, fixed, free, clipped_fraction)
+
+
+def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
+    """As a file of them is validated: a program may write anything into a dataclass."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PlanError(f"{what}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def check(plan: "Planned | PlanFile | Plan | str | Path", quick: bool = False) -> str:
@@ -240,6 +259,7 @@ def train(
     dotted names, as `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "evaluation.data": "held-out.jsonl"}`. `on_step` is
     called after every step; `stop.request()`, there or in another thread, makes the step in progress the last, and saves.
     """
+    from runtime.compute.documents import supports_documents
     from runtime.data.given import Given
     from runtime.train.run_config import RUN_FILE, read_run
 
@@ -247,6 +267,9 @@ def train(
     from .watch import watched
 
     _, file = _file_of(plan)
+    arguments = ("data.path", "out", "device", "plan", "steps", "optimizer.lr")
+    if said_twice := [name for name in settings or {} if name in arguments]:
+        raise PlanError(f"settings: {said_twice[0]} is an argument of train; give it as one")
     folder = Path(out)
     named = str(data) if isinstance(data, str | Path) else f"batches of {type(data).__qualname__}"
     said: dict[str, Any] = {"data.path": named, "out": str(out), "device": device}
@@ -255,7 +278,8 @@ def train(
     given = None
     if not isinstance(data, str | Path):
         vocab_size = file.plan.workload.blocks[0].parameters[0].shape[0]
-        given = Given(data, file.plan.semantics.seq_len, file.plan.semantics.batch_size, vocab_size)
+        of = file.plan.semantics
+        given = Given(data, of.seq_len, of.batch_size, vocab_size, supports_documents(file.plan.model.config, of))
     made = list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from runtime.batch import Batch
+from runtime.data.data import read_data
+from runtime.data.given import Given
 from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
+from runtime.settings import DataSettings
 
 from .running import make_home, train, weights_sha
 from .running import penstock as command
@@ -29,6 +32,28 @@ class Counting:
         ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
         pair = ids[:, :-1].contiguous(), ids[:, 1:] + self.first_target
         return pair if step % 2 else Batch(*pair)
+
+
+class Packed(Counting):
+    """Batches of documents of these lengths."""
+
+    def __init__(self, document_tokens: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.document_tokens = document_tokens
+
+    def batch(self, step: int) -> Batch:
+        input_ids, targets = super().batch(1)
+        return Batch(input_ids, targets, self.document_tokens)
+
+
+class FromFiles:
+    """The batches that a run makes of files, handed over by a program."""
+
+    def __init__(self, home: Path) -> None:
+        self.data = read_data(DataSettings(str(home / "data")), home / "model", 272, 32, 4, 0, home / "cache")
+
+    def batch(self, step: int) -> Batch:
+        return self.data.batch(step)
 
 
 class Known(Counting):
@@ -104,6 +129,12 @@ def test_a_wrong_plan_is_named(home: Path) -> None:
         ({"micro_batch": 8}, "a micro-batch of 8 is more than the batch of 4"),
         ({"policy": "megatron"}, "no policy 'megatron'; give a Policy, or one of megatrain"),
         ({"dtype": "bf16"}, "semantics: dtype: "),
+        ({"batch_size": 0}, "semantics: batch_size: "),
+        ({"norm": "eager"}, "semantics: norm: decided by `kernels`"),
+        ({"kernels": "fast"}, "no kernels 'fast'; give one of eager, fused"),
+        ({"clipped_fraction": 7.0}, "a share of the steps"),
+        ({"policy": penstock.Policy(prefetch_depth=-1)}, "policy: prefetch_depth: "),
+        ({"policy": penstock.Policy(group_micro_batches="all")}, "policy: group_micro_batches: "),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict[str, object], said: str) -> None:
@@ -121,6 +152,8 @@ def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
     done = train(home, found.save(home / "plan.json"), out="b", steps=3)
     assert done.exit_code == 0, done.output
     assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
+    given = penstock.train(found, FromFiles(home), out=home / "c", steps=3, lr=1e-3)
+    assert weights_sha(given.checkpoint) == weights_sha(trained.checkpoint)
     assert AutoModelForCausalLM.from_pretrained(trained.checkpoint, dtype="auto").dtype == torch.bfloat16
 
 
@@ -174,11 +207,13 @@ def test_an_emulated_run_takes_no_batches(home: Path) -> None:
         (Counting(first_target=300), "the model knows 0 to 271"),
         (Counting(first_target=-400), "the targets of step 0 go from"),
         (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
+        (Packed(((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
+        (Packed(((16, 16),) * 3), r"each of 4 sequences has 32"),
         (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),
     ],
 )
 def test_what_is_no_batch_is_named_and_nothing_hangs(home: Path, batches: penstock.Batches, said: str) -> None:
-    with pytest.raises((DataError, PlanError, RuntimeError), match=said):
+    with pytest.raises(DataError, match=said):
         penstock.train(planned(home), batches, out=home / "out", steps=2)
 
 
@@ -190,3 +225,12 @@ def test_settings_go_by_the_names_of_a_runs_file(home: Path) -> None:
     assert any("eval_loss" in line for line in (trained.folder / "metrics.jsonl").read_text().splitlines())
     with pytest.raises(penstock.PenstockError, match=r"optimizer\.wd"):
         penstock.train(planned(home), home / "data", out=home / "other", settings={"optimizer.wd": 0.1})
+    with pytest.raises(PlanError, match="settings: out is an argument of train"):
+        penstock.train(planned(home), home / "data", out=home / "other", settings={"out": "elsewhere"})
+
+
+def test_documents_are_refused_where_none_can_be_kept_apart() -> None:
+    given = Given(Packed(((16, 16),) * 4), 32, 4, 272, "attention by document is not there")
+    with pytest.raises(DataError, match="leave document_tokens out"):
+        given.batch(0)
+    assert Given(Packed(((16, 16),) * 4), 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4

@@ -12,8 +12,12 @@ from runtime.errors import CheckpointError, DataError
 
 @runtime_checkable
 class Batches(Protocol):
-    """What a run needs of its data. A step's batch depends on nothing but the number of the step: then a resumed run sees what the
-    first one would have seen. One thread asks, mostly for one step after the other; after a resume for a later one."""
+    """What a run needs of its data.
+
+    A step's batch depends on nothing but the number of the step: then a resumed run sees what the first one would have seen. One
+    thread asks, mostly for one step after the other; after a resume for a later one. Of batches that are not Resumable nothing but
+    the name of their class tells whether a resumed run has the same.
+    """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:
         """Of step number `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the token
@@ -47,6 +51,7 @@ class Given:
     seq_len: int
     batch_size: int
     vocab_size: int
+    no_documents: str | None = None  # why documents packed into a sequence cannot be kept apart; None: they can
     n_steps: int | None = None
     n_sequences: int | None = None
 
@@ -68,7 +73,17 @@ class Given:
             least, most = int(ids.min()), int(ids.max())
             if most >= self.vocab_size or (least < 0 and not (name == "targets" and _are_targets(ids))):
                 raise DataError(f"the {name} of step {step} go from {least} to {most}; the model knows 0 to {self.vocab_size - 1}")
+        if made.document_tokens is not None:
+            self._look_at_documents(made.document_tokens, step)
         return made
+
+    def _look_at_documents(self, document_tokens: tuple[tuple[int, ...], ...], step: int) -> None:
+        if self.no_documents is not None:
+            raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
+        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in document_tokens]
+        if sums != [self.seq_len] * self.batch_size:
+            said = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
+            raise DataError(f"{said}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
 
     def position(self, step: int) -> dict[str, Any]:
         return self.batches.position(step) if isinstance(self.batches, Resumable) else {"step": step}
