@@ -23,7 +23,7 @@ from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.batch import Batch
-from runtime.executor import execute
+from runtime.executor import Execution
 from runtime.host.optimizer import AdamW
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
@@ -103,9 +103,10 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
     machine = CpuMachine(plan, lambda step: Batch(tokens, tokens), lambda step: AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1))
     machine.initialise(7)
     start_s = time.perf_counter()
-    execute(plan, machine, n_steps)
+    with Execution(plan, machine, n_steps) as steps:
+        results = [step.result for step in steps]
     step_s = (time.perf_counter() - start_s) / n_steps
-    digest = hashlib.sha256(json.dumps([(machine.results[s].loss, machine.results[s].grad_norm) for s in range(n_steps)]).encode())
+    digest = hashlib.sha256(json.dumps([(result.loss, result.grad_norm) for result in results if result is not None]).encode())
     for block in range(len(plan.workload.blocks)):
         for p in machine.host.owned(block):
             for tensor in (machine.host.master(p), *machine.host.moments(p)):

@@ -216,10 +216,9 @@ def _refuse_odd_files(out: Path) -> None:
 
 
 def write_settings(out: Path, settings: "RunSettings") -> None:
+    from runtime.train.log import writing
     from runtime.train.run_config import write_run
 
     path = out / RUN_FILE
-    try:
+    with writing(path):
         write_run(path, settings)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None

@@ -1,18 +1,16 @@
 """What is evaluated and logged during training?"""
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from runtime.errors import CheckpointError
 from runtime.units import on_one_line, show_seconds
 
 if TYPE_CHECKING:
-    from runtime.compute.inference import ForwardMachine
+    from runtime.machines.torch_machine import TorchMachine
     from runtime.train.evaluation import Evaluated
     from runtime.train.monitors import Monitor
     from runtime.train.trainer import Look, Training
@@ -50,7 +48,7 @@ def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ..
     from runtime.train.evaluation import Evaluator
     from runtime.train.trainer import Look
 
-    asked, machine, looks = run.settings.evaluation, cast("ForwardMachine", run.training.machine), list[Look]()
+    asked, machine, looks = run.settings.evaluation, run.training.store, list[Look]()
     if (held_out := run.held_out) is not None:
         n_sequences = min(asked.max_sequences, held_out.n_steps or asked.max_sequences)
         evaluator = Evaluator(machine, held_out, n_sequences, run.training.stop)
@@ -62,6 +60,7 @@ def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ..
 
 def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
     from runtime.executor import say
+    from runtime.train.log import add_lines
 
     values = {
         "eval_loss": found.loss,
@@ -69,7 +68,7 @@ def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: 
         "eval_tokens": found.n_tokens,
         "eval_s": found.seconds,
     }
-    _log(run.training.folder / "metrics.jsonl", [{"step": step} | values])
+    add_lines(run.training.folder / "metrics.jsonl", [{"step": step} | values])
     for monitor in monitors:
         monitor.log(step, values)
     say(
@@ -79,10 +78,11 @@ def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: 
 
 
 def _show_samples(
-    run: "Assembled", machine: "ForwardMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]"
+    run: "Assembled", machine: "TorchMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]"
 ) -> None:
     from runtime.executor import say
     from runtime.train.generation import samples
+    from runtime.train.log import add_lines
 
     asked = run.settings.evaluation
     found = samples(
@@ -97,19 +97,9 @@ def _show_samples(
         prompts.end_ids,
         run.training.stop,
     )
-    _log(run.training.folder / "samples.jsonl", [{"step": step, "prompt": s.prompt, "text": s.text} for s in found])
+    add_lines(run.training.folder / "samples.jsonl", [{"step": step, "prompt": s.prompt, "text": s.text} for s in found])
     for number, sample in enumerate(found):
         for monitor in monitors:
             monitor.text(step, f"samples/{number}", f"{sample.prompt}\n\n{sample.text}")
         asked_words, said_words = (json.dumps(text, ensure_ascii=False) for text in (sample.prompt, sample.text))
         say(f"sample after step {step}: {on_one_line(asked_words, SHOWN_PROMPT)} > {on_one_line(said_words, SHOWN_ANSWER)}")
-
-
-def _log(path: Path, said: Sequence[dict[str, Any]]) -> None:
-    """Add lines, all at once; a number that is not finite is null, as JSON knows no other way to say it."""
-    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in said]
-    try:
-        with path.open("a", encoding="utf-8") as lines:
-            lines.write("".join(json.dumps(fields) + "\n" for fields in plain))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -23,7 +23,7 @@ from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 from .errors import PenstockError
 from .lane_thread import LaneRun
-from .machine import Machine
+from .machine import Machine, StepResult
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
@@ -198,69 +198,111 @@ class _Board:
         return "; ".join(str(track) for track in self.tracks if track.n_done < track.n_in_all)
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that all lanes have done."""
+
+    number: int
+    seconds: float  # since the step before was done, or since the start
+    busy_s: Mapping[Lane, float]  # in which each lane's thread was at the step's ops
+    result: StepResult | None  # the machine's
+
+
+class Execution:
+    """A plan that is performed while one iterates: each step when its last op is done, and then a timeline.
+
+    The first failure, of a lane or within the context, stops all lanes and is raised once each has ended the op that it was in:
+    errors of the user as they are, others as OpError naming the op. StallError when all lanes wait for each other. An op that hangs
+    cannot be told from a long one: after `quiet_s` without the end of any op, stderr says what each lane is at. After
+    `stop.request()` all lanes end after the same step, the earliest that none of them has gone beyond. `on_interrupt()` is called
+    before lanes are waited for that somebody at the keyboard wants to end: one may be waiting elsewhere.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Machine,
+        n_steps: int,
+        first_step: int = 0,
+        quiet_s: float = QUIET_S,
+        keep_steps: int = KEEP_STEPS,
+        stop: Stop | None = None,
+        on_interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.timeline = Timeline(())  # in the end: when each op of the last `keep_steps` ran, in seconds since the start
+        self._machine, self._quiet_s, self._keep_steps, self._on_interrupt = machine, quiet_s, keep_steps, on_interrupt
+        self._board = _Board(_tracks(plan, n_steps), n_steps, stop or Stop())
+        self._steps = self._perform(range(first_step, first_step + n_steps))
+
+    def __enter__(self) -> "Execution":
+        return self
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._steps.throw(error)
+        self._steps.close()
+
+    def _perform(self, numbers: range) -> Generator[Step]:
+        board, machine, start_s = self._board, self._machine, time.perf_counter()
+        before_s = start_s
+
+        def done() -> Iterator[Step]:
+            """The steps that are done and not reported."""
+            nonlocal before_s
+            while board.n_reported < board.n_done:
+                turn, now_s = board.n_reported, time.perf_counter()
+                board.n_reported += 1
+                busy_s = {track.lane: track.busy_s.pop(turn) for track in board.tracks}
+                seconds, before_s = now_s - before_s, now_s
+                yield Step(numbers[turn], seconds, busy_s, machine.result(numbers[turn]))
+
+        workers: list[_Worker] = []
+        threads: list[LaneRun] = []
+        try:
+            # Compute last: its thread settings are to stay.
+            for track in sorted(board.tracks, key=lambda track: track.lane is Lane.GPU):
+                workers.append(_Worker(track, machine, board, numbers, self._keep_steps))
+                threads.append(machine.on_thread(track.lane, workers[-1].run))
+                threads[-1].start()
+                workers[-1].ready.wait()
+            yield from _watch(board, done, self._quiet_s)
+        except BaseException as error:
+            board.fail(error)
+            if not isinstance(error, Exception):
+                self._on_interrupt()
+            raise
+        finally:
+            _join(threads, board, self._quiet_s)
+            for track in board.tracks:
+                track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
+        if board.failure is not None:
+            try:
+                yield from done()  # by then
+            finally:
+                raise board.failure
+        spans = [
+            Span(op, step, began_s - start_s, ended_s - start_s, k) for w in workers for step, op, began_s, ended_s, k in w.records
+        ]
+        self.timeline = Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op, s.repetition)))))
+
+
 def execute(
     plan: Plan,
     machine: Machine,
     n_steps: int,
     first_step: int = 0,
-    on_step: Callable[[int, float], None] | None = None,
     quiet_s: float = QUIET_S,
     keep_steps: int = KEEP_STEPS,
     stop: Stop | None = None,
-    on_busy: Callable[[int, Mapping[Lane, float]], None] | None = None,
-    on_interrupt: Callable[[], None] | None = None,
 ) -> Timeline:
-    """Perform `n_steps` steps and return when each op of the last `keep_steps` ran, in seconds since the start.
-
-    `on_step(step, seconds)` is called in the caller's thread when a step's last op is done; before it `on_busy(step, seconds)` of
-    each lane, in which its thread was at its ops. After `stop.request()` all lanes end after the same step, the earliest that none
-    of them has gone beyond. The first failure of any lane stops them all and is raised here, once each has ended the op that it
-    was in: errors of the user as they are, others as OpError naming the op. StallError when all lanes wait for each other. An op
-    that hangs cannot be told from a long one: after `quiet_s` without the end of any op, stderr says what each lane is at.
-    `on_interrupt()` is called before lanes are waited for that somebody at the keyboard wants to end: one may be waiting elsewhere.
-    """
-    board = _Board(_tracks(plan, n_steps), n_steps, stop or Stop())
-    start_s = time.perf_counter()
-
-    def report() -> None:
-        while board.n_reported < board.n_done:
-            step, turn = first_step + board.n_reported, board.n_reported
-            board.n_reported += 1
-            busy_s = {track.lane: track.busy_s.pop(turn) for track in board.tracks}
-            if on_busy is not None:
-                on_busy(step, busy_s)
-            if on_step is not None:
-                on_step(step, time.perf_counter() - start_s)
-
-    workers: list[_Worker] = []
-    threads: list[LaneRun] = []
-    try:
-        for track in sorted(
-            board.tracks, key=lambda track: track.lane is Lane.GPU
-        ):  # compute last: its thread settings are to stay
-            workers.append(_Worker(track, machine, board, range(first_step, first_step + n_steps), keep_steps))
-            threads.append(machine.on_thread(track.lane, workers[-1].run))
-            threads[-1].start()
-            workers[-1].ready.wait()
-        _watch(board, report, quiet_s)
-    except BaseException as error:
-        board.fail(error)
-        if on_interrupt is not None and not isinstance(error, Exception):
-            on_interrupt()
-        raise
-    finally:
-        _join(threads, board, quiet_s)
-        for track in board.tracks:
-            track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
-    if board.failure is not None:
-        try:
-            report()  # the steps that were done by then
-        finally:
-            raise board.failure
-    spans = [
-        Span(op, step, began_s - start_s, ended_s - start_s, k) for w in workers for step, op, began_s, ended_s, k in w.records
-    ]
-    return Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op, s.repetition)))))
+    """An execution, where nobody asks what came of each step."""
+    with Execution(plan, machine, n_steps, first_step, quiet_s, keep_steps, stop) as steps:
+        for _ in steps:
+            pass
+    return steps.timeline
 
 
 def _tracks(plan: Plan, n_steps: int) -> list[_Track]:
@@ -392,11 +434,11 @@ class _Worker:
                 del tokens[position]
 
 
-def _watch(board: _Board, report: Callable[[], None], quiet_s: float) -> None:
-    """Report finished steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
+def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) -> Iterator[Step]:
+    """Report steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
     last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, quiet_s
     while True:
-        report()
+        yield from done()
         if board.n_reported == board.n_steps or board.failure is not None:
             return
         with suppress(Empty):

@@ -1,9 +1,11 @@
 """How is a file read, or written, whole?"""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 
 def read_whole(path: Path, max_bytes: int) -> bytes:
@@ -37,6 +39,24 @@ def try_to_write(path: Path) -> None:
     _, partial = _places(path)
     partial.open("x").close()
     partial.unlink()
+
+
+def fields_of(line: bytes | str) -> dict[str, Any] | None:
+    """What a line of a log says; None where it is none."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def sync(path: Path) -> None:
+    """Bring a file down to the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _places(path: Path) -> tuple[Path, Path]:

@@ -1,18 +1,34 @@
 """What performs an op?
 
-`Machine` is what the executor asks for: `CpuMachine` does the real work with the CPU in the GPU's place, `EmulatedMachine` keeps
-another machine's time, `NullMachine` only remembers. `CudaMachine` takes the same place: its `mark` records an event on the
-lane's stream and its `follow` makes the other lane's stream, or host thread, wait for it.
+`Machine` is what the executor asks for: `CpuMachine` does the real work with the CPU in the GPU's place, `CudaMachine` gives it to
+a GPU's streams, `EmulatedMachine` keeps another machine's time, `NullMachine` only remembers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
 
 from .lane_thread import LaneRun, on_its_own_thread
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step of training."""
+
+    n_supervised: int  # tokens that were to be predicted
+    grad_norm: float  # before clipping
+    skipped: bool  # as the norm was not finite
+    loss_sum: Callable[[], float]  # over these tokens; returns once the device has added it up
+
+    @cached_property
+    def loss(self) -> float:
+        """Mean over the supervised tokens."""
+        return self.loss_sum() / self.n_supervised
 
 
 class Machine(Protocol):
@@ -32,6 +48,9 @@ class Machine(Protocol):
 
     def follow(self, lane: Lane, token: object) -> None:
         """Called on the thread of a lane that waits, with the token of what it waits for."""
+
+    def result(self, step: int) -> StepResult | None:
+        """What came of a step that all lanes have done, handed over: the machine forgets it. None: nothing, it was no training."""
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         """When ops really ran, given when the lanes' threads were in `perform`. Called once all lanes have ended."""
@@ -58,6 +77,9 @@ class NullMachine:
 
     def follow(self, lane: Lane, token: object) -> None:
         pass
+
+    def result(self, step: int) -> StepResult | None:
+        return None
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         return spans

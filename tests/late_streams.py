@@ -19,7 +19,7 @@ from planner.check.check import check
 from runtime.machines.cuda import CudaMachine
 from runtime.plan import Plan
 
-from .training import N_STEPS, batches_of, plan_of, released_slots, scheduled
+from .training import N_STEPS, Remembers, batches_of, plan_of, released_slots, scheduled
 
 
 class LateStream:
@@ -148,7 +148,7 @@ class LateStreams:
             raise
 
 
-class Poisoned(CudaMachine):
+class Poisoned(Remembers, CudaMachine):
     """Fills a slot with NaN, in the stream that used it last, when it is released."""
 
     def __init__(self, plan: Plan, *args, **kwargs) -> None:
@@ -156,8 +156,11 @@ class Poisoned(CudaMachine):
         self.released = released_slots(plan)
 
     def work(self, index, op, step):
-        super().work(index, op, step)
-        for slot in self.released[index]:
+        self.around(super().work, self.released, index, op, step)
+
+    def around(self, work, released, index, op, step):
+        work(index, op, step)
+        for slot in released[index]:
             self.arenas.poison(slot)
 
 

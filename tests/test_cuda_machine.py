@@ -22,7 +22,7 @@ from penstock.cli.main import cli
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
-from runtime.executor import OpError, execute
+from runtime.executor import Execution, OpError, execute
 from runtime.machines.staging import Staging
 from runtime.plan import Kind, Lane, Policy, Update
 from runtime.plan.workload import Model
@@ -31,7 +31,7 @@ from runtime.train.generation import generate
 
 from .late_streams import LateStreams, Poisoned, machine_of
 from .strategies import policies
-from .test_evaluation import LateForBoth, Several, sequences
+from .test_evaluation import LateForBoth, Several, sequences, watch_forwards
 from .tiny import tiny_config
 from .training import (
     EVERYTHING,
@@ -125,11 +125,12 @@ def test_everything_at_once_is_the_plain_loop():
 
 def test_a_steps_loss_can_be_asked_for_as_soon_as_the_step_is_reported():
     """Nothing of it may have been computed by then."""
-    semantics, losses = semantics_of("llama"), []
+    semantics = semantics_of("llama")
     machine = machine_of(tiny_config("llama"), semantics, Policy(update=Update.DEFERRED))
-    execute(machine.plan, machine, N_STEPS, on_step=lambda step, _: losses.append(machine.results.pop(step).loss))
+    with Execution(machine.plan, machine, N_STEPS) as steps:
+        losses = [step.result.loss for step in steps]
     assert losses == plain("llama", semantics).losses
-    assert machine._losses.tokens == {}
+    assert machine._losses == {}
 
 
 def test_a_loss_is_waited_for_once():
@@ -145,11 +146,12 @@ def test_a_long_run_makes_no_event_and_no_stream_that_a_short_one_does_not():
     streams = machine.streams
     n_made = []
     for first_step, n_steps in ((0, 4), (4, 4), (8, 20)):
-        execute(machine.plan, machine, n_steps, first_step, on_step=lambda step, _: machine.results.pop(step).loss)
+        with Execution(machine.plan, machine, n_steps, first_step) as steps:
+            assert all(machine.results.pop(step.number).loss for step in steps)
         n_made.append(streams.n_events - 15 * (len(n_made) + 1))  # looks at the clocks after each run: five per lane
     assert n_made[0] == n_made[1] == n_made[2]
     assert len(streams.streams) == 3
-    assert machine._losses.tokens == {}
+    assert machine._losses == {}
 
 
 EVERYTHING_SMALL = Policy(product_blocks=(1,), update=Update.DEFERRED, speculate_blocks=(0, 2))
@@ -163,9 +165,14 @@ class NotesThreads(LateForBoth):
         self.threads = defaultdict(list)
         self.fails_at = None
 
-    def perform(self, index, op, step):
+        watch_forwards(self, lambda op, step: self._note(op))
+
+    def _note(self, op):
         if threading.current_thread() not in self.threads[op.lane]:
             self.threads[op.lane].append(threading.current_thread())
+
+    def perform(self, index, op, step):
+        self._note(op)
         if (op.kind, step) == self.fails_at:
             raise OSError("the disk is gone")
         super().perform(index, op, step)

@@ -168,11 +168,10 @@ def logits_of(machine, batch: Batch) -> torch.Tensor:
     plan = forward_plan(machine.plan, len(batch.input_ids))
     found = []
 
-    def note(templates, weights, hidden_BTD, targets_BT, step, micro_batch):
-        found.append(templates.logits(weights, hidden_BTD.flatten(0, 1)))
+    def note(last):
+        found.append(last.templates.logits(last.weights, last.hidden_BTD.flatten(0, 1)))
 
-    with machine.forwards(plan, lambda step: batch, note):
-        execute(plan, machine, 1)
+    execute(plan, machine.forwards(plan, lambda step: batch, note), 1)
     return torch.stack(found)
 
 

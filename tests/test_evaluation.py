@@ -1,7 +1,6 @@
 """Is an evaluation right, and is it nothing to the training around it?"""
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,8 @@ from runtime.compute.inference import Abandoned
 from runtime.errors import DataError
 from runtime.executor import OpError, Stop, execute
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Policy, Update
+from runtime.machines.torch_machine import LaneMachine
+from runtime.plan import Kind, Lane, Policy, Update
 from runtime.plan.forward_plan import forward_plan, most_micro_batches
 from runtime.plan.workload import Model
 from runtime.train.evaluation import Evaluator, perplexity
@@ -66,16 +66,18 @@ class Several:
 
 
 class OfAnyPlan:
-    """Fills with NaN what the plan that is performed at the time releases."""
+    """As hostile to a forward plan as to its own."""
 
-    @contextmanager
     def forwards(self, plan, batches, head):
-        trained, self.released = self.released, released_slots(plan)
-        try:
-            with super().forwards(plan, batches, head):
-                yield
-        finally:
-            self.released = trained
+        machine = super().forwards(plan, batches, head)
+        machine.__class__ = _Forward  # not a method of its own, with which it would refer to itself
+        machine.trained, machine.released = self, released_slots(plan)
+        return machine
+
+
+class _Forward(LaneMachine):
+    def work(self, index, op, step):
+        self.trained.around(super().work, self.released, index, op, step)
 
 
 class HostileToBoth(OfAnyPlan, Hostile):
@@ -93,6 +95,19 @@ def machine_of(config, semantics, policy, machine_type=HostileToBoth, batches=No
     machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, **kwargs)
     machine.initialise(7)
     return machine
+
+
+def watch_forwards(machine, told):
+    """Tell of each op of a forward plan, before it is performed."""
+    forwards = machine.forwards
+
+    def watched(*given):
+        forward = forwards(*given)
+        perform = forward.perform
+        forward.perform = lambda index, op, step: (told(op, step), perform(index, op, step))
+        return forward
+
+    machine.forwards = watched
 
 
 def exact(model_type: str, **fields):
@@ -212,13 +227,13 @@ def test_what_layers_remember_of_training_an_evaluation_does_not_see():
     modules = [m for layer in (*machine.compute.templates.layers, machine.compute.templates.model) for m in layer.modules()]
     before = [id(machine.compute.passed.first), list(machine.results), len(machine.compute._graphs)]
 
-    def fails(templates, weights, hidden_BTD, targets_BT, step, micro_batch):
+    def fails(last):
         assert not any(m.training for m in modules)
         raise RuntimeError("no")
 
     plan = forward_plan(machine.plan, 2, seq_len=8)
-    with pytest.raises(OpError, match="no"), machine.forwards(plan, lambda step: sequences(96, 2, 8), fails):
-        execute(plan, machine, 1)
+    with pytest.raises(OpError, match="no"):
+        execute(plan, machine.forwards(plan, lambda step: sequences(96, 2, 8), fails), 1)
     assert all(m.training for m in modules)
     assert [id(machine.compute.passed.first), list(machine.results), len(machine.compute._graphs)] == before
     execute(machine.plan, machine, 2, 1)
@@ -247,8 +262,8 @@ def test_weights_are_streamed_once_for_as_many_sequences_as_boundaries_have_room
     for n in (4, 8, 9):
         machine = machine_of(config, semantics, Policy(group_micro_batches=2), CpuMachine)
         assert most_micro_batches(machine.plan) == 5
-        done, perform = [], machine.perform
-        machine.perform = lambda index, op, step, perform=perform, done=done: (done.append(op), perform(index, op, step))
+        done = []
+        watch_forwards(machine, lambda op, step, done=done: done.append(op))
         Evaluator(machine, Several(sequences(96, n)), n).run()
         counts[n] = sum(op.kind is Kind.LOAD for op in done)
     assert counts == {4: 6, 8: 12, 9: 12}
@@ -266,15 +281,14 @@ class _AfterSomePasses(Stop):
 
     def __init__(self, machine, n: int) -> None:
         super().__init__()
-        self.n_passes, perform = 0, machine.perform
+        self.n_passes = 0
 
-        def counted(index, op, step):
+        def count(op, step):
             self.n_passes = max(self.n_passes, step + 1)
             if self.n_passes == n:
                 self.request()
-            perform(index, op, step)
 
-        machine.perform = counted
+        watch_forwards(machine, count)
 
 
 def test_who_asks_for_the_end_waits_for_the_pass_in_progress_and_training_goes_on_as_if_nothing_had_been():
@@ -317,13 +331,14 @@ def test_a_forward_needs_no_more_of_the_device_than_the_plan_books_for_a_step(mo
     plan = forward_plan(machine.plan, 1)
     batch, found = sequences(config["vocab_size"], 2, 96), []
 
-    def score(templates, weights, hidden_BTD, targets_BT, step, micro_batch):
-        found.append(templates.scores(weights, hidden_BTD, targets_BT))
+    def score(last):
+        found.append(last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT))
 
     def work():
-        with torch.no_grad(), machine.forwards(plan, lambda step: batch, score):
+        forward = machine.forwards(plan, lambda step: batch, score)
+        with forward.lane(Lane.GPU):
             for index, op in enumerate(plan.ops):
-                machine.perform(index, op, 0)
+                forward.perform(index, op, 0)
         return found
 
     assert peak_bytes(work) <= machine.plan.transient_bytes

@@ -274,9 +274,7 @@ def test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothi
     execute(plan, machine, N_STEPS)
     assert differences(machine, plain("llama", semantics)) == []
     again = state_of(machine)[0]
-    for step in range(N_STEPS):
-        machine.results.pop(step)
-    execute(plan, machine, 1)  # a step that has been done before, for its results were taken away
+    execute(plan, machine, 1)  # a step that has been done before
     assert machine.host.n_updates == N_STEPS + 1
     assert not same_bits(again["model.norm.weight"], state_of(machine)[0]["model.norm.weight"])
 

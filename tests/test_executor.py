@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime import executor
 from runtime.errors import DataError
-from runtime.executor import OpError, StallError, Stop, execute
+from runtime.executor import Execution, OpError, StallError, Stop, execute
 from runtime.machine import NullMachine
 from runtime.plan import Kind, Lane, Plan, Policy, Update, Wait
 
@@ -77,9 +77,17 @@ def test_a_lane_may_run_ahead_into_the_next_step_under_a_deferred_policy():
 
 def test_steps_are_reported_in_order_and_only_the_last_spans_are_kept():
     seen = []
-    timeline = execute(tiny_plan(), NullMachine(), 10, first_step=5, on_step=lambda step, at_s: seen.append(step), keep_steps=4)
-    assert seen == list(range(5, 15))
+    timeline = reported(seen.append, tiny_plan(), NullMachine(), 10, first_step=5, keep_steps=4)
+    assert [step.number for step in seen] == list(range(5, 15))
     assert {span.step for span in timeline.spans} == {11, 12, 13, 14}
+
+
+def reported(report, *given, **how):
+    """Execute, and report each step when it is done."""
+    with Execution(*given, **how) as steps:
+        for step in steps:
+            report(step)
+    return steps.timeline
 
 
 class Failing(NullMachine):
@@ -125,13 +133,23 @@ def test_an_error_in_a_lanes_set_up_stops_the_run():
 
 
 def test_an_error_in_the_callers_report_stops_the_lanes():
-    def report(step, at_s):
+    def report(step):
         raise RuntimeError("the disk is full")
 
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="the disk is full"):
-        execute(tiny_plan(), NullMachine(), 3, on_step=report)
+        reported(report, tiny_plan(), NullMachine(), 3)
     assert threading.active_count() == before
+
+
+def test_a_caller_who_leaves_the_loop_stops_the_lanes():
+    before, machine = threading.active_count(), NullMachine()
+    with Execution(tiny_plan(), machine, 10**5) as steps:
+        for step in steps:
+            assert step.result is None
+            break
+    assert threading.active_count() == before
+    assert len(machine.performed) < 10**5 * len(tiny_plan().ops)
 
 
 def test_after_a_failure_no_lane_begins_another_op():
@@ -175,12 +193,12 @@ def test_an_interrupt_from_the_keyboard_stops_every_lane(where):
                 time.sleep(0.05)
             yield
 
-    def report(step, at_s):
+    def report(step):
         if where == "report":
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        execute(tiny_plan(), Interrupted(), 500, on_step=report)
+        reported(report, tiny_plan(), Interrupted(), 500)
     assert threading.active_count() == before, "a lane was left running"
 
 
@@ -362,16 +380,16 @@ def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):
 
     machine, seen = Lingering(), []
 
-    def report(step, at_s):
+    def report(step):
         while not seen and len(machine.performed) < 2 * len(plan.ops):
             time.sleep(0.001)
         if not seen:
             time.sleep(0.05)
-        seen.append(step)
+        seen.append(step.number)
         if len(seen) == 2:
             told.set()
 
-    run = threading.Thread(target=execute, args=(plan, machine, 2), kwargs={"on_step": report}, daemon=True)
+    run = threading.Thread(target=reported, args=(report, plan, machine, 2), daemon=True)
     run.start()
     run.join(10)
     late = run.is_alive()
@@ -402,11 +420,11 @@ class Asks(Jittery):
 def test_all_lanes_end_after_the_same_step_when_somebody_asks_for_the_end(plan, slow, step, data):
     """The step is the furthest that any lane had begun, or the one after it if a lane was just about to begin that."""
     machine = Asks((step, data.draw(st.integers(0, len(plan.ops) - 1))), slow)
-    reported = []
-    timeline = execute(plan, machine, 50, on_step=lambda step, at_s: reported.append(step), stop=machine.stop)
-    n_steps = len(reported)
+    told = []
+    timeline = reported(lambda step: told.append(step.number), plan, machine, 50, stop=machine.stop)
+    n_steps = len(told)
     assert sorted(machine.performed) == [(step, i) for step in range(n_steps) for i in range(len(plan.ops))]
-    assert reported == list(range(n_steps))
+    assert told == list(range(n_steps))
     assert machine.furthest + 1 <= n_steps <= machine.furthest + 2
     assert [(s.step, s.op) for s in timeline.spans] == sorted(machine.performed)
 
@@ -442,10 +460,10 @@ def test_the_last_step_is_the_furthest_that_any_lane_has_begun_however_far_behin
 
 
 def test_a_run_that_is_asked_to_end_before_it_begins_does_nothing():
-    machine, stop, reported = NullMachine(), Stop(), []
+    machine, stop, told = NullMachine(), Stop(), []
     stop.request()
-    timeline = execute(tiny_plan(), machine, 3, on_step=lambda step, at_s: reported.append(step), stop=stop)
-    assert machine.performed == reported == list(timeline.spans) == []
+    timeline = reported(told.append, tiny_plan(), machine, 3, stop=stop)
+    assert machine.performed == told == list(timeline.spans) == []
 
 
 def test_an_end_that_is_asked_for_in_the_last_step_changes_nothing():
@@ -470,27 +488,20 @@ def test_lanes_that_wait_for_each_other_are_seen_after_an_end_was_asked_for(monk
 
 
 def test_each_step_says_how_long_each_lane_was_at_its_ops():
-    """As its spans say, in the order of the steps, before the step is reported."""
+    """As its spans say, in the order of the steps."""
     said, plan = [], tiny_plan(update=Update.DEFERRED)
-    timeline = execute(
-        plan,
-        Jittery(Lane.GPU),
-        4,
-        first_step=3,
-        on_step=lambda step, at_s: said.append(step),
-        on_busy=lambda step, busy_s: said.append((step, busy_s)),
-    )
-    assert said[1::2] == [3, 4, 5, 6]
-    for step, busy_s in said[::2]:
-        spans = [span for span in timeline.spans if span.step == step]
-        assert busy_s == pytest.approx(
+    timeline = reported(said.append, plan, Jittery(Lane.GPU), 4, first_step=3)
+    assert [step.number for step in said] == [3, 4, 5, 6]
+    for step in said:
+        spans = [span for span in timeline.spans if span.step == step.number]
+        assert step.busy_s == pytest.approx(
             {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in Lane}
         )
 
 
 def test_steps_that_were_done_when_a_lane_failed_are_reported():
     """Though the caller was busy with an earlier one."""
-    plan, reported, failed = tiny_plan(), [], threading.Event()
+    plan, told, failed = tiny_plan(), [], threading.Event()
 
     class Late(Failing):
         def perform(self, index, op, step):
@@ -498,13 +509,13 @@ def test_steps_that_were_done_when_a_lane_failed_are_reported():
                 failed.set()
             super().perform(index, op, step)
 
-    def report(step, at_s):
+    def report(step):
         failed.wait(20)
-        reported.append(step)
+        told.append(step.number)
 
     with pytest.raises(OpError, match="step 4"):
-        execute(plan, Late((3, len(plan.ops) - 1), KeyError("boom")), 9, on_step=report)
-    assert reported == [0, 1, 2]
+        reported(report, plan, Late((3, len(plan.ops) - 1), KeyError("boom")), 9)
+    assert told == [0, 1, 2]
 
 
 def test_lanes_that_wait_for_each_other_are_seen_and_named():

@@ -10,7 +10,7 @@ from runtime.train.generation import STEP_TOKENS, Sample, check_prompts, generat
 
 from . import reference
 from .late_streams import LateStreams
-from .test_evaluation import POLICIES, HostileToBoth, LateForBoth, exact, machine_of
+from .test_evaluation import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, watch_forwards
 from .tiny import MODEL_TYPES, tiny_config
 from .training import N_STEPS, batches_of, differences, initial_masters, plain, semantics_of
 
@@ -111,14 +111,14 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
 def test_only_as_many_tokens_are_computed_as_there_are_and_weights_come_once_for_all_prompts():
     config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=4 * STEP_TOKENS, batch_size=8)
     machine = machine_of(config, semantics, Policy(group_micro_batches=8))
-    shapes, loads, layer, perform = [], [], machine.compute.templates.layer, machine.perform
+    shapes, loads, layer = [], [], machine.compute.templates.layer
 
     def noted(block, weights, hidden_BTD, inputs, again=False):
         shapes.append(tuple(hidden_BTD.shape[:2]))
         return layer(block, weights, hidden_BTD, inputs, again)
 
     machine.compute.templates.layer = noted
-    machine.perform = lambda index, op, step: (loads.append(op.name) if op.kind is Kind.LOAD else None, perform(index, op, step))
+    watch_forwards(machine, lambda op, step: loads.append(op.name) if op.kind is Kind.LOAD else None)
     generate(machine, [[1] * 63, [2] * 3, [3]], 3)
     assert shapes == [(1, STEP_TOKENS)] * 3 * 2 * 2 + [(1, 2 * STEP_TOKENS)] * 3 * 2
     assert len(loads) == 3 * 4

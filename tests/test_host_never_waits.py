@@ -9,13 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.compute import compute
 from runtime.executor import execute
-from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.plan import Kind, Lane, Policy, Update
 
 from .late_streams import machine_of
 from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
-from .training import ADAMW, N_STEPS, batches_of, differences, plain, plan_of, semantics_of
+from .training import ADAMW, N_STEPS, Remembering, batches_of, differences, plain, plan_of, semantics_of
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
 
@@ -84,7 +83,7 @@ def test_layers_that_are_passed_something_else_each_time_are_passed_it_each_time
     config, semantics = tiny_config("llama"), semantics_of("llama")
     plan = plan_of(config, semantics, Policy())
     batches = batches_of(96, 4, 16)
-    machine = CpuMachine(plan, lambda step: batches[step], lambda step: ADAMW)
+    machine = Remembering(plan, lambda step: batches[step], lambda step: ADAMW)
     machine.initialise(7)
     templates, given_to = machine.compute.templates, []
     embed, layer = templates.embed, templates.layer
@@ -111,7 +110,7 @@ def test_an_embedding_that_is_more_than_a_look_up_is_always_the_models_own(monke
     config, semantics = tiny_config("llama"), semantics_of("llama")
     plan = plan_of(config, semantics, Policy())
     batches = batches_of(96, 4, 16)
-    machine = CpuMachine(plan, lambda step: batches[step], lambda step: ADAMW)
+    machine = Remembering(plan, lambda step: batches[step], lambda step: ADAMW)
     machine.initialise(7)
     calls, embed = [], machine.compute.templates.embed
 

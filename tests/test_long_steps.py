@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from planner.check.check import check
 from planner.lower.lower import lower_folded, lower_written_out
-from runtime.executor import OpError, StallError, execute
+from runtime.executor import Execution, OpError, StallError, execute
 from runtime.machine import NullMachine
-from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Plan, PlanFile, Policy, Semantics, Update, Wait
 from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import is_kept
@@ -23,7 +22,18 @@ from .running import lines_of, make_home, penstock, plan_in, train, weights_sha
 from .strategies import MODEL, PROFILE, small_workload
 from .test_repetition import folded, small
 from .tiny import tiny_config
-from .training import N_STEPS, batches_of, clip_some_steps, differences, plain, plan_of, scheduled, semantics_of, state_of
+from .training import (
+    N_STEPS,
+    Remembering,
+    batches_of,
+    clip_some_steps,
+    differences,
+    plain,
+    plan_of,
+    scheduled,
+    semantics_of,
+    state_of,
+)
 
 
 class Counting(NullMachine):
@@ -91,9 +101,10 @@ def test_the_timeline_keeps_the_first_repetitions_and_the_last(plan):
 
 
 def test_steps_are_reported_with_what_every_repetition_took():
-    plan, busy = small(40), {}
+    plan = small(40)
     machine = Counting(Lane.CPU)
-    execute(plan, machine, 2, on_busy=lambda step, seconds: busy.update({step: dict(seconds)}))
+    with Execution(plan, machine, 2) as steps:
+        busy = {step.number: step.busy_s for step in steps}
     n_on_host = sum(plan.often(i) for i, op in enumerate(plan.ops) if op.lane is Lane.CPU)
     for step in (0, 1):
         assert busy[step][Lane.CPU] >= n_on_host * 0.0002
@@ -164,7 +175,7 @@ def test_tokens_of_repetitions_are_forgotten_when_no_lane_can_ask_for_them():
 # --- bits -----------------------------------------------------------------------------------------------------------------
 
 
-class Delayed(CpuMachine):
+class Delayed(Remembering):
     """Lanes are delayed at random."""
 
     def __init__(self, *args, delay_seed=0, **kwargs):
@@ -224,7 +235,7 @@ def test_hundreds_of_micro_batches_are_performed_as_if_written_out():
     batches = batches_of(64, 300, 4, 1)
     states = []
     for one in (plan, unrolled(plan)):
-        machine = CpuMachine(one, lambda step: batches[step], scheduled)
+        machine = Remembering(one, lambda step: batches[step], scheduled)
         machine.initialise(7)
         execute(one, machine, 1)
         states.append((state_of(machine), machine.results[0].loss, machine.results[0].grad_norm))

@@ -177,7 +177,7 @@ def test_checkpoints_are_set_aside_before_the_log_is_cut(tmp_path, monkeypatch):
         assert latest(tmp_path).name == "checkpoint-1"
         raise _Killed
 
-    monkeypatch.setattr(trainer, "keep_metrics_up_to", cut)
+    monkeypatch.setattr(trainer, "keep_lines_up_to", cut)
     with pytest.raises(_Killed):
         training(tmp_path, Policy()).run(1, 3, lambda metrics: None)
     assert len(lines(tmp_path)) == 3

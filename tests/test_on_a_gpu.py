@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.compute.recompute import FUSED_ATTENTION, Replay
-from runtime.executor import execute
+from runtime.executor import Execution, execute
 from runtime.host.optimizer import AdamW
-from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
@@ -39,6 +38,7 @@ from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from .training import (
     EVERYTHING,
     N_STEPS,
+    Remembers,
     batches_of,
     initial_masters,
     plan_of,
@@ -49,6 +49,7 @@ from .training import (
     settings_of_torch,
     state_of,
 )
+from .training import Remembering as RememberingOnTheCpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
@@ -65,7 +66,11 @@ def _same_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Sleepy(CudaMachine):
+class Remembering(Remembers, CudaMachine):
+    pass
+
+
+class Sleepy(Remembering):
     """Each stream sleeps at random before and after an op, and fills with NaN, in its turn, what is released."""
 
     def __init__(self, plan: Plan, *args, sleep_seed: int = 0, **kwargs) -> None:
@@ -76,15 +81,18 @@ class Sleepy(CudaMachine):
         torch.cuda.synchronize()
 
     def work(self, index: int, op: Op, step: int) -> None:
+        self.around(super().work, self.released, index, op, step)
+
+    def around(self, work, released, index: int, op: Op, step: int) -> None:
         if op.lane is Lane.CPU:
-            super().work(index, op, step)
-            for slot in self.released[index]:
+            work(index, op, step)
+            for slot in released[index]:
                 self.arenas.poison(slot)
             return
         self._sleep()
-        super().work(index, op, step)
+        work(index, op, step)
         self._sleep()
-        for slot in self.released[index]:
+        for slot in released[index]:
             whole = self.arenas.raw(slot)
             whole.copy_(self.nan[: whole.numel()], non_blocking=True)  # by the stream, of host memory too
 
@@ -93,7 +101,7 @@ class Sleepy(CudaMachine):
             torch.cuda._sleep(self.rng.randrange(LONGEST_SLEEP_CYCLES))
 
 
-def run(config, semantics: Semantics, policy: Policy, machine_type=CudaMachine, n_steps: int = N_STEPS, **kwargs) -> CudaMachine:
+def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, n_steps: int = N_STEPS, **kwargs) -> Remembering:
     plan = plan_of(config, semantics, policy)
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, **kwargs)
@@ -102,7 +110,7 @@ def run(config, semantics: Semantics, policy: Policy, machine_type=CudaMachine, 
     return machine
 
 
-def differences(a: CudaMachine, b: CudaMachine) -> list[str]:
+def differences(a: Remembering, b: Remembering) -> list[str]:
     found = [name for x, y in zip(state_of(a), state_of(b), strict=True) for name in x if not same_bits(x[name], y[name])]
     for step in range(N_STEPS):
         if (a.results[step].loss, a.results[step].grad_norm) != (b.results[step].loss, b.results[step].grad_norm):
@@ -110,7 +118,7 @@ def differences(a: CudaMachine, b: CudaMachine) -> list[str]:
     return found
 
 
-def kept_whole(config, semantics: Semantics) -> CudaMachine:
+def kept_whole(config, semantics: Semantics) -> Remembering:
     """Everything resident and nothing computed twice."""
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
     return run(config, semantics, Policy(keep_blocks=layers, group_micro_batches=semantics.n_micro_batches))
@@ -190,7 +198,7 @@ def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(mode
         machines.append(machine_for_both(config, semantics, policy, batches))
         execute(machines[-1].plan, machines[-1], N_STEPS)
         assert differences(machines[-1], machines[0]) == [], policy
-    on_cpu = CpuMachine(machines[0].plan, lambda step: batches[step], scheduled)
+    on_cpu = RememberingOnTheCpu(machines[0].plan, lambda step: batches[step], scheduled)
     on_cpu.initialise(7)
     execute(on_cpu.plan, on_cpu, N_STEPS)
     for step in range(N_STEPS):
@@ -225,7 +233,7 @@ def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
     config = tiny_config(model_type, num_hidden_layers=n_layers)
     plan = plan_of(config, semantics, policy)
     batches = batches_of(config["vocab_size"], 4, 16)
-    machine = CudaMachine(plan, lambda step: batches[step], scheduled, streams=NeverWaits())
+    machine = Remembering(plan, lambda step: batches[step], scheduled, streams=NeverWaits())
     machine.initialise(7)
     execute(plan, machine, 1)
     torch.cuda.set_sync_debug_mode("error")
@@ -255,9 +263,10 @@ def test_a_run_of_two_hundred_steps_takes_no_memory_that_one_of_four_does_not_an
 
     taken = all_taken()
     for first_step in range(4, 204, 50):
-        execute(machine.plan, machine, 50, first_step, on_step=lambda step, _: machine.results.pop(step).loss)
+        with Execution(machine.plan, machine, 50, first_step) as steps:
+            assert all(machine.results.pop(step.number).loss for step in steps)
         assert all_taken() == taken
-    side = {machine._stream[lane].cuda_stream for lane in (Lane.H2D, Lane.D2H)}
+    side = {machine.lanes.streams_of[lane].cuda_stream for lane in (Lane.H2D, Lane.D2H)}
     new = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] not in before]
     assert not side & {segment["stream"] for segment in new}
 

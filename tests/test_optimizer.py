@@ -18,7 +18,7 @@ from runtime.plan import Policy, Update
 
 from .reference import half_up
 from .tiny import tiny_config
-from .training import batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
+from .training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
 
 KINDS = ("split", "mirrored", "bf16", "fp32")
 SETTINGS = AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)
@@ -210,7 +210,7 @@ def test_training_is_the_same_however_many_workers_share_an_op(policy, tied):
     found = []
     for n_workers in (1, 3):
         plan, batches = plan_of(config, semantics, policy), batches_of(config["vocab_size"], 4, 16)
-        machine = CpuMachine(plan, lambda step, batches=batches: batches[step], scheduled, n_workers=n_workers)
+        machine = Remembering(plan, lambda step, batches=batches: batches[step], scheduled, n_workers=n_workers)
         machine.initialise(7)
         execute(plan, machine, 3)
         found.append((state_of(machine), [machine.results[step].grad_norm for step in range(3)]))

@@ -124,7 +124,7 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied, monkeypatch):
     machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled)
     machine.initialise(7)
     execute(plan, machine, 1)
-    scratch = [t for own in machine._updates.workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
+    scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
     known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | set(machine.arenas.addresses.values())
     largest, n_calls = 0, 0
 

@@ -25,6 +25,7 @@ from .tiny import tiny_config
 from .training import (
     ADAMW,
     N_STEPS,
+    Remembering,
     batches_of,
     clip_some_steps,
     differences,
@@ -81,7 +82,7 @@ def test_the_number_of_threads_on_the_host_changes_no_bit():
     """Neither of the norm nor of an update: each tensor's sum has one order, and a chunk's update reads nothing else's."""
     semantics = clip_some_steps("llama", semantics_of("llama"))
 
-    class ManyThreads(CpuMachine):
+    class ManyThreads(Remembering):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, n_workers=3, **kwargs)
 

@@ -15,7 +15,7 @@ from runtime.plan import Kind, Lane, Policy
 
 from .late_streams import Poisoned, machine_of
 from .tiny import tiny_config
-from .training import N_STEPS, batches_of, differences, plain, plan_of, scheduled, semantics_of
+from .training import N_STEPS, Remembers, batches_of, differences, plain, plan_of, scheduled, semantics_of
 
 # -- when ops ran -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class OnTheCpu(CudaStreams):
 def test_torch_is_asked_for_blocking_events_named_ranges_locked_slabs_and_backward_on_the_lanes_own_thread(stub):
     threads = set()
 
-    class Watched(CudaMachine):
+    class Watched(Remembers, CudaMachine):
         def work(self, index, op, step):
             if op.lane is not Lane.CPU:
                 threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(stub.current) > 0))

@@ -1,7 +1,7 @@
 """Is what happens between steps counted, logged and saved as it was?"""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from runtime.host.optimizer import decays
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Update
 from runtime.settings import CheckpointSettings
-from runtime.train.trainer import DeviceMemoryError, Metrics, Training, keep_metrics_up_to
+from runtime.train.log import keep_lines_up_to
+from runtime.train.trainer import DeviceMemoryError, Metrics, Training
 
 from .row_of_tokens import RowOfTokens
 from .tiny import MODEL_TYPES, tiny_config
@@ -60,7 +61,7 @@ def test_a_skipped_step_is_logged_in_json_that_others_can_read(tmp_path):
     assert [line["grad_norm"] is None for line in lines(tmp_path)] == [False, True, False]
     assert [line["step"] for line in lines(tmp_path)] == [m.step for m in seen] == [1, 2, 3]
     assert load_state(tmp_path / "checkpoint-3").fields["n_updates"] == 2
-    assert run.store.results == {}, "results are taken away as they are logged"
+    assert run.store.compute.losses == {}, "results are handed over as they are logged"
 
 
 def test_a_step_that_stops_the_run_leaves_the_state_of_the_step_before(tmp_path):
@@ -108,7 +109,7 @@ def test_another_meaning_is_not_resumed(tmp_path):
 def test_what_was_logged_after_the_checkpoint_is_dropped_on_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2, 3)) + '{"step": 4, "lo')
-    keep_metrics_up_to(path, 2)
+    keep_lines_up_to(path, 2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
@@ -234,7 +235,7 @@ def test_no_lane_is_shown_busier_than_all_the_time():
     """An op that began in the step before counts, with all its seconds, where it ended."""
     metrics = Metrics(1, 1.0, 1.0, 1e-3, 8, 8, 2.0, 4.0, False, {"cpu": 3.0, "gpu": 1.0})
     assert {k: v for k, v in metrics.values().items() if "busy" in k} == {"busy_fraction/cpu": 1.0, "busy_fraction/gpu": 0.5}
-    assert json.loads(metrics.to_json())["busy_s"] == {"cpu": 3.0, "gpu": 1.0}, "the log has what was measured"
+    assert asdict(metrics)["busy_s"] == {"cpu": 3.0, "gpu": 1.0}, "the log has what was measured"
     assert Progress(0, 1, 1.0)._lanes(metrics) == "cpu 100%  gpu 50%"
 
 

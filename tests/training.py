@@ -89,7 +89,20 @@ def batches_of(vocab_size: int, batch_size: int, seq_len: int, n_steps: int = N_
     return tuple(result)
 
 
-class Hostile(CpuMachine):
+class Remembers:
+    """Of every step a machine keeps what it hands over."""
+
+    def result(self, step: int):
+        result = super().result(step)
+        self.__dict__.setdefault("results", {})[step] = result
+        return result
+
+
+class Remembering(Remembers, CpuMachine):
+    pass
+
+
+class Hostile(Remembers, CpuMachine):
     """A CpuMachine on which every race shows: lanes are delayed at random, and a slot is filled with NaN when it is released.
 
     A slot is released by the last op that uses it before an op that only writes it.
@@ -100,11 +113,15 @@ class Hostile(CpuMachine):
         self.released = released_slots(plan)
         self.rng = random.Random(delay_seed) if delay_seed is not None else None
 
-    def perform(self, index: int, op: Op, step: int) -> None:
+    def work(self, index: int, op: Op, step: int) -> None:
+        self.around(super().work, self.released, index, op, step)
+
+    def around(self, work, released, index: int, op: Op, step: int) -> None:
+        """Some work on an op, made hostile."""
         if self.rng is not None and self.rng.random() < 0.15:
             time.sleep(self.rng.random() * 0.004)
-        super().perform(index, op, step)
-        for slot in self.released[index]:
+        work(index, op, step)
+        for slot in released[index]:
             self.arenas.poison(slot)
 
 

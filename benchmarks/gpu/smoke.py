@@ -7,7 +7,7 @@ a minute, and where the first of them would fail.
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from hwprofiles.schema import read_profile
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
-from runtime.executor import execute
+from runtime.executor import Execution
 from runtime.host.optimizer import AdamW
+from runtime.machine import StepResult
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import use_same_kernels
@@ -87,8 +88,9 @@ def _trained(model_type: str, policy: Policy, kernels: dict[str, Any], device: s
     kind: Callable[..., TorchMachine] = CudaMachine if device == "cuda" else CpuMachine
     machine = kind(plan, batches_of(plan), lambda step: AdamW(lr=1e-3 / (step + 1), weight_decay=0.1))
     machine.initialise(7)
-    execute(plan, machine, N_STEPS, quiet_s=QUIET_S)
-    return dict(_state(machine))
+    with Execution(plan, machine, N_STEPS, quiet_s=QUIET_S) as steps:
+        results = [step.result for step in steps]
+    return dict(_state(machine, results))
 
 
 def _plan(model_type: str, policy: Policy, kernels: dict[str, Any]) -> Plan:
@@ -109,9 +111,9 @@ def _plan(model_type: str, policy: Policy, kernels: dict[str, Any]) -> Plan:
     return lower(model, build_workload(model, semantics), semantics, policy, profile)
 
 
-def _state(machine: TorchMachine) -> Iterator[tuple[str, torch.Tensor]]:
-    for step in range(N_STEPS):
-        result = machine.results[step]
+def _state(machine: TorchMachine, results: Sequence[StepResult | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    for step, result in enumerate(results):
+        assert result is not None
         yield f"step {step}", torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)
     for block in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned(block):

@@ -12,8 +12,9 @@ from statistics import median
 
 import torch
 
+from planner.predict.settled import WARM_UP_STEPS
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.executor import execute
+from runtime.executor import Execution
 from runtime.host.optimizer import AdamW
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
@@ -25,7 +26,6 @@ from .stages import Asked, Note
 
 LR = 1e-5
 QUIET_S = 20.0  # a lane that hangs says so well within any stage's limit
-WARM_UP_STEPS = 2
 PATTERN_ELEMENTS = 2**24  # random numbers that weights are tiled with: drawing billions would take longer than training
 FILLING_THREADS = 8
 ALONE_ELEMENTS = 2**28  # a weight that is filled by itself: its fp32 copy is a gigabyte or more
@@ -55,15 +55,15 @@ def planned(asked: Asked, note: Note) -> None:
     began_s = time.perf_counter()
     fill_all(machine)
     note("weights", seconds=time.perf_counter() - began_s)
-    ended_s = [time.perf_counter()]
-
-    def on_step(step: int, at_s: float) -> None:
-        ended_s.append(time.perf_counter())
-        note("step", step=step, seconds=ended_s[-1] - ended_s[-2], loss=machine.results[step].loss)
-
-    timeline = execute(plan, machine, asked.case.n_steps, quiet_s=QUIET_S, on_step=on_step)
+    losses = list[float]()
+    with Execution(plan, machine, asked.case.n_steps, quiet_s=QUIET_S) as steps:
+        for step in steps:
+            assert step.result is not None
+            losses.append(step.result.loss)
+            note("step", step=step.number, seconds=step.seconds, loss=losses[-1])
+    timeline = steps.timeline
     times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
-    step_s, losses = median(times_s), [machine.results[step].loss for step in range(asked.case.n_steps)]
+    step_s = median(times_s)
     is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
     note(
         "measured", plan=path.name, profile=plan.profile["name"], is_probed=is_probed, **sizes, step_s=step_s, times_s=times_s,

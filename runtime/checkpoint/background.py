@@ -39,8 +39,10 @@ class Saver:
         fields: Callable[[int], Mapping[str, Any]],
         tokenizer_from: Path | None,
         say: Callable[[str], None],
+        first_step: int | None = None,
     ) -> None:
-        """`fields(step)` is what the state after so many steps is besides its tensors, as JSON."""
+        """`fields(step)` is what the state after so many steps is besides its tensors, as JSON. That after `first_step`, with which
+        a run began, needs no saving."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
         self.snapshots = Snapshots(state, self.is_due_meanwhile, copy_bytes(settings) if settings.background else 0, say)
@@ -48,7 +50,7 @@ class Saver:
         self._is_over = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
-        self.saved: int | None = None  # the step of the last that is on disk
+        self._saved = first_step  # the step of the last that is on disk
 
     def is_due(self, step: int) -> bool:
         """Whether the state after so many steps is saved, though the run goes on."""
@@ -87,16 +89,24 @@ class Saver:
             self.snapshots.end()
             thread.join()
 
+    def is_logged(self, step: int) -> None:
+        """Between steps; raises what went wrong in the thread."""
+        self.raise_failure()
+        if self.is_due_meanwhile(step):
+            self.permit(step)
+
     def permit(self, step: int) -> None:
         """All that belongs to the step is logged: its checkpoint may get its name."""
         fields = self._fields(step)
         with self._changed:
-            if step != self.saved:
+            if step != self._saved:
                 self._permitted[step] = fields
             self._changed.notify_all()
 
-    def save_now(self, step: int) -> None:
-        """While all lanes are idle: the state as it is. Returns at once if there is a thread to write it."""
+    def save(self, step: int) -> None:
+        """While all lanes are idle: the state as it is, unless it is on disk. Returns at once if there is a thread to write it."""
+        if step == self._saved:
+            return
         self.snapshots.ask_for(step)
         self.permit(step)
         if self._state.gate is None:
@@ -148,7 +158,7 @@ class Saver:
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
         with self._changed:
-            self.saved = snapshot.step
+            self._saved = snapshot.step
             del self._permitted[snapshot.step]
             self._changed.notify_all()
 

@@ -5,7 +5,6 @@ come in any order; the bytes of its files do not depend on it.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from runtime.errors import CheckpointError
+from runtime.files import sync
 
 from .checkpoint import FORMAT_VERSION, INDEX_FILE, STATE_FILE, TOKENIZER_FILES, publish, sum_of
 from .tensor_files import Made, TensorFile, write_new
@@ -118,7 +118,7 @@ class Writing:
         files = dict(sorted(self._done.items()))
         fields = {"format_version": FORMAT_VERSION, "step": self.step, "state": state, "files": files}
         write_new(self.partial / STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
-        _sync(self.partial)
+        sync(self.partial)  # the names, as the files are
         replaced = self.final.with_name(self.final.name + ".replaced")
         try:
             if self.final.exists():
@@ -129,7 +129,7 @@ class Writing:
             if replaced.exists() and not self.final.exists():
                 replaced.rename(self.final)
             raise
-        _sync(self.final.parent)
+        sync(self.final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
         return self.final
 
@@ -185,15 +185,6 @@ def save(
 def _published_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The model's configuration with the dtype of its weights, which are no longer quantised whatever they were."""
     return {k: v for k, v in config.items() if k not in ("torch_dtype", "quantization_config")} | {"dtype": dtype}
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder as durable as the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _json_bytes(fields: dict[str, Any]) -> bytes:

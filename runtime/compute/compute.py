@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from runtime.batch import Batch
 from runtime.host.memory import Arenas
-from runtime.host.updates import StepResult
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.workload import Saved
 
@@ -21,41 +19,24 @@ from .tokens import MicroBatch, StepTokens
 from .views import WEIGHT_ARENAS, Views
 
 
-@dataclass(slots=True)
-class ComputedStep(StepResult):
-    """A step whose loss is added up on the device. Nobody looks at it from the host before the step is over."""
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Of a step, added up on the device. Nobody looks at it from the host before the step is over."""
 
-    total: torch.Tensor | None = None  # fp64
-    is_there: Callable[[], None] = lambda: None  # returns once the device has added the last micro-batch's
-
-    @property
-    def loss(self) -> float:
-        """Mean over the step's supervised tokens."""
-        assert self.total is not None
-        self.is_there()
-        return self.total.item() / self.n_supervised
+    n_supervised: int
+    total: torch.Tensor  # fp64
 
 
 class Compute:
     """The ops of the gpu lane. Only that lane's thread may use it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        batches: Callable[[int], Batch],
-        results: dict[int, StepResult],
-        seed: int,
-        generator: torch.Generator,
-        losses_are_there: Callable[[int], None],
-    ) -> None:
+    def __init__(self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], seed: int, generator: torch.Generator) -> None:
         """Build the templates; WorkloadError when transformers builds other modules than the plan counted.
 
-        `batches` gives a step's tokens on the device, `generator` is what dropout draws from there, and `losses_are_there(step)`
-        returns once the device has added up the step's losses.
+        `batches` gives a step's tokens on the device, `generator` is what dropout draws from there.
         """
-        self.plan, self.arenas, self.results, self.seed = plan, arenas, results, seed
-        self.generator, self.losses_are_there = generator, losses_are_there
+        self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
+        self.losses: dict[int, Losses] = {}  # of the steps that have begun; whoever wants them takes them away
         self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
         self._views, self._tokens = Views(plan, arenas), StepTokens(plan.semantics, batches)
         self.passed = NotedInputs(self.templates)
@@ -65,6 +46,7 @@ class Compute:
     def forget(self) -> None:
         """Drop what a run that failed in the middle of a step has left."""
         self._tokens.forget()
+        self.losses.clear()
         self._site = None
         self._graphs.clear()
 
@@ -73,8 +55,7 @@ class Compute:
     def _micro_batch(self, step: int, m: int) -> MicroBatch:
         if (batch := self._tokens.begin(step)) is not None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
-            is_there = partial(self.losses_are_there, step)
-            self.results[step] = ComputedStep(n_supervised=batch.n_supervised, total=total, is_there=is_there)
+            self.losses[step] = Losses(batch.n_supervised, total)
         return self._tokens.of(m)
 
     def _boundary(self, op: Op, slot: Slot) -> torch.Tensor:
@@ -181,9 +162,8 @@ class Compute:
         self._seed(step, op)
         weight_slot, boundary_slot = op.reads[:2]
         weights = self._views.weights(op.block, weight_slot)
-        result = self.results[step]
-        assert isinstance(result, ComputedStep)
         targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
+        losses = self.losses[step]
         total = op.slot("vocab_sums") or op.slot("vocab_gradients")
         assert total is not None
         first = total not in op.reads
@@ -192,10 +172,9 @@ class Compute:
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
         own = head.zero_() if first else torch.zeros_like(head)
         loss_sum, hidden_gradient, others = self.templates.loss(
-            weights, self._boundary(op, boundary_slot), targets_BT, result.n_supervised, own
+            weights, self._boundary(op, boundary_slot), targets_BT, losses.n_supervised, own
         )
-        assert result.total is not None
-        result.total += loss_sum
+        losses.total.add_(loss_sum)
         self._boundary(op, boundary_slot).copy_(hidden_gradient)
         if not first:
             head += own

@@ -1,16 +1,18 @@
 """What does a forward without a backward compute?"""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from runtime.batch import Batch
 from runtime.executor import Stop, execute
+from runtime.host.copies import Copies
+from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.machine import Machine
-from runtime.plan import Op, Plan
+from runtime.plan import Kind, Lane, Op, Plan
 
 from .blocks import Templates, Weights
 from .layer_inputs import NotedInputs
@@ -18,53 +20,60 @@ from .tokens import StepTokens
 from .views import WEIGHT_ARENAS, Views
 
 
-class Head(Protocol):
-    """What is made of the last layer's output. Called on the thread of the lane that computes, in its stream."""
+@dataclass(frozen=True, slots=True)
+class LastHidden:
+    """A micro-batch as the last layer leaves it. Views of slots: what is to outlive them must be another tensor."""
 
-    def __call__(
-        self,
-        templates: Templates,
-        weights: Weights,
-        hidden_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        step: int,
-        micro_batch: int,
-    ) -> None:
-        """`weights` and `hidden_BTD` are views of slots: what is to outlive the call must be another tensor."""
+    templates: Templates
+    weights: Weights  # the head's
+    hidden_BTD: torch.Tensor
+    targets_BT: torch.Tensor
+    step: int
+    micro_batch: int
 
 
-class ForwardMachine(Machine, Protocol):
-    """A machine that performs forward plans between steps of training, in the same arenas."""
-
-    plan: Plan
-
-    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> AbstractContextManager[None]:
-        """Until the context ends the machine performs this forward plan instead of its own. No lane may be at work."""
+Head = Callable[[LastHidden], None]  # called on the thread of the lane that computes, in its stream
 
 
 class Abandoned(Exception):
     """The run was asked to end; nobody waits for what would have been found."""
 
 
-def perform(plan: Plan, machine: ForwardMachine, n_passes: int, stop: Stop | None) -> None:
-    """So many passes of a forward plan, within its `forwards`; Abandoned when the run is asked to end meanwhile."""
+def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None) -> None:
+    """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile."""
     execute(plan, machine, n_passes, stop=stop)
     if stop is not None and stop.is_requested:
         raise Abandoned
 
 
 class Inference:
-    """The ops of the gpu lane of a forward plan. Nothing of a step of training is seen by it, nor is anything left behind."""
+    """The ops of a forward plan. Nothing of a step of training is seen by it, nor is anything left behind."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, templates: Templates, batches: Callable[[int], Batch], head: Head) -> None:
+    def __init__(
+        self, plan: Plan, arenas: Arenas, host: HostState, templates: Templates, batches: Callable[[int], Batch], head: Head
+    ) -> None:
         """`batches` gives a step's tokens on the device."""
         self.templates, self.head = templates, head
+        self._copies = Copies(plan, arenas, host)
         self._views = Views(plan, arenas)
         self._tokens = StepTokens(plan.semantics, batches)
         self._inputs = NotedInputs(templates)
         self._head_block = len(plan.workload.blocks) - 1
 
-    def forward(self, op: Op, step: int) -> None:
+    def at_work(self, lane: Lane) -> AbstractContextManager[None]:
+        return self.templates.evaluating() if lane is Lane.GPU else nullcontext()
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        if op.kind is Kind.LOAD:
+            self._copies.load(op)
+        else:
+            assert op.kind is Kind.FORWARD, "a forward plan has no other ops"
+            self._forward(op, step)
+
+    def result(self, step: int, loss_is_there: Callable[[], None]) -> None:
+        return None  # the head has all that there is
+
+    def _forward(self, op: Op, step: int) -> None:
         m = op.micro_batch
         assert m is not None
         weight_slot = op.slot(*WEIGHT_ARENAS)
@@ -72,7 +81,8 @@ class Inference:
         weights, views = self._views.weights(op.block, weight_slot), self._views
         self._tokens.begin(step)
         if op.block == self._head_block:
-            self.head(self.templates, weights, views.boundary(op.reads[1], m), self._tokens.of(m).targets_BT, step, m)
+            hidden_BTD, targets_BT = views.boundary(op.reads[1], m), self._tokens.of(m).targets_BT
+            self.head(LastHidden(self.templates, weights, hidden_BTD, targets_BT, step, m))
             return
         if op.block == 0:
             tokens = self._tokens.of(m)

@@ -23,6 +23,7 @@ from datasets import Dataset, Features, LargeList, Value
 from datasets.arrow_writer import ArrowWriter
 
 from runtime.errors import DataError
+from runtime.files import sync
 
 from .chat import Encoded
 from .packing import Array
@@ -189,21 +190,13 @@ def _make(folder: Path, wide: bool, make: Callable[[list[int]], Iterable[Row]]) 
         about = About(_sha256(partial / _TOKENS), tokens_sha256, len(left_out))
         (partial / _ABOUT).write_text(json.dumps(asdict(about) | {"sha256": _sum_of(about)}))
         for name in (_TOKENS, _ABOUT, ""):
-            _sync(partial / name)
+            sync(partial / name)
         partial.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return about
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _write(file: Path, wide: bool, rows: Iterable[Row]) -> str:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from runtime.errors import PenstockError
 from runtime.plan import Kind, Op, Plan, Slot, Update
@@ -20,34 +19,13 @@ class NonFiniteError(PenstockError):
     """A gradient is infinite or not a number, and the plan says to stop."""
 
 
-@dataclass(slots=True)
-class StepResult:
-    """What a step leaves behind."""
-
-    loss_sum: float = 0.0
-    n_supervised: int = 0
-    grad_norm: float = math.nan
-    skipped: bool = False
-
-    @property
-    def loss(self) -> float:
-        """Mean over the step's supervised tokens."""
-        return self.loss_sum / self.n_supervised
-
-
 class Updates:
     """The ops of the host's own lane. Several threads share each of them, which changes no bit of what comes out."""
 
     def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        state: HostState,
-        settings: Callable[[int], AdamW],
-        results: dict[int, StepResult],
+        self, plan: Plan, arenas: Arenas, state: HostState, settings: Callable[[int], AdamW], workers: Workers[Scratch]
     ) -> None:
-        self.plan, self.arenas, self.state, self.settings, self.results = plan, arenas, state, settings, results
-        self.workers = Workers(1, Scratch)  # a machine that has more cores for this lane gives it more
+        self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         blocks = plan.workload.blocks
         self._offsets = [b.offsets()[0] for b in blocks]  # in gradients, which hold those of tied weights too
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
@@ -55,11 +33,22 @@ class Updates:
         self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
         changes = [op for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE)]
         self._last_change = (changes[-1].block, changes[-1].chunk) if changes else None
+        self._norms: dict[int, float] = {}  # of steps' gradients
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
     def forget(self) -> None:
         """Drop what a run that failed in the middle of a step has left."""
+        self._norms.clear()
         self._factor = None
+
+    def taken(self, step: int) -> tuple[float, bool]:
+        """The norm of a step's gradients, before they are clipped, and whether the step was skipped for it."""
+        norm = self._norms.pop(step)
+        return norm, self._is_skipped(norm)
+
+    def _is_skipped(self, norm: float) -> bool:
+        """An eager update runs before the norm is known, and is legal only without it."""
+        return self.plan.policy.update is not Update.EAGER and not math.isfinite(norm)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -95,7 +84,7 @@ class Updates:
             self._refuse_infinite(p, square, step)
             sums[self._tensor_number[p.name]] = square
         if index == self._last_norm:
-            self.results[step].grad_norm = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
+            self._norms[step] = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
 
     def _arrived(self, op: Op) -> Iterator[tuple[Parameter, float]]:
         """The parameters of whose gradients the op reads sums that the device made, and these."""
@@ -115,12 +104,11 @@ class Updates:
     def _step_factor(self, step: int) -> float | None:
         """The step's clip factor, or None if the step is skipped; counts the update when first asked."""
         if self._factor is None or self._factor[0] != step:
-            result = self.results[step]
             factor: float | None = 1.0
-            if self.plan.policy.update is not Update.EAGER:  # which runs before the norm is known, and is legal only without it
-                result.skipped = not math.isfinite(result.grad_norm)
-                factor = None if result.skipped else clip_factor(result.grad_norm, self.plan.semantics.clip_norm)
-            self.state.n_updates += not result.skipped
+            if self.plan.policy.update is not Update.EAGER:
+                norm = self._norms[step]
+                factor = None if self._is_skipped(norm) else clip_factor(norm, self.plan.semantics.clip_norm)
+            self.state.n_updates += factor is not None
             self._factor = (step, factor)
         return self._factor[1]
 

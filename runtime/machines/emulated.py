@@ -7,17 +7,15 @@ demand is served and its real work is done. Whatever lanes, waits and contention
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.lane_thread import LaneRun
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.region import Demand, Region, rates
 from runtime.plan.timeline import Span
 
-from .cpu import CpuMachine
+from .torch_machine import TorchMachine
 
 MEDIAN_OP_S = 0.020  # shorter ops would measure thread switches (about 0.1 ms), not the plan
 
@@ -138,23 +136,16 @@ class EmulatedMachine:
     takes counts towards the overhead, for it would otherwise be paid twice. Only what is left of the overhead is waited for.
     """
 
-    def __init__(self, stand_in: CpuMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
+    def __init__(self, stand_in: TorchMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
         """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
         self.stand_in = stand_in
+        self.on_thread, self.lane, self.result = stand_in.on_thread, stand_in.lane, stand_in.result
         self.time_scale = time_scale
         self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]
         self._live = LiveRegion(region)
         self._due_s: dict[Lane, float] = {}  # when the lane's next op could begin, if lanes took no time to wake
         self.n_performed = 0
         self.n_real_work_binds = 0  # ops whose stand-in's work lasted longer than the emulated op
-
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        return self.stand_in.on_thread(lane, work)
-
-    @contextmanager
-    def lane(self, lane: Lane) -> Iterator[None]:
-        with self.stand_in.lane(lane):
-            yield
 
     def perform(self, index: int, op: Op, step: int) -> None:
         share = self._live.begin(self._demands[index], self._due_s.get(op.lane))

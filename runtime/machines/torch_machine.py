@@ -1,12 +1,12 @@
-"""What do all machines have in common that compute with torch?
+"""How does a machine perform a plan's ops with torch?
 
-Arenas, the host's state, and what `runtime/plan/plan.py` says an op reads and writes. Where it computes, and how one lane learns of
-another's work, is each machine's own.
+It is given its ops, those of training or of a forward alone, and lanes to perform them on. A machine that trains holds the arenas
+and the host's state; one that only goes forward performs another plan in them, on the same lanes.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -14,109 +14,51 @@ import torch
 from runtime.batch import Batch
 from runtime.compute.compute import Compute
 from runtime.compute.inference import Head, Inference
+from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.norms import Squares
 from runtime.host.optimizer import AdamW
-from runtime.host.updates import StepResult, Updates
-from runtime.lane_thread import LaneRun, on_its_own_thread
+from runtime.host.slabs import give_back_freed
+from runtime.host.updates import Updates
+from runtime.host.workers import Workers
+from runtime.lane_thread import LaneRun
+from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan
 from runtime.plan.timeline import Span
 
+from .lanes import Lanes, Token
+from .staging import Staging
+from .stopwatch import Stopwatch
 
-class TorchMachine(ABC):
-    """Performs a plan's ops on one device: a `Machine`, of which lanes and what they know of each other are left open."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        batches: Callable[[int], Batch],
-        settings: Callable[[int], AdamW],
-        device: torch.device,
-        seed: int = 0,
-        losses_are_there: Callable[[int], None] = lambda step: None,
-    ) -> None:
-        """Allocate every arena and build the templates; the host state is zero until weights are set.
+class TrainingOps:
+    """What each op of a plan that trains does."""
 
-        `losses_are_there(step)` returns once the device has added up the losses of a step whose ops have all been issued.
-        """
-        self.plan, self.settings, self.seed, self.device = plan, settings, seed, device
-        self.results: dict[int, StepResult] = {}
-        self.arenas = Arenas(plan.arenas, device)
-        self.host = HostState(plan, self.arenas)
-        self.compute = Compute(plan, self.arenas, batches, self.results, seed, _generator(device), losses_are_there)
-        self._inference: Inference | None = None  # while it takes the place of compute
-        self._squares = Squares(plan, self.arenas)
-        self._copies = Copies(plan, self.arenas, self.host)
-        self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
+    def __init__(self, plan: Plan, arenas: Arenas, host: HostState, compute: Compute, updates: Updates) -> None:
+        self._compute, self._updates = compute, updates
+        self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas, host)
 
-    def initialise(self, seed: int) -> None:
-        """Random weights, the same for the same seed."""
-        for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
-            self.host.set_weights(block, self.compute.templates.initial_weights(block, seed))
-
-    @contextmanager
-    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> Iterator[None]:
-        """Until the context ends the machine performs this forward plan instead of its own. No lane may be at work.
-
-        It changes nothing that training sees: what the host has learned is only read, and what lies on the device between two runs
-        of the executor nobody reads.
-        """
-        templates = self.compute.templates
-        self._inference = Inference(plan, self.arenas, templates, batches, head)
-        try:
-            with templates.evaluating():
-                yield
-        finally:
-            self._inference = None
-
-    def device_peak_bytes(self) -> int | None:
-        """The most that the process has had of the device's memory; None where that is the host's."""
-        return None
-
-    def device_name(self) -> str | None:
-        """As its maker calls it; None for a CPU."""
-        return None
-
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        """As a machine's."""
-        return on_its_own_thread(lane, work)
-
-    @abstractmethod
-    def lane(self, lane: Lane) -> AbstractContextManager[None]:
-        """As a machine's."""
-
-    @abstractmethod
-    def mark(self, op: Op) -> object:
-        """As a machine's."""
-
-    @abstractmethod
-    def follow(self, lane: Lane, token: object) -> None:
-        """As a machine's."""
-
-    @abstractmethod
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """As a machine's."""
-
-    def forget(self, lane: Lane) -> None:
-        """Drop what a run that failed in the middle of a step has left in the lane's hands."""
+    def at_work(self, lane: Lane) -> AbstractContextManager[None]:
+        """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
         if lane is Lane.GPU:
-            self.compute.forget()
+            self._compute.forget()
         elif lane is Lane.CPU:
             self._updates.forget()
+        return nullcontext()
 
     def perform(self, index: int, op: Op, step: int) -> None:
-        """Do op number `index` of the plan, or issue it to the lane's stream."""
+        """Do op number `index`. Called on its lane's thread, or by its stream."""
         match op.kind:
             case Kind.LOAD:
                 self._copies.load(op)
             case Kind.FORWARD | Kind.RECOMPUTE:
-                (self._inference or self.compute).forward(op, step)
+                self._compute.forward(op, step)
             case Kind.LOSS:
-                self.compute.loss(op, step)
+                self._compute.loss(op, step)
             case Kind.BACKWARD:
-                self.compute.backward(op, step)
+                self._compute.backward(op, step)
             case Kind.SQUARE:
                 self._squares.square(op)
             case Kind.OFFLOAD:
@@ -135,6 +77,150 @@ class TorchMachine(ABC):
                 self._updates.settle(op, step)
             case _:
                 assert_never(op.kind)
+
+    def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult:
+        """As a machine's. `loss_is_there` returns once the device has added up the step's losses."""
+        losses, (grad_norm, skipped) = self._compute.losses.pop(step), self._updates.taken(step)
+
+        def loss_sum() -> float:
+            loss_is_there()
+            return losses.total.item()
+
+        return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
+
+
+class LaneMachine:
+    """Performs the ops that it is given: a `Machine`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        ops: TrainingOps | Inference,
+        lanes: Lanes,
+        workers: Workers[Scratch],
+        staging: Staging | None,
+        stopwatch: Stopwatch | None,
+    ) -> None:
+        """`workers` help the host's own lane; `staging` holds the tokens of a device that is late, `stopwatch` its timers."""
+        self.plan, self.lanes, self.streams = plan, lanes, lanes.streams
+        self._ops, self._workers, self._staging, self._stopwatch = ops, workers, staging, stopwatch
+        self._awaited = {wait.op for op in plan.ops for wait in op.waits}
+        self._last: dict[Lane, int] = {}  # the op that each lane has performed last
+        self._losses: dict[int, Token | None] = {}  # of each step: reached when all that was issued of it has been added up
+
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
+        return self.lanes.on_thread(lane, work)
+
+    @contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        of = self.lanes.of[lane]
+        with self._ops.at_work(lane):
+            if lane is Lane.GPU and self.streams is None:
+                give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
+            with self.lanes.settled(lane), of.current():
+                try:
+                    with self._workers.helped(lambda: self.lanes.settled(lane)) if lane is Lane.CPU else nullcontext():
+                        yield
+                finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
+                    of.finish()
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        """Do op number `index` of the plan, or issue it to the lane's stream."""
+        self._last[op.lane] = index
+        staging = self._staging if op.lane is Lane.GPU else None
+        if staging is not None:
+            staging.fill(step)
+        timers = self._stopwatch.around(index, step) if self._stopwatch is not None and op.lane is not Lane.CPU else ()
+        self.lanes.of[op.lane].issue(op.name, partial(self.work, index, op, step), timers)
+        if staging is not None and (op.kind is Kind.LOSS or (op.kind is Kind.FORWARD and op.block == 0)):  # which read tokens
+            staging.issued(step)
+        if op.kind is Kind.LOSS:
+            self._losses[step] = self.lanes.of[op.lane].mark()
+
+    def work(self, index: int, op: Op, step: int) -> None:
+        """What an op does, in its stream where it has one."""
+        self._ops.perform(index, op, step)
+
+    def mark(self, op: Op) -> object:
+        return self.lanes.of[op.lane].mark() if self._last[op.lane] in self._awaited else None
+
+    def follow(self, lane: Lane, token: object) -> None:
+        assert isinstance(token, Token)
+        self.lanes.of[lane].follow(token)
+
+    def result(self, step: int) -> StepResult | None:
+        token = self._losses.pop(step, None)
+        return self._ops.result(step, token.wait if token is not None else lambda: None)
+
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+
+
+class TorchMachine(LaneMachine):
+    """A machine that trains."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], AdamW],
+        lanes: Lanes,
+        seed: int = 0,
+        n_workers: int | None = None,
+    ) -> None:
+        """Allocate every arena and build the templates; the host state is zero until weights are set.
+
+        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said.
+        """
+        self.settings, self.seed = settings, seed
+        workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
+        with lanes.of[Lane.GPU].current():
+            staging = _staging(plan, batches, lanes)
+            self.arenas = Arenas(plan.arenas, lanes.device)
+            self.host = HostState(plan, self.arenas)
+            on_device = batches if staging is None else staging.upload
+            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device))
+        lanes.of[Lane.GPU].finish()  # which has filled the arenas with zeros
+        self.host.n_threads = n_workers or len({core for cores in lanes.cores.values() for core in cores})
+        self.arenas.touch(self.host.n_threads)
+        stopwatch = None
+        if lanes.streams is not None:
+            lanes.streams.lock(self.arenas)
+            stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
+        updates = Updates(plan, self.arenas, self.host, settings, workers)
+        ops = TrainingOps(plan, self.arenas, self.host, self.compute, updates)
+        super().__init__(plan, ops, lanes, workers, staging, stopwatch)
+
+    def initialise(self, seed: int) -> None:
+        """Random weights, the same for the same seed."""
+        for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
+            self.host.set_weights(block, self.compute.templates.initial_weights(block, seed))
+        give_back_freed()
+
+    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> LaneMachine:
+        """What performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
+
+        It changes nothing that training sees: what the host has learned is only read, and what lies on the device between two runs
+        of the executor nobody reads.
+        """
+        with self.lanes.of[Lane.GPU].current():
+            staging = _staging(plan, batches, self.lanes)
+        on_device = batches if staging is None else staging.upload
+        ops = Inference(plan, self.arenas, self.host, self.compute.templates, on_device, head)
+        return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # nobody asks how long which op took
+
+    def device_peak_bytes(self) -> int | None:
+        """The most that the process has had of the device's memory; None where that is the host's."""
+        return self.streams.peak_bytes() if self.streams is not None else None
+
+    def device_name(self) -> str | None:
+        """As its maker calls it; None for a CPU."""
+        return self.streams.name if self.streams is not None else None
+
+
+def _staging(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> Staging | None:
+    """Where a step's tokens wait for a device that is still at work on the one before; None where the host computes."""
+    return Staging(plan.semantics, batches, lanes.streams, lanes.streams_of[Lane.GPU]) if lanes.streams is not None else None
 
 
 def _generator(device: torch.device) -> torch.Generator:

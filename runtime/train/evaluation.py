@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.compute.blocks import Templates, Weights
-from runtime.compute.inference import ForwardMachine, perform
+from runtime.compute.inference import LastHidden, perform
 from runtime.errors import DataError
 from runtime.executor import Stop
+from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.forward_plan import forward_plan, most_micro_batches
 
 
@@ -40,7 +40,7 @@ class Evaluator:
     The loss is computed as in training, a tile of logits at a time, but for dropout: there is none.
     """
 
-    def __init__(self, machine: ForwardMachine, data: HeldOut, n_sequences: int, stop: Stop | None = None) -> None:
+    def __init__(self, machine: TorchMachine, data: HeldOut, n_sequences: int, stop: Stop | None = None) -> None:
         """`data` has at least `n_sequences`, of as many tokens as the plan's; the first ones are taken.
 
         `stop.request()` ends an evaluation after the pass in progress.
@@ -77,8 +77,7 @@ class Evaluator:
             score.n_tokens += batch.n_supervised
             return batch
 
-        with self.machine.forwards(plan, batches, score):
-            perform(plan, self.machine, n_passes, self.stop)
+        perform(plan, self.machine.forwards(plan, batches, score), n_passes, self.stop)
 
     def _sequences(self, first: int, n: int) -> Batch:
         """So many sequences; those beyond the last are padding, of which no token is supervised."""
@@ -113,18 +112,10 @@ class _Score:
     n_tokens: int = 0
     total: torch.Tensor | None = field(default=None)  # fp64
 
-    def __call__(
-        self,
-        templates: Templates,
-        weights: Weights,
-        hidden_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        step: int,
-        micro_batch: int,
-    ) -> None:
+    def __call__(self, last: LastHidden) -> None:
         if self.total is None:
-            self.total = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
-        self.total += templates.scores(weights, hidden_BTD, targets_BT)
+            self.total = torch.zeros((), dtype=torch.float64, device=last.hidden_BTD.device)
+        self.total += last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT)
 
     def loss_sum(self) -> float:
         return self.total.item() if self.total is not None else 0.0

@@ -15,10 +15,11 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.compute.blocks import Templates, Weights, op_seed
-from runtime.compute.inference import ForwardMachine, perform
+from runtime.compute.blocks import op_seed
+from runtime.compute.inference import LastHidden, perform
 from runtime.errors import DataError, PenstockError
 from runtime.executor import Stop
+from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.forward_plan import forward_plan
 
 STEP_TOKENS = 64  # sequences are computed up to a multiple of so many tokens: shapes then change seldom, and suit kernels
@@ -33,7 +34,7 @@ class Sample:
 
 
 def samples(
-    machine: ForwardMachine,
+    machine: TorchMachine,
     prompts: Sequence[str],
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[list[int]], str],
@@ -60,7 +61,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
 
 
 def generate(
-    machine: ForwardMachine,
+    machine: TorchMachine,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -132,7 +133,7 @@ class _Choice:
         return int(torch.multinomial(warped_V.softmax(dim=-1), 1, generator=generator))
 
 
-def _next_logits(machine: ForwardMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:
+def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:
     """Of the token after each sequence: (S, V) fp32 on the host."""
     semantics = machine.plan.semantics
     longest = max(map(len, sequences))
@@ -143,8 +144,7 @@ def _next_logits(machine: ForwardMachine, sequences: list[list[int]], stop: Stop
         tokens[row, : len(sequence)] = torch.tensor(sequence)
     batch = Batch(tokens, torch.full_like(tokens, UNSUPERVISED))
     last = _LastLogits([len(sequence) - 1 for sequence in sequences], semantics.micro_batch)
-    with machine.forwards(plan, lambda step: batch, last):
-        perform(plan, machine, 1, stop)
+    perform(plan, machine.forwards(plan, lambda step: batch, last), 1, stop)
     return torch.cat([found.cpu() for found in last.found])
 
 
@@ -156,15 +156,7 @@ class _LastLogits:
     micro_batch: int
     found: list[torch.Tensor] = field(default_factory=list)
 
-    def __call__(
-        self,
-        templates: Templates,
-        weights: Weights,
-        hidden_BTD: torch.Tensor,
-        targets_BT: torch.Tensor,
-        step: int,
-        micro_batch: int,
-    ) -> None:
-        places = self.places[micro_batch * self.micro_batch : (micro_batch + 1) * self.micro_batch]
-        rows = torch.stack([hidden_BTD[b, place] for b, place in enumerate(places)])
-        self.found.append(templates.logits(weights, rows))
+    def __call__(self, last: LastHidden) -> None:
+        places = self.places[last.micro_batch * self.micro_batch : (last.micro_batch + 1) * self.micro_batch]
+        rows = torch.stack([last.hidden_BTD[b, place] for b, place in enumerate(places)])
+        self.found.append(last.templates.logits(last.weights, rows))

@@ -1,12 +1,9 @@
 """What happens between steps?
 
-The executor runs from one pause to the next: an evaluation, or the end. On the way its steps are counted, logged and shown, and
-states are saved that are due.
+`Training.run` is the loop: train, log, save, evaluate. Lanes run through from one pause to the next: an evaluation, or the end.
 """
 
 import json
-import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +20,16 @@ from runtime.checkpoint.resuming import identity, put_back, refuse_another
 from runtime.checkpoint.retention import clean
 from runtime.compute.inference import Abandoned
 from runtime.errors import CheckpointError, PenstockError
-from runtime.executor import OpError, Stop, execute, say
-from runtime.files import write_whole
+from runtime.executor import Execution, OpError, Step, Stop, say
+from runtime.files import sync, write_whole
 from runtime.host.slabs import give_back_freed
 from runtime.machine import Machine
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Lane, Plan
 from runtime.plan.timeline import Timeline
 from runtime.settings import CheckpointSettings
+
+from .log import add_lines, keep_lines_up_to, lines_of, writing
 
 if TYPE_CHECKING:
     from runtime.data.data import Data
@@ -55,11 +54,6 @@ class Metrics:
     skipped: bool
     busy_s: Mapping[str, float]  # by lane, where that is known at once
     predicted_step_s: float | None = None
-
-    def to_json(self) -> str:
-        """One line; a number that is not finite is null, as JSON knows no other way to say it."""
-        fields = asdict(self)
-        return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()})
 
     def values(self) -> dict[str, float]:
         """What there is to draw over the steps."""
@@ -90,7 +84,7 @@ class Look:
 
     def was_performed(self, folder: Path, done: int) -> bool:
         """Whether the log tells of it."""
-        return any(said.get("step") == done and self.field in said for _, said in _lines(folder / self.log))
+        return any(said.get("step") == done and self.field in said for _, said in lines_of(folder / self.log))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,32 +122,29 @@ class Training:
             with device_memory_named():
                 self._look(missing, n_steps)
             return Timeline(()), []
-        with _writing(self.folder / "timeline.json"):
+        with writing(self.folder / "timeline.json"):
             (self.folder / "timeline.json").unlink(missing_ok=True)  # of an earlier run, whose steps were not these
-        timeline, times_s, done = Timeline(()), list[float](), first_step
-        saver = self._saver(self.checkpoint) if self.saves else None
+        longest, times_s, done = Timeline(()), list[float](), first_step
+        saver = self._saver(self.checkpoint, first_step) if self.saves else None
         with device_memory_named():
             with saver.at_work() if saver is not None else nullcontext():
-                while True:
-                    is_last = done == n_steps or self.stop.is_requested
-                    is_due = saver is not None and done > first_step and (is_last or saver.is_due(done))
-                    if saver is not None and is_due and saver.saved != done:
-                        saver.save_now(done)
-                    if is_last:
-                        break
-                    if missing:
-                        self._look(missing, done)
-                        missing = ()
-                        continue  # perhaps somebody asked to stop meanwhile
-                    stretch = _Stretch(self, saver, on_step, self._pause(done, n_steps))
-                    found = stretch.run(done)
-                    times_s += found.step_times_s[max(0, WARM_UP_STEPS - 1) :] or found.step_times_s
-                    timeline = max(found, timeline, key=lambda t: len(t.spans))  # the later one of equals
-                    done = stretch.n_done or done
-                    missing = self.looks if self._is_evaluated(done, n_steps) else ()
-            write_timeline(self.folder / "timeline.json", timeline)
-            self._look(missing, done)  # all is on the disk
-        return timeline, times_s
+                self._look(missing, done)
+                while done < n_steps and not self.stop.is_requested:
+                    with self._stretch(done, n_steps, saver) as stretch:
+                        for step in stretch:  # trained; what is due is saved meanwhile, where that is done in the background
+                            done = step.number + 1
+                            on_step(self._logged(step, saver))
+                    longest = max(stretch.timeline, longest, key=lambda timeline: len(timeline.spans))  # the later one of equals
+                    times_s += settled(stretch.timeline.step_times_s)
+                    if saver is not None and saver.is_due(done):
+                        saver.save(done)
+                    if done < n_steps:
+                        self._look(self._looks_after(done, n_steps), done)
+                if saver is not None:
+                    saver.save(done)
+            write_timeline(self.folder / "timeline.json", longest)
+            self._look(self._looks_after(done, n_steps), done)  # all is on the disk
+        return longest, times_s
 
     def _leave_what_followed(self, first_step: int) -> None:
         """No checkpoint and no line in the folder is of a later step than that which is gone on from."""
@@ -161,13 +152,47 @@ class Training:
         if self.saves:
             set_aside(self.folder, first_step, self.say)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_metrics_up_to(self.folder / name, first_step)
+            keep_lines_up_to(self.folder / name, first_step)
 
-    def _pause(self, done: int, n_steps: int) -> int:
-        """Before which step the lanes are drained next."""
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def _stretch(self, done: int, n_steps: int, saver: Saver | None) -> Execution:
+        """The steps from those that are done to the next pause, before which the lanes are drained."""
         every = [self.evaluate_every if self.looks else None]
         every += [self.checkpoint.every if self.saves and not self.checkpoint.background else None]
-        return min([n_steps, *(done + n - done % n for n in every if n is not None)])
+        until = min([n_steps, *(done + n - done % n for n in every if n is not None)])
+        let_go = saver.snapshots.end if saver is not None else lambda: None
+        return Execution(self.plan, self.machine, until - done, done, stop=self.stop, on_interrupt=let_go)
+
+    def _logged(self, step: Step, saver: Saver | None) -> Metrics:
+        metrics = self._metrics(step)
+        # A checkpoint on the disk has its line there too.
+        to_disk = saver is not None and saver.is_due_meanwhile(metrics.step)
+        add_lines(self.folder / "metrics.jsonl", [asdict(metrics)], to_disk)
+        for monitor in self.monitors:
+            monitor.log(metrics.step, metrics.values())
+        if saver is not None:
+            saver.is_logged(metrics.step)
+        return metrics
+
+    def _metrics(self, step: Step) -> Metrics:
+        assert step.result is not None
+        step_s, n_tokens = max(step.seconds, 1e-9), self.plan.semantics.tokens_per_step
+        # On a device that only gets its work from its lanes, their threads do not know how long it takes.
+        is_known = self.store.device_name() is None
+        return Metrics(
+            step=step.number + 1,
+            loss=step.result.loss,
+            grad_norm=step.result.grad_norm,
+            lr=self.store.settings(step.number).lr,
+            tokens=n_tokens,
+            supervised_tokens=step.result.n_supervised,
+            step_s=step_s,
+            tokens_per_s=n_tokens / step_s,
+            skipped=step.result.skipped,
+            busy_s={str(lane): s for lane, s in step.busy_s.items() if is_known or lane is Lane.CPU},
+            predicted_step_s=self.predicted_step_s,
+        )
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
@@ -175,15 +200,15 @@ class Training:
         """Whether the state after so many steps is to be looked at, and a log does not tell of it."""
         return bool(self._missing(done, n_steps))
 
-    def _is_evaluated(self, done: int, n_steps: int) -> bool:
+    def _looks_after(self, done: int, n_steps: int) -> Sequence[Look]:
         every = self.evaluate_every
-        return done == n_steps or (every is not None and done > 0 and done % every == 0)
+        return self.looks if done == n_steps or (every is not None and done > 0 and done % every == 0) else ()
 
     def _missing(self, done: int, n_steps: int) -> Sequence[Look]:
-        looks = self.looks if self._is_evaluated(done, n_steps) else ()
-        return [look for look in looks if not look.was_performed(self.folder, done)]
+        return [look for look in self._looks_after(done, n_steps) if not look.was_performed(self.folder, done)]
 
     def _look(self, looks: Sequence[Look], done: int) -> None:
+        """While all lanes are idle; not if somebody asks for the end."""
         with suppress(Abandoned):
             for look in looks:
                 if self.stop.is_requested:
@@ -192,89 +217,23 @@ class Training:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _saver(self, settings: CheckpointSettings) -> Saver:
+    def _saver(self, settings: CheckpointSettings, first_step: int | None = None) -> Saver:
         shared = identity(self.plan, self.data, self.seed, self.optimizer)
 
         def fields(step: int) -> dict[str, Any]:
             return shared | {"data_position": self.data.position(step)}
 
-        return Saver(self.store.host, self.folder, settings, fields, self.tokenizer_from, self.say)
+        return Saver(self.store.host, self.folder, settings, fields, self.tokenizer_from, self.say, first_step)
 
     def save(self, step: int) -> Path:
         """Write `checkpoint-<step>` from the state on the host, while nothing changes it."""
-        self._saver(replace(self.checkpoint, background=False)).save_now(step)
+        self._saver(replace(self.checkpoint, background=False)).save(step)
         return self.folder / f"checkpoint-{step}"
 
     def resume(self, state: State) -> None:
         """Put a checkpoint's state onto the host; CheckpointError when it is of another model, data, seed, optimizer or meaning."""
         refuse_another(state, identity(self.plan, self.data, self.seed, self.optimizer))
         put_back(state, self.store.host, self.data)
-
-
-class _Stretch:
-    """Steps from one pause to the next, as they are reported."""
-
-    def __init__(self, training: Training, saver: Saver | None, on_step: Callable[[Metrics], None], until: int) -> None:
-        """`until`: the pause."""
-        self._training, self._saver, self._on_step, self._until = training, saver, on_step, until
-        self._before_s = 0.0
-        self._busy_s: dict[str, float] = {}
-        self.n_done: int | None = None  # steps of the run, once one of the stretch is done
-
-    def run(self, done: int) -> Timeline:
-        """Perform the steps that follow those that are done."""
-        training, let_go = self._training, self._saver.snapshots.end if self._saver is not None else None
-        return execute(
-            training.plan,
-            training.machine,
-            self._until - done,
-            done,
-            self.step,
-            stop=training.stop,
-            on_busy=self.busy,
-            on_interrupt=let_go,
-        )
-
-    def busy(self, step: int, busy_s: Mapping[Lane, float]) -> None:
-        """On a device that only gets its work from its lanes, their threads do not know how long it takes."""
-        is_known = self._training.store.device_name() is None
-        self._busy_s = {str(lane): s for lane, s in busy_s.items() if is_known or lane is Lane.CPU}
-
-    def step(self, step: int, at_s: float) -> None:
-        training, saver = self._training, self._saver
-        metrics = self._metrics(step, max(at_s - self._before_s, 1e-9))
-        self._before_s, self.n_done = at_s, step + 1
-        log = training.folder / "metrics.jsonl"
-        is_saved = saver is not None and saver.is_due_meanwhile(step + 1)
-        with _writing(log), log.open("a", encoding="utf-8") as lines:
-            lines.write(metrics.to_json() + "\n")
-            if is_saved:  # a checkpoint on the disk has its line there too
-                lines.flush()
-                os.fsync(lines.fileno())
-        for monitor in training.monitors:
-            monitor.log(metrics.step, metrics.values())
-        if saver is not None:
-            saver.raise_failure()
-        if saver is not None and is_saved:
-            saver.permit(step + 1)
-        self._on_step(metrics)
-
-    def _metrics(self, step: int, step_s: float) -> Metrics:
-        training = self._training
-        result, n_tokens = training.store.results.pop(step), training.plan.semantics.tokens_per_step
-        return Metrics(
-            step=step + 1,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=training.store.settings(step).lr,
-            tokens=n_tokens,
-            supervised_tokens=result.n_supervised,
-            step_s=step_s,
-            tokens_per_s=n_tokens / step_s,
-            skipped=result.skipped,
-            busy_s=self._busy_s,
-            predicted_step_s=training.predicted_step_s,
-        )
 
 
 @contextmanager
@@ -301,15 +260,6 @@ def load_model(store: TorchMachine, folder: Path) -> None:
     give_back_freed()
 
 
-def keep_metrics_up_to(path: Path, n_steps: int) -> None:
-    """Drop what a run that was stopped logged after the checkpoint it now resumes from."""
-    if not path.exists():
-        return
-    kept = [line + "\n" for line, fields in _lines(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
-    with _writing(path):
-        write_whole(path, "".join(kept))
-
-
 def set_aside(folder: Path, step: int, say: Callable[[str], None] = say) -> None:
     """Checkpoints of later steps become `checkpoint-N.left`: who went on from the last one would find a hole in the log."""
     try:
@@ -322,38 +272,21 @@ def set_aside(folder: Path, step: int, say: Callable[[str], None] = say) -> None
                 left.unlink(missing_ok=True)
             path.rename(left)
             say(f"{path.name} belongs to an abandoned run; renamed {left.name}")
-        if later:  # on the disk before the log is cut
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        if later:
+            sync(folder)  # before the log is cut
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be set aside ({error.strerror}); choose another --out") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a log, and what they say; without the one that was being written when the run was stopped."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                fields = json.loads(line)
-                if isinstance(fields, dict):
-                    yield line, fields
+def settled(times_s: list[float]) -> list[float]:
+    """The times of a stretch's steps but the first ones, whose own first time is the second step's; all if there are no others."""
+    return times_s[WARM_UP_STEPS - 1 :] or times_s
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
     """Write the spans as JSON, whole or not at all."""
-    with _writing(path):
+    with writing(path):
         write_whole(path, json.dumps({"spans": [asdict(span) for span in timeline.spans]}))
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None
 
 
 def scaled(timeline: Timeline, time_scale: float) -> Timeline:
