@@ -19,12 +19,10 @@ from runtime.units import show_bytes
 if TYPE_CHECKING:
     from planner.predict.simulate import Prediction
     from runtime.data.data import Data
-    from runtime.host.optimizer import AdamW
-    from runtime.machines.cpu import CpuMachine
-    from runtime.machines.cuda import CudaMachine
+    from runtime.machines.torch_machine import TorchMachine
     from runtime.plan import Plan, PlanFile, Policy
     from runtime.plan.region import Demand, Region
-    from runtime.settings import OptimizerSettings, RunSettings
+    from runtime.settings import AdamW, OptimizerSettings, RunSettings
     from runtime.train.trainer import Training
 
 TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
@@ -139,8 +137,7 @@ def _real(
     prompts = _prompts(settings, plan, folder, until_the_end)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
-    make = _cuda_machine if device == "cuda" else _cpu_machine
-    store = make(plan, data, of_step, settings.seed)
+    store = _machine(device, plan, data, of_step, settings.seed)
     if folder is not None and has_weights(folder):
         load_model(store, folder)
     else:
@@ -168,7 +165,7 @@ def _emulated(
     data = _data(settings, small, None, until_the_end)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
-    store = _cpu_machine(small, data, of_step, settings.seed)
+    store = _machine("cpu", small, data, of_step, settings.seed)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
@@ -244,13 +241,12 @@ def _n_steps(settings: "RunSettings", data: "Data") -> int:
 
 def _optimizer(settings: "OptimizerSettings", n_steps: int) -> "tuple[Callable[[int], AdamW], dict[str, Any]]":
     """The hyperparameters of each step, and what a checkpoint keeps of them: a resumed run must go on with the same."""
-    from runtime.host.optimizer import AdamW
     from runtime.train.schedules import learning_rates
 
     lr_of = learning_rates(settings, n_steps)
 
-    def of_step(step: int) -> AdamW:
-        return AdamW(lr_of(step), settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.no_decay)
+    def of_step(step: int) -> "AdamW":
+        return replace(settings, lr=lr_of(step))
 
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate knows of no end
     return of_step, asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
@@ -263,16 +259,13 @@ def _refuse_parts_of_no_name(settings: "OptimizerSettings", plan: "Plan") -> Non
             raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
 
 
-def _cpu_machine(plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int) -> "CpuMachine":
+def _machine(device: str, plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int) -> "TorchMachine":
     from runtime.machines.cpu import CpuMachine
-
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True)
-
-
-def _cuda_machine(plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int) -> "CudaMachine":
     from runtime.machines.cuda import CudaMachine
 
-    return CudaMachine(plan, data.batch, of_step, seed)
+    if device == "cuda":
+        return CudaMachine(plan, data.batch, of_step, seed)
+    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True)
 
 
 def _model_folder(plan: "Plan", given: str | None) -> Path | None:

@@ -12,10 +12,9 @@ from penstock.cli.progress import Progress
 from runtime.checkpoint.checkpoint import load_state
 from runtime.errors import CheckpointError
 from runtime.executor import Stop, execute
-from runtime.host.optimizer import decays
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Update
-from runtime.settings import CheckpointSettings
+from runtime.settings import CheckpointSettings, decays
 from runtime.train.log import keep_lines_up_to
 from runtime.train.trainer import DeviceMemoryError, Metrics, Training
 

@@ -6,9 +6,11 @@ chunks of one parameter, and needs nothing but a thread's own scratch memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+
+from runtime.settings import AdamW as AdamW
 
 from .chunks import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from .chunks import UPDATE_ELEMENTS, cut, halves, nan_of, round_up_half, run_adamw, run_add, run_squares
@@ -18,23 +20,6 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 TASK_ELEMENTS = 16 * CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
 
 Task = Callable[[Scratch], None]
-
-
-@dataclass(frozen=True, slots=True)
-class AdamW:
-    """Hyperparameters of one step. `lr` is already scheduled."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    no_decay: tuple[str, ...] = ()  # parts of the names of parameters that do not decay, besides those that never do
-
-    def of(self, name: str, shape: tuple[int, ...]) -> "AdamW":
-        """The settings for one parameter: without decay where none applies."""
-        spared = not decays(name, shape) or any(part in name for part in self.no_decay)
-        return replace(self, weight_decay=0.0) if spared else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +198,3 @@ def _halves(master: torch.Tensor | SplitMaster) -> tuple[torch.Tensor, torch.Ten
 
 def _summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
     return gradient if isinstance(gradient, SummedGradient) else SummedGradient((gradient,), gradient.dtype)
-
-
-def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies: not to biases, norms and 1-D parameters, by name (biases of experts are 2-D)."""
-    last_two = name.split(".")[-2:]
-    return len(shape) > 1 and not any("norm" in part or "bias" in part for part in last_two) and last_two[-1] != "sinks"
