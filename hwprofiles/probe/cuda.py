@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles.schema import AttentionKernel, Direction, Dtype
 from runtime.errors import ProfileError
+from runtime.machines.streams import CudaEvents, has_cuda
 
 from .device import Buffer, DeviceError, DeviceFacts, DeviceOutOfMemory, Event, Issue, Memory, PciLink, Place, Stream
 from .instruments import on_cores
@@ -75,6 +76,7 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         """DeviceError where torch cannot use it."""
         self._device = torch.device("cuda", index)
+        self._events = CudaEvents()
         self._has_cudnn: dict[Dtype, bool] = {}
         with translated():
             self._streams = {stream: torch.cuda.Stream(self._device) for stream in Stream}
@@ -244,30 +246,25 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> Event:
         with translated():
-            event = torch.cuda.Event(enable_timing=True, blocking=True)
-            event.record(self._streams[stream])
+            event = self._events.timer()
+            self._events.record(event, self._streams[stream])
         return event
 
     def order(self, stream: Stream, event: Event) -> None:
         with translated():
-            self._streams[stream].wait_event(_event(event))
+            self._events.order(self._streams[stream], event)
 
     def wait(self, event: Event) -> None:
         with translated():
-            _event(event).synchronize()
+            self._events.wait(event)
 
     def elapsed_s(self, first: Event, last: Event) -> float:
         with translated():
-            return float(_event(first).elapsed_time(_event(last))) / 1e3
+            return self._events.elapsed_s(first, last)
 
     def synchronise(self) -> None:
         with translated():
             torch.cuda.synchronize(self._device)
-
-
-def _event(event: Event) -> torch.cuda.Event:
-    assert isinstance(event, torch.cuda.Event)
-    return event
 
 
 def _driver_version() -> str:
@@ -275,11 +272,6 @@ def _driver_version() -> str:
         with contextlib.suppress(OSError):
             return path.read_text().strip()
     return "unknown"
-
-
-def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
-    return torch.cuda.is_available()
 
 
 def open_cuda(index: int) -> CudaDevice:

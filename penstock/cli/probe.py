@@ -85,7 +85,7 @@ def probe(
 def _measured(device: str, quick: bool, gpu: int, name: str, console: Console) -> Profile:
     """The profile of this machine, measured with a bar of progress."""
     from hwprofiles.probe import measure
-    from hwprofiles.probe.cuda import has_cuda
+    from runtime.machines.streams import has_cuda
 
     with _progress(console) as report:
         if device == "cpu" or (device == "auto" and not has_cuda()):

@@ -67,7 +67,29 @@ class Streams(Protocol):
         """The most that this process has had of the device's memory; None where nobody counts it."""
 
 
-class CudaStreams:
+class CudaEvents:
+    """What orders the streams of a CUDA device, and tells how long their work took. A probe measures with the same."""
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=True)  # without it a waiting thread polls, on a core that the optimizer needs
+
+    def timer(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        event.record(stream)
+
+    def order(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def elapsed_s(self, first: Event, last: Event) -> float:
+        return float(first.elapsed_time(last)) / 1e3  # torch counts in milliseconds
+
+
+class CudaStreams(CudaEvents):
     """A CUDA device's."""
 
     def __init__(self, index: int = 0) -> None:
@@ -78,12 +100,6 @@ class CudaStreams:
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
-
-    def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(blocking=True)  # without it a waiting thread polls, on a core that the optimizer needs
-
-    def timer(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True, blocking=True)
 
     @contextmanager
     def current(self, stream: Stream) -> Iterator[None]:
@@ -98,24 +114,12 @@ class CudaStreams:
         finally:
             torch.cuda.nvtx.range_pop()
 
-    def record(self, event: Event, stream: Stream) -> None:
-        event.record(stream)
-
-    def order(self, stream: Stream, event: Event) -> None:
-        stream.wait_event(event)
-
-    def wait(self, event: Event) -> None:
-        event.synchronize()
-
     def finish(self, stream: Stream) -> None:
         try:
             stream.synchronize()
         except RuntimeError as error:
             line = str(error).partition("\n")[0]
             raise RuntimeError(f"{line} (a device reports late: an op that was issued earlier may be at fault)") from error
-
-    def elapsed_s(self, first: Event, last: Event) -> float:
-        return float(first.elapsed_time(last)) / 1e3  # torch counts in milliseconds
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
