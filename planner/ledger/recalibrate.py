@@ -9,13 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from hwprofiles.schema import Profile, Quantity, Source
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import sped_up, with_quantities
 from planner.predict.settled import Settled, predicted_of, settled
 from planner.predict.simulate import Prediction, simulate
+from planner.search.uncertainty import P10_P90_DEVIATIONS
 from runtime.errors import PlanError
 from runtime.plan import Kind, Plan
 from runtime.plan.timeline import Timeline
@@ -29,7 +29,6 @@ TOLD_SPREAD = 0.15  # what is known no better than that is not known to be as th
 FASTER_STILL = 0.2  # of a logarithm: would that show?
 LEAST_S = 1e-9  # of an op: a clock's tick
 LEAST_SPREAD = 0.01
-P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %: so many standard deviations to each side
 LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about so many sorts of op in one
 SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
 KEY = "recalibrated"

@@ -2,11 +2,11 @@
 
 from math import ceil
 
+from planner.lower.arenas import MOMENT_BYTES
 from runtime.plan.workload import Block
 
 from .system_costs import BF16, FP32, SystemCosts, inner_elements, last_products
 
-MOMENT_BYTES = 2 * FP32
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")  # of the first two products' outputs
 N_SLABS = 12  # pinned buffers of a layer's gradients
 HEAD_GRADIENT_COPIES = 3  # alive while a chunk is added: the sum, the chunk's gradient, and the embedding's

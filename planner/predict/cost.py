@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from hwprofiles.schema import Direction, Profile
+from planner.lower.arenas import MOMENT_BYTES, SQUARE_BYTES
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics
 from runtime.plan.region import Demand, Region, Resource, Uses
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
-SQUARE_BYTES = 8  # a sum of squares, fp64
-MOMENT_BYTES = 2 * FP32_BYTES  # AdamW's two, per parameter
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
 # What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
 # fitted from three published runs (docs/accuracy.md). A fused pointwise kernel reaches the rate of an isolated one, which it is.

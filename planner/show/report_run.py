@@ -4,7 +4,6 @@ A log is read as it was left: by a run that goes on, was killed in the middle of
 Of those the later lines count. What is no line of a log is left out and counted.
 """
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -12,9 +11,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from planner.predict.settled import WARM_UP_STEPS
+from runtime.files import fields_of
 from runtime.plan.timeline import Timeline
-
-from .report_step import WARM_UP_STEPS
 
 MOST_POINTS = 1500  # of a curve: about what a wide screen has columns
 MOST_SAMPLES, MOST_SAMPLE_CHARACTERS = 8, 2000
@@ -113,7 +112,7 @@ def read_log(lines: Iterable[bytes], is_whole: bool = True) -> Log:
     """The log in the lines of metrics.jsonl."""
     log = Log(is_whole=is_whole)
     for line in lines:
-        fields = _fields(line)
+        fields = fields_of(line)
         if fields is None or not log.add(fields):
             log.n_damaged += bool(line.strip())
     return log
@@ -123,7 +122,7 @@ def read_samples(lines: Iterable[bytes]) -> tuple[Sample, ...]:
     """The last samples in the lines of samples.jsonl: those of the highest step."""
     last: list[Sample] = []
     for line in lines:
-        fields = _fields(line) or {}
+        fields = fields_of(line) or {}
         step, text = fields.get("step"), fields.get("text")
         if not isinstance(step, int) or not isinstance(text, str):
             continue
@@ -160,14 +159,6 @@ def thinned(steps: Sequence[int], values: Sequence[float | None]) -> Points:
             chosen.add(next(at for at in run if values[at] is None))
     ordered = sorted(chosen)
     return [steps[at] for at in ordered], [values[at] for at in ordered]
-
-
-def _fields(line: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
 
 
 def _cut(text: str) -> str:

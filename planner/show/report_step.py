@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from planner.predict.settled import WARM_UP_STEPS
 from planner.predict.simulate import Prediction
 from runtime.plan import Lane, Plan
 from runtime.plan.timeline import Span, Timeline
 
-WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline
 READ_ON_STEPS = 2  # a slot that is written in one step is read for the last time by the end of the next
 
 
