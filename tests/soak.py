@@ -1,9 +1,14 @@
-"""Which tests are the long lane?
+"""What does the long lane hold that the fast one does not?
 
-`make test` leaves these out and `make soak` makes them: whole searches, processes that are killed again and again, every page of
-docs. What they hold is held in `make test` too, by fewer or smaller cases. An entry is a test, or one of its cases.
+`make test` takes a part and `make soak` the rest, or all again: whole searches, processes that are killed again and again, every
+page of docs, every example that is drawn, every product of model types, dtypes and policies. What is held is held in `make test`
+too, by fewer or smaller cases. An entry is a test, or one of its cases; one that names nothing fails `tests/test_lanes.py`.
 """
 
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import combinations
+
+# In the long lane only; a shorter sibling holds the same promise in the fast one.
 SOAK = (
     "test_cli_plan.py::test_a_120_billion_parameter_model_fits_with_a_bf16_master_or_more_memory",
     "test_cli_plan.py::test_measurements_are_ranked_only_where_they_are_asked_for",
@@ -37,3 +42,38 @@ SOAK = (
     "test_search.py::test_the_answer_is_never_worse_than_a_static_candidate",
     "test_store.py::test_loading_saving_and_resuming_hold_no_more_than_one_tensor_besides_the_arenas[mirrored]",
 )
+
+# Of these, `make test` draws a share of the examples and `make soak` draws them all.
+DRAWN: tuple[str, ...] = ()
+SHARE = 4  # one in so many
+FEWEST = 5
+
+# Of these, `make test` takes cases with which every pair of parameters' values occurs, or every value, and `make soak` the others.
+PAIRS: tuple[str, ...] = ()
+VALUES: tuple[str, ...] = ()
+
+
+def share(n_examples: int) -> int:
+    """How many of so many examples the fast lane draws."""
+    return min(n_examples, max(n_examples // SHARE, FEWEST))
+
+
+def covering(cases: Mapping[str, Mapping[str, object]], strength: int) -> set[str]:
+    """Names of cases in which every combination of so many parameters' values occurs that occurs in any; not many more than needed.
+
+    A parameter that is a tuple counts as its elements.
+    """
+    wanted = {name: {*combinations(_values(values), strength)} for name, values in cases.items()}
+    missing = set().union(*wanted.values())
+    chosen = set()
+    while missing:
+        best = max(wanted, key=lambda name: len(wanted[name] & missing))  # of several, the first
+        chosen.add(best)
+        missing -= wanted[best]
+    return chosen
+
+
+def _values(parameters: Mapping[str, object]) -> Iterator[Hashable]:
+    for name, value in parameters.items():
+        for i, element in enumerate(value if isinstance(value, tuple) else (value,)):
+            yield name, i, repr(element)

@@ -34,8 +34,15 @@ def refused(result, *, code=2):
     return result.stderr
 
 
-def test_json_is_pure_and_has_the_fields_of_the_contract(tmp_path):
-    result = invoke(*SMALL, "--json", "-o", tmp_path / "p.json")
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """What the small question was answered with `--json -o`, and the file: one search for all tests that do not change it."""
+    path = tmp_path_factory.mktemp("small") / "p.json"
+    return invoke(*SMALL, "--json", "-o", path), path
+
+
+def test_json_is_pure_and_has_the_fields_of_the_contract(answered):
+    result, _ = answered
     assert result.exit_code == 0
     said = json.loads(result.stdout)
     assert set(said) == {"semantics", "policy", "prediction", "certificate", "baselines", "next_best"}
@@ -51,21 +58,20 @@ def test_json_is_pure_and_has_the_fields_of_the_contract(tmp_path):
     assert said["prediction"]["tokens_per_s"] == pytest.approx(4 * 512 / said["prediction"]["step_s"])
 
 
-def test_the_plan_file_holds_the_plan_and_its_claim_and_passes_the_checker(tmp_path):
-    path = tmp_path / "p.json"
-    said = json.loads(invoke(*SMALL, "--json", "-o", path).stdout)
+def test_the_plan_file_holds_the_plan_and_its_claim_and_passes_the_checker(answered):
+    result, path = answered
+    said = json.loads(result.stdout)
     file = PlanFile.read(path)
     check(file.plan, file.claim)
     assert file.claim == {"prediction": said["prediction"], "certificate": said["certificate"]}
-    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+    assert [p.name for p in path.parent.iterdir()] == ["p.json"]
     result = invoke("check", path)
     assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
 
 
-def test_the_same_question_gives_the_same_file(tmp_path):
-    for name in ("a.json", "b.json"):
-        invoke(*SMALL, "-o", tmp_path / name)
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+def test_the_same_question_gives_the_same_file(tmp_path, answered):
+    invoke(*SMALL, "-o", tmp_path / "b.json")
+    assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
 def test_measurements_are_ranked_only_where_they_are_asked_for():
@@ -195,10 +201,9 @@ def test_a_file_that_is_no_plan_is_exit_code_2_for_check(tmp_path, text):
     refused(invoke("report", path, "-o", tmp_path / "t.json"))
 
 
-def test_a_plan_that_is_wrong_is_exit_code_1_for_check(tmp_path):
+def test_a_plan_that_is_wrong_is_exit_code_1_for_check(tmp_path, answered):
     path = tmp_path / "p.json"
-    invoke(*SMALL, "-o", path)
-    fields = json.loads(path.read_text())
+    fields = json.loads(answered[1].read_text())
     first_forward = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
     fields["ops"][first_forward] = fields["ops"][first_forward].split(" ^ ")[0]
     path.write_text(json.dumps(fields))
@@ -242,9 +247,8 @@ def test_a_policy_that_cannot_be_is_refused(tmp_path, text):
     refused(invoke(*SMALL, "--policy", policy))
 
 
-def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path):
-    plan, trace, run = tmp_path / "p.json", tmp_path / "t.json", tmp_path / "run"
-    invoke(*SMALL, "-o", plan)
+def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path, answered):
+    plan, trace, run = answered[1], tmp_path / "t.json", tmp_path / "run"
     run.mkdir()
     timeline = {"spans": [{"op": 0, "step": 0, "start_s": 0.0, "end_s": 1.5}]}
     (run / "timeline.json").write_text(json.dumps(timeline))
@@ -258,9 +262,8 @@ def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path):
     assert Timeline((Span(0, 0, 0.0, 1.5),)).total_s == 1.5
 
 
-def test_report_refuses_what_it_cannot_draw(tmp_path):
-    plan, run = tmp_path / "p.json", tmp_path / "run"
-    invoke(*SMALL, "-o", plan)
+def test_report_refuses_what_it_cannot_draw(tmp_path, answered):
+    plan, run = answered[1], tmp_path / "run"
     run.mkdir()
     assert ".json" in refused(invoke("report", plan, "-o", tmp_path / "t.txt"))
     refused(invoke("report", plan, run, "-o", tmp_path / "t.json"))
