@@ -143,14 +143,6 @@ def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(
 
 
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
-def test_gradients_are_bit_for_bit_the_same_whatever_was_saved(case: Case) -> None:
-    for _, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
-        plain = gradients(layer(x, **kwargs), x, layer)
-        saving = gradients(checkpointed(layer, x, kwargs, selection, ours.early_stop), x, layer)
-        assert all(map(torch.equal, plain, saving))
-
-
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_a_backward_with_recompute_stays_within_its_transient_bytes_and_not_far_below(case: Case) -> None:
     for way in ways_of(case, SIZES[1:]):
         stays_within(*way, at_most=1.5)
