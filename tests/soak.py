@@ -34,6 +34,9 @@ SOAK = (
     "test_device_norms.py::test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_would_wait_for",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[change-the-planner.md]",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[fine-tune-32b.md]",
+    "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[which-machine.md]",
+    "test_evaluation.py::test_training_is_the_same_to_the_bit_with_evaluations_in_between[gemma2]",
+    "test_evaluation.py::test_training_is_the_same_to_the_bit_with_evaluations_in_between[llama]",
     "test_failures.py::test_a_disk_that_is_full_at_any_moment_is_one_line_and_with_room_the_run_goes_on",
     "test_failures.py::test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one[6]",
     "test_failures.py::test_a_run_that_is_told_to_end_saves_its_step_exits_with_0_and_the_next_goes_on_to_the_same_bits[6]",
@@ -44,7 +47,19 @@ SOAK = (
     "test_kills.py::test_training_that_is_killed_three_times_goes_on_to_the_same_bits",
     "test_lane_thread.py::test_no_process_waits_for_such_a_thread_when_it_ends[ending-0]",
     "test_lane_thread.py::test_no_process_waits_for_such_a_thread_when_it_ends[raising-1]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[a baseline]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[a bf16 master]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[another machine]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[clipped steps]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[eager kernels]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[fp32]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[memory]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[no clipped steps]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[skipping]",
+    "test_long_context.py::test_a_long_context_is_trained_as_a_plain_loop_would_train_it[fp32]",
     "test_long_context.py::test_a_searched_plan_trains_a_long_context_on_a_device_that_would_not_hold_a_quarter_of_it",
+    "test_long_context.py::test_what_a_long_context_takes_is_what_is_planned_and_not_far_less[128-12288]",
+    "test_long_context.py::test_what_a_long_context_takes_is_what_is_planned_and_not_far_less[None-12288]",
     "test_long_steps.py::test_a_run_of_a_long_step_corrects_its_machine",
     "test_micro_batch.py::test_no_other_micro_batch_is_faster_by_more_than_half_a_percent[0]",
     "test_micro_batch.py::test_no_other_micro_batch_is_faster_by_more_than_half_a_percent[2]",
@@ -73,11 +88,13 @@ SOAK = (
 # Of these, `make test` draws a share of the examples and `make soak` draws them all.
 DRAWN = (
     "test_check.py::test_a_mutant_that_passes_trains_exactly_as_the_original",
-    "test_exactness.py::test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit",
     "test_exactness.py::test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothing_had_been",
+    "test_exactness.py::test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit",
     "test_failures.py::test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from_its_checkpoint",
     "test_failures.py::test_what_is_not_a_number_skips_the_step_and_touches_neither_weights_nor_moments_nor_counters",
     "test_failures.py::test_what_is_not_a_number_stops_the_run_with_the_name_of_a_parameter",
+    "test_search.py::test_no_policy_of_a_family_is_faster_than_its_relaxation",
+    "test_search.py::test_the_search_finds_what_brute_force_finds",
 )
 SHARE = 4  # one in so many
 FEWEST = 5
@@ -107,6 +124,7 @@ PAIRS = (
 )
 VALUES = (
     "test_device_norms.py::test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit",
+    "test_documents.py::test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_plain_loop",
     "test_exactness.py::test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then",
     "test_exactness.py::test_a_smaller_last_micro_batch_is_the_plain_loops",
     "test_kernels.py::test_any_policy_trains_the_bits_of_the_plain_loop_with_its_kernels",
