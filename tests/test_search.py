@@ -279,9 +279,12 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
             assert answer.prediction.step_s <= said.get("step_s", float("inf"))
 
 
-def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice():
-    model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
-    s, workload = with_micro_batch(model, Semantics(4096, 16, 1), profile)
+@pytest.mark.parametrize(
+    ("name", "machine", "seq_len", "batch_size"), [("qwen2.5-0.5b", "rtx4090-server", 512, 4), ("qwen2.5-7b", "gh200", 4096, 16)]
+)
+def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice(name, machine, seq_len, batch_size):
+    model, profile = read_model(name), read_profile(machine)
+    s, workload = with_micro_batch(model, Semantics(seq_len, batch_size, 1), profile)
     first, second = (search(model, workload, s, profile) for _ in range(2))
     check(first.plan, first.claim())
     assert (first.plan, first.claim()) == (second.plan, second.claim())
