@@ -2,7 +2,7 @@
 
 `make test` takes a part and `make soak` the rest, or all again: whole searches, processes that are killed again and again, every
 page of docs, every example that is drawn, every product of model types, dtypes and policies. What is held is held in `make test`
-too, by fewer or smaller cases. An entry is a test, or one of its cases; one that names nothing fails `tests/test_lanes.py`.
+too, by fewer or smaller cases. An entry is a test, or one of its cases; one that names nothing fails `tests/house/test_lanes.py`.
 """
 
 from collections.abc import Hashable, Iterator, Mapping

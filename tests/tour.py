@@ -24,6 +24,7 @@ READING = (
         "runtime/train",
     ),
     *("runtime/checkpoint", "hwprofiles", "hwprofiles/probe", "penstock", "penstock/cli", "demo", "tests"),
+    *("tests/planner", "tests/runtime", "tests/hwprofiles", "tests/penstock", "tests/house"),
 )
 _ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package
 _FIRST_READING = ("runtime/plan/plan.py", "planner/predict/simulate.py", "runtime/executor.py")
