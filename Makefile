@@ -23,7 +23,7 @@ types: .venv/stamp
 unit: .venv/stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not soak"
 
-# What takes long: whole searches, kills by the dozen.
+# What takes long: whole searches, kills by the dozen, and all examples and combinations of which `make test` takes a part.
 soak: .venv/stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m soak
 

@@ -19,8 +19,8 @@ from planner.model.workload import build_workload
 from runtime.plan import Plan, Policy, Semantics
 from runtime.plan.workload import Model
 from runtime.units import show_bytes, show_seconds
+from tests.runtime.test_replay import device_bytes
 from tests.strategies import PROFILE
-from tests.test_replay import device_bytes
 from tests.tiny import tiny_config
 
 PENSTOCK = Path(sys.executable).with_name("penstock")

@@ -29,7 +29,7 @@ N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
 FACTOR = 0.5  # any but one, which would skip a multiplication
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
-MOVED_BYTES = {"split": 26, "mirrored": 28, "bf16": 22}  # per parameter; tests/test_optimizer.py counts them
+MOVED_BYTES = {"split": 26, "mirrored": 28, "bf16": 22}  # per parameter; tests/runtime/test_optimizer.py counts them
 BYTES_PER_LINE = 64
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cache misses; last level, read, miss

@@ -214,7 +214,7 @@ def run_of(plan: Path, out: Path, *more: object) -> list[object]:
     return ["run", plan, "--data", data, "--out", out, "--steps", N_STEPS, "--lr", "1e-3", "--save-every", 1, *more]
 
 
-def killed(home: Path, rng: random.Random, n_trials: int = 6) -> None:
+def killed(home: Path, rng: random.Random, n_trials: int) -> None:
     """Runs that are killed at random, again when they go on, and then go on under another plan to the undisturbed end."""
     plans, ever = sorted(home.glob("plan-*.json")), 0
     forked(run_of(plans[0], home / "undisturbed"))
@@ -237,7 +237,7 @@ def killed(home: Path, rng: random.Random, n_trials: int = 6) -> None:
     print(f"killed {ever} times")
 
 
-def terminated(home: Path, rng: random.Random, n_trials: int = 6) -> None:
+def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
     """Runs to which SIGTERM comes at random: each ends its step, saves, says so and exits with 0; the next one goes on."""
     plans, n_stopped = sorted(home.glob("plan-*.json")), 0
     forked(run_of(plans[0], home / "undisturbed"))
@@ -258,7 +258,7 @@ def terminated(home: Path, rng: random.Random, n_trials: int = 6) -> None:
     print(f"terminated {n_stopped} times")
 
 
-def full_disk(home: Path, rng: random.Random, n_trials: int = 5) -> None:
+def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
     """Runs on a disk that is full after some random number of bytes, and go on when there is room."""
     plans, disk, size = sorted(home.glob("plan-*.json")), home / "disk", 16 * 2**20
     codes, names, stood = list[int](), list[str](), list[list[int]]()
@@ -296,5 +296,5 @@ def full_disk(home: Path, rng: random.Random, n_trials: int = 5) -> None:
 
 if __name__ == "__main__":
     {"killed": killed, "terminated": terminated, "full_disk": full_disk}[sys.argv[1]](
-        Path(sys.argv[2]), random.Random(int(sys.argv[3]))
+        Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4])
     )

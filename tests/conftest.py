@@ -3,22 +3,45 @@
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from .soak import SOAK
+from .soak import DRAWN, PAIRS, SOAK, VALUES, covering, share
 
 # Shared machines are slow at times, which proves nothing; and a build must not depend on which examples were drawn.
 settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("house")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long lane is a list, so that it can be read."""
-    for item in items:
-        if item.nodeid.rpartition("/")[2] in SOAK:
+COLLECTED = pytest.StashKey[set[str]]()  # the names of all cases, whichever lane is asked for
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The lanes are lists, so that they can be read."""
+    names = {item: item.nodeid.rpartition("/")[2] for item in items}
+    config.stash[COLLECTED] = {*names.values()}
+    long = {*SOAK}
+    for tests, strength in ((PAIRS, 2), (VALUES, 1)):
+        for test in tests:
+            of = {name: item.callspec.params for item, name in names.items() if name.partition("[")[0] == test}  # type: ignore[attr-defined]
+            long |= of.keys() - covering(of, strength)
+    for item, name in names.items():
+        if name in long:
             item.add_marker(pytest.mark.soak)
+        elif name.partition("[")[0] in DRAWN:
+            if config.option.markexpr == "not soak":
+                draw_a_share(item)
+            else:
+                item.add_marker(pytest.mark.soak)
+
+
+def draw_a_share(item: Any) -> None:
+    """Hypothesis keeps a test's settings on its function, and takes them only once."""
+    function = item.obj
+    of: settings = function._hypothesis_internal_use_settings
+    function._hypothesis_internal_use_settings = settings(of, max_examples=share(of.max_examples))
 
 
 @pytest.fixture(autouse=True)

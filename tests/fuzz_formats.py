@@ -209,7 +209,7 @@ def _read_profile(folder: Path) -> None:
 
 
 def _nvbandwidth() -> list[bytes]:
-    from .test_nvbandwidth import DOWN, UP, case, output, whole
+    from tests.hwprofiles.test_nvbandwidth import DOWN, UP, case, output, whole
 
     return [as_json(whole()), as_json(output(case(UP, "56.3", "N/A"), case(DOWN, status="Waived", error="no such copy")))]
 

@@ -1,39 +1,182 @@
-"""Which tests are the long lane?
+"""What does the long lane hold that the fast one does not?
 
-`make test` leaves these out and `make soak` makes them: whole searches, processes that are killed again and again, every page of
-docs. What they hold is held in `make test` too, by fewer or smaller cases. An entry is a test, or one of its cases.
+`make test` takes a part and `make soak` the rest, or all again: whole searches, processes that are killed again and again, every
+page of docs, every example that is drawn, every product of model types, dtypes and policies. What is held is held in `make test`
+too, by fewer or smaller cases. An entry is a test, or one of its cases; one that names nothing fails `tests/house/test_lanes.py`.
 """
 
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import combinations
+
+# In the long lane only; a shorter sibling holds the same promise in the fast one.
 SOAK = (
+    "test_adversary.py::test_groups_smaller_than_the_step_have_true_bounds[qwen2.5-0.5b-rtx4090-desktop-1024-16-sizes1]",
+    "test_adversary.py::test_groups_smaller_than_the_step_have_true_bounds[qwen2.5-0.5b-rtx4090-desktop-1024-32-sizes0]",
+    "test_adversary.py::test_groups_smaller_than_the_step_have_true_bounds[smollm2-360m-rtx5090-desktop-512-32-sizes2]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[10]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[20]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[40]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[50]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[70]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[80]",
+    "test_adversary.py::test_no_plan_is_faster_than_a_bound[90]",
     "test_cli_plan.py::test_a_120_billion_parameter_model_fits_with_a_bf16_master_or_more_memory",
     "test_cli_plan.py::test_measurements_are_ranked_only_where_they_are_asked_for",
+    "test_cli_plan.py::test_planning_wakes_no_torch[args1]",
+    "test_cli_plan.py::test_the_schedule_of_another_system_can_be_asked_for[megatrain-plus]",
+    "test_cli_plan.py::test_the_schedule_of_another_system_can_be_asked_for[slideformer]",
+    "test_cli_plan.py::test_the_schedule_of_another_system_can_be_asked_for[zero3-offload]",
     "test_compare.py::test_a_faster_machine_is_never_ranked_below_a_slower_one",
     "test_compare.py::test_a_machine_is_ranked_by_what_its_own_plan_says",
     "test_compare.py::test_a_machine_twice_as_fast_in_everything_does_twice_the_tokens",
     "test_compare.py::test_machines_that_it_does_not_fit_come_last_with_the_reason_and_a_change_that_fits",
+    "test_compare.py::test_the_smallest_host_memory_fits_and_a_byte_less_does_not[None-free0]",
+    "test_compare.py::test_the_smallest_host_memory_fits_and_a_byte_less_does_not[None-free1]",
+    "test_cuda_machine.py::test_however_late_streams_are_the_bits_are_those_of_the_plain_loop[gemma2]",
+    "test_cuda_machine.py::test_however_late_streams_are_the_bits_are_those_of_the_plain_loop[qwen3_moe]",
     "test_device_norms.py::test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_would_wait_for",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[change-the-planner.md]",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[fine-tune-32b.md]",
+    "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[which-machine.md]",
+    "test_evaluation.py::test_training_is_the_same_to_the_bit_with_evaluations_in_between[gemma2]",
+    "test_evaluation.py::test_training_is_the_same_to_the_bit_with_evaluations_in_between[llama]",
     "test_failures.py::test_a_disk_that_is_full_at_any_moment_is_one_line_and_with_room_the_run_goes_on",
+    "test_failures.py::test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one[6]",
+    "test_failures.py::test_a_run_that_is_told_to_end_saves_its_step_exits_with_0_and_the_next_goes_on_to_the_same_bits[6]",
     "test_gpu_benchmark.py::test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_tried_again",
+    "test_hostile.py::test_a_batch_beyond_all_measure_is_answered[qwen2.5-0.5b-size0]",
     "test_hostile.py::test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints[2-interrupted-130]",
     "test_hostile.py::test_a_tokenizer_on_which_its_library_panics_is_one_line",
     "test_kernels.py::test_a_function_is_compiled_where_its_bits_stay_and_runs_call_by_call_elsewhere",
     "test_kills.py::test_training_that_is_killed_three_times_goes_on_to_the_same_bits",
     "test_lane_thread.py::test_no_process_waits_for_such_a_thread_when_it_ends[ending-0]",
     "test_lane_thread.py::test_no_process_waits_for_such_a_thread_when_it_ends[raising-1]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[a baseline]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[a bf16 master]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[another machine]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[clipped steps]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[eager kernels]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[fp32]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[memory]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[no clipped steps]",
+    "test_lies.py::test_whatever_plan_is_asked_for_its_claim_holds[skipping]",
+    "test_long_context.py::test_a_long_context_is_trained_as_a_plain_loop_would_train_it[fp32]",
     "test_long_context.py::test_a_searched_plan_trains_a_long_context_on_a_device_that_would_not_hold_a_quarter_of_it",
+    "test_long_context.py::test_what_a_long_context_takes_is_what_is_planned_and_not_far_less[128-12288]",
+    "test_long_context.py::test_what_a_long_context_takes_is_what_is_planned_and_not_far_less[None-12288]",
     "test_long_steps.py::test_a_run_of_a_long_step_corrects_its_machine",
     "test_micro_batch.py::test_no_other_micro_batch_is_faster_by_more_than_half_a_percent[0]",
+    "test_micro_batch.py::test_no_other_micro_batch_is_faster_by_more_than_half_a_percent[1]",
     "test_micro_batch.py::test_no_other_micro_batch_is_faster_by_more_than_half_a_percent[2]",
     "test_micro_batch.py::test_no_other_micro_batch_is_faster_by_more_than_half_a_percent[4]",
     "test_prefetch.py::test_a_stream_is_read_in_a_process_of_its_own_that_ends_when_the_run_is_killed",
+    "test_recalibrate.py::test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out[cpu-2core-attention, {dtype}]",
+    "test_recalibrate.py::test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out[gh200-rate of uploads optimizer]",
+    "test_recalibrate.py::test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out[h200-pcie5-host DRAM]",
+    "test_recalibrate.py::test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out[h200-pcie5-rate of downloads]",
+    "test_recalibrate.py::test_whatever_is_wrong_the_step_is_right_afterwards[matrix products, {dtype}-0.6]",
+    "test_recalibrate.py::test_whatever_is_wrong_the_step_is_right_afterwards[optimizer-0.6]",
+    "test_recalibrate.py::test_whatever_is_wrong_the_step_is_right_afterwards[rate of uploads-0.6]",
     "test_remedy.py::test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it",
+    "test_remedy.py::test_no_change_resets_a_size_that_the_user_named[named0]",
+    "test_remedy.py::test_no_change_resets_a_size_that_the_user_named[named3]",
+    "test_replay.py::test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves[attention]",
+    "test_replay.py::test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves[early stop]",
+    "test_replay.py::test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves[keep]",
+    "test_replay.py::test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves[products, early stop]",
+    "test_replay.py::test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves[products]",
     "test_resident_memory.py::test_after_300_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned[joined]",
     "test_resident_memory.py::test_after_300_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned[one]",
+    "test_run.py::test_every_policy_leaves_the_same_bytes[gpt_oss]",
+    "test_run.py::test_every_policy_leaves_the_same_bytes[llama]",
+    "test_run.py::test_every_policy_leaves_the_same_bytes[mistral]",
+    "test_run.py::test_every_policy_leaves_the_same_bytes[mixtral]",
+    "test_run.py::test_every_policy_leaves_the_same_bytes[qwen2]",
     "test_search.py::test_a_policy_whose_plan_is_too_long_keeps_its_bound",
     "test_search.py::test_every_change_that_is_named_makes_it_fit[gpt-oss-120b-h200-pcie5-None-1500000000000-64]",
     "test_search.py::test_every_change_that_is_named_makes_it_fit[qwen2.5-72b-rtx4090-server-None-None-8]",
     "test_search.py::test_the_answer_is_never_worse_than_a_static_candidate",
+    "test_search.py::test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice[qwen2.5-7b-gh200-4096-16]",
     "test_store.py::test_loading_saving_and_resuming_hold_no_more_than_one_tensor_besides_the_arenas[mirrored]",
+    "test_store.py::test_no_arena_moves_and_copies_and_optimizer_fault_no_page_in_again[barrier, summed on the host]",
+    "test_store.py::test_no_arena_moves_and_copies_and_optimizer_fault_no_page_in_again[deferred, in chunks]",
+    "test_store.py::test_no_arena_moves_and_copies_and_optimizer_fault_no_page_in_again[split, in chunks]",
 )
+
+# Of these, `make test` draws a share of the examples and `make soak` draws them all.
+DRAWN = (
+    "test_check.py::test_a_mutant_that_passes_trains_exactly_as_the_original",
+    "test_exactness.py::test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothing_had_been",
+    "test_exactness.py::test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit",
+    "test_failures.py::test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from_its_checkpoint",
+    "test_failures.py::test_what_is_not_a_number_skips_the_step_and_touches_neither_weights_nor_moments_nor_counters",
+    "test_failures.py::test_what_is_not_a_number_stops_the_run_with_the_name_of_a_parameter",
+    "test_search.py::test_no_policy_of_a_family_is_faster_than_its_relaxation",
+    "test_search.py::test_the_search_finds_what_brute_force_finds",
+)
+SHARE = 4  # one in so many
+FEWEST = 5
+
+# Of these, `make test` takes cases with which every pair of parameters' values occurs, or every value, and `make soak` the others.
+PAIRS = (
+    "test_background.py::test_a_run_goes_on_to_the_same_bits_under_another_plan_and_on_another_machine",
+    "test_documents.py::test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_and_gradients_are_the_same_bits",
+    "test_evaluation.py::test_of_the_same_batch_it_is_the_loss_of_the_training_step_to_the_bit",
+    "test_host_never_waits.py::test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one",
+    "test_kernels.py::test_kept_and_transient_bytes_of_fused_layers_are_those_of_real_ones",
+    "test_mlp_tiles.py::test_the_products_calls_and_traffic_of_a_forward_by_tiles_are_those_of_the_loop",
+    "test_tiles.py::test_a_step_by_tiles_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less",
+    "test_tiles.py::test_the_products_that_are_run_by_tiles_are_those_of_the_plan",
+    "test_trainer.py::test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_the_same_bits",
+    "test_workload.py::test_a_layers_backward_stays_within_its_transient_bytes_and_not_far_below",
+    "test_workload.py::test_attention_counts_the_pairs_that_the_models_own_mask_lets_through",
+    "test_workload.py::test_calls_and_traffic_of_a_layer_are_those_of_the_real_one",
+    "test_workload.py::test_kept_bytes_are_what_autograd_saves",
+    "test_workload.py::test_rows_of_experts_keep_what_autograd_saves_of_them",
+)
+VALUES = (
+    "test_background.py::test_what_is_written_in_the_background_is_what_is_written_while_all_lanes_are_idle",
+    "test_device_norms.py::test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit",
+    "test_documents.py::test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept",
+    "test_documents.py::test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_plain_loop",
+    "test_exactness.py::test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then",
+    "test_exactness.py::test_a_smaller_last_micro_batch_is_the_plain_loops",
+    "test_exactness.py::test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop",
+    "test_kernels.py::test_any_policy_trains_the_bits_of_the_plain_loop_with_its_kernels",
+    "test_kernels.py::test_losses_and_norms_are_those_of_eager_kernels_within_rounding",
+    "test_kernels.py::test_pointwise_kernels_change_no_bit_of_a_training",
+    "test_memory.py::test_a_long_run_holds_no_more_than_a_short_one",
+    "test_recompute.py::test_a_backward_with_recompute_stays_within_its_transient_bytes_and_not_far_below",
+    "test_recompute.py::test_rows_of_experts_stay_within_it_where_nothing_else_is_large",
+    "test_recompute.py::test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves",
+    "test_repetition.py::test_mutants_of_a_folded_plan_are_caught_or_harmless",
+    "test_replay.py::test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does",
+    "test_replay.py::test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less",
+    "test_trainer.py::test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbroken_one",
+)
+
+
+def share(n_examples: int) -> int:
+    """How many of so many examples the fast lane draws."""
+    return min(n_examples, max(n_examples // SHARE, FEWEST))
+
+
+def covering(cases: Mapping[str, Mapping[str, object]], strength: int) -> set[str]:
+    """Names of cases in which every combination of so many parameters' values occurs that occurs in any; not many more than needed.
+
+    A parameter that is a tuple counts as its elements.
+    """
+    wanted = {name: {*combinations(_values(values), strength)} for name, values in cases.items()}
+    missing = set().union(*wanted.values())
+    chosen = set()
+    while missing:
+        best = max(wanted, key=lambda name: len(wanted[name] & missing))  # of several, the first
+        chosen.add(best)
+        missing -= wanted[best]
+    return chosen
+
+
+def _values(parameters: Mapping[str, object]) -> Iterator[Hashable]:
+    for name, value in parameters.items():
+        for i, element in enumerate(value if isinstance(value, tuple) else (value,)):
+            yield name, i, repr(element)

@@ -4,6 +4,7 @@
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,11 +24,13 @@ READING = (
         "runtime/train",
     ),
     *("runtime/checkpoint", "hwprofiles", "hwprofiles/probe", "penstock", "penstock/cli", "demo", "tests"),
+    *("tests/planner", "tests/runtime", "tests/hwprofiles", "tests/penstock", "tests/house"),
 )
 _ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package
 _FIRST_READING = ("runtime/plan/plan.py", "planner/predict/simulate.py", "runtime/executor.py")
 
 
+@cache
 def question(path: Path) -> str:
     """The first line of a file's docstring; empty where there is none."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

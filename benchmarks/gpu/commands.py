@@ -28,7 +28,7 @@ HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody say
 FSDP2_HOST_BYTES_PER_PARAM = 24
 PROCESS_BYTES = 6 * 10**9
 MOST_FAILURES = 20
-TESTS = ("tests/test_on_a_gpu.py", "tests/test_cuda_device.py", "tests/test_cuda_machine.py")
+TESTS = ("tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py")
 
 
 class CommandError(RuntimeError):

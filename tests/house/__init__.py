@@ -1,0 +1,1 @@
+"""Are the rules of the house kept, and its pages true?"""

@@ -1,0 +1,476 @@
+"""Does the house keep its own rules?
+
+Every rule is a function from a file's syntax tree to what is wrong with it, so each can be shown to find something.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+from penstock.cli.main import ELSEWHERE, cli
+from planner.model.config import ARCHITECTURES
+from runtime.plan import Op
+from tests.tour import PAGE, READING, ROOT, question, sources, tour
+
+PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
+GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
+
+# Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
+MAY_IMPORT = {
+    "planner": {"hwprofiles.schema", "runtime.plan", *GROUND},
+    "hwprofiles": GROUND,
+    # What is timed is the runtime's own work, on the cores that it would use.
+    "hwprofiles.probe": {"hwprofiles.schema", "runtime.host", "runtime.machines", *GROUND},
+    "runtime": set[str](),
+    "penstock": {"planner", "runtime", "hwprofiles"},
+}
+MOST_FILES = 13  # of a folder; raised only in a commit that says why
+MOST_LINES = 28_500  # of the house without its tests; twenty thousand are aimed at
+
+# Where each third-party library lives, by folder or file: replacing one is then the work of these.
+HOME = {
+    "click": {"penstock/cli"},
+    "rich": {"penstock/api.py", "penstock/cli", "planner/show/explain.py"},
+    "pydantic": {
+        *("runtime/plan", "runtime/settings.py", "runtime/train/run_config.py", "hwprofiles/schema.py"),
+        *("planner/check/claimed.py", "penstock/api.py", "penstock/cli/plan.py", "penstock/cli/run_files.py"),
+    },
+    "torch": {
+        *(f"runtime/{room}" for room in ("host", "compute", "machines", "checkpoint", "data", "train")),
+        *("runtime/batch.py", "hwprofiles/probe"),
+    },
+    "scipy": {"hwprofiles/fit.py", "planner/search/integer.py"},
+    "transformers": {
+        *(f"runtime/compute/{name}.py" for name in ("documents", "kernels", "meta_models")),
+        *("runtime/data/templates.py", "runtime/train/generation.py", "runtime/train/schedules.py"),
+    },
+    "safetensors": {"runtime/checkpoint/tensor_files.py"},
+    "tokenizers": {"runtime/data/encoders.py"},
+    "datasets": {"runtime/data/token_cache.py", "runtime/data/streamed.py"},
+    "pyarrow": {"runtime/data/token_cache.py", "runtime/data/sources.py"},
+    "yaml": {"runtime/train/run_config.py"},
+    **{library: {"runtime/train/monitors.py"} for library in ("tensorboard", "wandb", "mlflow")},
+    "numpy": {"runtime/data", "planner/search/integer.py"},
+}
+
+IMPORTED_AS = {"PyYAML": "yaml"}  # where a distribution has another name than its module
+MONITORS = {"tensorboard", "wandb", "mlflow"}  # imported when a run asks for them, and said to be missing when they are
+
+# What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.
+TORCH_FREE = (
+    *("penstock", "planner", "runtime/plan", "runtime/settings.py", "runtime/errors.py", "runtime/units.py", "runtime/files.py"),
+    *("runtime/machines/cores.py", "runtime/train/run_config.py", "hwprofiles/schema.py", "hwprofiles/curves.py"),
+    *(
+        f"hwprofiles/probe/{name}.py"
+        for name in ("samples", "stopwatch", "device", "gpu", "gpu_link", "cliffs", "nvbandwidth", "pci")
+    ),
+)
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_files() -> list[Path]:
+    return [path for path in sources() if path.relative_to(ROOT).parts[0] in PACKAGES]
+
+
+def room(module: str) -> str:
+    """The room of a file, or the file itself where it stands beside rooms."""
+    above = module.rpartition(".")[0]
+    return above if above not in PACKAGES or above == "penstock" else module
+
+
+def _is_in(name: str, homes: Collection[str]) -> bool:
+    """Whether a file is one of these, or in one of these folders."""
+    return any(name == home or name.startswith(f"{home}/") for home in homes)
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """(module, relative level, at the top of the file) of every import; `from a import b` names both a and a.b."""
+    top = set(ast.walk(ast.Module([node for node in tree.body if not isinstance(node, ast.ClassDef)], [])))
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                top -= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0, node in top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0 and _is_package(node.module):  # from runtime import plan
+                yield from ((f"{node.module}.{alias.name}", 0, node in top) for alias in node.names)
+            else:
+                yield node.module or "", node.level, node in top
+
+
+def _is_package(module: str | None) -> bool:
+    return module is not None and (ROOT / module.replace(".", "/") / "__init__.py").exists() and module != "runtime.plan"
+
+
+def wrong_directions(module: str, tree: ast.Module) -> list[str]:
+    """The imports of a file that run against the house."""
+    top = module.partition(".")[0]
+    seen = MAY_IMPORT.get(room(module), MAY_IMPORT[top])
+    wrong = []
+    for target, level, at_top in imports(tree):
+        if level > 1:
+            wrong.append(f"{'.' * level}{target}: another room has a name")
+        elif level == 0 and target.partition(".")[0] in PACKAGES:
+            is_own = target.partition(".")[0] == top and room(module) not in MAY_IMPORT
+            if room(target) == room(module) and target != module:
+                wrong.append(f"{target}: inside a room use a dot")
+            elif not is_own and not any(target == other or target.startswith(f"{other}.") for other in seen):
+                wrong.append(f"{target}: {room(module)} may import {sorted(seen) or 'no other room'}")
+            elif top == "penstock" and at_top and not _is_in(target.replace(".", "/"), {n.removesuffix(".py") for n in TORCH_FREE}):
+                wrong.append(f"{target}: the shell wakes torch inside a command only")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of every file, read once for all rules."""
+    return {path: ast.parse(path.read_text()) for path in package_files()}
+
+
+def arrows(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
+    """Which rooms each room imports, lazily or not."""
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        here = room(_module(path))
+        for target, level, _ in imports(tree):
+            if level == 0 and target.partition(".")[0] in PACKAGES:
+                there = target if _is_package(target) or target == "runtime.plan" else room(target)
+                if there != here:
+                    found.setdefault(here, set()).add(there)
+    return found
+
+
+def homeless(name: str, tree: ast.Module) -> list[str]:
+    """The third-party libraries that a file imports and is no home of."""
+    known = {*sys.stdlib_module_names, *PACKAGES}
+    found = {target.partition(".")[0] for target, level, _ in imports(tree) if level == 0}
+    return sorted(library for library in found - known if not _is_in(name, HOME.get(library, set())))
+
+
+def smells(name: str, text: str) -> list[str]:
+    """What review would stop in a file, one line each."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Name(id="hasattr")):
+                found.append(f"{node.lineno}: hasattr is no type test")
+            case ast.ExceptHandler(type=None):
+                found.append(f"{node.lineno}: a bare except hides the error it did not mean")
+            case ast.Global():
+                found.append(f"{node.lineno}: global")
+            case ast.Attribute(value=ast.Name(id="sys"), attr="path"):
+                found.append(f"{node.lineno}: sys.path")
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv") if not name.startswith("penstock/"):
+                if name.partition("/")[0] in PACKAGES:
+                    found.append(f"{node.lineno}: the environment is read in the shell only")
+            case ast.ClassDef() if node.name.endswith(("Manager", "Helper", "Util", "Base")):
+                found.append(f"{node.lineno}: {node.name} says nothing")
+    if re.search(r"_(util|helper)s?\.py$", name):
+        found.append("the file's name says nothing")
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type == tokenize.COMMENT and re.search(r"type: ignore(?!\[)", token.string):
+            found.append(f"{token.start[0]}: type: ignore without a code")
+        if token.type == tokenize.COMMENT and "temporarily" in token.string:
+            found.append(f"{token.start[0]}: temporarily")
+    return found
+
+
+def tree_files() -> list[Path]:
+    """Every text file that belongs to the project."""
+    kinds = {".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".html", ".css", ".js", ""}
+    files = []
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts[:-1])
+        ours = (
+            path.name != ".git"
+            and not hidden
+            and not {"build", "dist", "out", "__pycache__"} & set(parts)
+            and ".egg-info" not in str(path)
+        )
+        if ours and path.suffix in kinds and path.is_file():
+            files.append(path)
+    return files
+
+
+_MACHINE_PATH = re.compile(r"(?<![\w.~<])/(?:work|root|home/\w+|Users/\w+|tmp/\w+)/")
+
+
+def test_the_first_line_of_a_file_asks_the_question_it_answers() -> None:
+    assert [f"{_name(path)} begins with {question(path)!r}" for path in sources() if not question(path).endswith("?")] == []
+
+
+def test_no_two_files_answer_the_same_question() -> None:
+    questions = [question(path) for path in package_files() if path.name != "__init__.py"]
+    assert len(set(questions)) == len(questions)
+
+
+def test_imports_run_one_way(trees: dict[Path, ast.Module]) -> None:
+    wrong = {_name(path): wrong_directions(_module(path), tree) for path, tree in trees.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
+    """No room needs one that needs it, however late it is imported; nobody needs the shell."""
+    found = arrows(trees)
+    order = list(TopologicalSorter(found).static_order())
+    assert len(order) > 20
+    assert [room for room, others in found.items() if any(other.startswith("penstock") for other in others)] == ["penstock.cli"]
+    with pytest.raises(CycleError):
+        TopologicalSorter(found | {"runtime.plan": {"planner.search"}}).prepare()
+
+
+def test_folders_are_small_and_so_is_the_house() -> None:
+    folders = Counter(path.parent for path in package_files() if path.name != "__init__.py")
+    assert {str(folder.relative_to(ROOT)): n for folder, n in folders.items() if n > MOST_FILES} == {}
+    assert sum(len(path.read_text().splitlines()) for path in package_files()) <= MOST_LINES
+
+
+def test_every_third_party_library_has_a_home(trees: dict[Path, ast.Module]) -> None:
+    wrong = {_name(path): homeless(_name(path), tree) for path, tree in trees.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_nothing_smells() -> None:
+    wrong = {_name(path): smells(_name(path), path.read_text()) for path in sources()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("runtime.executor", "from planner.lower.lower import lower"),
+        ("runtime.executor", "def f():\n    import hwprofiles.schema"),
+        ("planner.lower.lower", "from runtime.executor import execute"),
+        ("planner.lower.lower", "from runtime import executor"),
+        ("planner.lower.lower", "import planner.lower.waits"),
+        ("planner.lower.lower", "from ..predict import cost"),
+        ("planner.lower.lower", "from hwprofiles.probe.measure import copies"),
+        ("hwprofiles.schema", "from runtime.plan import Plan"),
+        ("hwprofiles.probe.measure", "from runtime.executor import execute"),
+        ("hwprofiles.curves", "from planner.predict.cost import costs"),
+        ("penstock.cli.run", "from runtime.executor import execute"),
+        ("penstock.cli.run", "import penstock.cli.main"),
+        ("planner.search.search", "from penstock.cli.main import main"),
+    ],
+)
+def test_an_import_against_the_house_is_seen(module: str, code: str) -> None:
+    assert wrong_directions(module, ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("penstock.cli.run", "def plan():\n    from runtime.executor import execute"),
+        ("penstock.cli.run", "if TYPE_CHECKING:\n    from runtime.executor import execute"),
+        ("penstock.cli.run", "from .main import cli"),
+        (
+            "planner.lower.lower",
+            "from runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema",
+        ),
+        ("planner.search.search", "from planner.predict.cost import CostModel"),
+        ("hwprofiles.probe.works", "from runtime.host.optimizer import adamw_"),
+    ],
+)
+def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None:
+    assert wrong_directions(module, ast.parse(code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "hasattr(x, 'y')",
+        "try:\n    pass\nexcept:\n    pass",
+        "def f():\n    global x",
+        "import sys\nsys.path.append('x')",
+        "import os\nos.environ['X']",
+        "x = 1  # type: ignore",
+        "class SlotManager: ...",
+        "x = 1  # temporarily",
+    ],
+)
+def test_a_smell_is_seen(code: str) -> None:
+    assert smells("runtime/lanes.py", code)
+
+
+def test_a_name_that_says_nothing_is_seen_and_a_shell_may_read_the_environment() -> None:
+    assert smells("runtime/slot_utils.py", "x = 1")
+    assert smells("penstock/cli/run.py", "import os\nos.environ['X']") == []
+
+
+def test_a_library_without_a_home_is_seen() -> None:
+    tree = ast.parse("import torch.nn\nimport requests\nimport json")
+    assert homeless("planner/lower/lower.py", tree) == ["requests", "torch"]
+
+
+def test_every_home_is_lived_in_and_every_permission_is_used(trees: dict[Path, ast.Module]) -> None:
+    imported = {_name(path): {target for target, level, _ in imports(tree) if level == 0} for path, tree in trees.items()}
+    for library, homes in HOME.items():
+        for home in homes:
+            of = (target for name, targets in imported.items() if _is_in(name, {home}) for target in targets)
+            assert any(target.partition(".")[0] == library for target in of), f"{home} has no use for {library}"
+    for permit, others in MAY_IMPORT.items():
+        used = {target for name, targets in imported.items() if _is_in(name, {permit.replace(".", "/")}) for target in targets}
+        for other in others:
+            assert any(target == other or target.startswith(f"{other}.") for target in used), f"{permit} imports no {other}"
+
+
+def test_every_declared_dependency_has_a_home_and_every_home_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["run"]]
+    imported = {IMPORTED_AS.get(name, name) for name in (line.partition(">=")[0] for line in declared)}
+    assert imported | MONITORS == set(HOME)
+
+
+def test_every_declared_dependency_is_pinned_for_the_tests_within_its_bound() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+    pinned = dict(line.split("==") for line in lines)
+    for group in (project["dependencies"], *project["optional-dependencies"].values()):
+        for name, _, bound in (declared.partition(">=") for declared in group):
+            assert _release(pinned[name]) >= _release(bound), name
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def test_the_tour_says_what_the_files_ask() -> None:
+    assert PAGE.read_text(encoding="utf-8") == tour(), "write it again with `make tour`"
+    assert sorted(READING) == sorted({_name(path.parent) for path in sources()} - {""}), "every room is read"
+
+
+def test_planning_does_not_wake_torch() -> None:
+    files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE)]
+    assert len(files) > 50
+    code = (
+        f"import importlib, sys\nfor name in {[_module(path) for path in files]}: importlib.import_module(name)\n"
+        "woken = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not woken, woken"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "said"),
+    [
+        (["plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "2"], 0, "predicted"),
+        (["run", "plan.json", "--data", "."], 2, "error: this needs torch, which the base install leaves out"),
+        (["probe"], 2, "error: this needs torch, which the base install leaves out"),
+    ],
+)
+def test_the_base_install_plans_and_says_what_running_and_probing_need(words: list[str], exit_code: int, said: str) -> None:
+    """With nothing but what `pip install .` brings: every other declared library is missing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {line.partition(">=")[0] for group in project["optional-dependencies"].values() for line in group}
+    code = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {extras}: raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import penstock.cli.main\n"
+        f"penstock.cli.main.cli({words})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == exit_code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return {library: version for library, _, version in (line.partition("==") for line in lines) if version}
+
+
+def test_the_oldest_versions_that_are_allowed_are_those_that_the_tests_are_run_with() -> None:
+    """Of torch and transformers; everything else is what it always is, but for what the older transformers cannot use."""
+    oldest, newest = pins("constraints-oldest.txt"), pins("constraints.txt")
+    bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["run"]
+    allowed = {library: version for library, _, version in (line.partition(">=") for line in bounds)}
+    for library in ("torch", "transformers"):
+        assert oldest[library].removesuffix(".0") == allowed[library]
+    assert oldest.keys() == newest.keys()
+    assert {library for library in oldest if oldest[library] != newest[library]} == {"torch", "transformers", "huggingface_hub"}
+
+
+def test_the_package_names_resolve_to_this_repository() -> None:
+    """Such names exist on the package index."""
+    code = f"import {', '.join(PACKAGES)}\nfor room in ({', '.join(PACKAGES)}): print(room.__file__)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert [Path(line).parent for line in out.splitlines()] == [ROOT / package for package in PACKAGES]
+
+
+def test_the_distribution_holds_every_room_and_its_data() -> None:
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    held = find_packages(ROOT, include=file["tool"]["setuptools"]["packages"]["find"]["include"])
+    assert sorted(held) == sorted({_module(path.parent) for path in package_files()})
+    assert "Private :: Do Not Upload" in file["project"]["classifiers"]
+    assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
+
+
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    links = [
+        (page, target)
+        for page in tree_files()
+        if page.suffix == ".md"
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 300
+    assert [f"{_name(page)}: {to}" for page, to in links if "://" not in to and not (page.parent / to).exists()] == []
+
+
+_FIGURE = re.compile(r"(?<![\w.])\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens/s|(?:[KMGT]i?)?B(?:/s)?\b|[GTP]?FLOP)")
+
+
+def test_every_number_in_the_readme_links_to_the_page_that_made_it() -> None:
+    places = re.split(r"\n\n|\n(?=\|)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [place for place in places if _FIGURE.search(place) and "](docs/" not in place] == []
+    assert all(
+        _FIGURE.search(text) for text in ("1.3x faster", "a step of 2.9 s", "within 5 %", "900 tokens/s", "80 GB", "2 TFLOP/s")
+    )
+    assert not _FIGURE.search("Python 3.11 or newer, two cores, ops ^ 12, b3 m0")
+
+
+def test_the_op_that_the_readme_shows_is_one() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(
+        r"^(?:load|forward|loss|backward|offload|accumulate|norm|update|spill|fetch|speculate|settle|recompute) .*$", readme, re.M
+    )
+    assert shown
+    assert [str(Op.parse(line)) for line in shown] == shown
+
+
+def test_the_readme_names_every_command_and_every_supported_model_type() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = {line.split()[1] for line in readme.splitlines() if line.startswith("penstock ")}
+    assert commands == {*cli.commands, *ELSEWHERE}
+    row = next(line for line in readme.splitlines() if line.startswith("| models |"))
+    assert sorted(row.partition("models |")[2].partition(";")[0].replace(",", "").split()) == sorted(ARCHITECTURES)
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{_name(path)}: {match[0]}" for path in tree_files() for match in _MACHINE_PATH.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+    assert _MACHINE_PATH.search("see " + "/wor" + "k/main/x")

@@ -1,0 +1,108 @@
+"""Do the pages for users tell the truth?
+
+Every command in them is run, page by page from top to bottom in one folder, and what it prints is compared with what the page
+shows; `...` on a page stands for anything.
+"""
+
+import doctest
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md")
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    """(command, what it is to print) of every command in a page's console blocks."""
+    found: list[tuple[str, str]] = []
+    for language, block in _BLOCK.findall(text):
+        if language != "console":
+            continue
+        for line in block.splitlines(keepends=True):
+            if line.startswith("$ "):
+                found.append((line[2:].strip(), ""))
+            else:
+                found[-1] = (found[-1][0], found[-1][1] + line)
+    return found
+
+
+def files(text: str) -> list[tuple[str, str]]:
+    """(name, content) of every file that a page shows: a block whose first line is a comment with its name."""
+    blocks = ((language, block.partition("\n")) for language, block in _BLOCK.findall(text) if language in ("yaml", "json"))
+    return [(first.removeprefix("# ").strip(), rest) for _, (first, _, rest) in blocks if first.startswith("# ")]
+
+
+def is_shown(expected: str, printed: str) -> bool:
+    """Whether a page shows what was printed. One that shows nothing promises nothing but success."""
+    return not expected or doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
+
+
+def perform(command: str, folder: Path) -> str:
+    """What a command prints on both streams; it must succeed."""
+    room = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "132",
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder / "cache"),
+    }
+    done = subprocess.run(
+        ["bash", "-ec", command.replace("PROJECT", str(ROOT))],
+        cwd=folder,
+        env=os.environ | room,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"$ {command}\n{done.stdout}"
+    return done.stdout
+
+
+def what_readers_have(folder: Path) -> None:
+    """The reader's own: a model's folder (a tiny one has the place of the real one), some chats, the published runs."""
+    (folder / "my-32b").mkdir()
+    (folder / "my-32b" / "config.json").write_text(json.dumps(tiny_config("qwen2", vocab_size=272)))
+    turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 40]
+    for name, some in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
+
+
+@pytest.mark.parametrize(
+    ("page", "n_first"), [*(pytest.param(page, None, id=page) for page in PAGES), pytest.param(PAGES[2], 3, id="the first few")]
+)
+def test_every_command_of_a_page_prints_what_the_page_shows(page: str, n_first: int | None, tmp_path: Path) -> None:
+    what_readers_have(tmp_path)
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for name, content in files(text):
+        (tmp_path / name).write_text(content)
+    assert commands(text)
+    for command, expected in commands(text)[:n_first]:
+        printed = perform(command, tmp_path)
+        assert is_shown(expected, printed), f"$ {command}\n--- the page shows\n{expected}\n--- it prints\n{printed}"
+
+
+def test_a_page_that_shows_something_else_is_seen() -> None:
+    page = "text\n```console\n$ echo one\none\n$ true\n```\n```python\n$ echo no\n```\n"
+    assert commands(page) == [("echo one", "one\n"), ("true", "")]
+    assert is_shown("one\n", "one\n")
+    assert is_shown("one ... three\n...\n", "one two three\nfour\n")
+    assert not is_shown("one\n", "two\n")
+    assert not is_shown("one\n...\nfour\n", "one\nthree\n")
+
+
+def test_a_command_that_fails_fails_the_page(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit 3"):
+        perform("echo it ends; exit 3", tmp_path)

@@ -1,0 +1,320 @@
+"""Does the benchmark for a GPU measure what its page says, as far as a CPU can tell?"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.commands import CommandError, claim_of, layers_that_fit, make_plan, plan_of
+from benchmarks.gpu.harness import ARCHIVE, DONE, FAILED, INTERRUPTED, SKIPPED, STREAM, Harness, Results, go_on
+from benchmarks.gpu.others import Trial
+from benchmarks.gpu.packages import WheelsError, carried, missing
+from benchmarks.gpu.page import lines
+from benchmarks.gpu.smoke import POLICIES, smoke
+from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, TINY_CONFIG, Asked, Stage
+from benchmarks.gpu.training import fill
+from runtime.plan import PlanFile
+
+ROOT = Path(__file__).parents[2]
+NAMES = [stage.name for stage in STAGES]
+
+
+def called(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--home", str(home), *words]
+    return subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+
+
+def test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_tried_again(tmp_path):
+    results = tmp_path / "results"
+    done = called(tmp_path, "--fail", "host")
+    stream = Results(results)
+    expected = dict.fromkeys([*NAMES, PAGE.name], DONE) | {"host": FAILED, "megatrain": SKIPPED}
+    if missing(["deepspeed"]):
+        expected["zero3"] = SKIPPED
+    assert stream.outcomes() == expected, done.stderr
+    assert done.returncode == 1
+    said = {row["stage"]: row["said"] for row in stream.rows() if row["what"] == "ended"}
+    assert said["host"] == "RuntimeError: made to fail on purpose"
+    assert said["megatrain"] == "not given: name a checkout with --megatrain FOLDER"
+    measured = {row["stage"]: row for row in stream.rows() if row["what"] == "measured"}
+    for name in ("eight-layers", "all-layers", "batch-4", "batch-16", "batch-64", "same-layers"):
+        row = measured[name]
+        assert row["step_s"] > 0.0
+        assert row["error_fraction"] == pytest.approx(row["step_s"] / row["predicted_s"] - 1)
+        assert row["is_probed"] == (name not in ("eight-layers", "all-layers")), "only these were planned before the probe"
+    tried = [row for row in stream.rows() if row["what"] == "tried" and row["stage"] == "fsdp2"]
+    assert [(row["batch_size"], row["micro_batch"]) for row in tried][:2] == [(1, 1), (2, 2)]
+    assert all(row["n_layers"] == 2 and row["tokens_per_s"] > 0.0 for row in tried)
+    files = sorted(path.name for path in results.iterdir())
+    assert files == ["page.md", "profile.json", STREAM, ARCHIVE], "few files come back from a machine that is lent"
+    with tarfile.open(results / ARCHIVE) as tar:
+        assert {STREAM, "logs/host.log", "logs/smoke.log", "plans/all-layers.plan.json", "page.md"} <= {*tar.getnames()}
+    page = (results / "page.md").read_text()
+    assert all(f"| {name} |" in page for name in NAMES)
+    assert "| host | failed |" in page
+
+    n_rows = len(stream.rows())
+    again = called(tmp_path)
+    begun = [row["stage"] for row in stream.rows()[n_rows:] if row["what"] == "began"]
+    assert begun == [name for name in [*NAMES, PAGE.name] if expected[name] != DONE or name == PAGE.name]
+    assert (again.returncode, stream.outcomes()["host"]) == (0, DONE), again.stderr
+    assert "| host | done |" in (results / "page.md").read_text()
+
+
+@pytest.mark.parametrize("absent", [["pydantic"], ["torch", "transformers"]])
+def test_packages_that_are_missing_are_named_before_anything_begins(tmp_path, absent):
+    code = (
+        "import runpy, sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        f"PathFinder.find_spec = lambda name, *args: None if name in {absent} else find(name, *args)\n"
+        f"sys.argv[1:] = ['--device', 'cpu', '--tiny', '--home', {str(tmp_path)!r}]\n"
+        "runpy.run_module('benchmarks.gpu', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"missing, and every stage needs it: {', '.join(absent)}; give a folder of its wheels with --wheels" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_wheels_that_were_carried_are_found_beside_what_is_installed(tmp_path):
+    with zipfile.ZipFile(tmp_path / "penstock_carried-1.0-py3-none-any.whl", "w") as wheel:
+        info = "penstock_carried-1.0.dist-info"
+        wheel.writestr("penstock_carried/__init__.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: penstock-carried\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    (tmp_path / "torch-9.9-py3-none-any.whl").write_bytes(b"never looked at: torch is installed")
+    assert missing(["penstock_carried", "torch"]) == ["penstock_carried"]
+    assert carried(tmp_path, tmp_path / "site") == ["penstock_carried"]
+    assert missing(["penstock_carried", "torch"], tmp_path / "site") == []
+    with pytest.raises(WheelsError, match="holds no wheel"):
+        carried(tmp_path / "site", tmp_path / "other")
+
+
+# -- the harness ----------------------------------------------------------------------------------------------------------
+
+
+# Needs the standard library only, so that stages made of it begin at once. `second` is interrupted in one of the tests.
+STAGES_OF_CODE = """
+import os, sys
+from pathlib import Path
+from benchmarks.gpu.harness import Harness, Results, go_on
+from benchmarks.gpu.stages import Stage
+
+NOTES = "from pathlib import Path; from benchmarks.gpu.harness import Results; note = Results(Path({!r})).note; "
+
+def harness_of(home, codes):
+    def command(stage, limit_s):
+        return [sys.executable, "-c", NOTES.format(str(home / "results")) + codes.get(stage.name, "")]
+
+    stages = [Stage(name, 1, 30.0, "") for name in codes]
+    return Harness(home, go_on(home, home / "results"), command, lambda stage: dict(os.environ)), stages
+"""
+_names: dict = {}
+exec(STAGES_OF_CODE, _names)
+harness_of: Callable[[Path, dict[str, str]], tuple[Harness, list[Stage]]] = _names["harness_of"]
+
+
+def test_a_stage_over_its_limit_is_killed_with_all_that_it_started_and_the_next_still_runs(tmp_path):
+    child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); note('slow', 'child', pid=p.pid); time.sleep(60)"
+    harness, stages = harness_of(tmp_path, {"slow": child, "next": "note('next', 'measured', x=1)"})
+    stages[0] = replace(stages[0], limit_s=2.0)
+    assert harness.perform_all(stages, 100.0) == {"slow": FAILED, "next": DONE}
+    rows = harness.stream.rows()
+    (said,) = [row["said"] for row in rows if row["stage"] == "slow" and row["what"] == "ended"]
+    assert said == "over its limit of 2 s, and killed; the log says where it was"
+    assert {"stage": "next", "what": "measured", "x": 1}.items() <= next(r for r in rows if r["what"] == "measured").items()
+    (pid,) = [row["pid"] for row in rows if row["what"] == "child"]
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_a_stage_near_its_limit_says_where_every_thread_is(tmp_path):
+    words = ["--device", "cpu", "--tiny", "--home", str(tmp_path), "--perform", "kernels", "--stage-limit-s", "6"]
+    code = "import time; import benchmarks.gpu.__main__ as m; m.import_module = lambda *a: time.sleep(1.5)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; m.main({words})"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert "Timeout (0:00:01)" in done.stderr
+    assert "in _perform" in done.stderr
+
+
+def test_one_that_failed_is_said_to_have_and_why_and_is_tried_again_and_one_that_was_done_is_not(tmp_path):
+    codes = {
+        "good": "note('good', 'measured')",
+        "bad": "print('x'); raise ValueError('no such device')",
+        "killed": "import os; os.abort()",
+    }
+    harness, stages = harness_of(tmp_path, codes)
+    assert harness.perform_all(stages, 100.0) == {"good": DONE, "bad": FAILED, "killed": FAILED}
+    said = {row["stage"]: row["said"] for row in harness.stream.rows() if row["what"] == "ended"}
+    assert said["bad"] == "ValueError: no such device"
+    assert said["killed"].startswith("killed by signal 6")
+    harness, stages = harness_of(tmp_path, codes | {"bad": "note('bad', 'measured')"})
+    assert harness.perform_all(stages, 100.0) == {"good": DONE, "bad": DONE, "killed": FAILED}
+    assert [row["stage"] for row in harness.stream.rows() if row["what"] == "measured"] == ["good", "bad"]
+    log = (tmp_path / "logs" / "bad.log").read_text()
+    assert "no such device" in log, "what an earlier call's log said is kept"
+
+
+def test_nothing_is_begun_that_could_not_end_and_a_later_shorter_one_still_is(tmp_path):
+    harness, stages = harness_of(tmp_path, {"long": "", "short": ""})
+    stages = [replace(stages[0], limit_s=300.0), stages[1]]
+    assert harness.perform_all(stages, 60.0) == {"long": "not begun", "short": DONE}
+    assert "call again with the same --home" in next(r["said"] for r in harness.stream.rows() if r["what"] == "not begun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
+    codes = {
+        "first": "note('first', 'measured', x=1)",
+        "second": "import os, time; note('second', 'measured', x=2, pid=os.getpid()); time.sleep(60)",
+    }
+    code = f"{STAGES_OF_CODE}\nharness, stages = harness_of(Path({str(tmp_path)!r}), {codes!r})\nharness.perform_all(stages, 100.0)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    stream = Results(tmp_path / "results")
+    while not any(row.get("x") == 2 for row in stream.rows()):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(number)
+    process.wait(timeout=30)
+    assert [row["x"] for row in stream.rows() if row["what"] == "measured"] == [1, 2]
+    assert stream.outcomes() == {"first": DONE} | ({"second": INTERRUPTED} if number != signal.SIGKILL else {})
+    with tarfile.open(tmp_path / "results" / ARCHIVE) as tar:
+        assert "logs/first.log" in tar.getnames()
+        assert ("logs/second.log" in tar.getnames()) == (number != signal.SIGKILL)
+    (pid,) = [row["pid"] for row in stream.rows() if "pid" in row]
+    assert is_running(pid) == (number == signal.SIGKILL)
+    if number == signal.SIGKILL:  # which nobody can catch, so the stage goes on alone
+        os.kill(pid, number)
+
+
+def test_a_line_that_was_cut_short_is_none_and_earlier_results_are_carried_with_the_folder(tmp_path):
+    stream = Results(tmp_path / "home" / "results")
+    stream.note("facts", "ended", outcome=DONE, said="", seconds=1.0)
+    with stream.path.open("a") as file:
+        file.write('{"at": "2026-11-22T00:00:00", "stage": "host", "wh')
+    moved = go_on(tmp_path / "home", tmp_path / "out")
+    assert moved.outcomes() == {"facts": DONE}
+
+
+# -- what is measured -----------------------------------------------------------------------------------------------------
+
+
+def test_every_stage_is_a_function_and_those_of_a_call_fit_into_nine_minutes():
+    assert len({*NAMES}) == len(NAMES)
+    for stage in (*STAGES, PAGE):
+        module, _, function = stage.perform.partition(":")
+        assert [*signature(getattr(import_module(f"benchmarks.gpu.{module}"), function)).parameters] == ["asked", "note"]
+    for call in CALLS.values():
+        assert sum(stage.limit_s for stage in STAGES if stage.call == call) <= CALL_S == 540.0
+    assert [stage.name for stage in STAGES if stage.call == 1] == [
+        "facts", "host", "kernels", "smoke", "eight-layers", "all-layers", "probe",
+    ]  # fmt: skip
+    assert {name for name in NAMES if name in FULL.cases} == {*FULL.cases}
+
+
+def asked_of(home: Path, **fields: object) -> Asked:
+    return Asked(home, home / "results", "cpu", **fields)  # type: ignore[arg-type]
+
+
+def test_the_whole_model_is_planned_beforehand_and_fits_the_host(tmp_path):
+    asked = asked_of(tmp_path, machine="h100-sxm", device_memory="78GB", host_memory="118GB", stage="all-layers")
+    path = plan_of(asked, lambda *_, **__: None)
+    plan, claim = PlanFile.read(path).plan, claim_of(path)
+    assert len(plan.workload.blocks) - 2 == 28
+    assert claim["prediction"]["host_peak_bytes"] <= 118 * 10**9
+    assert claim["prediction"]["device_peak_bytes"] <= 78 * 10**9
+    carried_with_the_folder = replace(asked, machine=None)
+    assert plan_of(carried_with_the_folder, lambda *_, **__: None) == path
+
+
+def test_no_plan_is_made_for_a_machine_that_nobody_named(tmp_path):
+    asked = asked_of(tmp_path, stage="all-layers", host_memory="118GB")
+    with pytest.raises(CommandError, match="no machine is named with --machine"):
+        plan_of(asked, lambda *_, **__: None)
+
+
+def test_a_profile_that_cannot_be_planned_with_is_said_so_and_the_plan_that_was_carried_is_taken(tmp_path):
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY_CONFIG))
+    asked, said = asked_of(tmp_path, tiny=True, machine="cpu-2core", stage="batch-4"), []
+    made = make_plan(asked, "batch-4", asked.case, "cpu-2core", asked.plans / "batch-4.plan.json")
+    asked.results.mkdir()
+    asked.profile.write_text("{}")
+    assert plan_of(asked, lambda what, **values: said.append((what, values["case"]))) == made
+    assert said == [("failed", "planned with the profile probed here")]
+
+
+@pytest.mark.parametrize(("host_memory", "n_layers"), [("118GB", 15), ("64GB", 5), ("1TB", 28)])
+def test_another_system_has_as_many_layers_as_the_host_holds_under_it(tmp_path, host_memory, n_layers):
+    assert layers_that_fit(asked_of(tmp_path, host_memory=host_memory), 24) == n_layers
+
+
+def test_another_system_is_given_the_micro_batch_that_suits_it(tmp_path):
+    rows, sizes = [], []
+    asked = replace(asked_of(tmp_path, tiny=False), stage_limit_s=60.0)
+
+    def note(what: str, /, **values: object) -> None:
+        rows.append((what, values))
+
+    def take_step(micro_batches) -> float:
+        size = len(micro_batches[0].input_ids)
+        sizes.append((len(micro_batches), size))
+        if size > 16:
+            raise torch.OutOfMemoryError("out of memory")
+        time.sleep(0.02 + 0.001 * size * len(micro_batches) * (5 if size == 16 else 1))
+        return 1.0
+
+    Trial(asked, note, TINY_CONFIG).run(take_step)
+    tried = [(values["batch_size"], values["micro_batch"], "failed" in values) for what, values in rows if what == "tried"]
+    assert tried == [(4, 4, False), (8, 8, False), (16, 16, False), (32, 32, True), (64, 8, False)]
+    assert (8, 8) in sizes
+
+
+def test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
+    kept = import_module("benchmarks.gpu.smoke")._trained
+
+    def trained(model_type, policy, kernels, device):
+        bits = kept(model_type, policy, kernels, device)
+        return bits if policy.storage == "mirrored" else {name: x + 1 for name, x in bits.items()}
+
+    monkeypatch.setattr("benchmarks.gpu.smoke._trained", trained)
+    rows = []
+    with pytest.raises(RuntimeError, match="2 cases failed or changed bits, the first: llama, eager, attention saved"):
+        smoke(asked_of(tmp_path, tiny=True), lambda what, **values: rows.append(values["n_different"]))
+    changed = [2, 6]  # of three policies with eager kernels, one with fused pointwise ones, three with all fused
+    assert [i for i, n_different in enumerate(rows) if n_different] == changed
+    assert len(rows) == 7
+
+
+def test_the_page_can_be_made_of_nothing():
+    page = "\n".join(lines([]))
+    assert all(f"| {name} | to be measured |" in page for name in NAMES)
+
+
+def test_weights_are_filled_with_random_numbers_and_norms_with_ones():
+    pattern, weight, norm = torch.arange(1.0, 8.0), torch.zeros(3, 5), torch.zeros(4)
+    fill(weight, pattern)
+    fill(norm, pattern)
+    assert weight.flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 1]
+    assert norm.tolist() == [1, 1, 1, 1]

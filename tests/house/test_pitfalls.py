@@ -1,0 +1,251 @@
+"""What befell others in this field: does it befall us?
+
+docs/pitfalls.md lists what can go wrong and the test that holds it; here are the tests that have no better place.
+"""
+
+import ast
+import os
+import re
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwprofiles.schema import Profile
+from planner.predict.cost import costs
+from runtime.executor import OpError, execute
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
+from tests.runtime.test_replay import n_tensors
+from tests.strategies import PROFILE
+from tests.tiny import tiny_config
+from tests.training import (
+    ADAMW,
+    N_STEPS,
+    Remembering,
+    batches_of,
+    clip_some_steps,
+    differences,
+    plain,
+    plan_of,
+    semantics_of,
+    state_of,
+    streamed,
+)
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "pitfalls.md"
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.NORM])
+def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
+    """Graphs of forwards without a backward, inputs of layers, half a sum."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(group_micro_batches=4, keep_blocks=(1, 2)))
+    last = max(i for i, op in enumerate(plan.ops) if op.kind is kind)
+
+    class Fails(CpuMachine):
+        fails = False
+
+        def perform(self, index: int, op: Op, step: int) -> None:
+            if self.fails and index == last:
+                raise OSError("gone")
+            super().perform(index, op, step)
+
+    machine = Fails(plan, lambda step: batches_of(96, 4, 16)[step % 3], lambda step: ADAMW)
+    machine.initialise(0)
+    execute(plan, machine, 2)
+    before = n_tensors()
+    machine.fails = True
+    with pytest.raises(OpError):
+        execute(plan, machine, 1)
+    machine.fails = False
+    execute(plan, machine, 1)
+    assert n_tensors() == before
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_without_a_token_have_gradients_of_zero_and_move_no_other(experts):
+    """Two tokens choose two experts each: of eight at least four get none, and others in every micro-batch."""
+    semantics = semantics_of("mixtral", seq_len=2, experts=experts, clip_norm=None, on_nonfinite="stop")
+    overrides = {"num_local_experts": 8}
+    machine = streamed(tiny_config("mixtral", **overrides), semantics, Policy(group_micro_batches=4))
+    expected = plain("mixtral", semantics, tuple(overrides.items()))
+    assert differences(machine, expected) == []
+    moments = [m for name, m in state_of(machine)[2].items() if "experts" in name]
+    assert any(bool((m.flatten(1) == 0).all(dim=1).any()) for m in moments), "every expert got tokens: nothing was shown"
+
+
+def test_the_number_of_threads_on_the_host_changes_no_bit():
+    """Neither of the norm nor of an update: each tensor's sum has one order, and a chunk's update reads nothing else's."""
+    semantics = clip_some_steps("llama", semantics_of("llama"))
+
+    class ManyThreads(Remembering):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, n_workers=3, **kwargs)
+
+        @contextmanager
+        def lane(self, lane):
+            with super().lane(lane):
+                if lane is Lane.CPU:
+                    torch.set_num_threads(2)
+                yield
+
+    machine = streamed(tiny_config("llama"), semantics, Policy(update=Update.DEFERRED), machine_type=ManyThreads)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
+    """Which is why fp32 is the default. A learning rate of 1e-6 moves a weight of 0.02 by less than half of its last bit."""
+
+    def changed(master_dtype: str) -> float:
+        plan = plan_of(tiny_config("llama"), semantics_of("llama", master_dtype=master_dtype), Policy())
+        machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], lambda step: replace(ADAMW, lr=1e-6))
+        machine.initialise(7)
+        before = state_of(machine)[0]
+        execute(plan, machine, N_STEPS)
+        after = state_of(machine)[0]
+        moved = torch.cat([(before[n] != after[n]).flatten() for n in before if "proj" in n])
+        return float(moved.float().mean())
+
+    assert changed("bf16") < 0.05
+    assert changed("fp32") > 0.9
+
+
+def test_a_lane_takes_cores_and_threads_for_itself_only_whatever_the_process_was_started_with():
+    """torchrun and others set one thread for all; threads and cores that a lane takes must not stay with the caller."""
+    of_process, n_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    seen: dict[Lane, tuple[set[int], int]] = {}
+
+    class Looks(CpuMachine):
+        def perform(self, index: int, op: Op, step: int) -> None:
+            seen[op.lane] = (os.sched_getaffinity(0), torch.get_num_threads())
+            super().perform(index, op, step)
+
+    torch.set_num_threads(1)
+    try:
+        plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
+        machine = Looks(plan, lambda step: batches_of(96, 4, 16)[step], lambda step: ADAMW, pin_threads=True)
+        machine.initialise(7)
+        execute(plan, machine, 1)
+    finally:
+        torch.set_num_threads(n_threads)
+    assert os.sched_getaffinity(0) == of_process
+    compute_cores, compute_threads = seen[Lane.GPU]
+    assert compute_threads == len(compute_cores)
+    for lane in (Lane.H2D, Lane.D2H, Lane.CPU):
+        cores, n = seen[lane]
+        assert n == 1
+        assert len(of_process) == 1 or not cores & compute_cores
+
+
+def test_nothing_forks():
+    """A process with hundreds of pinned gigabytes must not: its pages would be copied, and a device is lost to the child."""
+    forbidden = {"multiprocessing", "concurrent.futures.process", "fork", "forkpty", "ProcessPoolExecutor"}
+    found, loaders = [], []
+    for path in [p for room in ("penstock", "runtime", "planner", "hwprofiles") for p in (ROOT / room).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("DataLoader"):
+                loaders.append({word.arg: ast.unparse(word.value) for word in node.keywords}.get("multiprocessing_context"))
+            names = {a.name for a in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+            names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+            names |= {node.attr} if isinstance(node, ast.Attribute) else set()
+            found += [f"{path.name}: {name}" for name in names & forbidden]
+    assert found == []
+    assert loaders == ["'spawn'"]  # whose workers are started anew
+
+
+# -- fields that nothing reads ------------------------------------------------------------------------------------------
+
+SEMANTICS = semantics_of("qwen3_moe", experts="grouped_mm")
+OTHER_SEMANTICS = {
+    "seq_len": 32,
+    "batch_size": 8,
+    "micro_batch": 2,
+    "compute_dtype": "fp32",
+    "gradient_dtype": "fp32",
+    "master_dtype": "bf16",
+    "loss_tile_tokens": 16,
+    "mlp_tile_tokens": 4,
+    "attention": "eager",
+    "experts": "eager",
+    "norm": "fused",
+    "loss": "fused",
+    "pointwise": "fused",
+    "attention_kernel": "deterministic",
+}
+OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
+OF_ONE_VALUE = {"weight_rounding"}
+POLICY = Policy(group_micro_batches=4, update=Update.DEFERRED)
+OTHER_POLICY = {
+    "prefetch_depth": 2,
+    "gradient_slots": 2,
+    "offload_late_blocks": 1,
+    "group_micro_batches": 2,
+    "keep_blocks": (1,),
+    "update": Update.BARRIER,
+    "storage": "split",
+    "resident_blocks": (1,),
+    "spill_blocks": (0,),
+    "early_stop": True,
+    "attention_blocks": (1,),
+    "product_blocks": (1,),
+    "boundary_stride": 2,
+    "speculate_blocks": (1,),
+    "transfer_chunk_bytes": 2048,
+    "square_blocks": (1,),
+}
+
+
+def planned(model_type: str, semantics: Semantics, policy: Policy) -> tuple[object, ...]:
+    """All that a field can change: ops, memory, and what an op asks of a machine."""
+    plan: Plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics, policy)
+    memory = [(a.name, a.slot_bytes) for a in plan.arenas], plan.kept_bytes, plan.transient_bytes
+    return plan.ops, memory, costs(plan, Profile.from_json(PROFILE))
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Semantics) if f.name not in OF_RESULTS | OF_ONE_VALUE])
+def test_every_field_of_the_semantics_is_read(name):
+    model_type = "llama" if name == "mlp_tile_tokens" else "qwen3_moe"
+    of = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
+    assert asdict(of)[name] != OTHER_SEMANTICS[name]
+    other = replace(of, **{name: OTHER_SEMANTICS[name]})
+    plans = [planned(model_type, s, replace(POLICY, group_micro_batches=s.n_micro_batches)) for s in (of, other)]
+    assert plans[0] != plans[1]
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Policy)])
+def test_every_field_of_the_policy_is_read(name):
+    # Late gradients need a second slot to wait in.
+    policy = replace(POLICY, gradient_slots=2) if name == "offload_late_blocks" else POLICY
+    assert asdict(policy)[name] != OTHER_POLICY[name]
+    other = replace(policy, **{name: OTHER_POLICY[name]})
+    assert planned("llama", semantics_of("llama"), policy) != planned("llama", semantics_of("llama"), other)
+
+
+# -- the page -----------------------------------------------------------------------------------------------------------
+
+
+def rows() -> list[list[str]]:
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    return [row for row in cells if row[0].isdigit()]
+
+
+def named_in(text: str) -> list[tuple[str, str]]:
+    """(file, test) named as [`test_x`](../tests/room/test_file.py)."""
+    return re.findall(r"\[`(test_\w+)`\]\(\.\./tests/(\w+/test_\w+\.py)\)", text)
+
+
+def test_every_test_that_the_page_names_exists():
+    for name, file in named_in(PAGE.read_text()):
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert name in found, f"{file} has no {name}"
+
+
+def test_every_row_names_a_test_or_says_why_not():
+    assert [int(row[0]) for row in rows()] == list(range(1, len(rows()) + 1))
+    for number, _, held in rows():
+        assert named_in(held) or held.startswith(("Does not apply: ", "Not yet: ")), f"row {number} says nothing"
+        assert held.count("`test_") == len(named_in(held)), f"row {number} names a test without a link"

@@ -1,0 +1,1 @@
+"""Is a machine measured as it is?"""

@@ -1,0 +1,235 @@
+"""Does a program get from a model to a checkpoint, as a user of the commands does?"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import penstock
+from runtime.batch import Batch
+from runtime.data.data import read_data
+from runtime.data.given import Given
+from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
+from runtime.settings import DataSettings
+from tests.running import make_home, train, weights_sha
+from tests.running import penstock as command
+
+SIZES = {"seq_len": 32, "batch_size": 4, "micro_batch": 2}
+
+
+class Counting:
+    """Batches that are a function of the number of the step."""
+
+    def __init__(self, first_target: int = 0) -> None:
+        self.first_target = first_target
+
+    def batch(self, step: int) -> Batch | tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
+        pair = ids[:, :-1].contiguous(), ids[:, 1:] + self.first_target
+        return pair if step % 2 else Batch(*pair)
+
+
+class Packed(Counting):
+    """Batches of documents of these lengths."""
+
+    def __init__(self, document_tokens: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.document_tokens = document_tokens
+
+    def batch(self, step: int) -> Batch:
+        input_ids, targets = super().batch(1)
+        return Batch(input_ids, targets, self.document_tokens)
+
+
+class FromFiles:
+    """The batches that a run makes of files, handed over by a program."""
+
+    def __init__(self, home: Path) -> None:
+        self.data = read_data(DataSettings(str(home / "data")), home / "model", 272, 32, 4, 0, home / "cache")
+
+    def batch(self, step: int) -> Batch:
+        return self.data.batch(step)
+
+
+class Known(Counting):
+    """Batches that know themselves again."""
+
+    def __init__(self, fingerprint: str) -> None:
+        super().__init__()
+        self.fingerprint, self.resumed_at = fingerprint, None
+
+    def position(self, step: int) -> dict[str, int]:
+        return {"row": 4 * step}
+
+    def resume(self, step: int, position: dict[str, int]) -> None:
+        self.resumed_at = step, position
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return make_home(tmp_path)
+
+
+def planned(home: Path) -> "penstock.api.Planned":
+    return penstock.plan(home / "model", "cpu-2core", **SIZES)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_names_are_these_and_none_wakes_torch() -> None:
+    names = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop", "check", "plan", "predict", "train"]
+    assert penstock.__all__ == names
+    assert all(getattr(penstock, name) is not None for name in names)
+    code = (
+        "import sys, penstock\nassert not {'torch', 'scipy', 'pydantic'} & {*sys.modules}\n"
+        "found = penstock.plan('qwen2.5-0.5b', 'rtx4090-server', seq_len=512, batch_size=2)\n"
+        "penstock.check(found, quick=True), penstock.predict(found), str(found), found._repr_html_()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'plann'"):
+        _ = penstock.plann
+
+
+def test_a_plan_is_that_of_the_command_in_words_and_in_its_file(home: Path) -> None:
+    found = planned(home)
+    words = command("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2)
+    written = command(
+        "plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "-o", home / "a"
+    )
+    assert str(found) == words.stdout.rstrip()
+    assert written.exit_code == 0
+    assert found.save(home / "b").read_bytes() == (home / "a").read_bytes()
+    assert penstock.predict(home / "b").step_s == found.step_s
+    assert penstock.predict(home / "b", "h100-sxm").step_s < found.step_s
+    assert penstock.check(home / "b") == penstock.check(found)
+    assert 'sandbox="allow-scripts"' in found._repr_html_()
+
+
+def test_a_wrong_plan_is_named(home: Path) -> None:
+    found = planned(home)
+    fields = json.loads(found.save(home / "a.json").read_text())
+    fields["claim"]["prediction"]["step_s"] /= 2
+    (home / "a.json").write_text(json.dumps(fields))
+    with pytest.raises(WrongPlanError, match=r"a\.json"):
+        penstock.check(home / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"seq_len": 0}, "semantics: seq_len: "),
+        ({"micro_batch": 8}, "a micro-batch of 8 is more than the batch of 4"),
+        ({"policy": "megatron"}, "no policy 'megatron'; give a Policy, or one of megatrain"),
+        ({"dtype": "bf16"}, "semantics: dtype: "),
+        ({"batch_size": 0}, "semantics: batch_size: "),
+        ({"norm": "eager"}, "semantics: norm: decided by `kernels`"),
+        ({"kernels": "fast"}, "no kernels 'fast'; give one of eager, fused"),
+        ({"clipped_fraction": 7.0}, "a share of the steps"),
+        ({"policy": penstock.Policy(prefetch_depth=-1)}, "policy: prefetch_depth: "),
+        ({"policy": penstock.Policy(group_micro_batches="all")}, "policy: group_micro_batches: "),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(penstock.PenstockError, match=said) as refused:
+        penstock.plan(home / "model", "cpu-2core", **(SIZES | wrong))
+    assert "\n" not in str(refused.value)
+
+
+def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
+    found, seen = planned(home), list[int]()
+    trained = penstock.train(
+        found, home / "data", out=home / "a", steps=3, lr=1e-3, on_step=lambda metrics: seen.append(metrics.step)
+    )
+    assert seen == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
+    done = train(home, found.save(home / "plan.json"), out="b", steps=3)
+    assert done.exit_code == 0, done.output
+    assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
+    given = penstock.train(found, FromFiles(home), out=home / "c", steps=3, lr=1e-3)
+    assert weights_sha(given.checkpoint) == weights_sha(trained.checkpoint)
+    assert AutoModelForCausalLM.from_pretrained(trained.checkpoint, dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_stopped_run_on_ones_own_batches_goes_on_to_the_same_bytes(home: Path) -> None:
+    found, stop = planned(home), penstock.Stop()
+    whole = penstock.train(found, Counting(), out=home / "whole", steps=4, lr=1e-3)
+    part = penstock.train(found, Counting(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
+    assert 1 <= part.n_done < 4
+    rest = penstock.train(found, Counting(), out=home / "part", steps=4, lr=1e-3, resume=True)
+    assert rest.n_done == 4
+    assert weights_sha(rest.checkpoint) == weights_sha(whole.checkpoint)
+    assert losses(home / "part") == losses(home / "whole")
+
+
+def test_a_plan_that_no_run_wrote_is_not_written_over(home: Path) -> None:
+    (home / "out").mkdir()
+    (home / "out" / "run-plan.json").write_text("mine")
+    with pytest.raises(CheckpointError, match="not written by a run"):
+        penstock.train(planned(home), home / "data", out=home / "out", steps=1)
+    assert (home / "out" / "run-plan.json").read_text() == "mine"
+
+
+def test_a_command_goes_on_with_what_a_program_began(home: Path) -> None:
+    found = planned(home)
+    whole = penstock.train(found, home / "data", out=home / "whole", steps=4)
+    penstock.train(found, home / "data", out=home / "part", steps=2)
+    done = command("run", "--config", home / "part" / "run.yaml", "--resume", "--steps", 4)
+    assert done.exit_code == 0, done.output
+    assert weights_sha(home / "part" / "checkpoint-4") == weights_sha(whole.checkpoint)
+
+
+def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
+    found = planned(home)
+    penstock.train(found, Known("a"), out=home / "out", steps=1)
+    other = Known("a")
+    penstock.train(found, other, out=home / "out", steps=2, resume=True)
+    assert other.resumed_at == (1, {"row": 4})
+    with pytest.raises(CheckpointError, match="data"):
+        penstock.train(found, Known("b"), out=home / "out", steps=3, resume=True)
+
+
+def test_an_emulated_run_takes_no_batches(home: Path) -> None:
+    with pytest.raises(penstock.PenstockError, match="give it files, not batches"):
+        penstock.train(planned(home), Counting(), out=home / "out", steps=1, device="emulated")
+    assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        (Counting(first_target=300), "the model knows 0 to 271"),
+        (Counting(first_target=-400), "the targets of step 0 go from"),
+        (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
+        (Packed(((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
+        (Packed(((16, 16),) * 3), r"each of 4 sequences has 32"),
+        (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),
+    ],
+)
+def test_what_is_no_batch_is_named_and_nothing_hangs(home: Path, batches: penstock.Batches, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        penstock.train(planned(home), batches, out=home / "out", steps=2)
+
+
+def test_settings_go_by_the_names_of_a_runs_file(home: Path) -> None:
+    settings = {"checkpoint.every": 1, "evaluation.data": str(home / "data"), "optimizer.weight_decay": 0.1}
+    trained = penstock.train(planned(home), home / "data", out=home / "out", steps=2, settings=settings)
+    assert (trained.folder / "checkpoint-1").is_dir()
+    assert "weight_decay: 0.1" in (trained.folder / "run.yaml").read_text()
+    assert any("eval_loss" in line for line in (trained.folder / "metrics.jsonl").read_text().splitlines())
+    with pytest.raises(penstock.PenstockError, match=r"optimizer\.wd"):
+        penstock.train(planned(home), home / "data", out=home / "other", settings={"optimizer.wd": 0.1})
+    with pytest.raises(PlanError, match="settings: out is an argument of train"):
+        penstock.train(planned(home), home / "data", out=home / "other", settings={"out": "elsewhere"})
+
+
+def test_documents_are_refused_where_none_can_be_kept_apart() -> None:
+    given = Given(Packed(((16, 16),) * 4), 32, 4, 272, "attention by document is not there")
+    with pytest.raises(DataError, match="leave document_tokens out"):
+        given.batch(0)
+    assert Given(Packed(((16, 16),) * 4), 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4

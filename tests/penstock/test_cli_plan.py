@@ -1,0 +1,302 @@
+"""Do `plan`, `check` and `report` keep the contract that scripts rely on?"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hwprofiles.schema import read_profile
+from penstock.cli.main import cli
+from planner.check.check import check
+from planner.predict.faster import group_of, with_quantities
+from planner.search.space import BASELINES
+from runtime.plan import Lane, PlanFile
+from runtime.plan.timeline import Span, Timeline
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4"]
+GPT_OSS = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", "64", "--seq-len", "1024", "--json"]
+
+
+def invoke(*args):
+    return CliRunner().invoke(cli, [str(a) for a in args])
+
+
+def refused(result, *, code=2):
+    """One line on stderr, nothing on stdout, the right exit code; never a traceback."""
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """What the small question was answered with `--json -o`, and the file: one search for all tests that do not change it."""
+    path = tmp_path_factory.mktemp("small") / "p.json"
+    return invoke(*SMALL, "--json", "-o", path), path
+
+
+def test_json_is_pure_and_has_the_fields_of_the_contract(answered):
+    result, _ = answered
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert set(said) == {"semantics", "policy", "prediction", "certificate", "baselines", "next_best"}
+    assert said["next_best"]["step_s"] >= said["prediction"]["step_s"]
+    assert set(said["prediction"]) == {
+        "step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s", "device_peak_bytes", "host_peak_bytes", "busy_s",
+    }  # fmt: skip
+    assert set(said["prediction"]["busy_s"]) == {str(lane) for lane in Lane}
+    assert set(said["certificate"]) >= {"policy_bound_s", "machine_bound_s", "gap_fraction", "binding"}
+    assert set(said["baselines"]) == {*BASELINES, "resident"}
+    for baseline in said["baselines"].values():
+        assert set(baseline) in ({"step_s"}, {"does_not_fit"})
+    assert said["prediction"]["tokens_per_s"] == pytest.approx(4 * 512 / said["prediction"]["step_s"])
+
+
+def test_the_plan_file_holds_the_plan_and_its_claim_and_passes_the_checker(answered):
+    result, path = answered
+    said = json.loads(result.stdout)
+    file = PlanFile.read(path)
+    check(file.plan, file.claim)
+    assert file.claim == {"prediction": said["prediction"], "certificate": said["certificate"]}
+    assert [p.name for p in path.parent.iterdir()] == ["p.json"]
+    result = invoke("check", path)
+    assert (result.exit_code, result.stdout.count("\n")) == (0, 1)
+
+
+def test_the_same_question_gives_the_same_file(tmp_path, answered):
+    invoke(*SMALL, "-o", tmp_path / "b.json")
+    assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_measurements_are_ranked_only_where_they_are_asked_for():
+    """In JSON and in words alike, the one that narrows the interval most first."""
+    said, words = json.loads(invoke(*SMALL, "--measurements", "--json").stdout), invoke(*SMALL, "--measurements").stdout
+    found = said["measurements"]
+    shares = [m["shrink_fraction"] for m in found]
+    assert shares
+    assert shares == sorted(shares, reverse=True)
+    before, first = said["prediction"], found[0]
+    assert before["p10_step_s"] <= first["p10_step_s"] <= first["p90_step_s"] <= before["p90_step_s"]
+    head, *rows = words[words.index("measuring ") :].splitlines()
+    assert head.split() == ["measuring", "instead", "of", "narrows", "by", "to"]
+    assert [row.startswith(m["group"]) for row, m in zip(rows, found, strict=True)] == [True] * len(found)
+    assert f" {first['shrink_fraction']:.0%} " in rows[0]
+    assert "measurements" not in json.loads(invoke(*SMALL, "--json").stdout)
+    assert "narrows by" not in invoke(*SMALL).stdout
+
+
+def test_where_everything_is_measured_no_measurement_is_named(tmp_path):
+    def certain(place, quantity):
+        return quantity if group_of(place) is None else quantity.model_copy(update={"spread_fraction": 0.0})
+
+    known = with_quantities(read_profile("rtx4090-server"), certain)
+    path = tmp_path / "known.json"
+    path.write_text(json.dumps(known.to_json()))
+    args = [*SMALL[:3], path, *SMALL[4:], "--policy", "megatrain", "--measurements"]
+    assert json.loads(invoke(*args, "--json").stdout)["measurements"] == []
+    assert "No measurement would narrow" in invoke(*args).stdout
+
+
+def test_a_plan_that_was_written_says_what_to_do_with_it(tmp_path):
+    path = tmp_path / "p.json"
+    said = invoke(*SMALL, "--runnable", "-o", path).stderr
+    assert said.count("\n") == 1
+    assert f"next: penstock check {path}, then penstock run {path} --data FOLDER" in said
+
+
+def test_a_schedule_that_was_asked_for_and_is_slower_than_another_says_so():
+    words = invoke("plan", "qwen2.5-7b", "--machine", "gh200", "--policy", "megatrain").stdout
+    said = json.loads(invoke("plan", "qwen2.5-7b", "--machine", "gh200", "--policy", "megatrain", "--json").stdout)
+    ratio = said["next_best"]["step_s"] / said["prediction"]["step_s"]
+    assert ratio < 1
+    assert f"({ratio - 1:+.1%}), with " in words
+    assert "\nfaster " in words
+    assert "next best" not in words
+
+
+def test_a_micro_batch_need_not_divide_the_batch(tmp_path):
+    """The last one has what is left, and the words say so."""
+    path = tmp_path / "p.json"
+    asked = ("plan", "qwen2.5-0.5b", "--machine", "gh200", "--seq-len", "1024", "--batch-size", "67", "--micro-batch", "16")
+    assert "67 sequences of 1024 tokens, in 5 micro-batches of 16, the last of 3" in invoke(*asked, "-o", path).stdout
+    assert invoke("check", path).exit_code == 0
+
+
+def test_words_name_what_a_reader_needs():
+    result = invoke(*SMALL)
+    assert result.exit_code == 0
+    for word in ("qwen2.5-0.5b", "tokens/s", "binding", "P10 to P90", "no schedule that", "megatrain", "masters", "assumed"):
+        assert word in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_a_120_billion_parameter_model_fits_with_a_bf16_master_or_more_memory(tmp_path):
+    path = tmp_path / "p.json"
+    fits = invoke(*GPT_OSS, "--host-memory", "1.5TB", "--master", "bf16", "-o", path)
+    assert fits.exit_code == 0
+    assert json.loads(fits.stdout)["prediction"]["host_peak_bytes"] <= 1.5e12
+    assert invoke("check", path).exit_code == 0
+    assert invoke(*GPT_OSS, "--host-memory", "2TB").exit_code == 0
+
+
+def test_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path):
+    path = tmp_path / "p.json"
+    result = invoke(*GPT_OSS, "--host-memory", "1.5TB", "-o", path)
+    assert result.exit_code == 3
+    said = json.loads(result.stdout)
+    assert said["fits"] is False
+    # 116.8 G parameters: master 4, moments 8, weight 2, gradient 2 bytes each, and 6 GB for the process.
+    assert said["short_bytes"]["host"] == pytest.approx(116.83e9 * 14 + 6e9 - 1.5e12, rel=0.01)
+    assert "--master bf16" in said["smallest_change"]
+    assert "--host-memory 1650GB" in said["smallest_change"]
+    assert said["smallest_change"] in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "needle"),
+    [
+        (["plan", "qwen2.5-7bb", "--machine", "gh200"], "qwen2.5-7b"),
+        (["plan", "qwen2.5-7b", "--machine", "gh20"], "gh200"),
+        (["plan", "no/such/folder", "--machine", "gh200"], "no/such/folder"),
+        (["plan", "qwen2.5-7b"], "--machine"),
+        ([*SMALL, "--seq-len", "0"], "--seq-len"),
+        ([*SMALL, "--batch-size", "-1"], "--batch-size"),
+        ([*SMALL, "--micro-batch", "0"], "--micro-batch"),
+        ([*SMALL, "--micro-batch", "300"], "more than the batch"),
+        ([*SMALL, "--tokens-per-step", "2048"], "one of them"),
+        ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
+        ([*SMALL, "--host-memory", "0GB"], "above zero"),
+        ([*SMALL, "--host-memory", "-5GB"], "not a size"),
+        ([*SMALL, "--device-memory", "12 parsecs"], "not a size"),
+        ([*SMALL, "--clip-norm", "0"], "clip-norm"),
+        ([*SMALL, "--clip-norm", "nan"], "clip-norm"),
+        ([*SMALL, "--clip-norm", "inf"], "clip-norm"),
+        ([*SMALL, "--policy", "megatrian"], "megatrain"),
+        ([*SMALL, "--compute", "fp32", "--master", "bf16"], "fp32"),
+        ([*SMALL, "--loss-tile-tokens", "0"], "--loss-tile-tokens"),
+        ([*SMALL, "--batch-size", "999999999", "--micro-batch", "1"], "micro-batch"),
+        ([*SMALL, "-o", "/no/such/folder/p.json"], "cannot be written"),
+        (["frobnicate"], "frobnicate"),
+        (["check", "/no/such/plan.json"], "cannot be read"),
+        (["report", "/no/such/plan.json", "-o", "t.json"], "cannot be read"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line_and_exit_code_2(args, needle):
+    assert needle in refused(invoke(*args))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '{"a"', '{"claim": null, "fingerprint": ""}', "\x00\xff"])
+def test_a_file_that_is_no_plan_is_exit_code_2_for_check(tmp_path, text):
+    path = tmp_path / "p.json"
+    path.write_text(text, encoding="latin-1")
+    refused(invoke("check", path))
+    refused(invoke("report", path, "-o", tmp_path / "t.json"))
+
+
+def test_a_plan_that_is_wrong_is_exit_code_1_for_check(tmp_path, answered):
+    path = tmp_path / "p.json"
+    fields = json.loads(answered[1].read_text())
+    first_forward = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
+    fields["ops"][first_forward] = fields["ops"][first_forward].split(" ^ ")[0]
+    path.write_text(json.dumps(fields))
+    refused(invoke("check", path), code=1)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_schedule_of_another_system_can_be_asked_for(tmp_path, name):
+    path = tmp_path / "p.json"
+    said = json.loads(invoke(*SMALL, "--policy", name, "--micro-batch", "1", "--json", "-o", path).stdout)
+    assert said["prediction"]["step_s"] == said["baselines"][name]["step_s"]
+    assert invoke("check", path).exit_code == 0
+
+
+def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
+    policy, plan = tmp_path / "policy.json", tmp_path / "p.json"
+    policy.write_text('{"prefetch_depth": 2, "gradient_slots": 2, "update": "deferred", "keep_blocks": [24]}')
+    first = json.loads(invoke(*SMALL, "--policy", policy, "--json", "-o", plan).stdout)
+    assert (first["policy"]["prefetch_depth"], first["policy"]["keep_blocks"]) == (2, [24])
+    assert json.loads(invoke(*SMALL, "--policy", plan, "--json").stdout) == first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prefetch": 2}',
+        '{"prefetch_depth": 0}',
+        '{"prefetch_depth": 9007199254740992}',
+        "[]",
+        "{",
+        '{"update": "eager"}',
+        '{"gradient_slots": 1, "offload_late_blocks": 1}',
+        '{"keep_blocks": [99]}',
+        '{"keep_blocks": [3, 2]}',
+        '{"group_micro_batches": 64}',
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(tmp_path, text):
+    policy = tmp_path / "policy.json"
+    policy.write_text(text)
+    refused(invoke(*SMALL, "--policy", policy))
+
+
+def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path, answered):
+    plan, trace, run = answered[1], tmp_path / "t.json", tmp_path / "run"
+    run.mkdir()
+    timeline = {"spans": [{"op": 0, "step": 0, "start_s": 0.0, "end_s": 1.5}]}
+    (run / "timeline.json").write_text(json.dumps(timeline))
+    assert invoke("report", plan, run, "-o", trace).exit_code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert set(names) == {"predicted", "measured"}
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert [e["dur"] for e in drawn if e["pid"] == names["measured"]] == [1.5e6]
+    assert len([e for e in drawn if e["pid"] == names["predicted"]]) % len(PlanFile.read(plan).plan.ops) == 0
+    assert Timeline((Span(0, 0, 0.0, 1.5),)).total_s == 1.5
+
+
+def test_report_refuses_what_it_cannot_draw(tmp_path, answered):
+    plan, run = answered[1], tmp_path / "run"
+    run.mkdir()
+    assert ".json" in refused(invoke("report", plan, "-o", tmp_path / "t.txt"))
+    refused(invoke("report", plan, run, "-o", tmp_path / "t.json"))
+    (run / "timeline.json").write_text('{"spans": [{"op": 99999999, "step": 0, "start_s": 0.0, "end_s": 1.0}]}')
+    assert "another plan" in refused(invoke("report", plan, run, "-o", tmp_path / "t.json"))
+    assert not (tmp_path / "t.json").exists()
+
+
+def woken_by(args):
+    """What the command prints, and which modules it leaves imported."""
+    code = (
+        "import json, sys; from click.testing import CliRunner; from penstock.cli.main import cli\n"
+        f"r = CliRunner().invoke(cli, {args!r}); assert r.exit_code == 0, r.output\n"
+        "print(json.dumps([r.output, sorted(sys.modules)]))"
+    )
+    return json.loads(subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    text, modules = woken_by(["--help"])
+    for name in ("plan", "check", "run", "probe", "report"):
+        assert f"\n  {name} " in text
+    assert not {"torch", "transformers", "scipy", "networkx", "pydantic", "rich"} & set(modules)
+
+
+@pytest.mark.parametrize("args", [SMALL, [*SMALL, "--json"]])
+def test_planning_wakes_no_torch(args):
+    assert not {"torch", "transformers"} & set(woken_by(args)[1])
+
+
+def test_the_command_itself_exits_with_the_code(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "check", "none.json"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,172 @@
+"""Does a user get from a plan to a checkpoint, and a clear word when not?"""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.running import make_home, one_line, penstock, plan_in, train, weights_sha
+from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+
+
+@pytest.fixture
+def home(tmp_path):
+    return make_home(tmp_path)
+
+
+def test_a_run_learns_logs_and_leaves_a_checkpoint_that_transformers_loads(home):
+    done = train(home, plan_in(home), steps=12)
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert set(lines[0]) >= {"loss", "grad_norm", "lr", "tokens", "supervised_tokens", "step_s", "tokens_per_s"}
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert lines[0]["tokens"] == 128
+    assert lines[0]["supervised_tokens"] <= 124
+    model, report = AutoModelForCausalLM.from_pretrained(home / "out" / "checkpoint-12", output_loading_info=True, dtype="auto")
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.dtype == torch.bfloat16
+    rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+    assert rows[0] == ["", "predicted", "measured", "error"]
+    assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "device arenas"}
+    spans = json.loads((home / "out" / "timeline.json").read_text())["spans"]
+    assert spans
+    trace = home / "trace.json"
+    drawn = penstock("report", home / "plan.json", home / "out", "-o", trace)
+    assert drawn.exit_code == 0, drawn.output
+    names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"predicted", "measured"}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_policy_leaves_the_same_bytes(home, model_type):
+    (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
+    policies = [
+        {"prefetch_depth": 1, "group_micro_batches": 1},
+        {"prefetch_depth": 2, "group_micro_batches": 2, "keep_blocks": [1], "update": "deferred"},
+        {
+            "group_micro_batches": 2,
+            "update": "deferred",
+            "storage": "split",
+            "speculate_blocks": [0, 1, 3],
+            "transfer_chunk_bytes": 4096,
+            "early_stop": True,
+            "spill_blocks": [0, 1],
+            "product_blocks": [] if model_type == "gpt_oss" else [2],  # it adds biases to products in place
+        },
+    ]
+    sums = []
+    for i, policy in enumerate(policies):
+        (home / "policy.json").write_text(json.dumps(policy))
+        plan = plan_in(
+            home, "--policy", home / "policy.json", "--attention", "eager" if model_type in EAGER_ONLY else "sdpa", name=f"{i}.json"
+        )
+        done = train(home, plan, out=f"out{i}", steps=3)
+        assert done.exit_code == 0, done.output
+        sums.append(weights_sha(home / f"out{i}" / "checkpoint-3"))
+    assert sums[0]
+    assert sums[0] == sums[1] == sums[2]
+
+
+def test_training_from_a_checkpoint_folder_starts_from_its_weights(home):
+    assert train(home, plan_in(home), steps=2).exit_code == 0
+    shutil.copytree(home / "out" / "checkpoint-2", home / "second")
+    plan = plan_in(home, name="second.json", model="second")
+    first_losses = [json.loads(line)["loss"] for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert train(home, plan, out="out2", steps=1).exit_code == 0
+    loss = json.loads((home / "out2" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert loss < first_losses[0] - 0.01
+
+
+def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit_under_another_policy(home):
+    """Where nothing is clipped, every speculation is taken: what is saved lies in what was the shadow."""
+    of = ("--clip-norm", "100")
+    plan = plan_in(home, *of)
+    assert train(home, plan, out="whole", steps=7).exit_code == 0
+    assert train(home, plan, out="broken", steps=3).exit_code == 0
+    speculating = {"update": "deferred", "storage": "split", "speculate_blocks": [0, 2, 4], "transfer_chunk_bytes": 4096}
+    policies = {
+        4: {"prefetch_depth": 3, "update": "deferred"},
+        5: speculating | {"group_micro_batches": 2},
+        7: {"early_stop": True},
+    }
+    for n_steps, policy in policies.items():
+        (home / "policy.json").write_text(json.dumps(policy))
+        other = plan_in(home, *of, "--policy", home / "policy.json", name="other.json")
+        done = train(home, other, "--resume", out="broken", steps=n_steps)
+        assert done.exit_code == 0, done.output
+    assert weights_sha(home / "whole" / "checkpoint-7") == weights_sha(home / "broken" / "checkpoint-7")
+    optimizer = [
+        hashlib.sha256((home / out / "checkpoint-7" / "optimizer-00001.safetensors").read_bytes()).hexdigest()
+        for out in ("whole", "broken")
+    ]
+    assert optimizer[0] == optimizer[1]
+    steps = [json.loads(line)["step"] for line in (home / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_saving_on_the_way_changes_nothing(home):
+    plan = plan_in(home)
+    assert train(home, plan, out="whole", steps=4).exit_code == 0
+    assert train(home, plan, "--save-every", 1, out="often", steps=4).exit_code == 0
+    assert weights_sha(home / "whole" / "checkpoint-4") == weights_sha(home / "often" / "checkpoint-4")
+    assert sorted(p.name for p in (home / "often").glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
+
+
+def test_an_emulated_run_says_how_much_slower_it_was(home):
+    plan = plan_in(home)
+    done = train(home, plan, "--device", "emulated", "--time-scale", 50, out="emulated", steps=2)
+    assert done.exit_code == 0, done.output
+    assert "emulated cpu-2core, 50 times slower" in done.stdout
+    assert not list((home / "emulated").glob("checkpoint-*"))
+
+
+def test_what_a_user_gets_wrong_is_one_line_and_leaves_nothing(home):
+    plan = plan_in(home)
+    one_line(penstock("run", home / "none.json", "--data", home / "data"), 2, "none.json", "cannot be read")
+    one_line(penstock("run", plan, "--data", home / "nowhere", "--out", home / "o"), 2, "nowhere", "not found")
+    (home / "empty").mkdir()
+    one_line(penstock("run", plan, "--data", home / "empty", "--out", home / "o"), 2, "no text")
+    one_line(train(home, plan, "--device", "cuda", out="o"), 2, "--device cuda")
+    one_line(train(home, plan, "--time-scale", "3", out="o"), 2, "--device emulated")
+    one_line(train(home, plan, "--lr", "0", out="o"), 2, "--lr")
+    one_line(train(home, plan, "--steps", "0", out="o"), 2, "--steps")
+    one_line(train(home, plan, "--model", home / "gone", out="o"), 2, "gone")
+    (home / "file").write_text("")
+    one_line(train(home, plan, out="file/o"), 2, "cannot be written")
+    (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272, num_hidden_layers=2)))
+    one_line(train(home, plan, "--model", home / "model", out="o"), 2, "plan again with this model")
+    assert not (home / "o").exists()
+
+
+def test_a_second_run_into_the_same_folder_is_refused_without_resume(home):
+    plan = plan_in(home)
+    assert train(home, plan, steps=2).exit_code == 0
+    before = weights_sha(home / "out" / "checkpoint-2")
+    one_line(train(home, plan, steps=3), 2, "--resume")
+    assert weights_sha(home / "out" / "checkpoint-2") == before
+    one_line(train(home, plan, "--resume", "--seed", 5, steps=3), 2, "seed")
+    one_line(train(home, plan, "--resume", steps=2), 2, "--steps")
+
+
+def test_a_plan_that_was_edited_into_a_race_is_refused(home):
+    plan = plan_in(home)
+    fields = json.loads(plan.read_text())
+    index = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward gpu b1 m0"))
+    fields["ops"][index] = fields["ops"][index].split(" ^ ")[0]
+    plan.write_text(json.dumps(fields))
+    one_line(train(home, plan, out="o"), 2, "refused")
+    assert not (home / "o").exists()
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_exits_with_3(home):
+    done = penstock(
+        "plan", "qwen2.5-72b", "--machine", "gh200", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
+    )
+    assert done.exit_code == 0, done.output
+    one_line(train(home, home / "big.json", out="o"), 3, "more than are free")
+    assert not (home / "o").exists()

@@ -1,0 +1,108 @@
+"""Is a user told what a run was like, and where it was otherwise than predicted?"""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.assembly import demands_of
+from penstock.cli import outcome as cli_outcome
+from penstock.cli.progress import Progress
+from planner.predict.simulate import simulate
+from runtime.plan import Kind, Lane, PlanFile
+from runtime.plan.timeline import Timeline
+from runtime.train.trainer import Metrics
+from tests.running import make_home, plan_in
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory):
+    """A plan and its prediction."""
+    plan = PlanFile.read(plan_in(make_home(tmp_path_factory.mktemp("home")))).plan
+    return plan, simulate(plan, *demands_of(plan))
+
+
+def slowed(plan, timeline, factors):
+    """The timeline, were the ops of some kinds so many times as long; the others stay where they are."""
+    return Timeline(
+        tuple(
+            replace(span, end_s=span.start_s + (span.end_s - span.start_s) * factors.get(plan.ops[span.op].kind, 1.0))
+            for span in timeline.spans
+        )
+    )
+
+
+def said_of(capsys, predicted, factors, step_factor, recalibrate=None, device="cpu"):
+    plan, prediction = predicted
+    run = SimpleNamespace(plan=plan, device=device, prediction=prediction, settings=SimpleNamespace(plan="p.json"))
+    step = cli_outcome._Row("step", prediction.step_s, prediction.step_s * step_factor, str)
+    n_steps = len(prediction.timeline.step_ends_s)
+    settled = slowed(plan, prediction.timeline.from_step(n_steps - prediction.n_cycle_steps), factors)
+    cli_outcome._differences(run, settled, step, recalibrate)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_that_went_as_predicted_is_left_alone(capsys, predicted):
+    assert said_of(capsys, predicted, {}, 1.0) == []
+    assert said_of(capsys, predicted, {Kind.BACKWARD: 1.09}, 1.09) == []
+    assert said_of(capsys, predicted, {Kind.BACKWARD: 0.92}, 0.92) == []
+
+
+@pytest.mark.parametrize(("factor", "how"), [(1.5, "50% longer"), (0.6, "40% shorter")])
+def test_a_run_that_differs_names_what_differs_and_says_how_to_plan_anew(capsys, predicted, factor, how):
+    lines = said_of(capsys, predicted, {Kind.BACKWARD: factor, Kind.LOAD: 1.5}, factor)
+    assert lines[0].startswith(f"a step took {how} than predicted: gpu backward ")
+    assert "load" not in lines[0]
+    assert lines[1].startswith("to plan for the machine as it is: penstock run p.json ... --recalibrate profile.json")
+    shown = re.search(r"gpu backward (\S+) (\S+) predicted, (\S+) (\S+) measured", lines[0])
+    assert shown[2] == shown[4]
+    assert float(shown[3]) / float(shown[1]) == pytest.approx(factor, rel=0.02)
+
+
+def test_waiting_is_not_blamed_on_any_kind_of_op(capsys, predicted):
+    (line, _) = said_of(capsys, predicted, {}, 1.3)
+    assert line == "a step took 30% longer than predicted: no kind of op by itself: lanes waited otherwise than predicted"
+
+
+@pytest.mark.parametrize("more", [{"recalibrate": "profile.json"}, {"device": "emulated"}], ids=str)
+def test_who_writes_the_corrected_profile_or_has_no_machine_is_not_told_to_write_it(capsys, predicted, more):
+    assert len(said_of(capsys, predicted, {Kind.LOSS: 9.0}, 2.0, **more)) == 1
+
+
+def test_time_by_kind_adds_up_to_the_time_of_each_lane(predicted):
+    plan, prediction = predicted
+    by_kind = cli_outcome._busy_by_kind(plan, prediction.timeline)
+    n_steps = len(prediction.timeline.step_ends_s)
+    for lane in Lane:
+        total_s = sum(s.end_s - s.start_s for s in prediction.timeline.spans if plan.ops[s.op].lane is lane)
+        assert sum(s for (on, _), s in by_kind.items() if on is lane) == pytest.approx(total_s / n_steps)
+
+
+METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu": 1.5, "h2d": 0.5}, predicted_step_s=1.6)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "n_steps", "scale", "expected"),
+    [
+        (
+            METRICS, 3, 1.0,
+            "step 1/3  loss 2.5000  norm 1.250  500 tokens/s  lr 0.0001  left 4 s  memory 1.5 GB  gpu 75%  h2d 25%  "
+            "+25.0% against 1.6 s predicted",
+        ),
+        (
+            METRICS, 101, 4.0,
+            "step 1/101  loss 2.5000  norm 1.250  2,000 tokens/s  lr 0.0001  left 3 min  memory 1.5 GB  gpu 75%  h2d 25%  "
+            "+25.0% against 400 ms predicted",
+        ),
+        (
+            replace(METRICS, skipped=True, predicted_step_s=None, busy_s={}), 3601, 1.0,
+            "step 1/3601  loss 2.5000  norm 1.250  500 tokens/s  skipped: not finite  lr 0.0001  left 2 h 0 min  memory 1.5 GB",
+        ),
+    ],
+)  # fmt: skip
+def test_a_line_says_how_far_how_fast_how_long_and_how_otherwise_than_predicted(capsys, metrics, n_steps, scale, expected):
+    with Progress(0, n_steps, scale, scale, lambda: 1_500_000_000) as progress:
+        progress.step(metrics)
+    assert progress.n_done == 1
+    assert capsys.readouterr().err.splitlines() == [expected]

@@ -1,0 +1,245 @@
+"""Does a run do what its file and its flags say?"""
+
+import json
+import re
+import shutil
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from penstock import assembly as cli_assembly
+from runtime.plan import PlanFile
+from runtime.settings import DataSettings, EvaluationSettings, RunSettings
+from runtime.train.run_config import read_run
+from tests.running import SIZES, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
+
+
+@pytest.fixture
+def home(tmp_path):
+    return make_home(tmp_path)
+
+
+# -- a run from a file ----------------------------------------------------------------------------------------------------
+
+FILE = """
+plan: {home}/plan.json
+data:
+  path: {home}/data
+out: {home}/{out}
+epochs: 1.5
+seed: 3
+optimizer:
+  lr: 1e-3
+  weight_decay: 0.1
+  no_decay: [embed_tokens]
+  schedule: {{kind: cosine, warmup_steps: 2}}
+checkpoint: {{every: 3, keep: 2}}
+evaluation:
+  data: {home}/held-out.txt
+  every: 4
+  prompts: ["To be", "Why?\\nSay"]
+  max_new_tokens: 5
+monitors: [tensorboard]
+"""
+
+
+def write_file(home, out="out", text=FILE):
+    plan_in(home)
+    (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
+    (home / "run.yaml").write_text(text.format(home=home, out=out))
+    return home / "run.yaml"
+
+
+def test_a_run_from_a_file_schedules_evaluates_keeps_and_shows_itself(home):
+    done = penstock("run", "--config", write_file(home))
+    assert done.exit_code == 0, done.output
+    lines = lines_of(home, "out")
+    trained, evaluated = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
+    n = len(trained)
+    assert [line["step"] for line in trained] == list(range(1, n + 1))
+    assert [line["step"] for line in evaluated] == [*range(4, n, 4), n]
+    assert trained[0]["lr"] == 0
+    assert trained[2]["lr"] == 1e-3
+    assert trained[-1]["lr"] < 1e-4
+    assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
+    assert set(trained[0]["busy_s"]) == {"h2d", "gpu", "d2h", "cpu"}
+    assert trained[0]["predicted_step_s"] > 0
+    saved = sorted(int(path.name.removeprefix("checkpoint-")) for path in (home / "out").glob("checkpoint-*"))
+    assert saved == [n - n % 3 - 3 * (n % 3 == 0), n], "the last two"
+    events = EventAccumulator(str(home / "out" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, n + 1))
+    assert [e.value for e in events.Scalars("eval/loss")] == pytest.approx([line["eval_loss"] for line in evaluated])
+    asked = lines_of(home, "out", "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in asked] == [
+        (step, prompt) for step in [*range(4, n, 4), n] for prompt in ("To be", "Why?\nSay")
+    ]
+    assert all(0 <= len(line["text"]) <= 5 for line in asked)
+    texts = events.Tensors("samples/1/text_summary")
+    assert texts[-1].tensor_proto.string_val[0].decode() == "Why?\nSay\n\n" + asked[-1]["text"]
+    said = done.stderr
+    (shown,) = [line for line in said.splitlines() if line.startswith(f'sample after step {n}: "Why?')]
+    assert shown.startswith(f'sample after step {n}: "Why?\\nSay" > "')
+    assert f"evaluation after step {n}: loss {evaluated[-1]['eval_loss']:.4f}  perplexity" in said
+
+
+def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
+    chats = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "A number." * (n % 3 + 1)}]}
+        for n in range(12)
+    ]
+    (home / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    plan = plan_in(home, "--seq-len", 96)
+    flags = ["--packing", "documents", "--prompt", "What is 3?", "--eval-data", home / "chats.jsonl", "--schedule", "cosine"]
+    done = penstock(
+        "run", plan, "--data", home / "chats.jsonl", "--out", home / "out", "--epochs", 2, *flags, "--format", "messages"
+    )
+    assert done.exit_code == 0, done.output
+    lines = lines_of(home, "out")
+    assert all(line["supervised_tokens"] < line["tokens"] / 2 for line in lines if "loss" in line), "questions are not learned"
+    assert lines[-1]["eval_tokens"] == sum(len(chat["messages"][1]["content"]) + 1 for chat in chats)
+    assert len(lines_of(home, "out", "samples.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "heard"), [({"text": "a"}, "Why?"), ({"instruction": "a", "output": "b"}, "<|user|>\nWhy?<|assistant|>\n")], ids=str
+)
+def test_a_prompt_is_gone_on_with_by_who_learns_text_and_answered_by_who_learns_conversations(home, row, heard):
+    (home / "rows.jsonl").write_text(json.dumps(row))
+    plan = PlanFile.read(plan_in(home)).plan
+    run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), evaluation=EvaluationSettings(prompts=("Why?",)))
+    with ExitStack() as until_the_end:
+        prompts = cli_assembly._prompts(run, plan, None, until_the_end)
+        ids = prompts.encode("Why?")
+        assert prompts.decode([i for i in ids if i not in prompts.end_ids]) == heard
+
+
+def test_the_settings_beside_a_run_make_the_same_run_again(home):
+    """What the command line said is in them, and what was left to the defaults."""
+    file = write_file(home)
+    done = penstock("run", home / "plan.json", "--config", file, "--steps", 4, "--seed", 5, "--out", home / "first")
+    assert done.exit_code == 0, done.output
+    written = home / "first" / "run.yaml"
+    assert read_run(written, {}) == read_run(file, {"steps": 4, "seed": 5, "out": str(home / "first")})
+    fields = yaml.safe_load(written.read_text())
+    assert (fields["steps"], fields["epochs"], fields["seed"], fields["optimizer"]["beta2"]) == (4, None, 5, 0.999)
+    assert penstock("run", "--config", written, "--out", home / "second").exit_code == 0
+    assert weights_sha(home / "first" / "checkpoint-4") == weights_sha(home / "second" / "checkpoint-4") != {}
+    assert [line["loss"] for line in lines_of(home, "first") if "loss" in line] == [
+        line["loss"] for line in lines_of(home, "second") if "loss" in line
+    ]
+
+
+def test_what_is_looked_at_changes_no_bit_of_training(home):
+    file = write_file(home)
+    for out, more in {"looked": [], "not": ["--eval-every", 100]}.items():
+        assert penstock("run", "--config", file, "--steps", 6, "--out", home / out, *more).exit_code == 0
+    (home / "plain.toml").write_text(
+        f'data.path = "{home}/data"\nseed = 3\noptimizer = {{lr = 1e-3, weight_decay = 0.1, no_decay = '
+        '["embed_tokens"], schedule = {kind = "cosine", warmup_steps = 2}}'
+    )
+    done = penstock("run", home / "plan.json", "--config", home / "plain.toml", "--steps", 6, "--out", home / "plain")
+    assert done.exit_code == 0, done.output
+    shas = [weights_sha(home / out / "checkpoint-6") for out in ("looked", "not", "plain")]
+    assert shas[0] == shas[1] == shas[2] != {}
+
+
+def test_a_schedule_goes_on_where_a_resumed_run_left_it(home):
+    plan, of = plan_in(home), ("--schedule", "linear", "--warmup-steps", 2, "--save-every", 3)
+    assert train(home, plan, *of, out="whole", steps=6).exit_code == 0
+    shutil.copytree(home / "whole", home / "broken")
+    shutil.rmtree(home / "broken" / "checkpoint-6")
+    done = train(home, plan, *of, "--resume", out="broken", steps=6)
+    assert done.exit_code == 0, done.output
+    assert weights_sha(home / "whole" / "checkpoint-6") == weights_sha(home / "broken" / "checkpoint-6") != {}
+    one_line(train(home, plan, *of, "--resume", out="broken", steps=8), 2, "optimizer", "n_steps")
+
+
+def test_decay_groups_are_those_that_were_named_and_a_name_of_nothing_is_refused(home):
+    plan = plan_in(home)
+    (home / "a.yaml").write_text("optimizer: {weight_decay: 0.5, no_decay: [mlp, self_attn, embed_tokens, lm_head]}")
+    (home / "b.yaml").write_text("optimizer: {weight_decay: 0.5, no_decay: [no_such_weight]}")
+    for out, more in {"none": [], "spared": ["--config", home / "a.yaml"], "all": ["--weight-decay", 0.5]}.items():
+        assert train(home, plan, *more, out=out, steps=2).exit_code == 0
+    none, spared, every = (weights_sha(home / out / "checkpoint-2") for out in ("none", "spared", "all"))
+    assert none == spared != every
+    one_line(train(home, plan, "--config", home / "b.yaml", out="o"), 2, "no_such_weight", "optimizer.no_decay")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config", "none.yaml"], ("none.yaml", "cannot be read")),
+        (["--config", "bad.yaml"], ("bad.yaml: optimizer.lerning_rate: no such key", "did you mean optimizer.lr?")),
+        (["--config", "remote.yaml"], ("trust_remote_code: no such key", "never run")),
+        (["--steps", "2", "--epochs", "1"], ("steps and epochs",)),
+        (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
+        (["--schedule", "exponential"], ("--schedule",)),
+        (["--monitor", "wandb", "--epochs", "1"], ("steps and epochs",)),
+        (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "there are: ")),
+        (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
+        (["--device", "emulated", "--resume-from", "checkpoint-1"], ("an emulated run saves nothing",)),
+        (["--device", "emulated", "--prompt", "Why?"], ("an emulated run has a stand-in's weights",)),
+        (["--eval-data", "nowhere"], ("nowhere", "not found")),
+        (["--prompt", "x" * 40], ("prompt 1 has 40 tokens", "32")),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_what_is_said_wrongly_of_a_run_is_one_line_and_leaves_nothing(home, monkeypatch, flags, words):
+    monkeypatch.chdir(home)
+    (home / "bad.yaml").write_text("optimizer: {lerning_rate: 1e-5}")
+    (home / "remote.yaml").write_text("trust_remote_code: true")
+    one_line(train(home, plan_in(home), *flags, out="o"), 2, *words)
+    assert not (home / "o").exists()
+
+
+def test_a_monitor_that_is_missing_is_said_before_anything_is_read(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    done = train(home, plan_in(home), "--data", home / "nowhere", "--monitor", "tensorboard", "--monitor", "wandb", out="o")
+    one_line(done, 2, "--monitor wandb: wandb is not installed here; pip install wandb")
+    assert not (home / "o").exists()
+
+
+def test_a_run_without_plan_or_data_says_where_both_may_be_named(home):
+    one_line(penstock("run", "--data", home / "data"), 2, "no plan", "--config")
+    one_line(penstock("run", home / "plan.json"), 2, "no data", "--data", "--config")
+
+
+def test_data_without_a_known_end_asks_how_long_to_go_on(home):
+    asked = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming"]
+    one_line(penstock(*asked), 2, "say how many --steps")
+    assert not (home / "o").exists()
+    done = penstock(*asked, "--steps", 3)
+    assert done.exit_code == 0, done.output
+    assert [line["step"] for line in lines_of(home, "o")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "of_an_epoch", "n_steps"), [(None, 7, 7), (2.0, 7, 14), (0.07, 100, 7), (0.1, 31, 4), (1.1, 10, 11), (0.001, 5, 1)]
+)
+def test_epochs_are_whole_steps_and_never_one_more_for_the_sake_of_a_rounded_fraction(epochs, of_an_epoch, n_steps):
+    run = RunSettings(DataSettings("corpus"), epochs=epochs)
+    assert cli_assembly._n_steps(run, SimpleNamespace(n_steps=of_an_epoch)) == n_steps
+
+
+def test_a_plain_line_begins_as_it_always_did_and_goes_on_with_what_was_added(home):
+    said = train(home, plan_in(home), steps=2).stderr
+    (line,) = [line for line in said.splitlines() if line.startswith("step 2/2")]
+    assert re.fullmatch(
+        r"step 2/2  loss \d\.\d{4}  norm \d\.\d{3}  [\d,]+ tokens/s"
+        r"  lr 0\.001  left 0 s  memory [\d.]+ [MG]B  h2d \d+%  gpu \d+%  d2h \d+%  cpu \d+%  [+-][\d.]+% against .* predicted",
+        line,
+    )
+
+
+def test_the_profile_that_a_run_shows_is_one_that_plans_are_made_with(home):
+    plan = plan_in(home)
+    done = train(home, plan, "--recalibrate", home / "here.json", steps=8)
+    assert done.exit_code == 0, done.output
+    assert "with the corrected profile" in done.stdout
+    again = penstock("plan", home / "model", "--machine", home / "here.json", *SIZES[2:], "-o", home / "again.json")
+    assert again.exit_code == 0, again.output
+    assert "recalibrated" in (home / "here.json").read_text()

@@ -1,0 +1,148 @@
+"""Does a run that is asked to end, or finds its last checkpoint damaged, lose nothing?"""
+
+import re
+import shutil
+import signal
+
+import pytest
+
+from penstock import assembly as cli_assembly
+from penstock.cli.progress import Progress
+from runtime.train import evaluation, generation
+from tests.running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
+
+
+@pytest.fixture
+def home(tmp_path):
+    return make_home(tmp_path)
+
+
+# -- signals --------------------------------------------------------------------------------------------------------------
+
+
+def signalled_after(monkeypatch, step, *numbers):
+    """The process is sent these signals when the line of a step has been shown."""
+    shown = Progress.step
+
+    def show(self, metrics):
+        shown(self, metrics)
+        if metrics.step == step:
+            for number in numbers:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(Progress, "step", show)
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGTERM, 0, "terminated"), (signal.SIGINT, 130, "interrupted")])
+def test_a_signal_finishes_the_step_saves_and_says_so_and_the_rest_is_as_if_there_had_been_none(
+    home, monkeypatch, number, code, word
+):
+    plan = plan_in(home)
+    assert train(home, plan, out="whole", steps=9).exit_code == 0
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patched:
+        signalled_after(patched, 3, number)
+        done = train(home, plan, out="broken", steps=9)
+    assert done.exit_code == code, done.output
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert "Traceback" not in done.stderr
+    assert "error" not in done.stderr
+    words = rf"{word}: stopped after step (\d) of 9, saved; go on with: penstock run --config .*/broken/run\.yaml --resume\n"
+    stopped = int(re.search(words, done.stderr)[1])
+    assert 3 <= stopped < 9
+    assert [path.name for path in (home / "broken").glob("checkpoint-*")] == [f"checkpoint-{stopped}"]
+    assert [line["step"] for line in lines_of(home, "broken")] == list(range(1, stopped + 1))
+    assert penstock("run", "--config", home / "broken" / "run.yaml", "--resume").exit_code == 0
+    assert weights_sha(home / "whole" / "checkpoint-9") == weights_sha(home / "broken" / "checkpoint-9") != {}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_at_once(home, monkeypatch, number, code):
+    plan = plan_in(home)
+    with monkeypatch.context() as patched:
+        signalled_after(patched, 2, number, number)
+        done = train(home, plan, steps=9)
+    one_line(done, code, "terminated" if code == 143 else "interrupted")
+    assert not list((home / "out").glob("checkpoint-*"))
+
+
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(home, monkeypatch):
+    plan = plan_in(home)
+    monkeypatch.setattr(cli_assembly, "_data", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    one_line(train(home, plan, out="o"), 143, "terminated")
+    assert not (home / "o").exists()
+
+
+def test_a_signal_in_the_last_step_takes_nothing_from_a_run_that_is_done(home, monkeypatch):
+    plan = plan_in(home)
+    signalled_after(monkeypatch, 3, signal.SIGTERM)
+    done = train(home, plan, steps=3)
+    assert done.exit_code == 0, done.output
+    assert "checkpoint-3" in done.stdout
+
+
+def test_an_emulated_run_ends_after_the_step_too_and_saves_nothing(home, monkeypatch):
+    plan = plan_in(home)
+    signalled_after(monkeypatch, 1, signal.SIGTERM)
+    done = train(home, plan, "--device", "emulated", "--time-scale", 2, out="emulated", steps=200)
+    assert done.exit_code == 0, done.output
+    assert "nothing is saved" in done.stderr
+    assert not list((home / "emulated").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("module", [evaluation, generation])
+def test_a_signal_while_the_end_is_looked_at_is_heeded_and_that_look_and_what_follows_are_missing(home, monkeypatch, module):
+    """All that was trained is saved by then; no more than the pass in progress is waited for."""
+    plan, saved, perform = plan_in(home), list[bool](), module.perform
+    (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
+    looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]
+
+    def asked(*args):
+        saved.append((home / "out" / "checkpoint-3").is_dir())
+        signal.raise_signal(signal.SIGTERM)
+        return perform(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "perform", asked)
+        done = train(home, plan, *looks, steps=3)
+    assert done.exit_code == 0, done.output
+    assert saved == [True], "one pass"
+    assert ["eval_loss" in line for line in lines_of(home, "out")].count(True) == (module is generation)
+    assert not (home / "out" / "samples.jsonl").exists()
+    again = train(home, plan, *looks, "--resume", steps=3)
+    assert again.exit_code == 0, again.output
+    assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == [3]
+    assert [line["prompt"] for line in lines_of(home, "out", "samples.jsonl")] == ["To be", "Why?"]
+    assert [line["step"] for line in lines_of(home, "out") if "loss" in line] == [1, 2, 3]
+
+
+# -- checkpoints that are damaged -----------------------------------------------------------------------------------------
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_a_damaged_checkpoint_is_refused_by_file_and_the_one_before_it_is_offered_and_works(home):
+    plan = plan_in(home)
+    assert train(home, plan, "--save-every", 1, out="whole", steps=5).exit_code == 0
+    shutil.copytree(home / "whole", home / "broken")
+    for name in ("checkpoint-5/optimizer-00001.safetensors", "checkpoint-4/model.safetensors"):
+        flip_a_byte(home / "broken" / name)
+    refused = train(home, plan, "--resume", out="broken", steps=7)
+    one_line(refused, 2, "checkpoint-5", "optimizer-00001.safetensors", "resume with --resume-from checkpoint-3")
+    one_line(train(home, plan, "--resume-from", "checkpoint-4", out="broken", steps=7), 2, "checkpoint-4/model.safetensors")
+    for out, more in {"whole": ["--resume"], "broken": ["--resume-from", "checkpoint-3"]}.items():
+        done = train(home, plan, *more, out=out, steps=7)
+        assert done.exit_code == 0, done.output
+    assert weights_sha(home / "whole" / "checkpoint-7") == weights_sha(home / "broken" / "checkpoint-7") != {}
+    assert [line["step"] for line in lines_of(home, "broken")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_without_a_whole_checkpoint_that_is_said_too(home):
+    plan = plan_in(home)
+    assert train(home, plan, steps=1).exit_code == 0
+    flip_a_byte(home / "out" / "checkpoint-1" / "model.safetensors")
+    one_line(train(home, plan, "--resume", steps=3), 2, "model.safetensors", "none before it is whole")

@@ -1,0 +1,136 @@
+"""Is what is looked at of a long step what really happened in it, but for what is left out?"""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile
+from planner.ledger.recalibrate import recalibrate
+from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
+from planner.predict.cost import costs, region_of
+from planner.predict.settled import predicted_of, settled
+from planner.predict.simulate import simulate
+from planner.search.uncertainty import interval
+from planner.show.report import report
+from planner.show.report_step import predicted_stretch
+from planner.show.waterfall import sensitivities, waterfall
+from runtime.errors import PlanError
+from runtime.plan import Lane, Plan, PlanFile, Update
+from runtime.plan.repetition import unrolled
+from runtime.plan.timeline import Span, Timeline, chrome_trace
+from tests.runtime.test_repetition import REGION, demands_of, folded, small
+from tests.strategies import PROFILE
+
+MACHINE = Profile.from_json(PROFILE, "a test")
+law = settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+
+
+def simulated(plan: Plan) -> Timeline:
+    return simulate(plan, costs(plan, MACHINE), region_of(MACHINE)).timeline
+
+
+@law
+@given(folded(), st.data())
+def test_the_short_step_is_a_plan_whose_timeline_has_every_op_once_and_no_lane_twice_at_a_time(
+    plan: Plan, data: st.DataObject
+) -> None:
+    found = simulate(plan, demands_of(data, len(plan.ops)), REGION, 4)
+    short, timeline = abridged_plan(plan), abridged(plan, found.timeline)
+    n_steps = len(found.timeline.step_ends_s)
+    assert sorted((s.step, s.op) for s in timeline.spans) == [(n, i) for n in range(n_steps) for i in range(len(short.ops))]
+    lengths_s = sorted(s.end_s - s.start_s for s in found.timeline.spans)
+    assert sorted(s.end_s - s.start_s for s in timeline.spans) == pytest.approx(lengths_s, abs=1e-6)
+    for lane in Lane:
+        last_s = -math.inf
+        for span in sorted((s for s in timeline.spans if short.ops[s.op].lane is lane), key=lambda s: (s.step, s.op)):
+            assert span.start_s >= last_s - 1e-6
+            last_s = span.end_s
+
+
+def test_where_repetitions_are_alike_the_short_step_is_the_step_of_as_many() -> None:
+    """A step of a thousand, cut, lasts as long as a step of as many micro-batches as are kept."""
+    plan = small(1000)
+    demands = costs(plan, MACHINE)
+    cut = abridged_prediction(plan, simulate(plan, demands, None))
+    few = small(2 + N_KEPT)
+    assert cut.step_s == pytest.approx(simulate(few, demands, None).step_s, rel=1e-6)
+    assert predicted_stretch(abridged_plan(plan), cut).length_s == pytest.approx(cut.step_s, rel=1e-6)
+
+
+def test_each_op_knows_its_numbers_in_the_short_step() -> None:
+    plan = small(1000, spill_blocks=(0,))
+    short = abridged_plan(plan)
+    for op, numbers in zip(plan.ops, numbers_of(plan), strict=True):
+        assert {(short.ops[n].kind, short.ops[n].block) for n in numbers} == {(op.kind, op.block)}
+    assert sorted(n for numbers in numbers_of(plan) for n in numbers) == list(range(len(short.ops)))
+
+
+def test_a_repetition_that_no_timeline_keeps_is_refused() -> None:
+    plan = small(1000)
+    assert plan.repeat is not None
+    for op, repetition in ((plan.repeat.start, 500), (0, 1), (plan.repeat.start, -1), (plan.repeat.start, 10**9)):
+        with pytest.raises(PlanError, match="another plan"):
+            abridged(plan, Timeline((Span(op, 0, 0.0, 1.0, repetition),)))
+
+
+# --- what rests on it -----------------------------------------------------------------------------------------------------
+
+PLANS = {
+    "deferred": small(40, update=Update.DEFERRED),
+    "spilling groups": small(41, group_micro_batches=2, spill_blocks=(0, 1, 2), update=Update.BARRIER),
+    "shared boundaries": small(40, boundary_stride=3, speculate_blocks=(1,)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_waterfall_sensitivities_and_an_interval_are_those_of_the_step_written_out(plan: Plan) -> None:
+    written = unrolled(plan)
+    a, b = waterfall(plan, MACHINE), waterfall(written, MACHINE)
+    assert list(a.to_json().values()) == pytest.approx(list(b.to_json().values()), rel=1e-6, abs=1e-9)
+    found, expected = (
+        {s.resource: s.step_s for s in sensitivities(one, MACHINE)} for one in (plan, written)
+    )  # fmt: skip
+    assert found == pytest.approx(expected, rel=1e-9)
+    drawn = [interval(one, MACHINE, n_draws=4) for one in (plan, written)]
+    assert drawn[0].p50_step_s == pytest.approx(drawn[1].p50_step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_what_ops_take_is_read_off_the_timeline_of_a_long_step(plan: Plan) -> None:
+    prediction = simulate(plan, costs(plan, MACHINE), region_of(MACHINE))
+    timeline = simulate(plan, costs(plan, MACHINE), region_of(MACHINE), max_steps=6).timeline
+    found, expected = settled(plan, timeline), predicted_of(plan, prediction)
+    assert found.step_s == pytest.approx(prediction.step_s, rel=1e-6)
+    assert len(found.ops_s) == len(plan.ops)
+    assert sum(found.ops_s) == pytest.approx(sum(expected.ops_s), rel=0.02)
+
+
+def test_a_run_of_a_long_step_corrects_the_profile_that_it_was_planned_with() -> None:
+    """The device is half as fast as the profile says: what recalibration finds predicts the step that was measured."""
+    plan = small(40)
+    slow = [
+        replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d
+        for op, d in zip(plan.ops, costs(plan, MACHINE), strict=True)
+    ]
+    run = simulate(plan, slow, region_of(MACHINE), max_steps=8)
+    found = recalibrate(plan, run.timeline, "a test", "2026-11-22")
+    assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4
+
+
+def test_the_page_of_a_long_step_draws_the_first_and_the_last_repetitions_and_says_so() -> None:
+    plan = small(1000)
+    page = report(PlanFile(plan, None), "p.json", None)
+    assert "Of 998 repetitions the first 2 and the last 2 are drawn" in page
+    assert "forward gpu b1 m5" in page  # a step of six micro-batches is drawn
+    assert "forward gpu b1 m6" not in page
+
+
+def test_the_trace_of_a_long_step_names_micro_batches_where_they_are() -> None:
+    plan = small(1000)
+    trace = chrome_trace(plan, {"predicted": simulated(plan)})
+    assert "forward gpu b1 m998" in trace
+    assert "forward gpu b1 m2" in trace
+    assert "forward gpu b1 m500" not in trace

@@ -1,0 +1,86 @@
+"""Is any plan faster than a bound says?
+
+A short attack; `python -m benchmarks.adversary` makes the long one.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hwprofiles.schema import read_profile
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel
+from planner.predict.memory import frame
+from planner.search.phases import Phases
+from planner.search.relax import Relaxation
+from planner.search.space import Family
+from runtime.plan import Kind, Policy, Semantics, Update
+from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of
+
+N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds
+# Groups smaller than the step, where bounds were once above steps: model, machine, tokens a sequence, sequences, sizes of groups
+GROUPED = [
+    ("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32, (16, 8)),
+    ("qwen2.5-0.5b", "rtx4090-desktop", 1024, 16, (8, 10, 11)),
+    ("smollm2-360m", "rtx5090-desktop", 512, 32, (16, 2)),
+    ("llama-3.2-1b", "rtx4090-desktop", 1024, 16, (8, 12)),
+    ("qwen2.5-0.5b", "h100-sxm", 512, 32, (16,)),
+    ("qwen2.5-7b", "rtx4090-desktop", 1024, 16, (8,)),
+]
+
+
+def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
+    """The bounds of the cell that a drawn policy, or one climbed to from it, goes below."""
+    rng = random.Random(seed)
+    start = start_of(rng, of)
+    if start is None:
+        return []
+    relaxation = relaxation_of(of)
+    fastest, _ = climbed(rng, of, start, n_tries)
+    found = [h for policy in dict.fromkeys((start, fastest)) for h in held(of, policy, relaxation)]
+    return [f"cell {of.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in found if h.is_broken]
+
+
+@pytest.mark.parametrize("first", range(0, N_CELLS, N_PER_TEST))
+def test_no_plan_is_faster_than_a_bound(first):
+    assert [said for number in range(first, first + N_PER_TEST) for said in broken(cell(number), number, N_TRIES)] == []
+
+
+def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
+    read, s = read_model(model), Semantics(seq_len, n_sequences, 1)
+    profile = read_profile(machine).with_memory(PLENTY_BYTES, PLENTY_BYTES)
+    return Cell(0, read, build_workload(read, s), s, profile, None)
+
+
+@pytest.mark.parametrize(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
+def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, n_sequences, sizes):
+    of = grouped(model, machine, seq_len, n_sequences)
+    relaxation = Relaxation(of.model, of.workload, of.semantics, CostModel(of.profile), None)
+    for size in sizes:
+        lean = Family(Update.DEFERRED, size, size, 1).policy(of.semantics)
+        for depth, n_slots in ((1, 1), (3, 2), (1, 8)):
+            policy = replace(lean, prefetch_depth=depth, gradient_slots=n_slots)
+            found = held(of, policy, relaxation)
+            assert found, "a step that repeats"
+            assert [h for h in found if h.is_broken] == []
+
+
+def test_what_was_wrong_is_caught(monkeypatch):
+    """The head's gradients counted among those that leave on the way down, all of them, as they once were."""
+    of = grouped("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32)
+    right = Phases.left_s
+
+    def left_s(self, key, buffers):
+        more = self.vocab[Kind.LOSS, self.head].n - self.n_groups
+        return right(self, key, buffers) + more * self.head_leaving[key]
+
+    monkeypatch.setattr(Phases, "left_s", left_s)
+    policy = Policy(prefetch_depth=3, gradient_slots=2, group_micro_batches=16, storage="split", early_stop=True)
+    assert [h.name for h in held(of, policy) if h.is_broken]
+
+
+def test_a_cell_is_drawn_again_from_its_number():
+    for number in range(5):
+        assert cell(number) == cell(number)
+    assert len({frame(c.model, c.workload, c.semantics, Policy()).semantics for c in map(cell, range(20))}) > 5

@@ -1,0 +1,136 @@
+"""Does the kernel attend that the plan names, and is a machine without it refused before anything is allocated?"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from hwprofiles.schema import read_profile
+from planner.model.config import read_model
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, supported_attention
+from planner.predict.cost import CostModel
+from runtime.compute.attention import refuse_any_order, refuse_missing_attention, use_attention
+from runtime.errors import PlanError
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model
+from tests.running import make_home, one_line, plan_in, train
+from tests.tiny import tiny_config
+from tests.training import plan_of, semantics_of
+
+
+@pytest.fixture
+def _flags():
+    backends = torch.backends.cuda
+    before = backends.cudnn_sdp_enabled(), backends.flash_sdp_enabled()
+    yield
+    backends.enable_cudnn_sdp(before[0])
+    backends.enable_flash_sdp(before[1])
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize(("kernel", "cudnn"), [("flash", False), ("deterministic", False), ("cudnn", True)])
+def test_exactly_one_of_the_two_fused_kernels_is_allowed(kernel, cudnn):
+    use_attention(kernel)
+    assert (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == (cudnn, not cudnn)
+
+
+def plan_with(kernel, **fields):
+    return plan_of(tiny_config("llama"), semantics_of("llama", attention_kernel=kernel, **fields), Policy())
+
+
+def test_a_kernel_that_is_not_there_is_named_with_what_to_plan_instead():
+    asked = []
+
+    def never(kernel, heads):
+        asked.append((kernel, heads))
+        return False
+
+    refuse_missing_attention(plan_with("flash"), never)  # which falls back by itself, as old plans do
+    refuse_missing_attention(plan_with("cudnn", attention="eager"), never)  # which attends without any of them
+    assert asked == []
+    with pytest.raises(
+        PlanError, match=r"cuDNN's attention, which .* has not got for 4 heads of 8 in bf16; plan again with --kernels eager$"
+    ):
+        refuse_missing_attention(plan_with("cudnn"), never)
+    with pytest.raises(PlanError, match=r"4 heads of 8 in fp32; .* without --deterministic$"):
+        refuse_missing_attention(plan_with("deterministic", compute_dtype="fp32"), never)
+    assert asked == [("cudnn", (4, 8, 2)), ("deterministic", (4, 8, 4))]
+    refuse_missing_attention(plan_with("cudnn"), lambda kernel, heads: True)
+
+
+def test_a_run_refuses_it_in_one_line_before_anything_is_allocated(tmp_path, monkeypatch):
+    home = make_home(tmp_path)
+    plan = plan_in(home, "--kernels", "fused")
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
+    text = plan.read_text()
+    plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
+    assert plan.read_text() != text
+    monkeypatch.setattr("runtime.compute.attention._can_use", lambda kernel, heads: False)
+    for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.assembly._refuse_what_does_not_fit"):
+        monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
+    one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch has not got")
+    one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")
+    assert not (home / "out").exists()
+
+
+def test_what_is_asked_for_in_order_is_planned_in_order():
+    for kernel in ("flash", "cudnn"):
+        with pytest.raises(PlanError, match="which adds in any order; plan again with --deterministic"):
+            refuse_any_order(semantics_of("llama", attention_kernel=kernel))
+    refuse_any_order(semantics_of("llama", attention_kernel="deterministic"))
+    refuse_any_order(semantics_of("gpt_oss"))
+
+
+# -- which kernels a plan gets --------------------------------------------------------------------------------------------
+
+
+def chosen(model, machine, **asked):
+    found = read_model(model)
+    plain = Semantics(2048, 4, 1, attention=supported_attention(found)[0])
+    how = with_kernels(found, plain, read_profile(machine), **asked)
+    return how.norm, how.loss, how.pointwise, how.attention_kernel
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "asked", "kernels"),
+    [
+        ("qwen2.5-7b", "h100-sxm", {}, ("fused", "fused", "fused", "cudnn")),
+        ("qwen2.5-7b", "h100-sxm", {"deterministic": True}, ("fused", "fused", "fused", "deterministic")),
+        ("qwen2.5-7b", "h100-sxm", {"kernels": "eager"}, ("eager", "eager", "eager", "flash")),
+        ("qwen2.5-7b", "h100-sxm", {"kernels": "eager", "deterministic": True}, ("eager", "eager", "eager", "deterministic")),
+        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "fused", "fused", "flash")),  # nobody measured cuDNN's there
+        ("qwen2.5-7b", "cpu-2core", {}, ("eager", "eager", "eager", "flash")),
+        ("qwen2.5-7b", "cpu-2core", {"kernels": "fused"}, ("fused", "fused", "fused", "flash")),
+        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "fused", "eager", "flash")),  # whose attention is spelled out
+    ],
+)
+def test_a_plan_names_the_fastest_kernels_that_model_and_machine_have(model, machine, asked, kernels):
+    assert chosen(model, machine, **asked) == kernels
+
+
+def test_cudnn_is_not_planned_for_windows_wide_heads_or_fp32():
+    """A window's mask is as large as a square of the sequence, and its backward takes heads of at most 128."""
+    machine, how = read_profile("h100-sxm"), Semantics(2048, 4, 1)
+    for model, semantics, kernel in (
+        (Model(tiny_config("mistral", sliding_window=4096)), how, "cudnn"),
+        (Model(tiny_config("mistral", sliding_window=1024)), how, "flash"),
+        (Model(tiny_config("qwen3", head_dim=256)), how, "flash"),
+        (Model(tiny_config("qwen3", head_dim=12)), how, "flash"),
+        (Model(tiny_config("qwen3")), dataclasses.replace(how, compute_dtype="fp32"), "flash"),
+    ):
+        assert with_kernels(model, semantics, machine).attention_kernel == kernel
+
+
+def test_a_plans_attention_takes_what_its_kernel_takes_there():
+    machine, model = read_profile("h100-sxm"), read_model("qwen2.5-7b")
+    seconds = {}
+    for kernel in ("flash", "deterministic", "cudnn"):
+        how = Semantics(8192, 4, 4, attention_kernel=kernel)
+        layer, cost = build_workload(model, how).blocks[1], CostModel(machine)
+        seconds[kernel] = [cost._attention(how, layer.attention, backward) for backward in (False, True)]
+        assert cost.outside == set()
+    forward, backward = ({kernel: s[i] for kernel, s in seconds.items()} for i in (0, 1))
+    assert forward["deterministic"] == forward["flash"] == pytest.approx(forward["cudnn"] * 553 / 333)
+    assert backward["flash"] == pytest.approx(backward["cudnn"] * 470 / 290)
+    assert backward["deterministic"] == pytest.approx(backward["flash"] * 290 / 166, rel=0.01)

@@ -1,0 +1,180 @@
+"""Does the cost of an op follow from sizes and a profile as one would work it out by hand?"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param
+from planner.predict.faster import Group, faster
+from planner.predict.memory import frame
+from planner.search.search import model_flop
+from planner.search.space import classes_of
+from runtime.plan import LANE_OF, Kind, Op, Plan, Policy, Semantics
+from runtime.plan.region import Resource
+from tests.strategies import plans
+
+MODEL = read_model("qwen2.5-0.5b")  # tied weights
+UNTIED = read_model("qwen2.5-7b")
+SEMANTICS = Semantics(seq_len=1024, batch_size=4, micro_batch=1)
+
+
+def plan_of(policy=Policy(group_micro_batches=4), semantics=SEMANTICS, model=UNTIED):  # noqa: B008
+    return frame(model, build_workload(model, semantics), semantics, policy)
+
+
+def demand(cost, plan, kind, block, micro_batch=None):
+    return cost.demand(plan, Op(kind, LANE_OF[kind], block, micro_batch))
+
+
+@pytest.fixture(params=["h200-pcie5", "cpu-2core", "gb10"])
+def profile(request):
+    return read_profile(request.param)
+
+
+def test_every_op_of_a_plan_has_one_demand(profile):
+    plan = lower(UNTIED, build_workload(UNTIED, SEMANTICS), SEMANTICS, Policy(), {})
+    demands = costs(plan, profile)
+    assert len(demands) == len(plan.ops)
+    assert all(d.uncontended_s > 0 for d in demands)
+
+
+def test_no_op_asks_for_more_than_the_machine_has():
+    for name in shipped_profiles():
+        profile = read_profile(name)
+        capacity = dict(region_of(profile).capacity)
+        for model in (MODEL, UNTIED):
+            for group in (1, 4):
+                workload = build_workload(model, SEMANTICS)
+                for d in costs(lower(model, workload, SEMANTICS, Policy(group_micro_batches=group), {}), profile):
+                    # But for the link's sum, which may lie below one direction alone.
+                    assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses if r is not Resource.DUPLEX), name
+
+
+def test_an_optimizer_faster_than_its_memory_takes_as_long_as_the_memory():
+    profile = read_profile("h200-pcie5")
+    fast = faster(profile, {Group.OPTIMIZER: 100.0})
+    plan = plan_of()
+    d = demand(CostModel(fast), plan, Kind.UPDATE, 1)
+    n_bytes = 28 * plan.workload.blocks[1].n_params
+    assert d.alone_s == pytest.approx(n_bytes / profile.host.dram_bytes_per_s.value)
+    assert dict(d.uses)[Resource.DRAM] * d.alone_s == pytest.approx(n_bytes)
+
+
+def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
+    plan = plan_of()
+    d = demand(CostModel(profile), plan, Kind.LOAD, 1)
+    n_bytes = plan.workload.blocks[1].slot_elements * 2  # bf16
+    uses = dict(d.uses)
+    assert uses[Resource.H2D] * d.alone_s == pytest.approx(n_bytes)
+    assert d.uncontended_s == pytest.approx(profile.copy_s("h2d", n_bytes) + profile.device.op_overhead_s.value)
+    assert Resource.D2H not in uses
+
+
+def test_a_copy_takes_host_cores_only_where_the_cpu_copies():
+    plan = plan_of()
+    cores = {
+        name: dict(demand(CostModel(read_profile(name)), plan, Kind.OFFLOAD, 1).uses).get(Resource.CORES)
+        for name in ("h200-pcie5", "cpu-2core")
+    }
+    assert cores == {"h200-pcie5": None, "cpu-2core": 1.0}
+
+
+def test_computing_draws_on_host_memory_only_where_it_is_the_device_memory():
+    plan = plan_of()
+    for name, draws in (("h200-pcie5", False), ("cpu-2core", True)):
+        assert (Resource.DRAM in dict(demand(CostModel(read_profile(name)), plan, Kind.FORWARD, 1, 0).uses)) == draws
+
+
+def test_a_backward_with_recompute_costs_one_forward_more_than_one_that_kept(profile):
+    cost = CostModel(profile)
+    recomputes, keeps = plan_of(), plan_of(Policy(group_micro_batches=4, keep_blocks=(1,)))
+    keeps = replace(keeps, workload=recomputes.workload)
+    forward = demand(cost, recomputes, Kind.FORWARD, 1, 1)
+    more_s = demand(cost, recomputes, Kind.BACKWARD, 1, 1).alone_s - demand(cost, keeps, Kind.BACKWARD, 1, 1).alone_s
+    assert more_s == pytest.approx(forward.alone_s)
+
+
+def test_twice_the_tokens_never_take_less_time(profile):
+    cost = CostModel(profile)
+    short, long = (plan_of(semantics=replace(SEMANTICS, seq_len=n)) for n in (512, 1024))
+    for kind, block in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.LOSS, 29)):
+        assert demand(cost, long, kind, block, 0).alone_s > demand(cost, short, kind, block, 0).alone_s
+
+
+def test_the_loss_costs_three_products_and_more(profile):
+    cost, plan = CostModel(profile), plan_of()
+    m = plan.workload.blocks[-1].matmuls[0]
+    products_s = 3 * m.flop / profile.matmul_flop_per_s("bf16", m.m, m.k, m.n).value
+    assert products_s < demand(cost, plan, Kind.LOSS, 29, 1).alone_s < 2 * products_s + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_bytes"),
+    [
+        ({}, 28),  # master, moments read and written: 24; gradient 2, weight 2
+        ({"gradient_dtype": "fp32"}, 30),
+        ({"master_dtype": "bf16"}, 22),  # the master is the weight
+        ({"compute_dtype": "fp32"}, 26),  # the master is uploaded as it is
+    ],
+)
+def test_update_traffic_per_parameter(changes, n_bytes):
+    assert update_bytes_per_param(plan_of(semantics=replace(SEMANTICS, **changes)), 1) == n_bytes
+
+
+def test_an_update_takes_all_host_cores_for_its_parameters(profile):
+    plan = plan_of()
+    d = demand(CostModel(profile), plan, Kind.UPDATE, 3)
+    assert dict(d.uses)[Resource.CORES] == profile.host.n_cores
+    assert d.alone_s == pytest.approx(plan.workload.blocks[3].n_params / profile.optimizer_params_per_s(profile.host.n_cores))
+
+
+def test_a_tied_weight_is_normed_from_two_gradients_and_updated_once(profile):
+    cost, plan = CostModel(profile), plan_of(model=MODEL)
+    norm, update = (demand(cost, plan, kind, 0) for kind in (Kind.NORM, Kind.UPDATE))
+    elements = plan.workload.blocks[0].host_elements
+    assert norm.alone_s == pytest.approx(2 * elements * 4 / profile.host.reduce_bytes_per_s.value)  # fp32 sums of both
+    assert update.alone_s == pytest.approx(elements / profile.optimizer_params_per_s(profile.host.n_cores))
+    assert demand(cost, plan, Kind.UPDATE, len(plan.workload.blocks) - 1).alone_s < update.alone_s / 1000
+
+
+def test_a_smaller_last_micro_batch_costs_what_such_a_one_costs_elsewhere(profile):
+    """67 sequences by sixteen: the last three as in a batch of threes, all others as in a batch of sixteens."""
+    cost = CostModel(profile)
+    of = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
+    uneven, small = (plan_of(Policy(group_micro_batches=5, spill_blocks=(3,)), of[n]) for n in (16, 3))
+    large = plan_of(uneven.policy, replace(of[16], batch_size=80))
+    for kind, b in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.LOSS, 29), (Kind.SPILL, 3), (Kind.FETCH, 3)):
+        last = demand(cost, uneven, kind, b, 4)
+        assert last == demand(CostModel(profile), small, kind, b, 4), kind
+        assert last.uncontended_s < demand(cost, uneven, kind, b, 3).uncontended_s
+        assert demand(cost, uneven, kind, b, 3) == demand(CostModel(profile), large, kind, b, 3), kind
+    assert model_flop(uneven) * 64 == model_flop(plan_of(semantics=replace(SEMANTICS, batch_size=64, micro_batch=16))) * 67
+
+
+def test_sizes_outside_the_measured_points_are_named():
+    cost = CostModel(read_profile("h200-pcie5"))
+    demand(cost, plan_of(), Kind.FORWARD, 1, 0)
+    inside = set(cost.outside)
+    demand(cost, plan_of(semantics=replace(SEMANTICS, seq_len=1)), Kind.FORWARD, 1, 0)
+    assert {o for o in cost.outside - inside if "matmul (1, 3584)" in o}
+
+
+def test_one_model_of_cost_serves_many_workloads(profile):
+    """What is remembered for one workload must not answer for another."""
+    cost = CostModel(profile)
+    small, large = plan_of(model=MODEL), plan_of(model=UNTIED)
+    for plan in (small, large, small):
+        assert demand(cost, plan, Kind.LOAD, 1) == demand(CostModel(profile), plan, Kind.LOAD, 1)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:
+    """So that draws of a machine need not price each layer anew."""
+    profile = Profile.from_json(plan.profile)
+    alike = {b: blocks[0] for blocks in classes_of(plan.workload) for b in blocks}
+    assert costs(plan, profile, alike) == costs(plan, profile)

@@ -1,0 +1,52 @@
+"""Is an integer program solved, and nothing said of it?"""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.search.integer import Program
+from tests.tour import ROOT
+
+NOISY = """
+import ctypes, os
+from planner.search import integer
+solve = integer.milp
+def noisy(*words, **options):
+    ctypes.CDLL(None).puts(b"tmpSolver.run();")
+    os.write(1, b"of the solver\\n")
+    return solve(*words, **options)
+integer.milp = noisy
+print("before")
+p = integer.Program()
+p.variable(0, 3, cost=-1.0)
+print(p.solve()[0])
+"""
+
+
+@given(st.data())
+def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 3))
+    whole = st.integers(-4, 4).map(float)
+    program = Program()
+    for _ in range(n):
+        program.variable(0, 3, cost=data.draw(whole))
+    for _ in range(data.draw(st.integers(0, 3))):
+        program.at_most({i: data.draw(whole) for i in range(n)}, data.draw(whole))
+    points = (
+        sum(c * x for c, x in zip(program.cost, point, strict=True))
+        for point in product(range(4), repeat=n)
+        if all(sum(a * point[i] for i, a in row.items()) <= limit for row, limit in zip(program.rows, program.limits, strict=True))
+    )
+    best, found = min(points, default=None), program.solve()
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found[0] == pytest.approx(best, abs=1e-6)
+
+
+def test_what_the_solver_prints_does_not_get_into_what_we_print() -> None:
+    done = subprocess.run([sys.executable, "-c", NOISY], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "before\n-3.0\n"

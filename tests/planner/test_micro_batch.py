@@ -1,0 +1,280 @@
+"""Are the sizes that nobody named those of the fastest step, whatever else could have been named?"""
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, read_model, supported_attention
+from planner.predict.cost import region_of
+from planner.predict.memory import footprint, frame
+from planner.predict.simulate import simulate
+from planner.search.estimate import Greedy, _hull
+from planner.search.micro_batch import (
+    LEAST_FRACTION,
+    LEAST_LOSS_TILE,
+    MORE_PARTS,
+    MOST_MICRO_BATCHES,
+    N_PARTS,
+    NEAR_FRACTION,
+    SIZES,
+    candidates,
+    possible_sizes,
+    sizes_that_fit,
+    with_micro_batch,
+)
+from planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from planner.search.search import search
+from planner.search.space import leanest
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model, Saved
+from tests.tiny import tiny_config
+
+GB, GIB = 10**9, 2**30
+LONG = 512 * 1024
+LOSS_TILE = LOSS_TILES["eager"]
+SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
+# Model, machine, its device memory, tokens a sequence, sequences: where compute, memory, the link and the optimizer bind
+CELLS = [
+    (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8),
+    (SMALL, "rtx4090-desktop", 24 * GB, 1024, 8),
+    (SMALL, "h200-pcie5", 3 * GB, 4096, 11),
+    (SMALL, "gh200", 3 * GB, 256, 4),
+    (read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 7),
+]
+
+
+def on(machine: str, device_bytes: int) -> Profile:
+    return read_profile(machine).with_memory(device_bytes, None)
+
+
+def start(model: Model, profile: Profile, seq_len: int, batch: int, **fields) -> Semantics:
+    attention = supported_attention(model)[0]
+    return with_kernels(model, Semantics(seq_len, batch, 1, attention=attention, **fields), profile)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def searched_s(cell: int, micro_batch: int) -> float:
+    """The step of the best plan found with this micro-batch; endless where none fits."""
+    model, machine, device_bytes, seq_len, batch = CELLS[cell]
+    profile = on(machine, device_bytes)
+    given = replace(start(model, profile, seq_len, batch), micro_batch=micro_batch)
+    of, workload = with_micro_batch(model, given, profile, SIZES - {"micro_batch"})
+    try:
+        return search(model, workload, of, profile).step_s
+    except ValueError:
+        return float("inf")
+
+
+@pytest.mark.parametrize("cell", range(len(CELLS)))
+def test_no_other_micro_batch_is_faster_by_more_than_half_a_percent(cell: int) -> None:
+    """Each searched in full, those between the candidates too."""
+    model, machine, device_bytes, seq_len, batch = CELLS[cell]
+    profile = on(machine, device_bytes)
+    of, _ = with_micro_batch(model, start(model, profile, seq_len, batch), profile)
+    best_s = min(searched_s(cell, n) for n in range(1, batch + 1))
+    assert searched_s(cell, of.micro_batch) <= best_s * 1.005
+
+
+@pytest.mark.parametrize("cell", range(len(CELLS)))
+def test_of_the_candidates_the_one_whose_greedy_plan_is_simulated_fastest_is_chosen(cell: int) -> None:
+    """Bounds are looked at first, and most candidates not at all: against looking at all of them closely."""
+    model, machine, device_bytes, seq_len, batch = CELLS[cell]
+    profile = on(machine, device_bytes)
+    given = start(model, profile, seq_len, batch)
+    steps_s = {}
+    for of, workload in possible_sizes(model, given, profile):
+        greedy = Greedy(model, workload, of, profile)
+        steps_s[of] = min((greedy.step_s(policy) for policy in greedy.policies()), default=float("inf"))
+    chosen, workload = with_micro_batch(model, given, profile)
+    limit_s = min(steps_s.values()) * (1 + NEAR_FRACTION)
+    assert chosen == next(of for of, step_s in steps_s.items() if step_s <= limit_s), "the largest of the nearly equal ones"
+    assert workload == build_workload(model, chosen)
+    assert with_micro_batch(model, given, profile) == (chosen, workload)
+
+
+@given(st.integers(1, 5000))
+def test_candidates_are_few_and_cut_a_batch_into_nearly_equal_parts(batch: int) -> None:
+    found = candidates(batch)
+    assert found[0] == batch
+    assert found == sorted(set(found), reverse=True)
+    assert len(found) <= len(N_PARTS) + len(MORE_PARTS)
+    for larger, smaller in pairwise(found):
+        assert larger <= 2 * smaller + 1
+    assert found[-1] == 1
+
+
+def test_a_step_is_cut_into_hundreds_of_parts_only_where_it_does_not_fit_otherwise() -> None:
+    for device_bytes, most_parts in ((24 * GB, 256), (2 * GB, 5000)):
+        profile = on("rtx4090-desktop", device_bytes)
+        sizes = [of for of, _ in possible_sizes(SMALL, start(SMALL, profile, 4096, 5000), profile)]
+        assert (max(of.n_micro_batches for of in sizes) > 256) == (most_parts > 256)
+        assert sizes
+
+
+def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed() -> None:
+    model, seq_len, batch = SMALL, 2048, 24
+    fastest_s = float("inf")
+    for device_bytes in (2 * GB, 3 * GB, 4 * GB, 6 * GB, 9 * GB, 14 * GB, 24 * GB):
+        profile = on("h200-pcie5", device_bytes)
+        of, workload = with_micro_batch(model, start(model, profile, seq_len, batch), profile)
+        answer = search(model, workload, of, profile)
+        assert answer.step_s <= fastest_s * (1 + max(answer.certificate.gap_fraction, 1e-9)), device_bytes
+        fastest_s = min(fastest_s, answer.step_s)
+
+
+def test_a_batch_that_nothing_divides_loses_nothing() -> None:
+    model, profile = read_model("qwen2.5-0.5b"), on("rtx4090-desktop", 12 * GB)
+    per_sequence_s = {}
+    for batch in (16, 17, 32, 37):
+        of, workload = with_micro_batch(model, start(model, profile, 1024, batch), profile)
+        greedy = Greedy(model, workload, of, profile)
+        per_sequence_s[batch] = min(greedy.step_s(policy) for policy in greedy.policies()) / batch
+    assert per_sequence_s[17] < 1.03 * per_sequence_s[16]
+    assert per_sequence_s[37] < 1.03 * per_sequence_s[32]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_a_batch_without_end_is_looked_at_without_end_nowhere(micro_batch: int | None) -> None:
+    """A plan has lists as long as it has micro-batches: of a billion none may be begun."""
+    profile = on("rtx4090-desktop", 24 * GB)
+    given = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
+    free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
+    for choose in (with_micro_batch, sizes_that_fit):
+        of, _ = choose(read_model("qwen2.5-0.5b"), given, profile, free)
+        assert of.n_micro_batches == 10**9 if micro_batch else of.n_micro_batches > MOST_MICRO_BATCHES
+
+
+# -- greedy plans ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", range(len(CELLS)))
+def test_greedy_plans_are_right_and_as_long_as_is_said_of_them(cell: int) -> None:
+    model, machine, device_bytes, seq_len, _ = CELLS[cell]
+    profile = on(machine, device_bytes)
+    of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 and one that is smaller: told from fewer
+    workload = build_workload(model, of)
+    greedy = Greedy(model, workload, of, profile)
+    found = greedy.policies()
+    assert {1} < {policy.group_micro_batches for policy in found}
+    for policy in found:
+        plan = lower(model, workload, of, policy, profile.to_json())
+        check(plan)
+        demands = greedy.cost.demands(plan)
+        step_s = simulate(plan, demands, region_of(profile)).step_s
+        assert greedy.step_s(policy) == pytest.approx(step_s, rel=0.003)
+        assert greedy.lanes_s(policy) <= greedy.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
+        larger = max(policy.resident_blocks, default=-1) + 1
+        if larger < len(workload.blocks) and policy.keep_blocks == tuple(range(1, workload.n_layers + 1)):
+            more = replace(policy, resident_blocks=tuple(range(larger + 1)))
+            assert not footprint(frame(model, workload, of, more), profile).fits, "memory is left"
+
+
+def test_upgrades_are_worth_less_and_less_and_none_is_left_that_would_be_worth_more() -> None:
+    boundary, attention = (0, 9.0, Saved.BOUNDARY), (10, 7.0, Saved.ATTENTION)
+    assert _hull([boundary, attention, (20, 1.0, Saved.PRODUCTS)]) == [(0.4, Saved.PRODUCTS)]
+    assert _hull([boundary, attention, (40, 6.5, Saved.PRODUCTS), (50, 0.0, None)]) == [(0.2, Saved.ATTENTION), (0.175, None)]
+    assert _hull([boundary]) == []
+
+
+# -- what was named, and tiles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq_len", [4096, 2**15, 2**17])
+def test_proposing_twice_proposes_the_same_whatever_stood_there(seq_len: int) -> None:
+    model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
+    semantics, _ = with_micro_batch(model, start(model, profile, seq_len, 4), profile)
+    other = replace(semantics, micro_batch=4, mlp_tile_tokens=16, loss_tile_tokens=7)
+    again, workload = with_micro_batch(model, other, profile)
+    assert again == semantics
+    assert workload == build_workload(model, semantics)
+
+
+@pytest.mark.parametrize("field", sorted(SIZES))
+def test_a_size_that_was_named_stays(field: str) -> None:
+    model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
+    named = Semantics(2**15, 4, 2, mlp_tile_tokens=48, loss_tile_tokens=7)
+    found, workload = with_micro_batch(model, named, profile, SIZES - {field})
+    assert getattr(found, field) == getattr(named, field)
+    assert workload == build_workload(model, found)
+    assert with_micro_batch(model, named, profile, frozenset())[0] == named
+
+
+def device_bytes(model: Model, semantics: Semantics, profile: Profile, spilled: bool = False) -> int:
+    workload = build_workload(model, semantics)
+    policy = Policy(spill_blocks=tuple(range(workload.n_layers)) if spilled else ())
+    return footprint(frame(model, workload, semantics, policy), profile).device_peak_bytes
+
+
+@pytest.mark.parametrize("machine", ["gh200", "h200-pcie5"])
+def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_and_not_without(machine: str) -> None:
+    model, profile = read_model("qwen2.5-7b"), read_profile(machine)
+    semantics, _ = with_micro_batch(model, Semantics(LONG, 1, 1), profile)
+    assert semantics.mlp_tile_tokens is not None
+    assert device_bytes(model, semantics, profile, spilled=True) <= profile.device.memory_bytes.value
+    assert device_bytes(model, replace(semantics, mlp_tile_tokens=None), profile, spilled=True) > profile.device.memory_bytes.value
+
+
+@pytest.mark.parametrize(("machine", "seq_len"), [("rtx4090-server", 2**15), ("gh200", 2**17), ("h200-pcie5", 4096)])
+def test_tiles_are_looked_at_just_where_a_sequence_leaves_little_room(machine: str, seq_len: int) -> None:
+    model, profile = read_model("qwen2.5-7b"), read_profile(machine)
+    sizes = [of for of, _ in possible_sizes(model, start(model, profile, seq_len, 2), profile)]
+    one = replace(start(model, profile, seq_len, 2), loss_tile_tokens=LOSS_TILES["fused"])
+    leaves_room = device_bytes(model, one, profile) <= LEAST_FRACTION * profile.device.memory_bytes.value
+    tiled = {of.micro_batch for of in sizes if of.mlp_tile_tokens is not None}
+    assert (1 in tiled) == (not leaves_room)
+    assert all(of.micro_batch not in tiled for of in sizes if of.mlp_tile_tokens is None and of.micro_batch > 1)
+
+
+def test_models_with_experts_get_no_tiles_of_their_mlp() -> None:
+    model, profile = read_model("qwen3-30b-a3b"), read_profile("rtx4090-server")
+    semantics, _ = with_micro_batch(model, Semantics(LONG, 1, 1), profile)
+    assert (semantics.micro_batch, semantics.mlp_tile_tokens) == (1, None)
+
+
+def test_tiles_of_the_loss_shrink_only_where_logits_are_what_does_not_fit() -> None:
+    """A vocabulary far larger than the layers, on ever smaller devices."""
+    model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
+    seen = []
+    for memory_bytes in (GIB * 4, GIB * 2, GIB, GIB // 2, GIB // 4):
+        semantics, workload = with_micro_batch(model, Semantics(2048, 1, 1), profile.with_memory(memory_bytes, None))
+        seen.append(semantics.loss_tile_tokens)
+        assert semantics.mlp_tile_tokens is None
+        *others, head = workload.blocks
+        if semantics.loss_tile_tokens < LOSS_TILE:
+            before = build_workload(model, replace(semantics, loss_tile_tokens=2 * semantics.loss_tile_tokens)).blocks[-1]
+            assert head.transient_bytes < before.transient_bytes > max(b.transient_bytes for b in others)
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] == LOSS_TILE
+    assert seen[-1] == LEAST_LOSS_TILE
+
+
+def test_what_never_fits_is_proposed_as_it_needs_least() -> None:
+    model, profile = read_model("qwen2.5-7b"), read_profile("cpu-2core")
+    semantics, _ = with_micro_batch(model, Semantics(2**15, 1, 1), profile)
+    least = device_bytes(model, semantics, profile, spilled=True)
+    assert least > profile.device.memory_bytes.value
+    for tile in (None, 1024, 2048, 16384):
+        for loss in (128, 512, 1024):
+            assert (
+                device_bytes(model, replace(semantics, mlp_tile_tokens=tile, loss_tile_tokens=loss), profile, spilled=True) >= least
+            )
+
+
+@pytest.mark.parametrize("host_bytes", [6 * GB, 9 * GB, 10 * GB, 12 * GB, 16 * GB])
+def test_sizes_that_fit_fit_just_where_the_fastest_ones_do(host_bytes: int) -> None:
+    """What a remedy asks of sizes takes no estimate."""
+    model, profile = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop").with_memory(6 * GB, host_bytes)
+    given = start(model, profile, 1024, 12)
+    fits = [
+        any(needs.fits for _, needs in leanest(model, workload, of, profile))
+        for of, workload in (with_micro_batch(model, given, profile), sizes_that_fit(model, given, profile))
+    ]
+    assert fits[0] == fits[1]

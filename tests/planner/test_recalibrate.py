@@ -1,0 +1,304 @@
+"""Does a run correct the profile where it was wrong, leave it where it was right, and say what it cannot tell?"""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.ledger.recalibrate import RESOURCES, _no_worse, recalibrate
+from planner.ledger.regression import BELIEF, LEAST_GAIN, Row, fit_factors
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel, costs, region_of
+from planner.predict.faster import sped_up, with_quantities
+from planner.predict.settled import LEAST_STEPS, predicted_of, settled
+from planner.predict.simulate import simulate
+from runtime.errors import PlanError, ProfileError
+from runtime.executor import execute
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.emulated import EmulatedMachine
+from runtime.plan import Kind, Lane, Policy, Semantics, Update
+from runtime.plan.region import Demand
+from runtime.plan.timeline import Span, Timeline
+from runtime.plan.workload import Model
+from tests.strategies import PROFILE, cases
+from tests.tiny import tiny_config
+from tests.training import ADAMW, batches_of, plan_of, semantics_of
+
+NEAR = 0.03  # of a factor: what the probe itself repeats within
+N_LAYERS = 6
+RUN, DAY = "demo/out", "2026-11-20"
+
+
+def real_plan(machine="h200-pcie5", policy=None, seq_len=1024):
+    model = Model(read_model("qwen2.5-0.5b").config | {"num_hidden_layers": N_LAYERS})
+    semantics = Semantics(seq_len=seq_len, batch_size=16, micro_batch=8)
+    profile = read_profile(machine)
+    policy = policy or Policy(group_micro_batches=2, update=Update.DEFERRED)
+    return lower(model, build_workload(model, semantics), semantics, policy, profile.to_json()), profile
+
+
+def as_if(profile, factors):
+    """The profile were each named resource so many times as fast. The plans of these tests attend with flash."""
+    by_place = {place.format(dtype="bf16", attention="attention"): f for name, f in factors.items() for place in RESOURCES[name]}
+
+    def change(place, quantity):
+        factor = next((f for begins, f in by_place.items() if place.startswith(begins)), None)
+        return quantity if factor is None else sped_up(place, quantity, factor)
+
+    return with_quantities(profile, change)
+
+
+def performed(plan, profile, jitter=lambda op: 1.0, clipped=False, n_steps=12):
+    """The timeline of the plan on the machine of the profile, every op slower by a factor of its own."""
+    demands = CostModel(profile, clipped=clipped).demands(plan)
+    slower = [Demand(d.overhead_s, d.alone_s * jitter(op), d.uses) for op, d in zip(plan.ops, demands, strict=True)]
+    return simulate(plan, slower, region_of(profile), n_steps)
+
+
+PRODUCTS, ATTENTION = "matrix products, {dtype}", "attention, {dtype}"
+UP, DOWN, REDUCE = "rate of uploads", "rate of downloads", "sums and norms on the host"
+WRONG = [
+    ("h200-pcie5", {PRODUCTS: 0.7}),
+    ("h200-pcie5", {PRODUCTS: 1.3}),
+    ("h200-pcie5", {UP: 0.5, "optimizer": 1.3}),
+    ("h200-pcie5", {"device memory": 0.7, PRODUCTS: 1.2}),
+    ("h200-pcie5", {"host DRAM": 0.6}),
+    ("h200-pcie5", {"ops' overhead": 0.2}),
+    ("h200-pcie5", {DOWN: 0.6}),
+    ("gh200", {UP: 0.4, "optimizer": 0.8}),
+    ("gh200", {"host DRAM": 0.6}),
+    ("cpu-2core", {ATTENTION: 0.6}),
+    ("cpu-2core", {DOWN: 0.6, REDUCE: 1.5}),
+    ("cpu-2core", {UP: 2.0, PRODUCTS: 0.5, "optimizer": 0.4}),
+]
+
+
+@pytest.mark.parametrize(("machine", "factors"), WRONG, ids=lambda x: x if isinstance(x, str) else " ".join(x))
+def test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out(machine, factors):
+    """Every wrong factor, no other one, and the time of a step. What ops cost each other is not taken for a slow machine."""
+    plan, profile = real_plan(machine)
+    prediction = performed(plan, as_if(profile, factors))
+    found = recalibrate(plan, prediction.timeline, RUN, DAY)
+    changes = {change.resource: change.factor for change in found.changes}
+    assert changes == {name.format(dtype="bf16"): pytest.approx(factor, rel=NEAR) for name, factor in factors.items()}
+    assert found.measured_step_s == pytest.approx(prediction.step_s)
+    assert found.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
+    assert simulate(plan, costs(plan, found.profile), region_of(found.profile)).step_s == pytest.approx(found.step_after_s)
+
+
+@pytest.mark.parametrize(
+    ("resource", "factor"), [*((resource, 0.6) for resource in RESOURCES), (UP, 1.8), ("optimizer", 1.8), (PRODUCTS, 1.8)]
+)
+def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
+    """Also where the ops of a plan cannot tell one cause from another; then the spreads say so."""
+    plan, profile = real_plan(seq_len=2048)
+    prediction = performed(plan, as_if(profile, {resource: factor}))
+    found = recalibrate(plan, prediction.timeline, RUN, DAY)
+    assert found.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
+    name = resource.format(dtype="bf16")
+    for change in found.changes:
+        wide = 2.5 * math.log1p(change.spread_fraction) + NEAR
+        if change.at_least:
+            assert name == change.resource
+            assert change.factor < factor * math.exp(wide)
+            assert "would not show" in str(change)
+            continue
+        assert abs(math.log(change.factor / (factor if change.resource == name else 1.0))) < wide
+    assert name not in found.confirmed
+
+
+@pytest.mark.parametrize("machine", ["h200-pcie5", "gh200", "cpu-2core"])
+def test_a_run_that_went_as_predicted_changes_nothing(machine):
+    plan, profile = real_plan(machine)
+    found = recalibrate(plan, performed(plan, profile).timeline, RUN, DAY)
+    assert found.profile == profile
+    assert found.changes == ()
+    assert found.step_after_s == found.step_before_s == pytest.approx(found.measured_step_s)
+    assert any("nothing is changed" in line for line in found.words())
+    assert {*found.confirmed, *found.untold} == {name.format(dtype="bf16") for name in RESOURCES}
+    assert f"matrix products, {plan.semantics.compute_dtype}" in found.confirmed
+
+
+def test_single_ops_that_are_odd_do_not_move_the_profile():
+    """A lookup that takes five times its cost, and copies of one layer in eight that some other program disturbed."""
+    plan, profile = real_plan("cpu-2core")
+
+    def odd(op):
+        return 5.0 if op.block == 0 else 3.0 if op.block == 3 and op.lane in (Lane.H2D, Lane.D2H) else 1.0
+
+    found = recalibrate(plan, performed(plan, profile, odd).timeline, RUN, DAY)
+    for change in found.changes:
+        assert abs(math.log(change.factor)) < math.log(1.1), str(change)
+    assert abs(found.step_after_s - found.measured_step_s) <= abs(found.step_before_s - found.measured_step_s)
+
+
+def test_noise_of_ops_does_not_hide_what_is_wrong():
+    plan, profile = real_plan("cpu-2core")
+    rng = random.Random(0)
+    wrong = as_if(profile, {PRODUCTS: 0.7, UP: 0.6})
+    prediction = performed(plan, wrong, lambda op: math.exp(rng.gauss(0, 0.05)))
+    found = recalibrate(plan, prediction.timeline, RUN, DAY)
+    changes = {change.resource: change.factor for change in found.changes}
+    assert changes["matrix products, bf16"] == pytest.approx(0.7, rel=0.1)
+    assert changes["rate of uploads"] == pytest.approx(0.6, rel=0.1)
+    assert found.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
+
+
+def test_updates_that_are_done_again_because_norms_are_clipped_are_no_slow_machine():
+    policy = Policy(group_micro_batches=2, update=Update.DEFERRED, speculate_blocks=tuple(range(1, N_LAYERS + 1)))
+    plan, profile = real_plan(policy=policy)
+    found = recalibrate(plan, performed(plan, profile, clipped=True).timeline, RUN, DAY)
+    assert found.changes == ()
+    slow = performed(plan, as_if(profile, {"optimizer": 0.2}), clipped=True)
+    found = recalibrate(plan, slow.timeline, RUN, DAY)
+    assert {change.resource: change.factor for change in found.changes} == {"optimizer": pytest.approx(0.2, rel=NEAR)}
+    assert found.step_after_s == pytest.approx(slow.step_s, rel=0.001)
+    assert performed(plan, as_if(profile, {"optimizer": 0.2})).step_s < 0.9 * slow.step_s, "it matters"
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "taken", "after_s"), [(2.0, 1.0, 2.0), (1.55, 1.0, 2.0), (1.35, 0.5, 1.5), (1.2, 0.25, 1.25), (0.9, 0.0, 1.0)]
+)
+def test_of_a_change_only_so_much_is_made_as_does_not_make_the_prediction_worse(measured_s, taken, after_s):
+    class Machine:
+        def step_s(self, logs):
+            return 1.0 + logs[0]
+
+    assert _no_worse(Machine(), [1.0], measured_s) == ([taken], 1.0, after_s)
+
+
+@given(cases(max_layers=3, max_micro_batches=2), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
+def test_the_corrected_profile_never_predicts_the_step_worse(case, seed):
+    """Whatever the ops took: each a factor of its own."""
+    rng, profile = random.Random(seed), Profile.from_json(PROFILE)
+    timeline = performed(case.plan, profile, lambda op: math.exp(rng.gauss(0.3, 0.7))).timeline
+    found = recalibrate(case.plan, timeline, RUN, DAY)
+    errors = [abs(math.log(s / found.measured_step_s)) for s in (found.step_before_s, found.step_after_s)]
+    assert errors[1] <= errors[0]
+    assert Profile.from_json(found.profile.to_json()) == found.profile
+    after = simulate(case.plan, costs(case.plan, found.profile), region_of(found.profile)).step_s
+    assert after == pytest.approx(found.step_after_s)
+
+
+def test_the_profile_says_where_each_corrected_number_comes_from():
+    plan, profile = real_plan()
+    once = recalibrate(plan, performed(plan, as_if(profile, {UP: 0.5})).timeline, RUN, DAY, "NVIDIA H200").profile
+    assert once.sources["recalibrated"].model_dump() == {
+        "kind": "fitted",
+        "detail": "penstock run --recalibrate: one settled step of demo/out, each quantity times a factor fitted to what the "
+        "plan's ops took",
+        "date": DAY,
+        "device": "NVIDIA H200",
+        "driver": None,
+    }
+    of_run = [place for place, quantity in once.quantities() if quantity.source == "recalibrated"]
+    assert of_run == [f"link.h2d.bytes_per_s.{i}.rate" for i in range(len(profile.link.h2d.bytes_per_s))]
+    again = replace(plan, profile=once.to_json())
+    twice = recalibrate(again, performed(again, as_if(once, {DOWN: 0.5})).timeline, RUN, DAY).profile
+    assert twice.link.h2d == once.link.h2d
+    assert twice.link.d2h.bytes_per_s[0].rate.source == "recalibrated-2"
+    assert twice.sources["recalibrated"] == once.sources["recalibrated"]
+
+
+def moved(timeline, change, step=1, op=3):
+    return Timeline(tuple(change(s) if (s.step, s.op) == (step, op) else s for s in timeline.spans))
+
+
+DAMAGE = {
+    "nothing": lambda t: Timeline(()),
+    "one step": lambda t: Timeline(tuple(s for s in t.spans if s.step == 0)),
+    "a step is missing": lambda t: Timeline(tuple(s for s in t.spans if s.step != 1)),
+    "an op is missing": lambda t: Timeline(tuple(s for s in t.spans if (s.step, s.op) != (1, 3))),
+    "an op twice": lambda t: Timeline((*t.spans, t.spans[5])),
+    "an op that the plan has not": lambda t: moved(t, lambda s: replace(s, op=10**6)),
+    "an op before the first": lambda t: moved(t, lambda s: replace(s, op=-1)),
+    "a time that is none": lambda t: moved(t, lambda s: replace(s, end_s=math.nan)),
+    "for ever": lambda t: moved(t, lambda s: replace(s, end_s=math.inf)),
+    "an end before its beginning": lambda t: moved(t, lambda s: replace(s, end_s=s.start_s - 1)),
+    "no time at all": lambda t: Timeline(tuple(Span(s.op, s.step, 0.0, 0.0) for s in t.spans)),
+    "ops in another order": lambda t: Timeline(tuple(replace(s, op=max(x.op for x in t.spans) - s.op) for s in t.spans)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_timeline_that_is_damaged_or_of_another_plan_is_one_line(damage):
+    plan, profile = real_plan()
+    prediction = performed(plan, as_if(profile, {PRODUCTS: 0.5}), n_steps=6)
+    timeline = DAMAGE[damage](prediction.timeline)
+    with pytest.raises(PlanError) as caught:
+        recalibrate(plan, timeline, RUN, DAY)
+    assert "\n" not in str(caught.value)
+    assert "timeline" in str(caught.value)
+
+
+def test_a_day_that_is_none_and_a_plan_without_a_profile_are_one_line():
+    plan, profile = real_plan()
+    timeline = performed(plan, as_if(profile, {UP: 0.5})).timeline
+    with pytest.raises(PlanError, match="not a date"):
+        recalibrate(plan, timeline, RUN, "yesterday")
+    with pytest.raises(ProfileError):
+        recalibrate(replace(plan, profile={}), timeline, RUN, DAY)
+
+
+def test_an_op_occupies_its_lane_from_when_nothing_holds_it_up():
+    """As in the simulator, where it then begins: also where handing over takes a while."""
+    plan, profile = real_plan()
+    prediction = performed(plan, profile, n_steps=6)
+    simulated, seen = predicted_of(plan, prediction), settled(plan, prediction.timeline)
+    assert seen.ops_s == pytest.approx(simulated.ops_s)
+    assert seen.step_s == pytest.approx(simulated.step_s)
+    late = Timeline(tuple(replace(s, start_s=s.start_s + 0.4 * (s.end_s - s.start_s)) for s in prediction.timeline.spans))
+    assert settled(plan, late).ops_s == pytest.approx(simulated.ops_s)
+    assert settled(plan, late).n_steps >= 1
+    assert LEAST_STEPS == 2
+
+
+def test_the_fewest_factors_are_found_that_explain_rows_and_the_others_are_unsure():
+    """Three rows that two factors move alike, and a third alone: as least squares by hand."""
+    slopes = [(-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), (0.0, 0.0, -0.5)]
+    rows = [Row(0.2, 5.0, "a"), Row(0.2, 5.0, "a"), Row(-0.15, 5.0, "b")]
+    fit = fit_factors(rows, 3, lambda logs: [sum(s * x for s, x in zip(slope, logs, strict=True)) for slope in slopes])
+    assert sorted(fit.logs[:2]) == pytest.approx([-0.2, 0.0], abs=0.01)
+    assert fit.logs[2] == pytest.approx(0.3, abs=0.01)
+    assert fit.deviations[0] == fit.deviations[1] == pytest.approx(BELIEF / math.sqrt(2), rel=0.01)
+    assert fit.deviations[2] < 0.05
+    assert fit_factors([Row(0.0, 1.0, "a")], 1, lambda logs: [0.0]).deviations == (BELIEF,)
+    small = fit_factors([Row(0.01, 1.0, "a")], 1, lambda logs: [-logs[0]])
+    assert small.logs == (0.0,), f"a square of {LEAST_GAIN} is not reached"
+
+
+def test_a_real_run_on_this_cpu_corrects_its_profile():
+    """Of a model so small that nothing is as a profile says."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED, spill_blocks=(0, 1)))
+    batches = batches_of(96, 4, 16)
+    machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
+    machine.initialise(0)
+    timeline = execute(plan, machine, 8)
+    found = recalibrate(plan, timeline, RUN, DAY)
+    errors = [abs(math.log(s / found.measured_step_s)) for s in (found.step_before_s, found.step_after_s)]
+    assert errors[1] < errors[0], "microseconds were predicted"
+    assert found.changes
+    assert Profile.from_json(found.profile.to_json()) == found.profile
+
+
+def test_an_emulated_machine_with_another_link_than_the_plan_was_made_for_is_found_out():
+    """In its own seconds. Its ops never take less than their demands, so a link of a fifth shows on any computer."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED))
+    profile = Profile.from_json(PROFILE)
+    slow = as_if(profile, {UP: 0.2})
+    loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, profile), strict=True) if op.kind is Kind.LOAD)
+    scale = 0.1 / loads_s  # half a second of loads in a step
+    batches = batches_of(96, 4, 16)
+    store = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
+    store.initialise(0)
+    timeline = execute(plan, EmulatedMachine(store, costs(plan, slow), region_of(slow), scale), 3)
+    in_its_seconds = Timeline(tuple(replace(s, start_s=s.start_s / scale, end_s=s.end_s / scale) for s in timeline.spans))
+    found = recalibrate(plan, in_its_seconds, RUN, DAY)
+    assert found.measured_step_s > 0
+    assert abs(math.log(found.step_after_s / found.measured_step_s)) <= abs(math.log(found.step_before_s / found.measured_step_s))

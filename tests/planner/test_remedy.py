@@ -1,0 +1,159 @@
+"""Does what is said to be missing make it fit?"""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from hwprofiles.schema import read_profile
+from planner.lower.lower import lower, plan_ops
+from planner.model.workload import build_workload, read_model
+from planner.predict.memory import footprint, frame
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
+from planner.search.search import search
+from planner.search.space import baseline, leanest
+from runtime.errors import DoesNotFitError
+from runtime.plan import MAX_REPETITIONS, Policy, Semantics
+from runtime.units import GB, MB, parse_bytes
+from tests.strategies import MODEL as SYNTHETIC
+from tests.strategies import cases, small_workload
+
+MODEL = read_model("qwen2.5-0.5b")
+SEMANTICS = Semantics(seq_len=1024, batch_size=8, micro_batch=1)
+DESKTOP = read_profile("rtx4090-desktop")
+SMALL = DESKTOP.with_memory(3 * GB, 64 * GB)
+# What policies need lies between 4.01 GB on the device with 15.1 GB on the host, and 4.76 GB with 13.7 GB.
+MEMORY = [(n_device * 10 * MB, n_host * 10 * MB) for n_device in (100, 430, 600) for n_host in (600, 1400, 1510, 10000)]
+
+
+def refusal(profile, semantics=SEMANTICS, fixed=None):
+    """What a search would be told; None where a policy fits."""
+    found = needs_of(profile, semantics, fixed)
+    return None if any(n.fits for n in found) else does_not_fit(Request(MODEL, semantics, profile, fixed, frozenset()), found)
+
+
+def needs_of(profile, semantics=SEMANTICS, fixed=None):
+    workload = build_workload(MODEL, semantics)
+    if fixed is not None:
+        return [footprint(frame(MODEL, workload, semantics, fixed), profile)]
+    return [needs for _, needs in leanest(MODEL, workload, semantics, profile)]
+
+
+def sizes_in(change):
+    """The memory sizes that a change names, by place."""
+    return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
+
+
+@pytest.mark.parametrize(("device", "host"), MEMORY)
+@pytest.mark.parametrize("fixed", [None, Policy(spill_blocks=tuple(range(23)))])
+def test_the_missing_bytes_and_the_change_of_memory_are_those_of_the_nearest_policy(device, host, fixed):
+    profile = DESKTOP.with_memory(device, host)
+    error = refusal(profile, fixed=fixed)
+    if error is None:
+        return
+    short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
+    named = sizes_in(error.smallest_change)
+    assert {place for place, n_bytes in short.items() if n_bytes} == set(named), str(error)
+    # A device is what it is: it is called too small only where no policy fits it.
+    assert bool(error.short_device_bytes) == all(needs.short_device_bytes for needs in needs_of(profile, fixed=fixed))
+    has = {"device": device, "host": host}
+    for place, n_bytes in named.items():
+        assert has[place] + short[place] <= n_bytes < has[place] + short[place] + 10 * GB
+    assert refusal(DESKTOP.with_memory(device + short["device"], host + short["host"]), fixed=fixed) is None
+    assert refusal(DESKTOP.with_memory(named.get("device", device), named.get("host", host)), fixed=fixed) is None
+
+
+def test_a_host_that_is_a_little_short_is_not_called_a_device_that_is_much_too_small():
+    """Boundaries of long sequences do not fit the device; spilled, they miss the host by 15.3 GB: that is what can be bought."""
+    model, semantics = read_model("qwen3-8b"), Semantics(seq_len=4096, batch_size=32, micro_batch=2)
+    with pytest.raises(DoesNotFitError) as caught:
+        search(model, build_workload(model, semantics), semantics, DESKTOP)
+    assert caught.value.short_device_bytes == 0
+    assert "qwen3-8b does not fit rtx4090-desktop: host memory is 15.3 GB short" in str(caught.value)
+    assert "--host-memory 150GB" in caught.value.smallest_change
+    assert "--device-memory" not in caught.value.smallest_change
+
+
+def test_the_change_of_memory_is_named_however_many_others_fit():
+    semantics = replace(SEMANTICS, gradient_dtype="fp32", clip_norm=1.0, on_nonfinite="stop")
+    enough = min(needs.host_peak_bytes for needs in needs_of(DESKTOP, semantics))
+    error = refusal(DESKTOP.with_memory(None, enough - 1), semantics)
+    assert error is not None
+    assert error.short_host_bytes == 1
+    assert error.smallest_change.count(", or ") == 2
+    assert sizes_in(error.smallest_change)["host"] >= enough
+
+
+def test_no_change_is_proposed_that_makes_a_plan_too_long_to_write():
+    semantics = replace(SEMANTICS, batch_size=2**21)
+    workload = build_workload(MODEL, semantics)
+    assert most_ops(workload, semantics) > MAX_PLAN_OPS
+    profile = DESKTOP.with_memory(None, GB)
+    found = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
+    error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), found)
+    assert "none of those tried" in error.smallest_change
+
+
+def proposals(request):
+    """Every change that may be named, and what would then be asked for, whether it fits or not."""
+    found = [footprint(frame(request.model, build_workload(request.model, request.semantics), request.semantics, Policy()), SMALL)]
+    return [*_changes(request, found), _with_memory(request, found[0])]
+
+
+@pytest.mark.parametrize("named", [frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}, SIZES])
+def test_no_change_resets_a_size_that_the_user_named(named):
+    """Four times the gradient's bytes, a device of 3 GB: every kind of change is tried, with and without fitting."""
+    model = read_model("qwen2.5-7b")
+    given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
+    free = SIZES - named
+    semantics, _ = with_micro_batch(model, given, SMALL, free)
+    changes = proposals(Request(model, semantics, SMALL, None, free))
+    assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
+    for text, changed in changes:
+        is_size = text.startswith("--micro-batch")
+        for field in named - ({"micro_batch"} if is_size else set()):
+            assert getattr(changed.semantics, field) == getattr(given, field), text
+        again, _ = with_micro_batch(model, changed.semantics, changed.profile, free - ({"micro_batch"} if is_size else set()))
+        assert replace(changed, semantics=again).fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
+
+
+def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
+    """Other sizes may have fewer micro-batches than the policy has in a group."""
+    semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
+    request = Request(MODEL, semantics, DESKTOP.with_memory(10**12, 10**12), Policy(group_micro_batches=4), SIZES)
+    assert request.fits()
+    assert not replace(request, semantics=replace(semantics, micro_batch=32)).fits()
+
+
+def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it():
+    """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
+    model, profile = read_model("qwen2.5-32b"), read_profile("rtx4090-server")
+    semantics, workload = with_micro_batch(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
+    fixed = baseline("megatrain", semantics, workload)
+    needs = footprint(frame(model, workload, semantics, fixed), profile)
+    error = does_not_fit(Request(model, semantics, profile, fixed, SIZES), [needs])
+    changed = re.search(r"--host-memory (\w+) --micro-batch (\d+)$", error.smallest_change)
+    assert changed, error
+    larger = profile.with_memory(None, parse_bytes(changed[1]))
+    given = replace(semantics, micro_batch=int(changed[2]))
+    given, workload = with_micro_batch(model, given, larger, SIZES - {"micro_batch"})
+    assert footprint(frame(model, workload, given, fixed), larger).fits
+
+
+@given(cases())
+@settings(deadline=None)
+def test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by(case):
+    assert len(case.plan.ops) <= most_ops(case.workload, case.semantics, case.policy)
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(spill_blocks=(0, 1, 2), group_micro_batches=3), Policy(boundary_stride=3)])
+def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
+    workload = small_workload(3, tied=False)
+    for n in (400, 2000, MAX_REPETITIONS):
+        semantics = Semantics(seq_len=4, batch_size=n, micro_batch=1)
+        plan = lower(SYNTHETIC, workload, semantics, policy, {})
+        assert plan.repeat is not None
+        assert len(plan.ops) <= most_ops(workload, semantics, policy)
+        assert len(plan.ops) <= 1.5 * plan_ops(workload, semantics, policy) + 20 * len(workload.blocks)

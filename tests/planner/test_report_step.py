@@ -1,0 +1,191 @@
+"""Is the step that a report draws a step, and does memory hold then what it says?"""
+
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.memory import footprint
+from planner.search.space import baseline
+from planner.show import report_memory
+from planner.show.report_memory import begins_anew, held
+from planner.show.report_step import measured_stretch, predicted_stretch
+from runtime.plan import Kind, Lane, Op, Semantics, Slot
+from runtime.plan.timeline import Span, Timeline
+from tests.report_cases import predicted
+from tests.strategies import PROFILE, plans
+
+MACHINE = Profile.from_json(PROFILE)
+
+
+# -- one step ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_the_step_that_is_drawn_holds_every_op_once(plan):
+    """However far a lane runs ahead: in a steady rhythm the stretch has all the work of one step, no more and no less."""
+    prediction = predicted(plan, MACHINE)
+    if not prediction.periodic or prediction.n_cycle_steps > 1:
+        return
+    stretch = predicted_stretch(plan, prediction)
+    assert stretch.length_s == pytest.approx(prediction.step_s)
+    drawn_s = Counter()
+    for piece in stretch.within():
+        assert 0 <= piece.start_s <= piece.end_s <= stretch.length_s * (1 + 1e-9)
+        drawn_s[piece.op] += piece.end_s - piece.start_s
+    n_steps = len(prediction.timeline.step_ends_s)
+    for span in prediction.timeline.from_step(n_steps - 1).spans:
+        assert drawn_s[span.op] == pytest.approx(span.end_s - span.start_s, abs=1e-9 * prediction.step_s + 1e-12)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=12))
+def test_the_measured_step_that_is_drawn_is_a_settled_one_of_median_length(lengths):
+    plan = lower_small()
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    first = next(i for i, op in enumerate(plan.ops) if op.lane is Lane.GPU)
+    stretch = measured_stretch(plan, Timeline(tuple(Span(first, n, s, s + 0.1) for n, s in enumerate(starts))))
+    settled = sorted(b - a for a, b in pairwise(starts[2:]))
+    assert stretch.length_s == pytest.approx(settled[(len(settled) - 1) // 2])
+    assert stretch.step >= 2
+
+
+@cache
+def lower_small():
+    model = read_model("qwen2.5-0.5b")
+    of = Semantics(seq_len=128, batch_size=2, micro_batch=1)
+    workload = build_workload(model, of)
+    return lower(model, workload, of, baseline("megatrain-plus", of, workload), read_profile("rtx4090-server").to_json())
+
+
+@pytest.mark.parametrize("steps", [(), (0,), (0, 1), (0, 5)])
+def test_a_run_too_short_to_settle_is_drawn_all_the_same(steps):
+    plan = lower_small()
+    stretch = measured_stretch(plan, Timeline(tuple(Span(1, n, float(n), n + 0.5) for n in steps)))
+    assert stretch.length_s >= 0
+    assert len(stretch.within()) <= 1
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def obviously_held(plan, spans, at_s):
+    """What is live in the arenas just after a moment, by asking of every slot what happens to it next."""
+    uses = defaultdict(list)
+    for span in sorted(spans, key=lambda s: (s.step, s.op)):
+        op = plan.ops[span.op]
+        for slot in {*op.reads, *op.writes}:
+            uses[slot].append((span, op))
+    found = Counter()
+    for arena in plan.arenas:
+        for i, n_bytes in enumerate(arena.slot_bytes):
+            if arena.name in ("masters", "remainders", "moments", "host_weights", "norm"):
+                found[arena.name] += n_bytes
+                continue
+            slot = Slot(arena.name, i)
+            following = [(span, op) for span, op in uses[slot] if span.end_s > at_s]
+            if not following:
+                continue
+            span, op = following[0]
+            needs_what_is_there = slot in op.reads and not (op.kind is Kind.ACCUMULATE and op.micro_batch == 0)
+            goes_on = op.kind is Kind.LOAD and op.chunk
+            if needs_what_is_there or goes_on or span.start_s <= at_s:
+                found[arena.name] += n_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "anew"),
+    [
+        ("load h2d b3 < host_weights[3] > weights[1]", True),
+        ("load h2d b3 c0 < host_weights[6] > weights[1]", True),
+        ("load h2d b3 c1 < host_weights[7] > weights[1]", False),  # joins what the first chunk began
+        ("offload d2h b3 c1 < gradients[0] > host_gradients[7]", True),  # each chunk has a slot of its own
+        ("accumulate cpu b3 m0 < staging[0] host_gradients[3] > host_gradients[3]", True),  # the sum begins with zero
+        ("accumulate cpu b3 m1 < staging[0] host_gradients[3] > host_gradients[3]", False),
+        ("backward gpu b3 m0 < weights[1] boundaries[3] boundaries[2] > boundaries[2]", False),
+    ],
+)
+def test_what_is_added_to_a_slot_prolongs_what_it_holds(line, anew):
+    op = Op.parse(line)
+    assert begins_anew(op, op.writes[0]) == anew
+
+
+@settings(max_examples=60)
+@given(plans(max_layers=4, max_micro_batches=3), st.lists(st.floats(0, 0.999), min_size=5, max_size=5))
+def test_what_memory_holds_is_what_the_next_use_of_every_slot_says(plan, fractions):
+    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_memory, "SMALL_FRACTION", 0.0)  # nothing is summed up
+        memory = held(plan, MACHINE, stretch)
+    for fraction in fractions:
+        at_s = fraction * stretch.length_s
+        expected = obviously_held(plan, stretch.spans, stretch.start_s + at_s)
+        for one in memory:
+            at = max(i for i, t in enumerate(one.times_s) if t <= at_s)
+            for arena in plan.arenas:
+                if arena.place is one.place:
+                    assert one.series[arena.name][at] == expected[arena.name], (arena.name, at_s)
+
+
+@settings(max_examples=60)
+@given(plans(max_layers=4, max_micro_batches=3), st.lists(st.floats(0, 0.999), min_size=5, max_size=5))
+def test_activations_are_held_from_their_forward_to_their_backward_and_no_longer(plan, fractions):
+    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
+    device, _ = held(plan, MACHINE, stretch)
+    policy, blocks = plan.policy, plan.workload.blocks
+    when = {(plan.ops[s.op].kind, s.step, plan.ops[s.op].block, plan.ops[s.op].micro_batch): s for s in stretch.spans}
+    for fraction in fractions:
+        at_s = fraction * stretch.length_s
+        now_s, at = stretch.start_s + at_s, max(i for i, t in enumerate(device.times_s) if t <= at_s)
+        kept = computing = 0
+        for (kind, step, b, m), span in when.items():
+            forward = when.get((Kind.FORWARD, step, b, m)) if kind is Kind.BACKWARD else None
+            if forward is not None and forward.start_s <= now_s < span.end_s:
+                if b in policy.keep_blocks:
+                    kept += blocks[b].kept_bytes
+                elif b in (*policy.attention_blocks, *policy.product_blocks):
+                    kept += blocks[b].recompute(plan.saved(b), policy.early_stop).saved_bytes
+            computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
+        assert (
+            device.series.get("kept activations", [0] * (at + 1))[at] == kept
+            or kept < 0.002 * footprint(plan, MACHINE).device_peak_bytes
+        )
+        assert computing <= 1
+        assert device.series.get("block being computed", [0] * (at + 1))[at] <= computing * plan.transient_bytes
+
+
+@settings(max_examples=100)
+@given(plans())
+def test_no_more_is_held_than_is_reserved(plan):
+    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
+    needs = footprint(plan, MACHINE)
+    for one, peak_bytes in zip(held(plan, MACHINE, stretch), (needs.device_peak_bytes, needs.host_peak_bytes), strict=True):
+        assert sum(one.reserved.values()) == peak_bytes
+        assert one.peak_bytes <= peak_bytes
+        for name, values in one.series.items():
+            assert max(values) <= one.reserved.get(name, peak_bytes)
+            assert min(values) >= 0
+
+
+def test_of_many_moments_the_fullest_are_drawn(monkeypatch):
+    plan = lower_small()
+    profile = read_profile("rtx4090-server")
+    stretch = predicted_stretch(plan, predicted(plan, profile))
+    whole = held(plan, profile, stretch)
+    monkeypatch.setattr(report_memory, "MOST_MOMENTS", 16)
+    for many, few in zip(whole, held(plan, profile, stretch), strict=True):
+        assert len(few.times_s) == 16 < len(many.times_s)
+        assert few.peak_bytes == many.peak_bytes
+        totals = list(map(sum, zip(*many.series.values(), strict=True)))
+        for i, t in enumerate(few.times_s):  # each shows a moment that there is, and none in its stretch of time is fuller
+            shown = sum(values[i] for values in few.series.values())
+            inside = [n for at, n in zip(many.times_s, totals, strict=True) if t <= at < t + stretch.length_s / 16 * 0.999]
+            assert shown in totals
+            assert shown >= max(inside, default=0)

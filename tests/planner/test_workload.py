@@ -1,0 +1,420 @@
+"""Does a workload say of a model what transformers and autograd say of it?"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
+from runtime.errors import WorkloadError
+from runtime.plan import Semantics
+from runtime.plan.workload import BlockKind, Model, Workload
+from tests.real_layers import (
+    DTYPES,
+    MANY,
+    ROW_HEAVY,
+    SIZES,
+    WIDER,
+    Traffic,
+    cases,
+    hf_model,
+    layer_calls,
+    layers_of,
+    peak_bytes,
+    saved_bytes,
+    semantics,
+)
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((t, {}) for t in MODEL_TYPES),
+    *((t, {"tie_word_embeddings": True}) for t in MODEL_TYPES),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    ("llama", {"num_key_value_heads": 4, "head_dim": None}),
+    ("qwen2", {"num_key_value_heads": None}),
+    ("qwen3", {"attention_bias": True}),
+    ("gemma2", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 4, "attention_bias": True}),
+    ("gpt_oss", {"attention_bias": False}),
+]
+
+
+def named_shapes(workload: Workload) -> list[tuple[str, tuple[int, ...]]]:
+    """Own parameters in the order of `named_parameters`: embedding, layers, then norm and head."""
+    return [(p.name, p.shape) for block in workload.blocks for p in block.parameters if p.tied_to is None]
+
+
+def attention_of(model_type: str) -> str:
+    return "eager" if model_type in EAGER_ONLY else "sdpa"
+
+
+# ---- parameters
+
+
+def parameters_agree(config: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        theirs = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
+    ours = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
+    assert named_shapes(ours) == theirs
+    assert (
+        ours.tied == (ours.blocks[-1].parameters[-1].tied_to == "model.embed_tokens.weight") == (theirs[-1][0] != "lm_head.weight")
+    )
+    assert ours.blocks[-1].parameters[-1].shape == ours.blocks[0].parameters[0].shape
+
+
+@pytest.mark.parametrize(("model_type", "overrides"), VARIANTS)
+def test_weights_have_the_names_shapes_and_order_that_transformers_gives_them(model_type: str, overrides: dict[str, Any]) -> None:
+    parameters_agree(tiny_config(model_type, **overrides))
+
+
+@pytest.mark.parametrize("name", shipped_models())
+def test_every_shipped_model_has_exactly_the_weights_of_the_real_one(name: str) -> None:
+    parameters_agree(read_model(name).config)
+
+
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t not in ("llama", "qwen2", "mistral", "mixtral", "qwen3_moe")])
+def test_a_head_size_left_out_is_the_one_that_transformers_takes(model_type: str) -> None:
+    config = tiny_config(model_type)
+    del config["head_dim"]
+    parameters_agree(config)
+
+
+# ---- work
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
+    """Eager attention computes the full square of scores; the plan's convention is the causal half, cut to the window."""
+    config, batch, seq_len = tiny_config(model_type), 3, 21
+    options = {"experts_implementation": "eager"} if model_type in EXPERT_TYPES else {}
+    model = hf_model(config, attn_implementation="eager", **options)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.randint(0, config["vocab_size"], (batch, seq_len)), use_cache=False)
+    how = semantics(batch, seq_len, attention="eager", experts="eager", loss_tile_tokens=10)
+    blocks = build_workload(Model(config), how).blocks
+    squares = [4 * a.n_sequences * a.n_heads * a.head_dim * seq_len**2 for b in blocks if (a := b.attention)]
+    assert len(squares) == config["num_hidden_layers"]
+    # Older versions of transformers make the rotary tables, once for all layers, by a product: of one column with one row
+    tables = [sum(of.values()) for module, of in counter.get_flop_counts().items() if module.endswith("rotary_emb")]
+    assert sum(m.flop for b in blocks for m in b.matmuls) + sum(squares) == counter.get_total_flops() - sum(tables)
+
+
+def mask_of(model: torch.nn.Module, config: dict[str, Any], seq_len: int) -> list[torch.Tensor]:
+    return [kwargs["attention_mask"] for _, _, kwargs in layer_calls(model, config["vocab_size"], 1, seq_len)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        *((t, {}) for t in MODEL_TYPES),
+        ("mistral", {"sliding_window": None}),
+        ("mixtral", {"sliding_window": 5}),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}),
+        ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}),
+        ("gemma2", {"layer_types": ["full_attention", "full_attention"]}),
+        ("gpt_oss", {"sliding_window": 100}),
+    ],
+)
+def test_attention_counts_the_pairs_that_the_models_own_mask_lets_through(model_type: str, overrides: dict[str, Any]) -> None:
+    config, seq_len = tiny_config(model_type, **overrides), 24
+    blocks = build_workload(Model(config), semantics(1, seq_len, attention="eager")).blocks[1:-1]
+    masks = mask_of(hf_model(config, attn_implementation="eager"), config, seq_len)
+    for block, mask in zip(blocks, masks, strict=True):
+        assert block.attention is not None
+        n_pairs = int((mask[0, 0] == 0).sum())
+        assert block.attention.flop == 4 * block.attention.n_heads * block.attention.head_dim * n_pairs
+
+
+def test_experts_share_rows_evenly_and_lose_none() -> None:
+    config = tiny_config("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    for tokens in (1, 2, 5, 48):
+        block = build_workload(Model(config), semantics(1, tokens)).blocks[1]
+        rows = [m for m in block.matmuls if m.n == 2 * config["intermediate_size"]]
+        assert sum(m.m * m.count for m in rows) == 2 * tokens
+        assert sum(m.count for m in rows) == min(4, 2 * tokens)
+        assert max(m.m for m in rows) - min(m.m for m in rows) <= 1
+
+
+# ---- what one forward reads, writes and keeps
+
+
+@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
+    for size in SIZES:
+        for block, layer, x, kwargs in layers_of(case, *size):
+            measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
+            assert block.kept_bytes == pytest.approx(measured, rel=0.02)
+            assert block.boundary_bytes == x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+def test_calls_and_traffic_of_a_layer_are_those_of_the_real_one(case: tuple[str, str, str, str]) -> None:
+    """Exact for dense layers. A loop over experts also passes over masks of row numbers, which are left out."""
+    looped = case[0] in EXPERT_TYPES and case[3] == "eager"
+    for size in SIZES:
+        for block, layer, x, kwargs in layers_of(case, *size):
+            with Traffic() as traffic:
+                layer(x, **kwargs)
+            n_calls = traffic.calls.total()
+            assert abs(block.n_kernels - n_calls) <= (0.1 * n_calls if looped else 1)
+            assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.2 if looped else 0.07)
+
+
+@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+def test_a_layers_backward_stays_within_its_transient_bytes_and_not_far_below(case: tuple[str, str, str, str]) -> None:
+    for size in SIZES:
+        for block, layer, x, kwargs in layers_of(case, *size):
+            gradient, weights = torch.randn_like(x), list(layer.parameters())
+            peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
+            assert peak <= block.transient_bytes <= 1.5 * peak
+
+
+@pytest.mark.parametrize("overrides", ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", EXPERT_TYPES)
+def test_rows_of_experts_keep_what_autograd_saves_of_them(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
+    """To the byte, but for the few that count rows, in versions of transformers that mask them; elsewhere without the mask."""
+    case = (model_type, attention_of(model_type), dtype, "grouped_mm")
+    for block, layer, x, kwargs in layers_of(case, *MANY, **overrides):
+        measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
+        n_rows = MANY[0] * MANY[1] * overrides["num_experts_per_tok"]
+        assert measured - 100 < block.kept_bytes <= measured + n_rows
+
+
+def test_the_bound_holds_at_a_width_of_real_models() -> None:
+    """One layer as wide as a model of half a billion parameters."""
+    config = read_model("qwen2.5-0.5b").config | {"num_hidden_layers": 1, "vocab_size": 64}
+    model = hf_model(config, attn_implementation="sdpa").to(torch.bfloat16)
+    block = build_workload(Model(config), semantics(1, 512, "bf16")).blocks[1]
+    ((layer, x, kwargs),) = layer_calls(model, 64, 1, 512)
+    x, gradient, weights = x.requires_grad_(), torch.randn_like(x), list(layer.parameters())
+    peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))
+    assert peak <= block.transient_bytes <= 1.5 * peak
+    assert block.kept_bytes == pytest.approx(saved_bytes(layer, x, kwargs, weights), rel=0.02)
+
+
+# ---- vocabulary blocks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_an_embedding_keeps_its_indices_and_stays_within_its_transient_bytes(model_type: str, dtype: str) -> None:
+    config = tiny_config(model_type, **WIDER, vocab_size=1000)
+    block = build_workload(Model(config), semantics(2, 48, dtype, attention="eager")).blocks[0]
+    table = hf_model(config).to(DTYPES[dtype]).model.embed_tokens  # type: ignore[union-attr]
+    ids = torch.randint(0, 1000, (2, 48))
+    indices = 8 * ids.numel()
+    scale = list(table.buffers())
+    assert saved_bytes(table.forward, ids, {}, [*table.parameters(), *scale]) <= 8  # beside the indices
+    assert block.kept_bytes == indices
+    gradient = torch.randn(2, 48, config["hidden_size"], dtype=DTYPES[dtype])
+    peak = peak_bytes(lambda: torch.autograd.grad(table(ids), list(table.parameters()), gradient))
+    assert peak <= block.transient_bytes <= 1.5 * peak
+    assert block.boundary_bytes == gradient.numel() * gradient.element_size()
+
+
+def tiled_loss(
+    head: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: float | None
+) -> list[torch.Tensor]:
+    """Loss and gradients the obvious way: the norm once, then a backward for each tile of tokens."""
+    norm, output = head.model.norm, head.lm_head  # type: ignore[union-attr]
+    x = x.requires_grad_()
+    normed = norm(x)
+    rows = normed.detach().reshape(-1, normed.shape[-1])
+    gradient = torch.empty_like(rows)
+    weight_sum = WEIGHT_SUM[: output.weight.numel()].view_as(output.weight)
+    loss = torch.zeros(())
+    for at in range(0, len(rows), tile):
+        part = rows[at : at + tile].clone().requires_grad_()
+        logits = torch.nn.functional.linear(part, output.weight)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        part_loss = torch.nn.functional.cross_entropy(logits.float(), labels[at : at + tile], reduction="sum")
+        of_part, of_weight = torch.autograd.grad(part_loss, [part, output.weight])
+        gradient[at : at + tile] = of_part
+        for row_sum, of_row in zip(weight_sum, of_weight, strict=True):
+            row_sum += of_row  # by rows: on the CPU, adding bf16 to fp32 makes an fp32 copy first
+        loss += part_loss.detach()
+        del logits, part_loss, of_part, of_weight, of_row  # else the next tile would find this one's gradient still there
+    return [loss, *torch.autograd.grad(normed, [x, norm.weight], gradient.view_as(normed))]
+
+
+WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which lies in an arena
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("tile", [32, 500])
+def test_the_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, dtype: str, tile: int) -> None:
+    config = tiny_config(model_type, **WIDER, vocab_size=3000)
+    how = semantics(2, 64, dtype, attention="eager", loss_tile_tokens=tile)
+    block = build_workload(Model(config), how).blocks[-1]
+    model = hf_model(config).to(DTYPES[dtype])
+    x = torch.randn(2, 64, config["hidden_size"], dtype=DTYPES[dtype])
+    labels = torch.randint(0, 3000, (128,))
+    softcap = 30.0 if model_type == "gemma2" else None
+    peak = peak_bytes(lambda: tiled_loss(model, x, labels, tile, softcap))
+    assert peak <= block.transient_bytes <= 1.8 * peak  # logits and weight gradient are added, though most logits are gone by then
+    assert (block.kept_bytes, block.boundary_bytes) == (0, 0)
+
+
+def test_a_second_micro_batch_needs_room_for_its_own_sum_of_tiles() -> None:
+    """Else sums of micro-batches would depend on the tiles of the others."""
+    model = Model(tiny_config("llama"))
+    once, twice = (build_workload(model, Semantics(seq_len=8, batch_size=n, micro_batch=1)).blocks[-1] for n in (1, 2))
+    assert twice.transient_bytes - once.transient_bytes == 4 * model.config["vocab_size"] * model.config["hidden_size"]
+
+
+# ---- reading
+
+
+def write(folder: Path, config: object, name: str = "config.json") -> Path:
+    (folder / name).write_text(config if isinstance(config, str) else json.dumps(config))
+    return folder / name
+
+
+def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    file = write(tmp_path, config)
+    for given in (tmp_path, file):
+        model = read_model(str(given))
+        assert (model.config, model.path, model.name) == (config, None, tmp_path.name)
+    shipped = read_model("llama-3.1-8b")
+    assert (shipped.path, shipped.name, shipped.config["hidden_size"]) == (None, "llama-3.1-8b", 4096)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "pytorch_model.bin"])
+def test_a_folder_with_weights_or_a_tokenizer_becomes_the_models_path(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path, tiny_config("llama"))
+    (tmp_path / name).touch()
+    assert read_model(str(tmp_path)).path == read_model(str(file)).path == str(tmp_path.resolve())
+
+
+def test_the_twenty_one_known_models_are_shipped() -> None:
+    assert len(shipped_models()) == 21
+    assert {"gpt-oss-120b", "qwen2.5-72b", "smollm2-360m"} <= set(shipped_models())
+    assert shipped_models() == sorted(shipped_models())
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "mamba"}, "'mamba' is not supported; supported: gemma2, gpt_oss, llama"),
+    ({"model_type": None}, "`model_type` is missing"),
+    ({"hidden_size": ...}, "`hidden_size` is missing"),
+    ({"num_key_value_heads": ...}, "`num_key_value_heads` is missing"),
+    ({"vocab_size": 0}, "`vocab_size` is 0"),
+    ({"vocab_size": -5}, "`vocab_size` is -5"),
+    ({"num_hidden_layers": 2.0}, "`num_hidden_layers` is 2.0"),
+    ({"num_hidden_layers": True}, "`num_hidden_layers` is True"),
+    ({"num_hidden_layers": 10**6}, "at most 10000"),
+    ({"hidden_size": "32\nx"}, "`hidden_size` is 32 x"),
+    ({"hidden_size": 10**30}, "`hidden_size` is 1000"),
+    ({"hidden_size": 33, "head_dim": ...}, "no multiple of `num_attention_heads`"),
+    ({"num_key_value_heads": 3}, "no multiple of `num_key_value_heads`"),
+    ({"num_key_value_heads": None}, "`num_key_value_heads` is None"),
+    ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` is yes"),
+    ({"num_experts_per_tok": 5}, "is more than"),
+    ({"mlp_only_layers": [-1]}, "`mlp_only_layers`"),
+    ({"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
+    ({"hidden_act": "relu"}, "only silu is supported"),
+    ({"attention_dropout": 0.1}, "only 0 is supported"),
+    ({"use_sliding_window": True, "sliding_window": -1}, "`sliding_window` is -1"),
+    ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "not a causal language model"),
+]
+
+
+@pytest.mark.parametrize(("change", "complaint"), WRONG)
+def test_a_wrong_configuration_is_refused_in_one_line_that_names_file_and_key(
+    tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    config = tiny_config("qwen3_moe") | change
+    file = write(tmp_path, {k: v for k, v in config.items() if v is not ...})
+    with pytest.raises(WorkloadError) as caught:
+        read_model(str(tmp_path))
+    message = str(caught.value)
+    assert message.startswith(str(file))
+    assert complaint in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layer_types": ["full_attention"]}, {"layer_types": ["sliding_attention", "chunked_attention"]}, {"sliding_window": None}],
+)
+def test_layer_types_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WorkloadError, match="layer_types"):
+        build_workload(Model(tiny_config("gpt_oss", **change)), semantics(attention="eager"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"model_type": NaN}', "\ud800", "[" * 10**5, '{"a": ' + "1" * 10**4 + "}"])
+def test_a_file_that_is_no_json_object_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(WorkloadError, match=r"config\.json: (not JSON|JSON, but not an object)") as caught:
+        read_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.touch()
+    os.truncate(file, 2**40)
+    with pytest.raises(WorkloadError, match="larger than any configuration"):
+        read_model(str(file))
+
+
+@pytest.mark.parametrize("name", ["", "no-such-model", "a/b/c", "x" * 5000, "nul\0byte", "new\nline"])
+def test_a_name_that_is_nothing_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(WorkloadError, match="no such folder") as caught:
+        read_model(name)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_a_misspelt_name_is_answered_with_its_neighbours() -> None:
+    with pytest.raises(WorkloadError, match=r"near it: qwen2\.5-72b"):
+        read_model("Qwen2.5-72B-Instruct")
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"no config\.json in this folder"):
+        read_model(str(tmp_path))
+
+
+def fused_is_the_models_own(config: dict[str, Any]) -> bool:
+    """Whether transformers lets the model have it and logits stay: older versions let gemma2, and leave out its cap on scores."""
+    logits = []
+    for attention in ("eager", "sdpa"):
+        torch.manual_seed(0)
+        try:
+            model = hf_model(config, attn_implementation=attention)
+        except ValueError:
+            return False
+        with torch.no_grad():
+            logits.append(model(torch.arange(24)[None], use_cache=False).logits)
+    return torch.allclose(*logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_fused_attention_is_refused_exactly_where_it_is_not_the_models_own(model_type: str) -> None:
+    model = Model(tiny_config(model_type, initializer_range=0.2))  # so that scores are large enough to be capped
+    ours = fused_is_the_models_own(model.config)
+    assert ("sdpa" in supported_attention(model)) == ours == (model_type not in EAGER_ONLY)
+    if ours:
+        assert build_workload(model, semantics()).n_layers == model.config["num_hidden_layers"]
+    else:
+        with pytest.raises(WorkloadError, match="use eager"):
+            build_workload(model, semantics())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_workload_is_embedding_layers_head_and_twice_the_same(model_type: str) -> None:
+    model = Model(tiny_config(model_type, num_hidden_layers=4))
+    ours = build_workload(model, semantics(attention=attention_of(model_type)))
+    assert [b.kind for b in ours.blocks] == [BlockKind.EMBEDDING, *[BlockKind.LAYER] * 4, BlockKind.HEAD]
+    assert len({b.name for b in ours.blocks}) == 6
+    assert ours == build_workload(model, semantics(attention=attention_of(model_type)))

@@ -1,0 +1,437 @@
+"""Is what a GPU's streams make of a plan the plan, however late they are?
+
+Without a GPU: on streams that dawdle (`late_streams`). What only a GPU can say is in `test_on_a_gpu`.
+"""
+
+import gc
+import itertools
+import json
+import os
+import threading
+import time
+import weakref
+from collections import defaultdict
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.cli.main import cli
+from planner.model.workload import build_workload
+from runtime.batch import Batch
+from runtime.errors import PenstockError
+from runtime.executor import Execution, OpError, execute
+from runtime.machines.staging import Staging
+from runtime.plan import Kind, Lane, Policy, Update
+from runtime.plan.workload import Model
+from runtime.train.evaluation import Evaluator
+from runtime.train.generation import generate
+from tests.late_streams import LateStreams, Poisoned, machine_of
+from tests.strategies import policies
+from tests.tiny import tiny_config
+from tests.training import (
+    EVERYTHING,
+    N_STEPS,
+    batches_of,
+    clip_some_steps,
+    differences,
+    plain,
+    semantics_of,
+)
+
+from .test_evaluation import LateForBoth, Several, sequences, watch_forwards
+
+LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+HASTE = (0.0, 0.5, 0.9)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+@LAW
+@given(data=st.data())
+def test_however_late_streams_are_the_bits_are_those_of_the_plain_loop(model_type, data):
+    n_layers = data.draw(st.integers(1, 4), label="n_layers")
+    semantics = semantics_of(
+        model_type,
+        compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"),
+        clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip_norm"),
+        micro_batch=data.draw(st.sampled_from([1, 3]), label="micro_batch"),  # of four: one is left
+    )
+    key = (("num_hidden_layers", n_layers), ("tie_word_embeddings", data.draw(st.booleans(), label="tied")))
+    if semantics.clip_norm is not None:
+        semantics = clip_some_steps(model_type, semantics, key)
+    config = tiny_config(model_type, **dict(key))
+    policy = data.draw(policies(semantics, build_workload(Model(config), semantics)), label="policy")
+    seed, haste = data.draw(st.integers(0, 99), label="seed"), data.draw(st.sampled_from(HASTE), label="haste")
+    machine = machine_of(config, semantics, policy, seed, haste)
+    execute(machine.plan, machine, N_STEPS)
+    assert differences(machine, plain(model_type, semantics, key)) == []
+
+
+EDGES = {  # (waiting lane, awaited lane), of all that wait for streams
+    (Lane.GPU, Lane.H2D), (Lane.GPU, Lane.D2H), (Lane.H2D, Lane.GPU),
+    (Lane.H2D, Lane.D2H), (Lane.D2H, Lane.GPU), (Lane.CPU, Lane.D2H),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("waiting", "marking"), sorted(EDGES), ids=str)
+def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
+    """The law above can fail: take away what one lane hears of another, let streams dawdle, and it is seen."""
+    left_out = 0
+
+    class Deaf(Poisoned):
+        def mark(self, op):
+            token = super().mark(op)
+            return None if token is None else (op.lane, token)
+
+        def follow(self, lane, marked):
+            nonlocal left_out
+            marker, token = marked
+            if lane is Lane.CPU:
+                time.sleep(0.03)  # streams run ahead of a host that dawdles too
+            if (lane, marker) == (waiting, marking):
+                left_out += 1
+            else:
+                super().follow(lane, token)
+
+    semantics, key = semantics_of("llama"), (("num_hidden_layers", 4),)
+    seen = []
+    for seed in range(list(Lane).index(marking), 40, 4):  # under which the stream that is not heard is the sleepy one
+        machine = machine_of(tiny_config("llama", **dict(key)), semantics, EVERYTHING, seed, 0.97, Deaf)
+        try:
+            execute(machine.plan, machine, N_STEPS)
+            seen += differences(machine, plain("llama", semantics, key))
+        except PenstockError as error:  # NaN reached a gradient
+            seen.append(str(error))
+        except OpError as error:
+            seen.append(str(error))
+        if seen:
+            break
+    assert left_out
+    assert seen
+
+
+def test_everything_at_once_is_the_plain_loop():
+    """What the test above takes away from, which is all that there is to take away."""
+    semantics, key = semantics_of("llama"), (("num_hidden_layers", 4),)
+    for seed, haste in itertools.product(range(2), HASTE):
+        machine = machine_of(tiny_config("llama", **dict(key)), semantics, EVERYTHING, seed, haste)
+        execute(machine.plan, machine, N_STEPS)
+        assert differences(machine, plain("llama", semantics, key)) == []
+    ops = machine.plan.ops
+    assert {(op.lane, ops[w.op].lane) for op in ops for w in op.waits if ops[w.op].lane is not Lane.CPU} == EDGES
+
+
+def test_a_steps_loss_can_be_asked_for_as_soon_as_the_step_is_reported():
+    """Nothing of it may have been computed by then."""
+    semantics = semantics_of("llama")
+    machine = machine_of(tiny_config("llama"), semantics, Policy(update=Update.DEFERRED))
+    with Execution(machine.plan, machine, N_STEPS) as steps:
+        losses = [step.result.loss for step in steps]
+    assert losses == plain("llama", semantics).losses
+    assert machine._losses == {}
+
+
+def test_a_loss_is_waited_for_once():
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    execute(machine.plan, machine, N_STEPS)
+    before = machine.streams.n_waits
+    assert machine.results[1].loss == machine.results[1].loss > 0.0
+    assert machine.streams.n_waits == before + 1
+
+
+def test_a_long_run_makes_no_event_and_no_stream_that_a_short_one_does_not():
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), EVERYTHING_SMALL, haste=0.5)
+    streams = machine.streams
+    n_made = []
+    for first_step, n_steps in ((0, 4), (4, 4), (8, 20)):
+        with Execution(machine.plan, machine, n_steps, first_step) as steps:
+            assert all(machine.results.pop(step.number).loss for step in steps)
+        n_made.append(streams.n_events - 15 * (len(n_made) + 1))  # looks at the clocks after each run: five per lane
+    assert n_made[0] == n_made[1] == n_made[2]
+    assert len(streams.streams) == 3
+    assert machine._losses == {}
+
+
+EVERYTHING_SMALL = Policy(product_blocks=(1,), update=Update.DEFERRED, speculate_blocks=(0, 2))
+
+
+class NotesThreads(LateForBoth):
+    """Which thread issued each lane's ops: the thread itself, as numbers of threads that have ended are given again."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.threads = defaultdict(list)
+        self.fails_at = None
+
+        watch_forwards(self, lambda op, step: self._note(op))
+
+    def _note(self, op):
+        if threading.current_thread() not in self.threads[op.lane]:
+            self.threads[op.lane].append(threading.current_thread())
+
+    def perform(self, index, op, step):
+        self._note(op)
+        if (op.kind, step) == self.fails_at:
+            raise OSError("the disk is gone")
+        super().perform(index, op, step)
+
+
+def test_all_that_a_machine_computes_is_issued_by_one_thread_which_ends_with_the_machine():
+    """Over runs, evaluations, samples, and a failure in any lane."""
+    semantics, config = semantics_of("llama"), tiny_config("llama")
+    machine = machine_of(config, semantics, Policy(), machine_type=NotesThreads)
+    execute(machine.plan, machine, 2)
+    Evaluator(machine, Several(sequences(config["vocab_size"], 3)), 3).run()
+    generate(machine, [[1, 2, 3]], 2)
+    for kind in (Kind.BACKWARD, Kind.OFFLOAD):  # in the lane itself, and in another
+        machine.fails_at = (kind, 2)
+        with pytest.raises(OpError, match=rf"step 3, lane .*: {kind} .* failed: OSError: the disk is gone"):
+            execute(machine.plan, machine, 1, 2)
+    machine.fails_at = None
+    execute(machine.plan, machine, 1, 2)
+    assert differences(machine, plain("llama", semantics)) == []
+    assert len(machine.threads[Lane.H2D]) > 5, "each run has new ones, but for the lane that computes"
+    (thread,) = machine.threads[Lane.GPU]
+    assert thread.is_alive()
+    assert thread.name == "lane-gpu"
+    assert thread is not threading.current_thread()
+    del machine
+    gc.collect()  # what failed refers to itself, and to the machine
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_when_a_run_ends_every_stream_has_ended_whatever_ended_the_run():
+    class FailsOnTheHost(Poisoned):
+        def work(self, index, op, step):
+            if op.kind is Kind.NORM and step == 1:
+                time.sleep(0.1)  # meanwhile the others issue what nobody will wait for
+                raise OSError("the disk is gone")
+            super().work(index, op, step)
+
+    for machine_type in (Poisoned, FailsOnTheHost):
+        machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), machine_type=machine_type)
+        if machine_type is Poisoned:
+            execute(machine.plan, machine, N_STEPS)
+        else:
+            with pytest.raises(OpError, match=r"norm cpu .* the disk is gone"):
+                execute(machine.plan, machine, N_STEPS)
+        assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.BACKWARD, Kind.OFFLOAD, Kind.LOSS])
+def test_what_a_kernel_did_wrong_stops_the_run_and_is_said(kind):
+    class Faulty(Poisoned):
+        def work(self, index, op, step):
+            if op.kind is kind and step == 1:
+                raise RuntimeError("an illegal memory access was encountered")
+            super().work(index, op, step)
+
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), machine_type=Faulty)
+    with pytest.raises(OpError, match=r"(?s)step [123], lane .* failed: .*illegal memory access"):
+        execute(machine.plan, machine, N_STEPS)
+
+
+def test_a_step_is_done_again_after_a_failure_before_its_update():
+    class FailsOnce(Poisoned):
+        has_failed = False
+
+        def work(self, index, op, step):
+            if op.kind is Kind.NORM and not self.has_failed:
+                self.has_failed = True
+                raise OSError("the disk is gone")
+            super().work(index, op, step)
+
+    semantics = semantics_of("llama")
+    machine = machine_of(tiny_config("llama"), semantics, Policy(), machine_type=FailsOnce)
+    with pytest.raises(OpError):
+        execute(machine.plan, machine, N_STEPS)
+    execute(machine.plan, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+def test_a_machine_that_nobody_uses_any_more_is_gone_at_once():
+    """It holds gigabytes, and locked ones."""
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), EVERYTHING_SMALL)
+    execute(machine.plan, machine, N_STEPS)
+    arenas = weakref.ref(machine.arenas)
+    gc.disable()
+    try:
+        del machine
+        assert arenas() is None
+    finally:
+        gc.enable()
+
+
+# -- tokens -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_writes_over_no_tokens_that_the_device_has_yet_to_read():
+    semantics, streams = semantics_of("llama"), LateStreams()
+    stream = streams.stream()
+    staging = Staging(semantics, lambda step: Batch(torch.full((4, 16), step), torch.full((4, 16), step)), streams, stream)
+    seen = []
+    with streams.current(stream):
+        for step in range(5):
+            staging.fill(step)
+            streams.issue(stream, "upload", lambda step=step: seen.append(int(staging.upload(step).input_ids[0, 0])))
+            staging.issued(step)
+            staging.fill(step)  # asked for by each op, done once
+            assert streams.n_waits == max(0, step - 1), "it waits for what is two steps back, and for nothing else"
+    streams.finish(stream)
+    assert seen == list(range(5))
+
+
+def test_tokens_count_as_read_when_the_last_op_that_reads_them_has_been_done():
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    execute(machine.plan, machine, 2)
+    for step, buffer in enumerate(machine._staging._buffers):
+        last = max(i for i, op in enumerate(machine.plan.ops) if op.kind is Kind.LOSS)
+        _, end = machine._stopwatch.around(last, step)
+        assert buffer.read.mark.reached_s >= end.mark.reached_s
+
+
+def test_a_batch_on_the_device_knows_how_many_targets_are_supervised():
+    semantics, streams = semantics_of("llama"), LateStreams()
+    (batch, *_) = batches_of(96, 4, 16)
+    staging = Staging(semantics, lambda step: batch, streams, streams.stream())
+    staging.fill(0)
+    uploaded = staging.upload(0)
+    uploaded.targets.fill_(-100)  # nobody counts on the device
+    assert uploaded.n_supervised == batch.n_supervised > 0
+
+
+# -- `penstock run --device cuda` ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A plan, some text, and a "GPU" whose streams dawdle."""
+    monkeypatch.setattr("runtime.machines.cuda.CudaStreams", lambda: LateStreams(1, 0.5))
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
+    monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
+    plan_of(tmp_path)
+    return tmp_path
+
+
+def plan_of(home, *extra):
+    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 16]
+    assert penstock("plan", home / "model", *sizes, *extra, "-o", home / "p.json").exit_code == 0
+
+
+def penstock(*args):
+    return CliRunner().invoke(cli, [str(a) for a in args])
+
+
+def one_line(done, code, words):
+    assert (done.exit_code, done.stderr.count("\n")) == (code, 1), done.output
+    assert words in done.stderr
+
+
+def train(home, out, *extra):
+    return penstock("run", home / "p.json", "--data", home / "data", "--out", home / out, "--steps", 4, "--lr", "1e-3", *extra)
+
+
+def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
+    """If the GPU computes what the CPU does, and these "GPUs" do."""
+    done = train(home, "on_gpu", "--save-every", 2)
+    assert done.exit_code == 0, done.output
+    assert "not comparable with this GPU" in done.stdout
+    assert train(home, "on_cpu", "--device", "cpu", "--save-every", 2).exit_code == 0
+    for name in ("model.safetensors", "optimizer-00001.safetensors"):
+        files = [home / out / "checkpoint-4" / name for out in ("on_gpu", "on_cpu")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    losses = [
+        [json.loads(line)["loss"] for line in (home / out / "metrics.jsonl").read_text().splitlines()]
+        for out in ("on_gpu", "on_cpu")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+@pytest.mark.parametrize("extra", [[], ["--device", "cuda"]])
+def test_a_plan_too_large_for_the_gpu_is_refused_before_it_starts(home, monkeypatch, extra):
+    monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 1000)
+    done = train(home, "o", *extra)
+    assert done.exit_code == 3, done.output
+    assert "of the GPU's memory" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (home / "o").exists()
+
+
+def test_without_a_gpu_a_run_that_asks_for_one_is_one_line_and_any_other_is_the_cpus(home, monkeypatch):
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: False)
+    done = train(home, "o", "--device", "cuda")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: --device cuda: torch sees no CUDA device")
+    assert done.stderr.count("\n") == 1
+    monkeypatch.setattr("runtime.machines.cuda.CudaStreams", None)
+    assert train(home, "o").exit_code == 0
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "found"),
+    [
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ("cpu", {}, {}),
+    ],
+)
+def test_the_devices_segments_may_grow_unless_the_user_says_otherwise(home, monkeypatch, device, said, found):
+    """It is settled before anybody looks for a device, when torch may read it."""
+    looked = []
+
+    def look(*args):
+        looked.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ})
+        raise PenstockError("enough seen")
+
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that what it was is put back
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("penstock.assembly.device_of", look)
+    assert train(home, "o", "--device", device).exit_code == 2
+    assert looked == [found]
+
+
+def test_no_machine_adds_the_parts_of_a_product_in_less_than_fp32(monkeypatch):
+    products, kinds = torch.backends.cuda.matmul, [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [getattr(products, kind) for kind in kinds], torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        for kind in kinds:
+            setattr(products, kind, True)
+        machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+        assert [getattr(products, kind) for kind in kinds] == [False, False]
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before[1])
+        for kind, value in zip(kinds, before[0], strict=True):
+            setattr(products, kind, value)
+
+
+def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, monkeypatch):
+    asked = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr("runtime.machines.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+    one_line(train(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
+    assert train(home, "b").exit_code == 0
+    assert train(home, "c", "--deterministic", "--device", "cpu").exit_code == 0
+    assert asked == []
+    monkeypatch.setattr("runtime.compute.attention._can_use", lambda kernel, heads: True)
+    plan_of(home, "--deterministic")
+    for out, flags in (("a", ["--deterministic"]), ("d", [])):  # what is planned so is run so
+        assert train(home, out, *flags).exit_code == 0
+    assert asked == [":4096:8"] * 2

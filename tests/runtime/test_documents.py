@@ -1,0 +1,374 @@
+"""Does each document of a packed sequence train as if it were alone?"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, cycle
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.check.check import check
+from runtime.batch import Batch
+from runtime.compute import documents
+from runtime.compute.documents import supports_documents
+from runtime.errors import WorkloadError
+from runtime.executor import execute
+from runtime.host.memory import DTYPE
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Kind, Plan, Policy, Semantics, Update
+from runtime.plan.footprint import document_bytes, padded_tokens
+from runtime.plan.forward_plan import forward_plan
+from runtime.train.evaluation import Evaluator
+from tests import reference
+from tests.late_streams import LateStreams, Poisoned
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.training import (
+    EVERYTHING,
+    N_STEPS,
+    batches_of,
+    differences,
+    initial_masters,
+    plan_of,
+    same_bits,
+    scheduled,
+    semantics_of,
+    settings_of_torch,
+    state_of,
+)
+
+from .test_evaluation import HostileToBoth, LateForBoth, Several, exact
+from .test_host_never_waits import Watching
+from .test_replay import WIDE, device_bytes
+
+TYPES = [t for t in MODEL_TYPES if t not in EAGER_ONLY]
+POLICIES = {
+    "one by one": Policy(),
+    "kept": Policy(keep_blocks=(1, 2, 3), group_micro_batches=4, resident_blocks=(0,)),
+    "attention": Policy(attention_blocks=(1, 2), early_stop=True, group_micro_batches=2),
+    "products": Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
+    "strided": Policy(boundary_stride=2, early_stop=True, group_micro_batches=4, transfer_chunk_bytes=2048),
+}
+# Of the sequences of a step: long and short documents, single tokens, one that is the whole sequence, and the same twice
+CUTS = ((1, 7, 3, 5), (16,), (9, 1, 1, 5), (9, 1, 1, 5))
+OTHERS = ((4, 12), (2,) * 8, (16,), (15, 1))
+
+
+def config_of(model_type: str, **overrides) -> dict:
+    window = {"sliding_window": None} if model_type == "mistral" else {}
+    return tiny_config(model_type, **({"num_hidden_layers": 3} | window | overrides))
+
+
+def packed_batches(*cuts: Sequence[Sequence[int]] | None, seq_len: int = 16) -> list[Batch]:
+    """The batches that the tests train on, cut into documents. The last token of a document predicts nothing."""
+    result = []
+    for batch, cut in zip(batches_of(96, 4, seq_len), cuts, strict=True):
+        targets = batch.targets.clone()
+        for row, lengths in enumerate(cut or ()):
+            targets[row, torch.tensor(lengths).cumsum(0) - 1] = -100
+        result.append(Batch(batch.input_ids, targets, cut and tuple(map(tuple, cut))))
+    return result
+
+
+def trained(config, semantics, policy, batches, machine_type=HostileToBoth, n_steps=N_STEPS, **kwargs):
+    plan = plan_of(config, semantics, policy)
+    check(plan)
+    machine = machine_type(plan, lambda step: batches[step], scheduled, **kwargs)
+    machine.initialise(7)
+    execute(plan, machine, n_steps)
+    return machine
+
+
+def plainly(config, semantics, batches) -> reference.Reference:
+    return reference.train(config, semantics, initial_masters(config, semantics), batches, settings_of_torch(N_STEPS))
+
+
+WAYS = [*(("llama", name) for name in POLICIES), *zip(TYPES[1:], cycle(["kept", "attention", "products"]))]
+
+
+@pytest.mark.parametrize(("model_type", "name"), WAYS)
+def test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_plain_loop(model_type, name):
+    """Other documents in each micro-batch and step; in the second step none, and attention goes across."""
+    config, semantics = config_of(model_type), semantics_of(model_type)
+    batches = packed_batches(CUTS, None, OTHERS)
+    machine = trained(config, semantics, POLICIES[name], batches, delay_seed=3)
+    assert differences(machine, plainly(config, semantics, batches)) == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"micro_batch": 2}, {"micro_batch": 3}, {"mlp_tile_tokens": 5}, {"compute_dtype": "fp32"}], ids=str
+)
+def test_several_sequences_in_a_micro_batch_and_mlps_by_tiles_change_nothing_of_that(fields):
+    config, semantics = config_of("qwen2"), semantics_of("qwen2", **fields)
+    batches = packed_batches(CUTS, OTHERS, CUTS)
+    expected = plainly(config, semantics, batches)
+    for policy in (POLICIES["kept"], POLICIES["attention"]):
+        policy = replace(policy, group_micro_batches=2)
+        assert differences(trained(config, semantics, policy, batches), expected) == [], policy
+
+
+@pytest.mark.parametrize("window", [16, 4096])
+def test_a_window_that_hides_nothing_is_no_window(window):
+    config, semantics = config_of("mistral", sliding_window=window), semantics_of("mistral")
+    batches = packed_batches(CUTS, None, OTHERS)
+    assert differences(trained(config, semantics, Policy(), batches), plainly(config, semantics, batches)) == []
+
+
+def test_every_policy_draws_the_same_dropout():
+    config, semantics = config_of("llama", attention_dropout=0.3), semantics_of("llama")
+    batches = packed_batches(CUTS, OTHERS, CUTS)
+    kept = trained(config, semantics, POLICIES["kept"], batches)
+    expected = reference.Reference(
+        *state_of(kept), [kept.results[s].loss for s in range(N_STEPS)], [kept.results[s].grad_norm for s in range(N_STEPS)]
+    )
+    for name in ("one by one", "products", "strided"):
+        assert differences(trained(config, semantics, POLICIES[name], batches), expected) == [], name
+
+
+@pytest.mark.parametrize("haste", [0.0, 0.7])
+def test_streams_that_dawdle_make_no_difference(haste):
+    config, semantics = config_of("llama", num_hidden_layers=4), semantics_of("llama")
+    batches = packed_batches(CUTS, None, OTHERS)
+    expected = plainly(config, semantics, batches)
+    for policy in (EVERYTHING, Policy(keep_blocks=(1,))):
+        assert differences(trained(config, semantics, policy, batches, Poisoned, streams=LateStreams(1, haste)), expected) == []
+
+
+def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients by name, document after document through transformers' own model, nothing packed."""
+    model = reference.build(config, semantics, torch.float32)
+    model.load_state_dict(initial_masters(config, semantics), strict=False)
+    model.tie_weights()
+    assert batch.document_tokens is not None
+    loss_sum = torch.zeros(())
+    for row, lengths in enumerate(batch.document_tokens):
+        for tokens, targets in zip(batch.input_ids[row].split(lengths), batch.targets[row].split(lengths), strict=True):
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    loss = loss_sum / batch.n_supervised
+    loss.backward()
+    return loss.item(), {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
+    """The first moment after one step is a tenth of the gradient, or as much as beta1 leaves of it."""
+    config, semantics = config_of(model_type), exact(model_type, clip_norm=None, micro_batch=2)
+    (batch, *_) = batches = packed_batches(CUTS, CUTS, CUTS)
+    machine = trained(config, semantics, Policy(attention_blocks=(1,)), batches, n_steps=1)
+    loss, gradients = each_alone(config, semantics, batch)
+    assert machine.results[0].loss == pytest.approx(loss, abs=1e-6)
+    for name, exp_avg in state_of(machine)[1].items():
+        gradient = exp_avg / (1 - scheduled(0).beta1)
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=2e-6)
+
+
+def logits_of(machine, batch: Batch) -> torch.Tensor:
+    """Of every token, through the machine."""
+    plan = forward_plan(machine.plan, len(batch.input_ids))
+    found = []
+
+    def note(last):
+        found.append(last.templates.logits(last.weights, last.hidden_BTD.flatten(0, 1)))
+
+    execute(plan, machine.forwards(plan, lambda step: batch, note), 1)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_other_documents_say_changes_nothing_of_a_documents_logits(model_type):
+    """To the bit; but experts see the others' tokens too, and round otherwise."""
+    config, semantics = config_of(model_type), exact(model_type)
+    machine = trained(config, semantics, Policy(), packed_batches(CUTS, CUTS, CUTS), n_steps=0)
+    batch = packed_batches(CUTS, CUTS, CUTS)[0]
+    before = logits_of(machine, batch)
+    other = batch.input_ids.clone()
+    other[0, :1], other[0, 8:] = 5, (other[0, 8:] + 1) % 96  # all but the second document of the first sequence
+    after = logits_of(machine, Batch(other, batch.targets, batch.document_tokens))
+    same = torch.equal if model_type not in EXPERT_TYPES else torch.allclose
+    assert same(before[0, 1:8], after[0, 1:8])
+    assert not torch.allclose(before[0, 8:], after[0, 8:])
+    across = logits_of(machine, Batch(batch.input_ids, batch.targets))
+    assert not torch.allclose(before[0, 1:8], across[0, 1:8])
+    alone = Batch(batch.input_ids[:1].roll(-1, 1), batch.targets[:1], ((7, 9),))  # where it stands in the sequence means nothing
+    assert torch.allclose(logits_of(machine, alone)[0, :7], before[0, 1:8], atol=1e-5)
+
+
+def test_a_document_as_long_as_the_sequence_is_the_sequence_to_the_bit():
+    config, semantics = config_of("qwen3"), semantics_of("qwen3")
+    whole = packed_batches(*[((16,),) * 4] * 3)
+    a = trained(config, semantics, Policy(), whole)
+    b = trained(config, semantics, Policy(), [Batch(batch.input_ids, batch.targets) for batch in whole])
+    for x, y in zip(state_of(a), state_of(b), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+
+
+def test_an_evaluation_attends_by_document_too():
+    config, semantics = config_of("llama"), semantics_of("llama", micro_batch=2)
+    batches = packed_batches(CUTS, OTHERS, CUTS)
+    machine = trained(config, semantics, Policy(), batches, LateForBoth, n_steps=0, streams=LateStreams(0, 0.5))
+    padded = Evaluator(machine, Several(batches[0]), 3).run()
+    found = Evaluator(machine, Several(batches[0]), 4).run()
+    execute(machine.plan, machine, 1)
+    assert found.loss == machine.results[0].loss
+    assert padded.n_tokens == int((batches[0].targets[:3] != -100).sum())
+
+
+def test_no_device_is_waited_for_after_the_first_two_micro_batches():
+    seen = []
+
+    class Watched(Poisoned):
+        def work(self, index, op, step):
+            with Watching([]) as watching:
+                super().work(index, op, step)
+            if step and op.kind in (Kind.FORWARD, Kind.BACKWARD):
+                seen.extend(watching.seen)
+
+    batches = packed_batches(CUTS, OTHERS, CUTS)
+    trained(config_of("llama"), semantics_of("llama"), Policy(), batches, Watched, streams=LateStreams(0, 0.5))
+    assert seen == []
+
+
+def on_processor(plan: Plan) -> Plan:
+    return replace(plan, profile=plan.profile | {"device": plan.profile["device"] | {"kind": "cpu"}})
+
+
+@pytest.mark.parametrize(
+    "way", [Policy(), Policy(attention_blocks=(1, 2)), Policy(product_blocks=(1, 2)), Policy(keep_blocks=(1, 2, 3))]
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept(model_type, way):
+    policy = replace(way, group_micro_batches=2)
+    semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
+    plan = on_processor(plan_of(tiny_config(model_type, **WIDE), semantics, policy))
+    batches = [Batch(b.input_ids, b.targets, ((48, 30, 17, 1), (10,) * 9 + (6,))) for b in batches_of(96, 2, 96)]
+    without_bytes, _ = device_bytes(plan)
+    left_bytes, peak_bytes = device_bytes(plan, batches)
+    assert peak_bytes <= plan.kept_bytes + plan.transient_bytes + document_bytes(plan, on_cuda=False)
+    more_bytes, while_one_attends = (
+        left_bytes - without_bytes,
+        document_bytes(replace(plan, policy=replace(policy, keep_blocks=())), on_cuda=False),
+    )
+    kept_bytes = document_bytes(plan, on_cuda=False) - while_one_attends
+    assert more_bytes == pytest.approx(kept_bytes, rel=0.01, abs=2000)  # positions of the tokens, and a few numbers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "fields", "reason"),
+    [
+        ("gemma2", {}, {}, "gemma2 models, whose attention is not a fused one"),
+        ("gpt_oss", {}, {}, "gpt_oss models, whose attention is not a fused one"),
+        ("mistral", {"sliding_window": 8}, {}, "windows: this model's is of 8 tokens, a sequence of 16"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {}, "windows: this model's is of 8"),
+        ("llama", {}, {"attention": "eager"}, "needs fused attention, and the plan says eager"),
+    ],
+)
+def test_a_model_that_cannot_attend_by_document_is_named_and_refused_in_one_line(model_type, overrides, fields, reason):
+    config, semantics = tiny_config(model_type, **overrides), semantics_of(model_type, **fields)
+    words = supports_documents(config, semantics)
+    assert words is not None
+    assert reason in words
+    machine = CpuMachine(plan_of(config, semantics, Policy()), lambda step: packed_batches(CUTS, CUTS, CUTS)[0], scheduled)
+    with pytest.raises(WorkloadError) as raised:
+        execute(machine.plan, machine, 1)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).endswith("; choose another packing")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_the_other_types_attend_by_document(model_type):
+    assert supports_documents(config_of(model_type), Semantics(16, 1, 1)) is None
+    windowless = {"use_sliding_window": False, "sliding_window": 8} if model_type in ("qwen2", "qwen3", "qwen3_moe") else {}
+    assert supports_documents(config_of(model_type, **windowless), Semantics(16, 1, 1)) is None
+
+
+# -- attention itself -----------------------------------------------------------------------------------------------------
+
+
+def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[torch.Tensor]:
+    """What attention by document makes of queries, keys, values (B, H, T, E) and its result's gradient (B, T, H, E), and the
+    gradients of the first three; all with tokens second."""
+    query, key, value, d_out = (x.detach().requires_grad_() for x in inputs)
+    out = documents._Attention.apply(query, key, value, list(n_tokens), None)
+    return [out.detach(), *(x.transpose(1, 2) for x in torch.autograd.grad(out, (query, key, value), d_out))]
+
+
+def drawn(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1, width: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = [torch.randn(n_sequences, seq_len, n, width, generator=generator).to(dtype) for n in (4, 2, 2, 4)]
+    return [*(x.transpose(1, 2) for x in heads[:3]), heads[3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
+def test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_and_gradients_are_the_same_bits(n, dtype):
+    """What is computed of its padding reaches nothing, not even where another document's values are not finite."""
+    seq_len = 256
+    first, other = drawn(seq_len, dtype), drawn(seq_len, dtype, seed=1)
+    for x in other[:3]:
+        x[:, :, n:] = float("nan")
+    for x, y in zip(first[:3], other[:3], strict=True):
+        y[:, :, seq_len - n :] = x[:, :, :n]
+    other[3][:, seq_len - n :] = first[3][:, :n]
+    alone = attended(first, [n, seq_len - n])
+    packed = attended(other, [*[1] * (seq_len - n), n])
+    for x, y in zip(alone, packed, strict=True):
+        assert torch.equal(x[:, :n], y[:, seq_len - n :])
+
+
+@pytest.mark.parametrize("n", [1, 5, 47, 200])
+def test_a_padded_document_is_attended_to_as_an_unpadded_one_but_for_rounding(n):
+    inputs = drawn(256, torch.bfloat16)
+    exactly = attended([x.double().float() for x in inputs], [n, 256 - n])
+    for found, wanted in zip(attended(inputs, [n, 256 - n]), exactly, strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_length_classes_are_whole_blocks_of_queries_and_few():
+    classes = {padded_tokens(n) for n in range(1, 4097)}
+    assert sorted(classes)[:8] == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert len([n for n in classes if n <= 768]) == 12
+    assert all(n <= padded_tokens(n) < n + 256 and padded_tokens(padded_tokens(n)) == padded_tokens(n) for n in range(1, 4097))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("cut", [(255, 1), (128, 128), (3,) * 85 + (1,)], ids=len)
+def test_attending_by_document_makes_no_more_than_attending_to_all_and_what_is_booked_for_it(cut, dtype):
+    config = tiny_config("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    plan = on_processor(plan_of(config, semantics_of("llama", seq_len=256, compute_dtype=dtype), Policy()))
+    inputs = drawn(256, DTYPE[dtype])
+    whole_bytes, by_document_bytes = (most_allocated(lambda n=n: attended(inputs, n)) for n in ([256], cut))
+    assert by_document_bytes <= whole_bytes + document_bytes(plan, on_cuda=False)
+
+
+def most_allocated(work) -> int:
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    return max(accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+
+
+def test_on_cuda_torch_has_the_calls_that_are_made_for_a_document():
+    """On tensors that only claim to be on a device: names, arguments and shapes."""
+    with FakeTensorMode(), torch.no_grad():
+        query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
+        sums = torch.empty(1, 4, 48, device="cuda")
+        made = documents._attend([query, key, value], 0.25)
+        found = documents._attend_backward([query, query, key, value, query, sums], 0.25)
+    assert [x.shape for x in (*made, *found)] == [x.shape for x in (query, sums, query, key, value)]
+
+
+REFUSED = [
+    ("qwen2", {"sliding_window": [1]}),
+    ("llama", {"layer_types": ["x"]}),
+    ("llama", {"num_hidden_layers": "many"}),
+    ("llama", {"num_attention_heads": 0}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "overrides"), REFUSED)
+def test_a_configuration_that_transformers_refuses_is_refused_in_one_line(model_type, overrides):
+    with pytest.raises(WorkloadError, match=r"^transformers cannot build this model: .*$") as raised:
+        supports_documents(tiny_config(model_type, **overrides), Semantics(16, 1, 1))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,337 @@
+"""Does a schedule ever change a bit of the result?"""
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hwprofiles.schema import read_profile
+from planner.check.check import check
+from planner.lower.waits import with_waits
+from planner.model.workload import build_workload
+from runtime.compute.blocks import op_seed
+from runtime.errors import PenstockError
+from runtime.executor import OpError, execute
+from runtime.host import optimizer
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Kind, Policy, Slot, Update, Wait
+from runtime.plan.workload import Model
+from tests.strategies import policies
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.training import (
+    ADAMW,
+    N_STEPS,
+    Hostile,
+    asked,
+    batches_of,
+    clip_some_steps,
+    differences,
+    fused,
+    kept_whole,
+    plain,
+    plan_of,
+    same_bits,
+    scheduled,
+    semantics_of,
+    state_of,
+    streamed,
+)
+
+LAW = settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@LAW
+@given(data=st.data())
+def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(model_type, data):
+    """With slots poisoned on release and lanes delayed at random; with clipping in some of the steps, and dropout."""
+    compute_dtype = data.draw(st.sampled_from(["bf16", "bf16", "bf16", "fp32"]), label="compute_dtype")  # fp32 is stored one way
+    tied = data.draw(st.booleans(), label="tied")
+    clipped = data.draw(st.sampled_from(["never", "some steps", "some steps", "every step"]), label="clipped")
+    dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
+    gradient_dtype = data.draw(st.sampled_from(["bf16", "fp32"]), label="gradient_dtype")
+    master_dtype = data.draw(st.sampled_from(["fp32", "fp32", "bf16"]), label="master_dtype") if compute_dtype == "bf16" else "fp32"
+    n_layers = data.draw(st.integers(1, 4), label="n_layers")
+    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (5, 2), (7, 3), (5, 3)]), label="batch")
+    semantics = semantics_of(
+        model_type,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        master_dtype=master_dtype,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        clip_norm=0.5 if clipped == "every step" else None,
+        experts=data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
+        **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
+    )
+    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": n_layers}
+    key = tuple(overrides.items())
+    if clipped == "some steps":
+        semantics = clip_some_steps(model_type, semantics, key)
+    workload = build_workload(Model(tiny_config(model_type, **overrides)), semantics)
+    policy = data.draw(policies(semantics, workload), label="policy")
+    config = tiny_config(model_type, **overrides, attention_dropout=dropout)
+    machine = streamed(config, semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
+    norms = [machine.results[step].grad_norm for step in range(N_STEPS)]
+    if clipped == "some steps" and not dropout:
+        assert min(norms) < semantics.clip_norm < max(norms), "both outcomes of a speculation"
+    expected = (
+        kept_whole(model_type, semantics, (*key, ("attention_dropout", dropout))) if dropout else plain(model_type, semantics, key)
+    )
+    assert differences(machine, expected) == []
+
+
+REMEMBERING = [
+    Policy(keep_blocks=(1, 2, 3, 4)),
+    Policy(early_stop=True),
+    Policy(product_blocks=(1, 2, 3, 4)),
+    Policy(product_blocks=(1, 2, 3, 4), early_stop=True, spill_blocks=(0, 1, 2, 3)),
+    Policy(attention_blocks=(1, 2, 3, 4)),
+    Policy(attention_blocks=(1, 2, 3, 4), early_stop=True, spill_blocks=(0, 1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("policy", REMEMBERING, ids=asked)
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+def test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then(model_type, policy):
+    """Our lowering brings a layer back to the slot it was in; another planner need not: exchange the two last loads' slots."""
+    overrides = {"num_hidden_layers": 4}
+    config, semantics = tiny_config(model_type, **overrides), semantics_of(model_type)
+    if policy.attention_blocks and semantics.attention == "eager":
+        policy = dataclasses.replace(policy, attention_blocks=(), product_blocks=policy.attention_blocks)
+    plan = plan_of(config, semantics, dataclasses.replace(policy, group_micro_batches=4))
+    last = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD and op.block in (1, 2)}
+    other = {Slot("weights", 0): Slot("weights", 1), Slot("weights", 1): Slot("weights", 0)}
+
+    def moved(index, op):
+        if op.block not in last or index < last[op.block]:
+            return dataclasses.replace(op, waits=())
+        reads, writes = (tuple(other.get(slot, slot) for slot in slots) for slots in (op.reads, op.writes))
+        return dataclasses.replace(op, reads=reads, writes=writes, waits=())
+
+    ops = [moved(i, op) for i, op in enumerate(plan.ops)]
+    forward = next(op for op in ops if op.kind is Kind.FORWARD and op.block == 2)
+    assert ops[last[2]].writes[0] != forward.reads[0], "the slots are the same: the test would prove nothing"
+    exchanged = dataclasses.replace(plan, ops=with_waits(ops, {0: Wait(len(ops) - 1, distance=1)}))
+    check(dataclasses.replace(exchanged, profile=read_profile("cpu-2core").to_json()))
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = Hostile(exchanged, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    execute(exchanged, machine, N_STEPS)
+    assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
+
+
+def test_every_op_draws_random_numbers_of_its_own(monkeypatch):
+    seeds = {op_seed(*key) for key in itertools.product(range(3), repeat=4)}
+    assert len(seeds) == 3**4
+    seen = []
+
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    machine = Hostile(plan_of(config, semantics, Policy()), lambda step: batches_of(96, 4, 16)[step], scheduled)
+    machine.initialise(7)
+    seed = machine.compute._seed
+
+    def listening(step, op):
+        seed(step, op)
+        seen.append((step, op.block, op.micro_batch, torch.default_generator.initial_seed()))
+
+    monkeypatch.setattr(machine.compute, "_seed", listening)
+    execute(machine.plan, machine, 2)
+    assert len(set(seen)) == len({seed for *_, seed in seen}) == 2 * 4 * 4  # steps, micro-batches, blocks; recompute repeats
+
+
+def test_given_weights_are_rounded_half_up_into_a_bf16_master():
+    semantics = semantics_of("llama", master_dtype="bf16")
+    plan = plan_of(tiny_config("llama"), semantics, Policy())
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled)
+    head = plan.workload.blocks[-1]
+    tie = 1.0 + 2.0**-8  # half way between two bf16 numbers; the even one is below
+    machine.host.set_weights(3, {p.name: torch.full(p.shape, tie) for p in head.parameters})
+    assert float(machine.host.master(head.parameters[0])[0]) == 1.0 + 2.0**-7
+
+
+DTYPES = [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]  # (compute, master), all that a plan may have
+GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
+
+
+@pytest.mark.parametrize("gradient_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("compute_dtype", "master_dtype"), DTYPES)
+def test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop(compute_dtype, master_dtype, tied, gradient_dtype):
+    """What the law above may not draw: here each way that a gradient can take is taken once in every dtype."""
+    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": 1, "vocab_size": 2200}  # more than a chunk of elements
+    for number, (micro_batch, group) in enumerate(GROUPS):
+        semantics = semantics_of(
+            "llama",
+            compute_dtype=compute_dtype,
+            master_dtype=master_dtype,
+            gradient_dtype=gradient_dtype,
+            micro_batch=micro_batch,
+            clip_norm=None if number % 2 else 0.5,
+        )
+        updates = [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]
+        for update in updates:
+            policy = Policy(group_micro_batches=group, prefetch_depth=3, update=update, keep_blocks=(1,) if number > 1 else ())
+            machine = streamed(tiny_config("llama", **overrides), semantics, policy)
+            assert differences(machine, plain("llama", semantics, tuple(overrides.items()))) == [], policy
+
+
+UNEVEN = [
+    Policy(),
+    Policy(group_micro_batches=2, keep_blocks=(2, 4), spill_blocks=(0, 2), update=Update.DEFERRED),
+    Policy(group_micro_batches=3, spill_blocks=(0, 1, 2, 3), product_blocks=(1, 3), early_stop=True),
+    Policy(group_micro_batches=3, boundary_stride=3, transfer_chunk_bytes=2048),
+]
+
+
+@pytest.mark.parametrize("policy", UNEVEN, ids=asked)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
+    """Three, three, and one that is left: by itself in its group, or with others, with masks of its own shape, in tiles of an MLP
+    that is smaller than one. It goes to the host and comes back, is kept, is computed again."""
+    overrides = {"num_hidden_layers": 4}
+    semantics = semantics_of(model_type, batch_size=7, micro_batch=3, mlp_tile_tokens=20)
+    if semantics.attention == "eager":
+        semantics = dataclasses.replace(semantics, clip_norm=None)
+    machine = streamed(tiny_config(model_type, **overrides), semantics, policy, delay_seed=1)
+    assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type, attention):
+    config = tiny_config(model_type, attention_dropout=0.2)
+    semantics = semantics_of(model_type, attention=attention)
+    kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=4))
+    tier = {"attention_blocks": (1,)} if attention == "sdpa" else {}
+    others = [
+        Policy(prefetch_depth=2),
+        Policy(early_stop=True, boundary_stride=2),
+        Policy(early_stop=True, product_blocks=(2,), spill_blocks=(1,), **tier),
+    ]
+    without = streamed(tiny_config(model_type), semantics, Policy())
+    for policy in others:
+        recomputed = streamed(config, semantics, policy)
+        for x, y in zip(state_of(kept), state_of(recomputed), strict=True):
+            assert all(same_bits(x[name], y[name]) for name in x), policy
+    assert kept.results[0].loss != without.results[0].loss, "dropout did nothing: the test would prove nothing"
+
+
+def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
+    """The laws above can fail: take away the wait of every layer's forward for its weights, and slow the loads."""
+    semantics = semantics_of("llama")
+    config = tiny_config("llama", num_hidden_layers=4)
+    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    ops = tuple(dataclasses.replace(op, waits=()) if op.kind is Kind.FORWARD and op.block > 1 else op for op in plan.ops)
+
+    class SlowLoads(Hostile):
+        def perform(self, index, op, step):
+            if op.kind is Kind.LOAD:
+                time.sleep(0.02)
+            super().perform(index, op, step)
+
+    batches = batches_of(config["vocab_size"], 4, 16)
+    outcomes = []
+    for racy in (plan, dataclasses.replace(plan, ops=ops)):
+        machine = SlowLoads(racy, lambda step: batches[step], lambda step: ADAMW)
+        machine.initialise(7)
+        try:
+            execute(racy, machine, 2)
+            outcomes.append(state_of(machine)[0]["model.norm.weight"])
+        except PenstockError as error:  # NaN reached a gradient
+            outcomes.append(str(error))
+    assert isinstance(outcomes[0], torch.Tensor)
+    assert isinstance(outcomes[1], str) or not same_bits(outcomes[0], outcomes[1])
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.data())
+def test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothing_had_been(data):
+    """Any op before the first update: an update in place cannot be taken back."""
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    policies = [
+        Policy(keep_blocks=(1, 2)),
+        Policy(keep_blocks=(1, 2), group_micro_batches=4),
+        Policy(product_blocks=(1,), early_stop=True, update=Update.DEFERRED, speculate_blocks=(0, 2)),
+        Policy(
+            attention_blocks=(2,), group_micro_batches=4, transfer_chunk_bytes=2048, update=Update.DEFERRED, speculate_blocks=(1,)
+        ),
+    ]
+    plan = plan_of(config, semantics, data.draw(st.sampled_from(policies)))
+    last = next(i for i, op in enumerate(plan.ops) if op.kind in (Kind.UPDATE, Kind.SETTLE))
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = FailsOnce(plan, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    machine.fails_at = data.draw(st.integers(0, last))
+    with pytest.raises(OpError, match="the disk is gone"):
+        execute(plan, machine, N_STEPS)
+    execute(plan, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+    again = state_of(machine)[0]
+    execute(plan, machine, 1)  # a step that has been done before
+    assert machine.host.n_updates == N_STEPS + 1
+    assert not same_bits(again["model.norm.weight"], state_of(machine)[0]["model.norm.weight"])
+
+
+class FailsOnce(Hostile):
+    fails_at: int | None = None
+
+    def perform(self, index, op, step):
+        if index == self.fails_at:
+            self.fails_at = None
+            raise OSError("the disk is gone")
+        super().perform(index, op, step)
+
+
+def test_the_norm_is_of_this_step_whichever_block_comes_last():
+    """The checker allows the host any order of the blocks: swap the last two norms, whose gradients have both to arrive."""
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    (a, b) = [i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM][-2:]
+    assert plan.ops[b].block == 0
+    order = list(range(len(plan.ops)))
+    order.insert(b, order.pop(a))  # the last layer's norm after the embedding's
+    number = {old: new for new, old in enumerate(order)}
+    waits = {i: tuple(dataclasses.replace(w, op=number[w.op]) for w in plan.ops[i].waits) for i in order}
+    swapped = dataclasses.replace(plan, ops=tuple(dataclasses.replace(plan.ops[i], waits=waits[i]) for i in order))
+    check(dataclasses.replace(swapped, profile=read_profile("cpu-2core").to_json()))
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = Hostile(swapped, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    execute(swapped, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_hosts_work_on_a_gradient_makes_nothing_larger_than_a_chunk(tied, monkeypatch):
+    """Whole copies of a vocabulary's gradient would be gigabytes that no plan counts."""
+    for name in ("CHUNK_ELEMENTS", "UPDATE_ELEMENTS"):
+        monkeypatch.setattr(optimizer, name, 256)
+    semantics = semantics_of("llama")
+    policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))  # gradients are summed on the host in fp32
+    plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics, policy)
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled)
+    machine.initialise(7)
+    execute(plan, machine, 1)
+    largest = 0
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            slabs = {slab.data_ptr() for slab in machine.arenas._slabs.values()}
+            for tensor in out if isinstance(out, (list, tuple)) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in slabs:
+                    largest = max(largest, tensor.numel())
+            return out
+
+    with torch.no_grad(), Watching():
+        for index, op in enumerate(plan.ops):
+            if op.kind in (Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE):
+                machine.perform(index, op, 0)
+    assert 0 < largest <= 256

@@ -1,0 +1,139 @@
+"""Does a run ask for what its plan booked, to the byte?"""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from penstock import assembly as cli_assembly
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.forward import AttentionShape, fused_attention
+from planner.model.tape import Tape, Tensor
+from planner.model.workload import build_workload, fusible
+from planner.predict.memory import footprint
+from runtime.errors import DoesNotFitError, PlanError
+from runtime.host import memory
+from runtime.machines import streams
+from runtime.plan import Plan, Policy
+from runtime.plan.footprint import document_bytes, planned_device_needs
+from runtime.plan.workload import Model
+from tests.strategies import PROFILE, cases, policies
+from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.training import plan_of, semantics_of
+
+MACHINES = ("h100-sxm", "rtx4090-desktop", "gh200", "cpu-2core")
+
+
+@st.composite
+def real_plans(draw: st.DrawFn) -> Plan:
+    """Of real, tiny models under any policy and kernels, for any machine."""
+    name, machine = draw(st.sampled_from(MODEL_TYPES)), read_profile(draw(st.sampled_from(MACHINES)))
+    model = Model(tiny_config(name))
+    kernels = {part: draw(st.sampled_from(["eager", "fused"])) for part in sorted(fusible(model))}
+    how = semantics_of(
+        name,
+        compute_dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        seq_len=draw(st.integers(8, 64)),
+        attention_kernel=draw(st.sampled_from(["flash", "deterministic", "cudnn"])),
+        **kernels,
+    )
+    workload = build_workload(model, how)
+    return lower(model, workload, how, draw(policies(how, workload)), machine.to_json())
+
+
+def exactly(plan: Plan, short_device_bytes: int = 0, short_host_bytes: int = 0) -> Plan:
+    """The plan, made for a machine that has exactly what it needs, or so much less."""
+    needs = footprint(plan, Profile.from_json(plan.profile, "made up"))
+    fields = json.loads(json.dumps(plan.profile))
+    fields["device"]["memory_bytes"]["value"] = float(needs.device_peak_bytes - short_device_bytes)
+    fields["host"]["memory_bytes"]["value"] = float(needs.host_peak_bytes - short_host_bytes)
+    return dataclasses.replace(plan, profile=fields)
+
+
+def start(plan: Plan, device: str) -> None:
+    """What a run refuses, on the machine of the plan's profile once the process and its context are there."""
+    on_device, on_host = (plan.profile[place] for place in ("device", "host"))
+    free_bytes = int(on_device["memory_bytes"]["value"]) - round(on_device["context_bytes"]["value"])
+    host_bytes = int(on_host["memory_bytes"]["value"]) - round(on_host["runtime_bytes"]["value"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(streams, "free_cuda_bytes", lambda index=0: free_bytes)
+        patched.setattr(memory, "available_host_bytes", lambda: host_bytes + (free_bytes if device == "cpu" else 0))
+        cli_assembly._refuse_what_does_not_fit(plan, device)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=real_plans() | cases().map(lambda case: case.plan), data=st.data())
+def test_a_plan_that_fits_a_machine_is_accepted_by_a_run_there_and_by_none_with_a_byte_less(
+    plan: Plan, data: st.DataObject
+) -> None:
+    device = plan.profile["device"]["kind"]
+    just = exactly(plan)
+    assert footprint(just, Profile.from_json(just.profile, "made up")).fits
+    start(just, device)
+    check(just)
+    less = data.draw(st.sampled_from([(1, 0), (0, 1)]), label="short of")
+    with pytest.raises(DoesNotFitError):
+        start(exactly(plan, *less), device)
+    with pytest.raises(PlanError, match=r"^(device|host) memory: "):
+        check(exactly(plan, *less))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_booked_names_kernels_workspaces_and_documents(machine: str) -> None:
+    profile = read_profile(machine)
+    how = semantics_of("llama", seq_len=64)
+    plan = lower(Model(tiny_config("llama")), build_workload(Model(tiny_config("llama")), how), how, Policy(), profile.to_json())
+    needs = footprint(plan, profile).device
+    on_cuda = profile.device.kind == "cuda"
+    assert needs["kernels and workspaces"] == (2**30 if on_cuda else 0)
+    assert needs["documents"] == document_bytes(plan, on_cuda) > 0
+    assert needs == planned_device_needs(plan) | {"context": profile.device.context_bytes.value}
+
+
+def test_types_that_attend_to_whole_sequences_alone_book_no_documents() -> None:
+    for name in EAGER_ONLY:
+        assert document_bytes(plan_of(tiny_config(name), semantics_of(name), Policy()), on_cuda=True) == 0
+
+
+def test_a_plan_from_before_workspaces_were_booked_is_the_plan_it_was() -> None:
+    """Its profile does not name them, and its claim would not hold with them."""
+    assert "workspace_bytes" not in PROFILE["device"]
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    assert sum(planned_device_needs(plan).values()) == plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
+
+
+def test_attention_in_a_fixed_order_books_a_sum_for_every_processor_of_a_head() -> None:
+    """FlashAttention-2's own arithmetic: processors / (sequences x heads), rounded up, at most 192 processors."""
+    for n_sequences, n_sums in ((1, 48), (24, 2), (48, 1), (1000, 1)):
+        scratch_bytes = {}
+        for kernel in ("flash", "deterministic", "cudnn"):
+            tape, shape = Tape(2), AttentionShape(n_sequences, 32, 4, 2, 8, masked=False, kernel=kernel)
+            q, k, v = (Tensor(n_sequences * 32 * heads * 8, 2) for heads in (4, 2, 2))
+            fused_attention(tape, q, k, v, shape)
+            scratch_bytes[kernel] = tape.steps[-1].scratch_bytes
+        one_sum_bytes = n_sequences * 32 * 4 * 8 * 4
+        assert scratch_bytes["deterministic"] == scratch_bytes["flash"] + (n_sums - 1) * one_sum_bytes
+        assert scratch_bytes["cudnn"] == scratch_bytes["flash"]
+
+
+def test_a_plan_for_the_other_kind_of_device_is_asked_for_what_that_one_takes() -> None:
+    """A GPU's libraries for a CPU's plan; a CPU's padding of documents for a GPU's."""
+    how, model = semantics_of("llama", seq_len=100), Model(tiny_config("llama"))
+    for machine, on_cuda in (("cpu-2core", True), ("h100-sxm", False)):
+        plan = lower(model, build_workload(model, how), how, Policy(), read_profile(machine).to_json())
+        needs = planned_device_needs(plan, on_cuda)
+        assert needs["kernels and workspaces"] == (2**30 if on_cuda else 0)
+        assert needs["documents"] == document_bytes(plan, on_cuda) != document_bytes(plan, not on_cuda)
+
+
+def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that asks for a byte more than is booked is seen."""
+    plan = exactly(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
+    real = planned_device_needs
+    monkeypatch.setattr("runtime.plan.footprint.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
+    with pytest.raises(DoesNotFitError, match="GPU's memory"):
+        start(plan, "cuda")

@@ -1,0 +1,188 @@
+"""Does the host ever wait for a GPU to compute, in the midst of a step?
+
+Shown without a GPU, by what its compute calls.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.compute import compute
+from runtime.executor import execute
+from runtime.machines.cuda import CudaMachine
+from runtime.plan import Kind, Lane, Policy, Update
+from tests.late_streams import machine_of
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.training import ADAMW, N_STEPS, Remembering, batches_of, differences, plain, plan_of, semantics_of
+
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
+
+
+class Watching(TorchDispatchMode):
+    """Notes calls that on a GPU would wait for all that was issued: their result, or its shape, is needed on the host."""
+
+    def __init__(self, hosts_own):
+        super().__init__()
+        self.seen, self.hosts_own = [], hosts_own
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        own = {t.untyped_storage().data_ptr() for t in self.hosts_own}
+        if name in WAITS and args[0].untyped_storage().data_ptr() not in own:
+            self.seen.append(name)
+        if name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1]):
+            self.seen.append("index with a mask")
+        return out
+
+
+def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
+    """What compute waits for after its first two micro-batches."""
+    hosts_own, arange = [], torch.arange
+
+    def counted(*args, **kwargs):  # without a device's name it is the host's own, beside a GPU too
+        out = arange(*args, **kwargs)
+        if kwargs.get("device") is None:
+            hosts_own.append(out)
+        return out
+
+    monkeypatch.setattr(torch, "arange", counted)
+
+    class Watched(CudaMachine):
+        n_ops = 0
+        seen = []
+
+        def work(self, index, op, step):
+            with Watching(hosts_own) as watching:
+                super().work(index, op, step)
+            if step > 0 and op.lane is not Lane.CPU:
+                self.n_ops += 1
+                self.seen += watching.seen
+
+    machine = machine_of(config, semantics, policy, machine_type=Watched)
+    execute(machine.plan, machine, 2)
+    assert machine.n_ops
+    return set(machine.seen)
+
+
+REMEMBERING = [Policy(), Policy(keep_blocks=(1, 2)), Policy(product_blocks=(1,), early_stop=True), Policy(boundary_stride=2)]
+
+
+@pytest.mark.parametrize("policy", REMEMBERING, ids=["boundaries", "kept", "products", "strided"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one(model_type, policy, monkeypatch):
+    """The loop over experts asks which have tokens, and for the rows of each. Grouped products are one kernel on a GPU."""
+    allowed = {"nonzero", "_local_scalar_dense"} if model_type in EXPERT_TYPES else set()
+    config = tiny_config(model_type, attention_dropout=0.1)
+    assert waits_of(config, semantics_of(model_type), policy, monkeypatch) == allowed
+
+
+def test_layers_that_are_passed_something_else_each_time_are_passed_it_each_time(monkeypatch):
+    """None of the types that we know has such layers. Were it so, the model's own forward would have to run every time."""
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    plan = plan_of(config, semantics, Policy())
+    batches = batches_of(96, 4, 16)
+    machine = Remembering(plan, lambda step: batches[step], lambda step: ADAMW)
+    machine.initialise(7)
+    templates, given_to = machine.compute.templates, []
+    embed, layer = templates.embed, templates.layer
+
+    def embed_noting_tokens(weights, tokens_BT):
+        hidden_BTD, inputs = embed(weights, tokens_BT)
+        return hidden_BTD, [given | {"note": int(tokens_BT.sum())} for given in inputs]
+
+    def layer_without_note(block, weights, hidden_BTD, inputs, again=False):
+        given_to.append((block, inputs["note"]))
+        return layer(block, weights, hidden_BTD, {k: v for k, v in inputs.items() if k != "note"}, again)
+
+    monkeypatch.setattr(templates, "embed", embed_noting_tokens)
+    monkeypatch.setattr(templates, "layer", layer_without_note)
+    execute(plan, machine, 2)
+    assert not machine.compute.passed.alike
+    expected = {int(batch.input_ids[m].sum()) for batch in batches[:2] for m in range(4)}
+    assert len(expected) == 8
+    assert {note for _, note in given_to} == expected
+    assert differences_of_losses(machine, plain("llama", semantics)) == []
+
+
+def test_an_embedding_that_is_more_than_a_look_up_is_always_the_models_own(monkeypatch):
+    config, semantics = tiny_config("llama"), semantics_of("llama")
+    plan = plan_of(config, semantics, Policy())
+    batches = batches_of(96, 4, 16)
+    machine = Remembering(plan, lambda step: batches[step], lambda step: ADAMW)
+    machine.initialise(7)
+    calls, embed = [], machine.compute.templates.embed
+
+    def scaled(weights, tokens_BT):
+        calls.append(1)
+        hidden_BTD, inputs = embed(weights, tokens_BT)
+        return hidden_BTD * 2, inputs
+
+    monkeypatch.setattr(machine.compute.templates, "embed", scaled)
+    execute(plan, machine, 2)
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_of_every_type_that_we_know_the_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch):
+    calls = []
+    embed = compute.Templates.embed
+    monkeypatch.setattr(compute.Templates, "embed", lambda self, *args: calls.append(1) or embed(self, *args))
+    semantics = semantics_of(model_type)
+    machine = machine_of(tiny_config(model_type), semantics, Policy(), haste=0.5)
+    execute(machine.plan, machine, N_STEPS)
+    assert len(calls) == 2
+    assert differences(machine, plain(model_type, semantics)) == []
+
+
+def differences_of_losses(machine, expected):
+    return [step for step in range(2) if abs(machine.results[step].loss - expected.losses[step]) > 1e-2]
+
+
+class OnlyCopying(TorchDispatchMode):
+    """Notes what a lane of the link does beyond copying between arenas, without the host's waiting for it."""
+
+    def __init__(self, slabs):
+        super().__init__()
+        self.slabs, self.n_copies, self.odd = slabs, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in self.slabs:
+            self.odd.append(f"{func}: memory that is no arena's")
+        if func.overloadpacket.__name__ == "copy_":
+            self.n_copies += 1
+            if not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)):
+                self.odd.append(f"{func}: the host waits for it")
+            if args[0].dtype != args[1].dtype or not (args[0].is_contiguous() and args[1].is_contiguous()):
+                self.odd.append(f"{func}: by way of other memory")
+        return out
+
+
+EVERY_COPY = [
+    Policy(spill_blocks=(0, 1), group_micro_batches=2),
+    Policy(group_micro_batches=4, transfer_chunk_bytes=2048, resident_blocks=(1,), update=Update.DEFERRED, storage="split"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "chunks"])
+def test_the_links_lanes_only_copy_between_arenas_and_nobody_waits_for_it(policy, tied):
+    """On a GPU, memory that a side stream took from the allocator would be another's before the copy is done."""
+    found = []
+
+    class Watched(CudaMachine):
+        def work(self, index, op, step):
+            if op.lane not in (Lane.H2D, Lane.D2H):
+                return super().work(index, op, step)
+            with OnlyCopying(set(self.arenas.addresses.values())) as copying:
+                super().work(index, op, step)
+            found.append(copying)
+            return None
+
+    machine = machine_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy, machine_type=Watched)
+    execute(machine.plan, machine, 2)
+    assert {op.kind for op in machine.plan.ops if op.lane in (Lane.H2D, Lane.D2H)} >= {Kind.LOAD, Kind.OFFLOAD}
+    assert all(copying.n_copies for copying in found)
+    assert {odd for copying in found for odd in copying.odd} == set()

@@ -1,0 +1,318 @@
+"""Do fused kernels compute what eager ones mean, and what plans say of them?"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from planner.model import forward
+from planner.model.workload import build_workload, fusible
+from runtime.compute import kernels
+from runtime.compute.blocks import Templates, row_losses
+from runtime.compute.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
+from runtime.compute.pointwise import compiled, probes, swiglu
+from runtime.errors import WorkloadError
+from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan.workload import Model
+from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
+from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.training import asked, differences, fused, plain, plan_of, semantics_of, streamed
+
+DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def same_bytes(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bool:
+    """Equal to the last bit, signs of zeros included, and in the same order in memory, in which a sum may be made of them."""
+    pairs = zip(ours, theirs, strict=True)
+    return all(
+        a.stride() == b.stride() and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in pairs
+    )
+
+
+def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of all magnitudes, zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(draw.draw(st.integers(0, 2**32), label="seed"))
+    numbers = torch.randn(*shape, generator=generator) * 10.0 ** draw.draw(st.integers(-20, 4), label="magnitude")
+    for zero, threshold in ((0.0, 0.05), (-0.0, 0.1)):
+        numbers[torch.rand(*shape, generator=generator) < threshold] = zero
+    return numbers.to(dtype)
+
+
+# -- the same bits ------------------------------------------------------------------------------------------------------
+
+
+@DRAWN
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())))
+def test_an_activation_in_one_node_has_the_bits_of_transformers_calls(data: st.DataObject, dtype: torch.dtype) -> None:
+    gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
+    gradient = some(data, 33, 24, dtype=dtype)
+    ours, theirs = _Swiglu.apply(CALL_BY_CALL, gate, up), F.silu(gate) * up
+    assert same_bytes((ours,), (theirs,))
+    assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
+
+
+@DRAWN
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())))
+def test_a_rotary_embedding_in_one_node_has_the_bits_of_transformers_calls(data: st.DataObject, dtype: torch.dtype) -> None:
+    x = some(data, 2, 7, 3, 8, dtype=dtype).transpose(1, 2).requires_grad_()
+    cos, sin = (some(data, 2, 7, 8, dtype=dtype) for _ in range(2))
+    gradient = some(data, 2, 3, 7, 8, dtype=dtype)
+    if data.draw(st.booleans(), label="token after token"):  # as fused attention leaves it; else head after head
+        gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    ours = _Rotary.apply(CALL_BY_CALL, x, cos.unsqueeze(1), sin.unsqueeze(1))
+    theirs, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
+    assert same_bytes((ours,), (theirs,))
+    assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: str) -> None:
+    """Their field is in the semantics for what it says of memory and time: the plain loop is the eager one."""
+    eager = semantics_of(model_type, compute_dtype=dtype)
+    policy = Policy(product_blocks=(1,), early_stop=True)
+    machine = streamed(tiny_config(model_type), dataclasses.replace(eager, pointwise="fused"), policy)
+    assert any(type(m).__name__ == "forward" or "forward" in vars(m) for m in machine.compute.templates.layers[0].modules())
+    assert differences(machine, plain(model_type, eager)) == []
+
+
+POLICIES = [
+    Policy(),
+    Policy(keep_blocks=(1, 2), group_micro_batches=4),
+    Policy(early_stop=True, group_micro_batches=2),
+    Policy(product_blocks=(1, 2), early_stop=True, spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
+    Policy(attention_blocks=(1,), product_blocks=(2,), boundary_stride=1),
+    Policy(boundary_stride=2, early_stop=True),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=asked)
+@pytest.mark.parametrize(("name", "tile"), [("qwen3", None), ("llama", 5), ("gpt_oss", None), ("mixtral", None)])
+def test_any_policy_trains_the_bits_of_the_plain_loop_with_its_kernels(name: str, tile: int | None, policy: Policy) -> None:
+    if policy.attention_blocks and name in EAGER_ONLY:
+        policy = dataclasses.replace(policy, attention_blocks=(), product_blocks=())
+    how = semantics_of(name, **fused(name), mlp_tile_tokens=tile)
+    assert differences(streamed(tiny_config(name), how, policy), plain(name, how)) == []
+
+
+def test_fused_kernels_are_not_eager_ones_by_another_name() -> None:
+    """Norm and loss round elsewhere: were the laws above blind to which of them runs, this would find the bits equal."""
+    eager = semantics_of("qwen3")
+    for part in ("norm", "loss"):
+        machine = streamed(tiny_config("qwen3"), dataclasses.replace(eager, **{part: "fused"}), Policy())
+        assert differences(machine, plain("qwen3", eager)) != [], part
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="on a CPU no compiler before torch 2.13 keeps eager's bits"
+)
+def test_a_function_is_compiled_where_its_bits_stay_and_runs_call_by_call_elsewhere(monkeypatch) -> None:
+    """On a CPU, whose compiler is another one, under the same emulation of eager's roundings. One function is made wrong."""
+
+    def compile_wrongly(function, **options):
+        return (lambda g, u: F.silu(g.float()).mul(u).to(g.dtype)) if function is swiglu else compile_truly(function, **options)
+
+    compile_truly = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
+    with pytest.warns(
+        RuntimeWarning, match=r"^swiglu runs call by call on cpu in torch.bfloat16: compiled, \d+ of \d+ numbers are others$"
+    ):
+        found = compiled(torch.device("cpu"), torch.bfloat16)
+    assert (found.swiglu, found.rotate is not CALL_BY_CALL.rotate) == (CALL_BY_CALL.swiglu, True)
+    for name in ("swiglu_gradients", "rotate", "rotate_back"):
+        one, several = getattr(found, name), getattr(CALL_BY_CALL, name)
+        assert one is not several, name
+        for inputs in probes(several, torch.device("cpu"), torch.bfloat16):
+            pairs = zip(*(r if isinstance(r, tuple) else (r,) for r in (one(*inputs), several(*inputs))), strict=True)
+            for ours, theirs in pairs:
+                finite = theirs.isfinite()
+                assert same_bytes((ours[finite],), (theirs[finite],)), name
+
+
+def test_where_nothing_compiles_everything_runs_call_by_call_and_says_why(monkeypatch) -> None:
+    def broken(function, **options):
+        def call(*inputs):
+            raise RuntimeError("no compiler\nhere")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(RuntimeWarning, match=r"cannot be compiled \(no compiler here\)"):
+        assert compiled(torch.device("cpu"), torch.float32) == CALL_BY_CALL
+
+
+@pytest.mark.parametrize("n_rows", [1, 1024, 2600])
+def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
+    """In fp64's light: rows by the thousand and their sums change nothing but the last digits."""
+    x, gradient = (torch.randn(n_rows, 24, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    x, weight = x.requires_grad_(), torch.rand(24).requires_grad_()
+    ours = FusedRMSNorm(torch.nn.Parameter(weight.detach()), 1e-6)
+    y = ours(x)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = F.rms_norm(exact_x, (24,), exact_weight, 1e-6)
+    assert same_bytes((y,), (F.rms_norm(x, (24,), weight, 1e-6),))
+    found = torch.autograd.grad(y, (x, ours.weight), gradient)
+    wanted = torch.autograd.grad(exact, (exact_x, exact_weight), gradient.double())
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_planner_and_runtime_mean_the_same_rows() -> None:
+    assert forward.NORM_ROWS == kernels.NORM_ROWS
+
+
+# -- the same meaning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t != "gemma2"])
+def test_losses_and_norms_are_those_of_eager_kernels_within_rounding(model_type: str, dtype: str, tolerance: float) -> None:
+    """Relative to the largest: 2e-6 in fp32; in bf16 2e-2, a few of its last digits."""
+    eager = semantics_of(model_type, compute_dtype=dtype)
+    at_once = plain(model_type, dataclasses.replace(eager, **fused(model_type)))
+    usual = plain(model_type, eager)
+    assert at_once.losses == pytest.approx(usual.losses, rel=tolerance)
+    assert at_once.norms == pytest.approx(usual.norms, rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t != "gemma2"])
+def test_a_models_logits_are_those_of_transformers_forward_within_rounding(model_type: str) -> None:
+    """In fp32, where no rounding hides a wrong formula: 1e-5 of the largest logit."""
+    config = tiny_config(model_type)
+    model = hf_model(config, attn_implementation="eager" if model_type in EAGER_ONLY else "sdpa").eval()
+    tokens = torch.randint(0, config["vocab_size"], (2, 24))
+    with torch.no_grad():
+        theirs = model(tokens, use_cache=False).logits
+        how = semantics(2, 24, **fused(model_type))
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            use_kernels(layer, how)
+        ours = model(tokens, use_cache=False).logits
+    assert any(isinstance(module, FusedRMSNorm) for module in model.modules())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@DRAWN
+@given(data=st.data())
+def test_the_loss_of_a_row_is_that_of_cross_entropy_in_fp64(data: st.DataObject) -> None:
+    """Also where a probability is too small for fp32; rows that are not supervised count nothing."""
+    n = data.draw(st.integers(1, 9))
+    logits = some(data, n, 50, dtype=torch.float32).clamp(-1e4, 1e4)
+    targets = torch.tensor(data.draw(st.lists(st.sampled_from([-100, 0, 7, 49]), min_size=n, max_size=n)))
+    losses, probabilities = row_losses(logits, targets)
+    exact = F.cross_entropy(logits.double(), targets, ignore_index=-100, reduction="none")
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(probabilities.double(), logits.double().softmax(-1), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_are_the_losses_to_the_bit(dtype: str) -> None:
+    """An evaluation is asked of the same kernels that train."""
+    config, how = tiny_config("llama"), semantics(1, 24, dtype, loss_tile_tokens=7, **fused("llama"))
+    templates = Templates(config, build_workload(Model(config), how), how)
+    weights = {name: w.to(DTYPES[dtype]) for name, w in templates.initial_weights(3, 5).items()}
+    hidden, targets = torch.randn(1, 24, 32).to(DTYPES[dtype]), torch.randint(0, 96, (1, 24))
+    targets[0, 3:6] = -100
+    head_gradient = torch.zeros(96, 32)
+    with torch.no_grad():
+        loss, _, _ = templates.loss(weights, hidden, targets, 21, head_gradient)
+        assert torch.equal(templates.scores(weights, hidden, targets), loss)
+
+
+# -- what plans say -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [c for c in cases(MODEL_TYPES) if c[0] != "gemma2"], ids="-".join)
+def test_kept_and_transient_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
+    """Of a scale for each row, which a GPU keeps and a CPU does not, two in a hundred are allowed for."""
+    for size in SIZES:
+        for block, layer, x, kwargs in layers_of(case, *size, fused(case[0])):
+            gradient, weights = torch.randn_like(x), list(layer.parameters())
+            assert block.kept_bytes == pytest.approx(saved_bytes(layer, x, kwargs, weights), rel=0.03)
+            peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
+            assert peak <= block.transient_bytes <= 1.6 * peak
+
+
+@pytest.mark.parametrize("tile", [32, 500])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fused_loss_stays_within_the_heads_transient_bytes(dtype: str, tile: int) -> None:
+    config = tiny_config("llama", **WIDER, vocab_size=3000)
+    how = semantics(2, 64, dtype, loss_tile_tokens=tile, **fused("llama"))
+    workload = build_workload(Model(config), how)
+    templates, head = Templates(config, workload, how), workload.blocks[-1]
+    weights = {name: w.to(DTYPES[dtype]) for name, w in templates.initial_weights(3, 5).items()}
+    hidden, targets = torch.randn(2, 64, 128).to(DTYPES[dtype]), torch.randint(0, 3000, (2, 64))
+    total = torch.zeros(3000, 128)
+
+    def work() -> object:
+        with torch.no_grad():
+            return templates.loss(weights, hidden, targets, 128, total)
+
+    peak = peak_bytes(work)
+    widened = 0 if dtype == "fp32" else 4 * 3000 * 128  # on the CPU, adding bf16 to fp32 makes an fp32 copy first
+    assert peak - widened <= head.transient_bytes <= 1.8 * peak
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fused_layers_move_and_keep_less(name: str) -> None:
+    """By hand: a norm reads and writes once, an activation reads two and writes one, queries and keys are read and written once."""
+    width, inner, n_tokens, n_q, n_kv, head = 128, 352, 96, 4, 2, 16 if name == "qwen3" else 32
+    model = Model(tiny_config(name, **WIDER))
+    eager, fast = (build_workload(model, semantics(2, 48, "bf16", **k)).blocks[1] for k in ({}, fused(name)))
+    turned = n_tokens * (n_q + n_kv) * head
+    rotary = 2 * 2 * turned + 2 * 2 * 2 * (48 * head)  # a table of cosines and one of sines, for queries and for keys
+    norms = 2 * (2 * 2 * n_tokens * width + 2 * width)
+    if name == "qwen3":
+        norms += 2 * 2 * turned + 2 * 2 * head
+    activation, residuals = 3 * 2 * n_tokens * inner, 2 * 3 * 2 * n_tokens * width
+    assert fast.fused_bytes == norms + activation + rotary
+    assert fast.pointwise_bytes == fast.fused_bytes + residuals
+    assert fast.pointwise_bytes < 0.5 * eager.pointwise_bytes
+    assert fast.kept_bytes < 0.8 * eager.kept_bytes
+    assert fast.n_kernels < 0.6 * eager.n_kernels
+    assert (eager.fused_bytes, eager.matmuls, eager.parameters) == (0, fast.matmuls, fast.parameters)
+
+
+def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
+    assert fusible(Model(tiny_config("gemma2"))) == set()
+    assert fusible(Model(tiny_config("gpt_oss"))) == {"norm", "loss"}
+    for name, part in (("gemma2", "norm"), ("gemma2", "loss"), ("gpt_oss", "pointwise")):
+        how = semantics(attention="eager", **{part: "fused"})
+        with pytest.raises(WorkloadError, match=f"no fused kernel computes the {part} of {name}; plan with --kernels eager"):
+            build_workload(Model(tiny_config(name)), how)
+
+
+def test_a_module_that_is_not_the_one_we_know_is_refused() -> None:
+    layer = hf_model(tiny_config("gemma2")).model.layers[0]  # type: ignore[union-attr]
+    for part in ("norm", "pointwise"):
+        with pytest.raises(WorkloadError, match="no fused kernel computes"):
+            use_kernels(layer, semantics(**{part: "fused"}))
+
+
+def test_only_the_layers_of_this_model_compute_with_other_kernels() -> None:
+    """Nothing of transformers' own modules is changed for whoever else uses them."""
+    config = tiny_config("llama")
+    changed, other = hf_model(config), hf_model(config)
+    use_kernels(changed.model.layers[0], semantics(**fused("llama")))  # type: ignore[union-attr]
+    assert isinstance(changed.model.layers[0].mlp, GatedMlp)  # type: ignore[union-attr]
+    for model in (other, hf_model(config)):
+        assert "forward" not in vars(model.model.layers[0].self_attn)  # type: ignore[union-attr]
+        assert len(layer_calls(model, 96, 1, 8)) == 2
+
+
+def test_a_plan_that_names_no_kernels_is_read_as_eager() -> None:
+    plan = plan_of(tiny_config("llama"), semantics_of("llama", **fused("llama", "cudnn")), Policy())
+    assert Plan.parse(str(plan)) == plan
+    lines = str(plan).splitlines()
+    said = json.loads(lines[1].removeprefix("semantics "))
+    named = {key: said.pop(key) for key in ("norm", "loss", "pointwise", "attention_kernel")}
+    assert named == {"norm": "fused", "loss": "fused", "pointwise": "fused", "attention_kernel": "cudnn"}
+    old = Plan.parse("\n".join([lines[0], f"semantics {json.dumps(said)}", *lines[2:]]))
+    defaults = Semantics(1, 1, 1)
+    assert old.semantics == dataclasses.replace(plan.semantics, **{key: getattr(defaults, key) for key in named})
+    assert {getattr(defaults, key) for key in named} == {"eager", "flash"}

@@ -1,0 +1,94 @@
+"""Does a long context train in the memory that is planned for it, and is that little?
+
+Scaled down: a narrow model, but thousands of tokens in one sequence, planned, streamed and measured as a large one would be.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from hwprofiles.schema import read_profile
+from planner.model.workload import build_workload
+from planner.predict.memory import footprint, frame
+from planner.search.micro_batch import with_micro_batch
+from planner.search.search import search
+from runtime.plan import Kind, Policy, Semantics
+from runtime.plan.workload import Model
+from tests.tiny import tiny_config
+from tests.training import differences, plain, plan_of, streamed
+
+from .test_replay import device_bytes
+
+NARROW = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+LONG, LONGER = 4096, 12288
+DEVICE_BYTES = 42 * 10**6
+LEAN = Policy(early_stop=True, spill_blocks=(0, 1))
+
+
+def config_of(inner: int, n_layers: int = 2) -> dict[str, Any]:
+    return tiny_config("llama", **NARROW, intermediate_size=inner, num_hidden_layers=n_layers)
+
+
+def semantics_of(seq_len: int, tile: int | None, dtype: str = "fp32") -> Semantics:
+    return Semantics(seq_len, 1, 1, compute_dtype=dtype, mlp_tile_tokens=tile, loss_tile_tokens=256, experts="eager")  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=16)
+def most_bytes(seq_len: int, inner: int, tile: int | None) -> int:
+    """The most that computing two steps held beyond the arenas."""
+    return device_bytes(plan_of(config_of(inner), semantics_of(seq_len, tile), LEAN))[1]
+
+
+@pytest.mark.parametrize("seq_len", [LONG, LONGER])
+@pytest.mark.parametrize("tile", [None, 128])
+def test_what_a_long_context_takes_is_what_is_planned_and_not_far_less(seq_len: int, tile: int | None) -> None:
+    plan = plan_of(config_of(512), semantics_of(seq_len, tile), LEAN)
+    assert plan.kept_bytes == 0
+    assert 0.85 * plan.transient_bytes < most_bytes(seq_len, 512, tile) <= plan.transient_bytes
+
+
+def test_of_a_wider_mlp_by_tiles_a_long_context_feels_only_the_weights() -> None:
+    """Not a byte per token. Without tiles nearly all of it is per token."""
+    more_weights = 3 * 32 * (512 - 128) * 4  # bytes of the gradients of gate, up and down
+    assert most_bytes(LONGER, 512, 128) - most_bytes(LONGER, 128, 128) == pytest.approx(more_weights, abs=1000)
+    without = most_bytes(LONGER, 512, None) - most_bytes(LONGER, 128, None)
+    assert without - more_weights > LONGER * (512 - 128) * 4  # at least one tensor as wide as the MLP
+
+
+def test_by_tiles_memory_grows_with_the_context_as_attention_and_one_layers_boundary_do() -> None:
+    """A dozen tensors as large as a layer's input: norms, queries, keys, values, and their gradients."""
+    boundary_bytes = build_workload(Model(config_of(512)), semantics_of(LONGER - LONG, None)).blocks[1].boundary_bytes
+    grown = most_bytes(LONGER, 128, 128) - most_bytes(LONG, 128, 128)
+    assert grown < 13 * boundary_bytes
+    assert most_bytes(LONGER, 512, None) - most_bytes(LONG, 512, None) > 100 * boundary_bytes
+
+
+def test_boundaries_that_spill_take_no_more_of_the_device_for_more_layers() -> None:
+    def arenas(n_layers: int, spill: bool) -> int:
+        policy = Policy(early_stop=True, spill_blocks=tuple(range(n_layers)) if spill else ())
+        return plan_of(config_of(512, n_layers), semantics_of(LONGER, 128), policy).device_arena_bytes
+
+    assert arenas(4, spill=True) == arenas(40, spill=True) < arenas(4, spill=False) < arenas(40, spill=False) / 5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_long_context_is_trained_as_a_plain_loop_would_train_it(dtype: str) -> None:
+    overrides = (*NARROW.items(), ("intermediate_size", 512))
+    how = semantics_of(LONG, 500, dtype)
+    machine = streamed(tiny_config("llama", **dict(overrides)), how, LEAN)
+    assert differences(machine, plain("llama", how, overrides)) == []
+    assert machine.results[2].loss < machine.results[0].loss
+
+
+def test_a_searched_plan_trains_a_long_context_on_a_device_that_would_not_hold_a_quarter_of_it() -> None:
+    """Tiles and spills are the planner's own choice, and the device's memory is enough for what then really lies there."""
+    model, asked = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)
+    profile = read_profile("cpu-2core").with_memory(DEVICE_BYTES, None)
+    whole = frame(model, build_workload(model, asked), asked, Policy())
+    assert footprint(whole, profile).device_peak_bytes > 4 * DEVICE_BYTES
+    how, workload = with_micro_batch(model, asked, profile)
+    plan = search(model, workload, how, profile).plan
+    assert how.mlp_tile_tokens is not None
+    assert any(op.kind is Kind.SPILL for op in plan.ops)
+    assert plan.device_arena_bytes + device_bytes(plan)[1] <= DEVICE_BYTES

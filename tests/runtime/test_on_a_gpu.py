@@ -1,0 +1,358 @@
+"""Does a GPU perform a plan as the CPU's tests say it should?
+
+Everything here needs a CUDA device. What can be shown without one is in `test_cuda_machine`.
+"""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.model.workload import build_workload
+from runtime.batch import Batch
+from runtime.compute.recompute import FUSED_ATTENTION, Replay
+from runtime.executor import Execution, execute
+from runtime.host.optimizer import AdamW
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.streams import CudaStreams, use_same_kernels
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
+from runtime.plan.workload import Model, Saved
+from runtime.train.evaluation import Evaluator
+from runtime.train.generation import generate
+from tests import reference
+from tests.strategies import policies
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.training import (
+    EVERYTHING,
+    N_STEPS,
+    Remembers,
+    batches_of,
+    initial_masters,
+    plan_of,
+    released_slots,
+    same_bits,
+    scheduled,
+    semantics_of,
+    settings_of_torch,
+    state_of,
+)
+from tests.training import Remembering as RememberingOnTheCpu
+
+from .test_documents import CUTS, OTHERS, config_of, packed_batches
+from .test_evaluation import OfAnyPlan, Several, sequences
+from .test_generation import PROMPTS, resident, said_by_transformers
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
+
+LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+ROOT = Path(__file__).parents[2]
+LONGEST_SLEEP_CYCLES = 2_000_000  # about a millisecond
+
+
+@pytest.fixture(autouse=True)
+def _same_kernels() -> Iterator[None]:
+    use_same_kernels()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Remembering(Remembers, CudaMachine):
+    pass
+
+
+class Sleepy(Remembering):
+    """Each stream sleeps at random before and after an op, and fills with NaN, in its turn, what is released."""
+
+    def __init__(self, plan: Plan, *args, sleep_seed: int = 0, **kwargs) -> None:
+        super().__init__(plan, *args, **kwargs)
+        self.released, self.rng = released_slots(plan), random.Random(sleep_seed)
+        largest = max(n_bytes for arena in plan.arenas for n_bytes in arena.slot_bytes)
+        self.nan = torch.full((largest,), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+
+    def work(self, index: int, op: Op, step: int) -> None:
+        self.around(super().work, self.released, index, op, step)
+
+    def around(self, work, released, index: int, op: Op, step: int) -> None:
+        if op.lane is Lane.CPU:
+            work(index, op, step)
+            for slot in released[index]:
+                self.arenas.poison(slot)
+            return
+        self._sleep()
+        work(index, op, step)
+        self._sleep()
+        for slot in released[index]:
+            whole = self.arenas.raw(slot)
+            whole.copy_(self.nan[: whole.numel()], non_blocking=True)  # by the stream, of host memory too
+
+    def _sleep(self) -> None:
+        if self.rng.random() < 0.3:
+            torch.cuda._sleep(self.rng.randrange(LONGEST_SLEEP_CYCLES))
+
+
+def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, n_steps: int = N_STEPS, **kwargs) -> Remembering:
+    plan = plan_of(config, semantics, policy)
+    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, **kwargs)
+    machine.initialise(7)
+    execute(plan, machine, n_steps)
+    return machine
+
+
+def differences(a: Remembering, b: Remembering) -> list[str]:
+    found = [name for x, y in zip(state_of(a), state_of(b), strict=True) for name in x if not same_bits(x[name], y[name])]
+    for step in range(N_STEPS):
+        if (a.results[step].loss, a.results[step].grad_norm) != (b.results[step].loss, b.results[step].grad_norm):
+            found.append(f"loss or norm of step {step}")
+    return found
+
+
+def kept_whole(config, semantics: Semantics) -> Remembering:
+    """Everything resident and nothing computed twice."""
+    layers = tuple(range(1, config["num_hidden_layers"] + 1))
+    return run(config, semantics, Policy(keep_blocks=layers, group_micro_batches=semantics.n_micro_batches))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@LAW
+@given(data=st.data())
+def test_no_plan_changes_a_bit_on_a_gpu_with_deterministic_kernels(model_type, data):
+    """Slots poisoned on release, streams asleep at random, dropout, grouped products of experts."""
+    dropout = data.draw(st.sampled_from([0.0, 0.2]), label="dropout")
+    experts = data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager"
+    semantics = semantics_of(
+        model_type, experts=experts, compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype")
+    )
+    n_layers = data.draw(st.integers(1, 4), label="n_layers")
+    config = tiny_config(model_type, num_hidden_layers=n_layers)
+    policy = data.draw(policies(semantics, build_workload(Model(config), semantics)), label="policy")
+    config |= {"attention_dropout": dropout}
+    sleepy = run(config, semantics, policy, Sleepy, sleep_seed=data.draw(st.integers(0, 99), label="seed"))
+    assert differences(sleepy, kept_whole(config, semantics)) == []
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_gpu_trains_as_the_plain_loop_does_there_within_the_rounding_of_fp32(model_type):
+    """The plain loop's optimizer runs on the GPU too, in another order of roundings: tolerance, not bits."""
+    semantics, config = semantics_of(model_type, compute_dtype="fp32", gradient_dtype="fp32"), tiny_config(model_type)
+    machine = run(config, semantics, Policy())
+    masters = {name: master.cuda() for name, master in initial_masters(config, semantics).items()}
+    batches = [Batch(b.input_ids.cuda(), b.targets.cuda()) for b in batches_of(config["vocab_size"], 4, 16)]
+    torch.use_deterministic_algorithms(False)  # a loop that anybody would write
+    with torch.device("cuda"):
+        expected = reference.train(config, semantics, masters, batches, settings_of_torch(N_STEPS))
+    for step in range(N_STEPS):
+        assert machine.results[step].loss == pytest.approx(expected.losses[step], rel=1e-5)
+        assert machine.results[step].grad_norm == pytest.approx(expected.norms[step], rel=1e-4)
+    for name, master in state_of(machine)[0].items():
+        off = (master - expected.masters[name].cpu()).abs()
+        assert float((off > 1e-5).float().mean()) < 0.01, name  # where a gradient is next to nothing, AdamW magnifies its rounding
+
+
+class SleepyForBoth(OfAnyPlan, Sleepy):
+    """Sleepy also while it performs a forward plan."""
+
+
+def machine_for_both(config, semantics: Semantics, policy: Policy, batches=None) -> SleepyForBoth:
+    batches = batches or batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    machine = SleepyForBoth(plan_of(config, semantics, policy), lambda step: batches[step % N_STEPS], scheduled)
+    machine.initialise(7)
+    return machine
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_evaluations_between_steps_see_the_steps_loss_and_change_no_bit_of_training(model_type):
+    semantics, config = semantics_of(model_type), tiny_config(model_type, num_hidden_layers=4)
+    alone, evaluated = run(config, semantics, EVERYTHING), machine_for_both(config, semantics, EVERYTHING)
+    for step, batch in enumerate(batches_of(config["vocab_size"], 4, 16)):
+        before = Evaluator(evaluated, Several(batch), 4).run()
+        Evaluator(evaluated, Several(sequences(config["vocab_size"], 7)), 7).run()
+        generate(evaluated, [[1, 2, 3]], 2, temperature=1.0)
+        execute(evaluated.plan, evaluated, 1, step)
+        assert before.loss == evaluated.results[step].loss
+    assert differences(evaluated, alone) == []
+
+
+@pytest.mark.parametrize("compute_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtral"])
+def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(model_type, compute_dtype):
+    config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
+    batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
+    for policy in (
+        Policy(keep_blocks=(1, 2, 3), group_micro_batches=4),
+        Policy(),
+        Policy(attention_blocks=(1, 2), early_stop=True, group_micro_batches=2),
+        Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
+    ):
+        machines.append(machine_for_both(config, semantics, policy, batches))
+        execute(machines[-1].plan, machines[-1], N_STEPS)
+        assert differences(machines[-1], machines[0]) == [], policy
+    on_cpu = RememberingOnTheCpu(machines[0].plan, lambda step: batches[step], scheduled)
+    on_cpu.initialise(7)
+    execute(on_cpu.plan, on_cpu, N_STEPS)
+    for step in range(N_STEPS):
+        close = 1e-4 if compute_dtype == "fp32" else 2e-2
+        assert machines[0].results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=close)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_gpu_says_what_transformers_says_on_a_cpu(model_type):
+    config = tiny_config(model_type, initializer_range=0.3, tie_word_embeddings=False)
+    semantics = semantics_of(model_type, compute_dtype="fp32", gradient_dtype="fp32", seq_len=96, batch_size=3, micro_batch=3)
+    model = resident(config, semantics)
+    expected = [said_by_transformers(model, prompt, 6) for prompt in PROMPTS]
+    assert generate(machine_for_both(config, semantics, Policy()), PROMPTS, 6) == expected
+
+
+class NeverWaits(CudaStreams):
+    """From now on a call that waits for the device is an error, but for the wait at a run's end."""
+
+    def finish(self, stream) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        super().finish(stream)
+
+
+@pytest.mark.parametrize("policy", [Policy(), EVERYTHING, Policy(keep_blocks=(1, 2)), Policy(early_stop=True, boundary_stride=2)])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
+    semantics = semantics_of(model_type, experts="grouped_mm" if model_type in EXPERT_TYPES else "eager")
+    if model_type in ("gpt_oss",) and policy.product_blocks:
+        pytest.skip("it adds biases to products in place, so none is saved")
+    n_layers = 4 if policy is EVERYTHING else 2
+    config = tiny_config(model_type, num_hidden_layers=n_layers)
+    plan = plan_of(config, semantics, policy)
+    batches = batches_of(config["vocab_size"], 4, 16)
+    machine = Remembering(plan, lambda step: batches[step], scheduled, streams=NeverWaits())
+    machine.initialise(7)
+    execute(plan, machine, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        execute(plan, machine, 2, first_step=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert machine.results[2].loss > 0.0
+
+
+def test_a_run_of_two_hundred_steps_takes_no_memory_that_one_of_four_does_not_and_none_for_copies():
+    semantics, config = semantics_of("llama"), tiny_config("llama", num_hidden_layers=4)
+    gc.collect()
+    torch.cuda.empty_cache()  # else the streams of machines before this one may have all that it needs
+    before = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+    machine = run(config, semantics, EVERYTHING, n_steps=4)
+    assert machine.results.pop(3).loss > 0.0  # the first look at one takes a little pinned memory
+
+    def all_taken() -> tuple[int, ...]:
+        of_device, of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+        return (
+            torch.cuda.memory_reserved(),
+            of_device["num_alloc_retries"],
+            of_device["num_device_alloc"],
+            of_host["num_host_alloc"],
+        )
+
+    taken = all_taken()
+    for first_step in range(4, 204, 50):
+        with Execution(machine.plan, machine, 50, first_step) as steps:
+            assert all(machine.results.pop(step.number).loss for step in steps)
+        assert all_taken() == taken
+    side = {machine.lanes.streams_of[lane].cuda_stream for lane in (Lane.H2D, Lane.D2H)}
+    new = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] not in before]
+    assert not side & {segment["stream"] for segment in new}
+
+
+def test_every_arena_of_the_host_is_locked_and_let_go():
+    machine = run(tiny_config("llama"), semantics_of("llama"), Policy(), n_steps=1)
+    slabs = machine.arenas.host_slabs()
+    assert all(slab.is_pinned() for slab in slabs.values() if slab.numel())
+    del machine
+    assert not any(slab.is_pinned() for slab in slabs.values())
+
+
+def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
+    class Slow(CudaMachine):
+        def work(self, index, op, step):
+            super().work(index, op, step)
+            if op.kind is Kind.OFFLOAD and op.block == 1:
+                torch.cuda._sleep(50 * LONGEST_SLEEP_CYCLES)
+
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    batches = batches_of(96, 4, 16)
+    machine = Slow(plan, lambda step: batches[step % 3], scheduled)
+    machine.initialise(7)
+    spans = execute(plan, machine, 6).spans
+    at = {(span.step, span.op): span for span in spans}
+    assert len(at) == 6 * len(plan.ops)
+    resolution_s = 50e-6  # of two clocks set against each other, and single precision
+    for (step, number), span in at.items():
+        assert span.end_s >= span.start_s
+        for wait in plan.ops[number].waits:
+            before = at.get((step - wait.distance, wait.op))
+            if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
+                assert span.start_s >= before.end_s - resolution_s
+    slow = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD and plan.ops[s.op].block == 1]
+    others = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD and plan.ops[s.op].block == 2]
+    assert min(slow) > 5 * sorted(others)[len(others) // 2]
+
+
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)])
+def test_fused_attention_is_saved_by_whichever_name_this_gpu_has_for_it(dtype, masked):
+    q = torch.randn(1, 4, 128, 64, device="cuda", dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 1, 128, 128, device="cuda", dtype=torch.bool).tril() if masked else None
+    assert FUSED_ATTENTION
+    replay = Replay(Saved.ATTENTION, False, lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked))
+    with replay.recording():
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked)
+    assert len(replay._results) == 1
+    wanted = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked)
+    (a,), (b,) = (torch.autograd.grad(o.square().sum(), [q]) for o in (out, wanted))
+    assert torch.equal(a, b)
+
+
+def test_an_illegal_access_ends_a_run_with_a_line_that_says_so():
+    """In a process of its own: a device that has failed is gone for the whole process."""
+    code = """
+from tests.runtime.test_on_a_gpu import *
+from runtime.batch import Batch
+plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
+bad = torch.full((4, 16), 10**6)
+machine = CudaMachine(plan, lambda step: Batch(bad, bad), scheduled)
+machine.initialise(7)
+try:
+    execute(plan, machine, 2)
+except Exception as error:
+    print("SAID", type(error).__name__, str(error).splitlines()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert said, done.stderr[-2000:]
+    assert "OpError" in said[0]
+    assert "CUDA error" in said[0]
+
+
+def test_a_large_step_is_bound_by_what_the_plan_says_of_memory():
+    """The allocator's peak, beyond the arenas, within what the plan books and what cuBLAS keeps."""
+    config = tiny_config("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=8)
+    config |= {"vocab_size": 8192, "max_position_embeddings": 2048, "num_hidden_layers": 3}
+    semantics = semantics_of("llama", seq_len=2048, batch_size=4, micro_batch=4, loss_tile_tokens=1024)
+    plan = plan_of(config, semantics, Policy(keep_blocks=(2,)))
+    batches = batches_of(8192, 4, 2048)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    machine = CudaMachine(plan, lambda step: batches[step], lambda step: AdamW(lr=1e-4))
+    machine.initialise(7)
+    torch.cuda.reset_peak_memory_stats()
+    execute(plan, machine, 3)
+    workspaces = 64 * 2**20
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes + workspaces

@@ -1,0 +1,306 @@
+"""Do loops over chunks, shared by several threads, leave the bits of the plainest code?"""
+
+import itertools
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from runtime.executor import OpError, execute
+from runtime.host import chunks, optimizer, updates
+from runtime.host.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_, adamw_tasks, sum_of_squares
+from runtime.host.workers import Workers
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Policy, Update
+from tests.reference import half_up
+from tests.tiny import tiny_config
+from tests.training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
+
+KINDS = ("split", "mirrored", "bf16", "fp32")
+SETTINGS = AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)
+ODD = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -3e38, 3.4e38, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8)
+SIZES = (1, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
+
+
+def random_state(kind: str, n: int, seed: int, odd: bool = False) -> Learned:
+    """A parameter in the middle of training; `odd`: among its numbers are all sorts of them."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(n, generator=generator)
+    if odd:
+        wide[torch.arange(min(n, len(ODD)))] = torch.tensor(ODD[:n])
+    m, v = torch.randn(n, generator=generator) * 1e-2, torch.rand(n, generator=generator) * 1e-4
+    match kind:
+        case "split":
+            master = SplitMaster(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
+            master.cut(slice(None), wide)
+            return Learned(master, m, v, master.weight)
+        case "mirrored":
+            return Learned(wide, m, v, torch.zeros(n, dtype=torch.bfloat16))
+        case "bf16":
+            return Learned(wide.bfloat16(), m, v)
+        case _:
+            return Learned(wide, m, v)
+
+
+def copied(of: Learned) -> Learned:
+    if isinstance(of.master, SplitMaster):
+        master = SplitMaster(of.master.weight.clone(), of.master.remainder.clone())
+        return Learned(master, of.exp_avg.clone(), of.exp_avg_sq.clone(), master.weight)
+    weight = None if of.weight is None else of.weight.clone()
+    return Learned(of.master.clone(), of.exp_avg.clone(), of.exp_avg_sq.clone(), weight)
+
+
+def wide_master(of: Learned) -> torch.Tensor:
+    if isinstance(of.master, SplitMaster):  # as the design says it: the weight's bits, and what they lack
+        bits = (of.master.weight.view(torch.int16).long() << 16) + of.master.remainder.long()
+        return bits.to(torch.int32).view(torch.float32)
+    return of.master.float()
+
+
+def plainly(of: Learned, gradient: torch.Tensor, factor: float, n_updates: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Master, moments after one step, on the whole parameter at once."""
+    wide, m, v = wide_master(of).clone(), of.exp_avg.clone(), of.exp_avg_sq.clone()
+    s = SETTINGS
+    torch._fused_adamw_(
+        [wide], [gradient.float() * factor], [m], [v], [], [torch.tensor(float(n_updates))],
+        lr=s.lr, beta1=s.beta1, beta2=s.beta2, weight_decay=s.weight_decay, eps=s.eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return wide, m, v
+
+
+def equal_but_for_nans_payload(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all())
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("odd", [False, True], ids=["common numbers", "odd numbers"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
+    before = random_state(kind, n, seed=n, odd=odd)
+    gradient = torch.randn(n, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wide, m, v = plainly(before, gradient, 0.25, 3)
+    to = random_state(kind, n, seed=99) if elsewhere else copied(before)
+    kept = copied(before)
+    adamw_(to.master, to.exp_avg, to.exp_avg_sq, gradient, to.weight, 0.25, 3, SETTINGS, before if elsewhere else None)
+    same = equal_but_for_nans_payload if odd else same_bits
+    expected_weight = torch.where(wide.isnan(), wide, half_up(wide).float()).bfloat16()
+    assert same(to.exp_avg, m)
+    assert same(to.exp_avg_sq, v)
+    assert same(wide_master(to), expected_weight.float() if kind == "bf16" else wide)
+    if to.weight is not None:
+        assert same(to.weight, expected_weight)
+    if elsewhere:
+        assert same(wide_master(before), wide_master(kept)), "what it started from was changed"
+        assert same_bits(before.exp_avg, kept.exp_avg)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("n_parts", "found", "dtype"),
+    [(1, "bf16", "bf16"), (1, "fp32", "fp32"), (1, "fp32", "bf16"), (2, "fp32", "bf16"), (2, "fp32", "fp32"), (1, "bf16", "fp32")],
+)
+def test_a_gradient_is_summed_rounded_widened_and_scaled_in_this_order(n_parts, found, dtype, factor):
+    types, n = {"bf16": torch.bfloat16, "fp32": torch.float32}, 1000
+    generator = torch.Generator().manual_seed(2)
+    parts = tuple(torch.randn(n, generator=generator).to(types[found]) for _ in range(n_parts))
+    whole = (parts[0] + parts[1] if n_parts == 2 else parts[0]).to(types[dtype]).float()
+    state = random_state("mirrored", n, seed=5)
+    wide, m, _ = plainly(state, whole, factor, 1)
+    gradient = SummedGradient(parts, types[dtype])
+    adamw_(state.master, state.exp_avg, state.exp_avg_sq, gradient, state.weight, factor, 1, SETTINGS)
+    assert same_bits(state.master, wide)
+    assert same_bits(state.exp_avg, m)
+    assert sum_of_squares(gradient) == float(whole.square().sum())
+
+
+def test_the_loops_are_run_by_torchscript_and_mean_what_they_say():
+    """It once left the optimizer's kernel out: of lists made inside the loop nobody could see what the kernel did to them."""
+    for loop in (chunks.run_adamw, chunks.run_squares, chunks.run_add):
+        assert isinstance(loop, torch.jit.ScriptFunction)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
+    n = chunks.UPDATE_ELEMENTS + 200
+    gradients = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    found = []
+    for loop in (chunks.run_adamw, chunks.adamw_chunks):
+        monkeypatch.setattr(optimizer, "run_adamw", loop)
+        state = random_state(kind, n, seed=8)
+        for i, gradient in enumerate(gradients):  # TorchScript compiles anew after the first calls
+            adamw_(state.master, state.exp_avg, state.exp_avg_sq, gradient, state.weight, 0.5, i + 1, SETTINGS)
+        found.append(state)
+    assert same_bits(wide_master(found[0]), wide_master(found[1]))
+    assert same_bits(found[0].exp_avg, found[1].exp_avg)
+    assert same_bits(found[0].exp_avg_sq, found[1].exp_avg_sq)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32 - 1))
+@example(0x7F800001)  # NaN whose payload half up rounds away, or carries into the sign
+@example(0x7FFFFFFF)
+@example(0xFFFFFFFF)
+@example(0xFF800001)
+@example(0x7F7FFFFF)  # the largest number, whose weight is infinite
+def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
+    wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    master = SplitMaster(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int16))
+    master.cut(slice(None), wide.clone())
+    if bool(wide.isnan()):
+        assert bool(master.weight.isnan())
+        assert bool(master.joined(slice(None)).isnan())
+    else:
+        assert same_bits(master.weight, half_up(wide))
+        assert same_bits(master.joined(slice(None)), wide)
+
+
+# -- several threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_threads", [2, 3, 7])
+def test_the_number_of_workers_changes_no_bit(n_threads):
+    """One large parameter of several tasks: its update, its sum of squares, and a sum of gradients."""
+    n = 3 * optimizer.TASK_ELEMENTS + chunks.CHUNK_ELEMENTS + 77
+    gradient = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    summed = SummedGradient((gradient,), torch.float32)
+    expected, total = random_state("mirrored", n, seed=1), torch.zeros(n)
+    state, running = copied(expected), torch.ones(n)
+    adamw_(expected.master, expected.exp_avg, expected.exp_avg_sq, gradient, expected.weight, 0.5, 2, SETTINGS)
+    total += gradient
+    workers = Workers(n_threads, Scratch)
+    with workers.helped(no_grad):
+        workers.run(adamw_tasks(state, summed, 0.5, 2, SETTINGS))
+        squares = workers.run(optimizer.squares_tasks(summed))
+        workers.run(optimizer.add_tasks(running, gradient, is_first=True))
+    assert same_bits(state.master, expected.master)
+    assert same_bits(state.exp_avg_sq, expected.exp_avg_sq)
+    assert same_bits(state.weight, expected.weight)
+    assert same_bits(running, total)
+    assert optimizer.added(s for chunk in squares for s in chunk) == sum_of_squares(gradient)
+    obvious = 0.0
+    for chunk in gradient.split(65_536):
+        obvious += float(chunk.square().sum())
+    assert sum_of_squares(gradient) == obvious
+
+
+@contextmanager
+def no_grad():
+    """What a machine does for its lanes: also one thread inside a kernel, or a chunk's sum would be one of several parts."""
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+
+
+POLICIES = {
+    "barrier, summed on the host": Policy(),
+    "deferred, on speculation": Policy(update=Update.DEFERRED, group_micro_batches=4, speculate_blocks=(0, 1, 2)),
+    "split, in chunks": Policy(storage="split", group_micro_batches=4, transfer_chunk_bytes=4096),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_training_is_the_same_however_many_workers_share_an_op(policy, tied):
+    config, semantics = tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama", clip_norm=0.5)
+    found = []
+    for n_workers in (1, 3):
+        plan, batches = plan_of(config, semantics, policy), batches_of(config["vocab_size"], 4, 16)
+        machine = Remembering(plan, lambda step, batches=batches: batches[step], scheduled, n_workers=n_workers)
+        machine.initialise(7)
+        execute(plan, machine, 3)
+        found.append((state_of(machine), [machine.results[step].grad_norm for step in range(3)]))
+    (one, one_norms), (three, three_norms) = found
+    assert one_norms == three_norms
+    for a, b in zip(one, three, strict=True):
+        assert all(same_bits(a[name], b[name]) for name in a)
+
+
+def test_tasks_are_really_shared_and_their_results_come_in_order():
+    """Three tasks that wait for each other: none ends unless three threads are at work, each with a thing of its own."""
+    together, numbers = threading.Barrier(3, timeout=30), itertools.count()
+    workers = Workers(3, lambda: next(numbers))
+
+    def task(number):
+        def work(own):
+            together.wait()
+            return number, own, threading.current_thread().name
+
+        return work
+
+    with workers.helped():
+        results = workers.run([task(i) for i in range(3)])
+    assert [number for number, _, _ in results] == [0, 1, 2]
+    assert {own for _, own, _ in results} == {0, 1, 2}
+    assert len({name for _, _, name in results}) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.lists(st.booleans(), max_size=12), st.integers(1, 3))
+def test_the_first_error_of_a_task_is_raised_and_the_workers_go_on(n_threads, fails, n_rounds):
+    n_before = threading.active_count()
+    workers = Workers(n_threads, lambda: None)
+
+    def task(number, fail):
+        def work(own):
+            if fail:
+                raise ZeroDivisionError(number)
+            return number
+
+        return work
+
+    with workers.helped():
+        for _ in range(n_rounds):
+            if any(fails):
+                with pytest.raises(ZeroDivisionError) as caught:
+                    workers.run([task(i, f) for i, f in enumerate(fails)])
+                if n_threads == 1:
+                    assert caught.value.args == (fails.index(True),)
+            else:
+                assert workers.run([task(i, f) for i, f in enumerate(fails)]) == list(range(len(fails)))
+        assert workers.run([task(5, False)]) == [5], "an error stuck"
+    assert threading.active_count() == n_before
+    assert workers.run([task(6, False)]) == [6], "without helpers the caller does it"
+
+
+def test_a_helper_that_cannot_begin_is_an_error_and_leaves_no_thread():
+    n_before, turns = threading.active_count(), itertools.count()
+
+    @contextmanager
+    def settled():
+        if next(turns) == 1:
+            raise PermissionError("no such core")
+        yield
+
+    workers = Workers(4, lambda: None)
+    with pytest.raises(PermissionError), workers.helped(settled):
+        raise AssertionError("it began all the same")
+    assert threading.active_count() == n_before
+
+
+@pytest.mark.parametrize("in_helper", [False, True], ids=["in the lane's own thread", "in a helper"])
+def test_an_error_in_a_worker_is_the_ops_error_and_every_thread_ends(in_helper, monkeypatch):
+    semantics, config = semantics_of("llama"), tiny_config("llama")
+    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled, n_workers=2)
+    machine.initialise(0)
+    asked = threading.Event()
+
+    def broken(*args, **kwargs):
+        def work(own):
+            is_helper = threading.current_thread().name.startswith("worker")
+            if is_helper == in_helper:
+                asked.set()
+                raise FloatingPointError("a broken kernel")
+            asked.wait(30)
+
+        return [work, work]
+
+    monkeypatch.setattr(updates, "adamw_tasks", broken)
+    n_threads = threading.active_count()
+    with pytest.raises(OpError, match=r"lane cpu: update .*b0 failed: FloatingPointError: a broken kernel"):
+        execute(plan, machine, 1)
+    assert threading.active_count() == n_threads

@@ -1,0 +1,123 @@
+"""Do loss, norm, rounding and AdamW agree with PyTorch and transformers?"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.compute.blocks import Templates
+from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
+from runtime.plan import Policy
+from tests import reference
+from tests.tiny import MODEL_TYPES, tiny_config
+from tests.training import (
+    batches_of,
+    initial_masters,
+    plan_of,
+    same_bits,
+    semantics_of,
+    streamed,
+)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_loss_is_that_of_transformers(model_type):
+    """On the same batch in fp32, within 1e-5 relative."""
+    config = tiny_config(model_type)
+    semantics = semantics_of(model_type, compute_dtype="fp32", micro_batch=4)
+    machine = streamed(config, semantics, Policy())
+    model = reference.build(config, semantics, torch.float32)
+    fresh = initial_masters(config, semantics)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(fresh[name])
+        batch = batches_of(config["vocab_size"], 4, 16)[0]
+        labels = torch.cat([torch.full((4, 1), -100), batch.targets[:, :-1]], dim=1)  # transformers shifts them itself
+        expected = float(model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss)
+    assert machine.results[0].loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_norm_and_the_clip_factor_are_those_of_clip_grad_norm_():
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(n, generator=generator) for n in (7, 65_536, 200_001)]
+    norm = sum(sum_of_squares(t) for t in tensors) ** 0.5
+    parameters = [torch.nn.Parameter(torch.zeros_like(t)) for t in tensors]
+    for p, t in zip(parameters, tensors, strict=True):
+        p.grad = t.clone()
+    expected = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(tensors[1] * clip_factor(norm, 1.0), parameters[1].grad, rtol=1e-5)
+    wide = torch.cat(tensors).double()
+    assert norm == pytest.approx(float(wide.square().sum().sqrt()), rel=1e-6)
+
+
+def test_adamw_is_that_of_torch():
+    """Three steps, against the loop that torch runs per tensor, at the tolerance of fp32."""
+    generator = torch.Generator().manual_seed(4)
+    n = CHUNK_ELEMENTS + 777
+    start, gradients = torch.randn(n, generator=generator), [torch.randn(n, generator=generator) for _ in range(3)]
+    master, m, v = start.clone(), torch.zeros(n), torch.zeros(n)
+    plain = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    for step, gradient in enumerate(gradients, start=1):
+        adamw_(master, m, v, gradient, None, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
+        plain.grad = gradient.clone()
+        optimizer.step()
+    assert torch.allclose(master, plain.data, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 1000, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 65])
+def test_adamw_in_chunks_is_adamw_on_the_whole_tensor(n):
+    generator = torch.Generator().manual_seed(n)
+    start, gradient = torch.randn(n, generator=generator), torch.randn(n, generator=generator)
+    master, m, v = start.clone(), torch.zeros(n), torch.zeros(n)
+    whole = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([whole], lr=1e-2, weight_decay=0.1, fused=True)
+    for step in (1, 2, 3):
+        adamw_(master, m, v, gradient, None, 1.0, step, AdamW(1e-2, weight_decay=0.1))
+        whole.grad = gradient.clone()
+        optimizer.step()
+    assert same_bits(master, whole.data)
+    assert same_bits(m, optimizer.state[whole]["exp_avg"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_rounding_half_up_takes_the_nearest_and_breaks_ties_away_from_zero(bits):
+    wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    out = torch.empty(1, dtype=torch.bfloat16)
+    round_half_up(wide, out)
+    if torch.isnan(wide).item():
+        assert torch.isnan(out).item()
+        return
+    nearest_even = wide.to(torch.bfloat16)
+    is_tie = bits & 0xFFFF == 0x8000
+    if not is_tie:
+        assert same_bits(out, nearest_even)
+    else:
+        assert abs(float(out)) >= abs(float(wide))
+
+
+def test_a_tile_of_the_loss_is_part_of_the_meaning_and_only_rounds():
+    """Other tile sizes give the same loss and gradient up to the rounding that the design states."""
+    config = tiny_config("llama")
+    results = []
+    for tile in (3, 64):
+        semantics = semantics_of("llama", compute_dtype="fp32", loss_tile_tokens=tile)
+        plan = plan_of(config, semantics, Policy())
+        templates = Templates(config, plan.workload, semantics)
+        generator = torch.Generator().manual_seed(0)
+        weights = {p.name: torch.randn(p.shape, generator=generator) for p in plan.workload.blocks[-1].parameters}
+        hidden = torch.randn(1, 16, 32, generator=generator)
+        targets = torch.randint(0, 96, (1, 16), generator=generator)
+        total = torch.zeros(96, 32)
+        loss, d_hidden, _ = templates.loss(weights, hidden, targets, 16, total)
+        results.append((float(loss), d_hidden, total))
+        normed = F.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6)
+        expected = F.cross_entropy(F.linear(normed, weights["lm_head.weight"])[0], targets[0])
+        assert loss / 16 == pytest.approx(float(expected), rel=1e-5)
+    (loss_a, d_a, w_a), (loss_b, d_b, w_b) = results
+    assert loss_a == pytest.approx(loss_b, rel=1e-6)
+    assert float((d_a - d_b).norm() / d_b.norm()) < 2e-6
+    assert float((w_a - w_b).norm() / w_b.norm()) < 2e-6

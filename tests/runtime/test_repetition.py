@@ -1,0 +1,403 @@
+"""Does a plan that says once what repeats mean the same as the plan with everything written out?"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from penstock.cli.main import cli
+from planner.check.check import _Clocks, _legal_order, check
+from planner.lower.lower import FEWEST_FOLDED, lower, lower_folded, lower_written_out
+from planner.lower.waits import with_waits
+from planner.predict.simulate import MAX_CYCLE_STEPS, simulate
+from runtime.errors import PlanError
+from runtime.plan import Kind, Lane, Op, Plan, PlanFile, Policy, Repeat, Semantics, Update, Wait
+from runtime.plan.ops import MAX_REPETITIONS
+from runtime.plan.region import Demand, Region, Resource
+from runtime.plan.repetition import shortened, unrolled
+from runtime.plan.timeline import is_kept
+from tests.mutants import MUTATIONS as ALL_MUTATIONS
+from tests.oracle import same_training
+from tests.strategies import MODEL, PROFILE, Case, cases, small_workload
+
+REGION = Region(((Resource.H2D, 1.0), (Resource.DUPLEX, 1.5), (Resource.DRAM, 2.0), (Resource.CORES, 1.0)))
+law = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Plan:
+    """A plan in which something repeats, of any legal policy that has groups."""
+    case = draw(cases(max_layers, max_micro_batches=4).filter(lambda case: case.policy.group_micro_batches < 4))
+    return folding(case, draw(st.integers(10, 10 + 2 * max_repetitions)), draw(st.integers(0, 2)))
+
+
+def folding(case: Case, n_groups: int, n_more: int) -> Plan:
+    """The case with so many groups, and some micro-batches more."""
+    n = n_groups * case.policy.group_micro_batches + n_more % case.policy.group_micro_batches
+    one_group: dict[str, Any] = {"offload_late_blocks": 0, "transfer_chunk_bytes": None, "square_blocks": ()}
+    n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
+    semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing)
+    found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)
+    assert found is not None
+    return found
+
+
+def small(n_micro_batches: int = 12, n_layers: int = 3, **policy: Any) -> Plan:
+    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1)
+    found = lower_folded(
+        MODEL, small_workload(n_layers, tied=False), semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE
+    )
+    assert found is not None
+    return found
+
+
+def demands_of(data: st.DataObject, n: int) -> list[Demand]:
+    def one() -> Demand:
+        uses = [(r, data.draw(st.floats(0.1, 1.0)) * c) for r, c in REGION.capacity if data.draw(st.booleans())]
+        return Demand(data.draw(st.sampled_from([0.0, 0.5])), data.draw(st.floats(0.001, 10.0)), tuple(uses))
+
+    known = [one() for _ in range(12)]
+    return [known[data.draw(st.integers(0, 11))] for _ in range(n)]
+
+
+def written_out(plan: Plan, values: list[Any]) -> list[Any]:
+    """Of each op what it has of its own, for each time that a step performs it."""
+    repeat = plan.repeat
+    assert repeat is not None
+    return [*values[: repeat.start], *values[repeat.start : repeat.end] * repeat.times, *values[repeat.end :]]
+
+
+# --- the language ---------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(folded())
+def test_a_plan_that_repeats_is_read_back_from_its_text(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+    assert f"\n{plan.repeat}\n" in str(plan)
+
+
+def test_a_plan_that_repeats_is_read_back_from_its_file(tmp_path: Path) -> None:
+    PlanFile(small(), None).write(tmp_path / "plan.json")
+    assert PlanFile.read(tmp_path / "plan.json").plan == small()
+
+
+def test_a_plan_that_repeats_nothing_is_written_as_ever(tmp_path: Path) -> None:
+    plan = unrolled(small())
+    PlanFile(plan, None).write(tmp_path / "plan.json")
+    assert "repeat" not in (tmp_path / "plan.json").read_text()
+    assert "repeat" not in str(plan)
+
+
+def test_a_wait_for_the_repetition_before_is_written_with_a_tilde() -> None:
+    assert str(Wait(17, 0, 1)) == "17~1"
+    assert Wait.parse("17~1") == Wait(17, 0, 1)
+    with pytest.raises(PlanError, match="the repetition before"):
+        Wait.parse("17~2")
+
+
+def test_written_out_every_op_has_its_micro_batch_and_its_waits() -> None:
+    """Two ops repeat three times: of three lanes, between one before them and one after."""
+    plan = small()
+    a, b, c, d = (
+        Op(Kind.LOAD, Lane.H2D, 1, waits=(Wait(3, 1),)),
+        Op(Kind.FORWARD, Lane.GPU, 1, 1, waits=(Wait(0), Wait(2, 0, 1), Wait(3, 1))),
+        Op(Kind.OFFLOAD, Lane.D2H, 1, 1, waits=(Wait(1),)),
+        Op(Kind.LOAD, Lane.H2D, 1, waits=(Wait(1), Wait(2, 1))),
+    )
+    written = unrolled(replace(plan, ops=(a, b, c, d), repeat=Repeat(1, 3, 3, 2)))
+    assert [op.name for op in written.ops] == [
+        "load h2d b1",
+        "forward gpu b1 m1", "offload d2h b1 m1",
+        "forward gpu b1 m3", "offload d2h b1 m3",
+        "forward gpu b1 m5", "offload d2h b1 m5",
+        "load h2d b1",
+    ]  # fmt: skip
+    assert [" ".join(map(str, op.waits)) for op in written.ops] == [
+        "7@1",
+        "0 6@1 7@1",
+        "1",
+        "0 2 7@1",
+        "3",
+        "0 4 7@1",
+        "5",
+        "5 6@1",
+    ]
+
+
+def error_of(plan: Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(str(plan))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"times": 0}, "repeat.times"),
+        ({"times": 1}, "repeat.times"),
+        ({"times": MAX_REPETITIONS + 1}, "repeat.times"),
+        ({"times": 999_999}, "no such micro-batch"),
+        ({"micro_batches": 0}, "repeat.micro_batches"),
+        ({"micro_batches": 2}, "no such micro-batch"),
+        ({"start": 0}, "repeat.start"),
+        ({"start": 10**8, "end": 10**8 + 1}, "not ops of the plan"),
+        ({"end": 10**8}, "not ops of the plan"),
+        ({"start": 50, "end": 50}, "not ops of the plan"),
+    ],
+)
+def test_what_cannot_repeat_is_refused_in_one_line(changes: dict[str, int], says: str) -> None:
+    plan = small()
+    assert plan.repeat is not None
+    assert says in error_of(replace(plan, repeat=replace(plan.repeat, **changes)))
+
+
+def test_so_many_repetitions_that_nobody_can_count_them_are_refused() -> None:
+    plan = small()
+    text = str(plan).replace(f"x{plan.repeat and plan.repeat.times} ", "x1000000000000 ")
+    with pytest.raises(PlanError, match="is not what repeats"):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize("astray", ["later part", "back outside", "back with distance", "back without repeat"])
+def test_a_wait_that_cannot_be_is_refused_in_one_line(astray: str) -> None:
+    plan = small()
+    repeat = plan.repeat
+    assert repeat is not None
+    ops = list(plan.ops)
+    cpu = next(i for i in range(repeat.start, repeat.end) if ops[i].lane is Lane.CPU)
+    gpu = next(i for i in range(repeat.start, repeat.end) if ops[i].lane is Lane.GPU)
+    match astray:
+        case "later part":
+            ops[0] = replace(ops[0], waits=(Wait(gpu),))
+        case "back outside":
+            ops[0] = replace(ops[0], waits=(Wait(gpu, 0, 1),))
+        case "back with distance":
+            ops[cpu] = replace(ops[cpu], waits=(Wait(gpu, 1, 1),))
+        case _:
+            ops[cpu], repeat = replace(ops[cpu], waits=(Wait(gpu, 0, 1),)), None
+    text = str(replace(plan, ops=tuple(ops), repeat=repeat))
+    if astray == "back with distance":
+        text = text.replace(f"^ {gpu}@1", f"^ {gpu}@1~1")
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+# --- which ops repeat -----------------------------------------------------------------------------------------------------
+
+
+def test_only_long_steps_are_folded() -> None:
+    """What is planned for shorter ones is what it always was."""
+    workload = small_workload(3, tied=False)
+    n_long = -(-FEWEST_FOLDED // len(workload.blocks))
+    for n, repeats in ((n_long - 1, False), (n_long, True)):
+        plan = lower(MODEL, workload, Semantics(seq_len=4, batch_size=n, micro_batch=1), Policy(), PROFILE)
+        assert (plan.repeat is not None) == repeats
+        assert plan.n_performed == len(unrolled(plan).ops)
+    reduced = Policy(group_micro_batches=n_long)
+    assert lower(MODEL, workload, Semantics(seq_len=4, batch_size=n_long, micro_batch=1), reduced, PROFILE).repeat is None
+
+
+@law
+@given(folded())
+def test_written_out_it_has_the_ops_of_the_plan_that_was_never_folded(plan: Plan) -> None:
+    """Slots may be others of the same arenas; the ops, their order and the arenas are the same."""
+    plain = lower_written_out(MODEL, plan.workload, plan.semantics, plan.policy, PROFILE)
+    assert [op.name for op in unrolled(plan).ops] == [op.name for op in plain.ops]
+    assert plan.arenas == plain.arenas
+
+
+@law
+@given(folded(max_layers=2, max_repetitions=3))
+def test_folded_waits_order_what_waits_derived_from_all_ops_order(plan: Plan) -> None:
+    """Not more and not less: neither is a race let in nor a lane held up."""
+    written = unrolled(plan)
+    after = {}
+    if plan.policy.update is Update.BARRIER:
+        after[next(i for i, op in enumerate(written.ops) if op.kind is Kind.LOAD)] = Wait(len(written.ops) - 1, 1)
+    derived = replace(written, ops=with_waits([replace(op, waits=()) for op in written.ops], after))
+    assert _Clocks.of(written, _legal_order(written)) == _Clocks.of(derived, _legal_order(derived))
+
+
+# --- time -----------------------------------------------------------------------------------------------------------------
+
+
+@law
+@given(folded(), st.sampled_from([None, REGION]), st.data())
+def test_a_repeating_step_takes_as_long_as_the_step_written_out(plan: Plan, region: Region | None, data: st.DataObject) -> None:
+    demands = demands_of(data, len(plan.ops))
+    found = simulate(plan, demands, region, 8)
+    slow = simulate(unrolled(plan), written_out(plan, demands), region, 8)
+    assert found.step_s == pytest.approx(slow.step_s, rel=1e-9)
+    assert (found.periodic, found.n_cycle_steps) == (slow.periodic, slow.n_cycle_steps)
+    assert found.timeline.step_ends_s == pytest.approx(slow.timeline.step_ends_s, rel=1e-9)
+    for lane, busy_s in slow.busy_s(unrolled(plan)).items():
+        assert found.busy_s(plan)[lane] == pytest.approx(busy_s, rel=1e-9, abs=1e-9)
+
+
+@law
+@given(folded(), st.data())
+def test_the_repetitions_that_a_timeline_keeps_are_those_of_the_step_written_out(plan: Plan, data: st.DataObject) -> None:
+    repeat = plan.repeat
+    assert repeat is not None
+    demands = demands_of(data, len(plan.ops))
+    numbers = written_out(plan, list(range(len(plan.ops))))
+    turns = [0] * repeat.start + [k for k in range(repeat.times) for _ in range(repeat.n_ops)]
+    turns += [0] * (len(numbers) - len(turns))
+    slow = simulate(unrolled(plan), written_out(plan, demands), REGION, 4).timeline.spans
+    expected = {
+        (numbers[s.op], s.step, turns[s.op]): (s.start_s, s.end_s)
+        for s in slow
+        if numbers[s.op] not in repeat or is_kept(turns[s.op], repeat.times)
+    }
+    found = {(s.op, s.step, s.repetition): (s.start_s, s.end_s) for s in simulate(plan, demands, REGION, 4).timeline.spans}
+    assert found.keys() == expected.keys()
+    for key, times_s in found.items():
+        assert times_s == pytest.approx(expected[key], rel=1e-9, abs=1e-9)
+
+
+def test_a_million_micro_batches_take_no_longer_to_simulate_than_a_few() -> None:
+    few, many = small(12), small(1_000_000)
+    demands = [Demand(0.0, 1.0 + op.block / 7) for op in few.ops]
+    seconds = [simulate(plan, demands, None).step_s for plan in (few, small(13), many)]
+    assert len(few.ops) == len(many.ops)
+    assert seconds[2] - seconds[0] == pytest.approx((1_000_000 - 12) * (seconds[1] - seconds[0]), rel=1e-9)
+
+
+def test_repetitions_that_never_repeat_in_time_are_taken_to_go_on_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
+    monkeypatch.setattr("planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE_STEPS + 1)
+    plan = small(10_000)
+    found = simulate(plan, [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops], None)
+    monkeypatch.undo()
+    exact = simulate(plan, [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops], None)
+    assert not found.periodic
+    assert exact.periodic
+    assert found.step_s == pytest.approx(exact.step_s, rel=1e-3)
+
+
+# --- fewer of the same ----------------------------------------------------------------------------------------------------
+
+
+def test_a_shortened_plan_is_that_of_a_step_with_fewer_micro_batches() -> None:
+    assert shortened(small(40), 4) == small(6)
+
+
+@law
+@given(folded())
+def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
+    check(plan)
+    check(unrolled(plan))
+
+
+# --- wrong on purpose -----------------------------------------------------------------------------------------------------
+
+
+def _misrepeat(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Another section, stride or number of repetitions."""
+    repeat = plan.repeat
+    assert repeat is not None
+    for field in ("start", "end", "times", "micro_batches"):
+        for more in (-2, -1, 1, 2):
+            changed = replace(repeat, **{field: getattr(repeat, field) + more})
+            yield f"{changed}", replace(plan, repeat=changed)
+    yield "nothing repeats", replace(plan, repeat=None)
+
+
+def _other_repetition(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """A wait for the repetition before is one for the same, or for the step before; and the other way round."""
+    for i, op in enumerate(plan.ops):
+        for n, wait in enumerate(op.waits):
+            for other in {Wait(wait.op), Wait(wait.op, 1), Wait(wait.op, 0, 1)} - {wait}:
+                waits = (*op.waits[:n], other, *op.waits[n + 1 :])
+                yield f"op {i}: {op} for {other}", replace(plan, ops=(*plan.ops[:i], replace(op, waits=waits), *plan.ops[i + 1 :]))
+
+
+MUTATIONS = ALL_MUTATIONS | {"what repeats": _misrepeat, "another repetition": _other_repetition}
+
+
+def is_right(plan: Plan) -> bool:
+    try:
+        check(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def is_right_written_out(plan: Plan) -> bool:
+    """What the checker says of the plan written out, if it can be."""
+    try:
+        Plan.parse(str(plan))
+        return is_right(unrolled(plan))
+    except PlanError:
+        return False
+
+
+@settings(law, max_examples=60)
+@given(folded(max_layers=3, max_repetitions=1), st.sampled_from(sorted(MUTATIONS)), st.randoms(use_true_random=False))
+def test_a_folded_mutant_passes_only_if_it_passes_written_out(plan: Plan, kind: str, rng: Any) -> None:
+    mutants = list(MUTATIONS[kind](plan))
+    for what, mutant in rng.sample(mutants, min(4, len(mutants))):
+        note(what)
+        assert not is_right(mutant) or is_right_written_out(mutant)
+
+
+PLANS = {
+    "layers": small(6, n_layers=2),
+    "groups of two that spill": small(11, n_layers=2, group_micro_batches=2, spill_blocks=(0, 1), gradient_slots=2),
+    "two groups a repetition": small(9, n_layers=3, boundary_stride=3, prefetch_depth=1),
+    "barrier": small(6, n_layers=3, update=Update.BARRIER, prefetch_depth=2, gradient_slots=2, resident_blocks=(1, 4)),
+    "speculating": small(6, n_layers=2, speculate_blocks=(0, 2), storage="split", keep_blocks=(2,)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", sorted(MUTATIONS))
+def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -> None:
+    """What the checker lets through is right when it is written out, and says so itself to a slow reader of four steps."""
+    plan, rng = PLANS[name], random.Random(f"{name} {kind}")
+    mutants = list(MUTATIONS[kind](plan))
+    mutants = rng.sample(mutants, min(40, len(mutants)))
+    survivors = [(what, mutant) for what, mutant in mutants if is_right(mutant)]
+    for what, mutant in survivors:
+        note = f"{kind}: {what}"
+        assert is_right_written_out(mutant), note
+        assert same_training(unrolled(plan), unrolled(mutant)) is None or mutant.repeat != plan.repeat, note
+
+
+def test_every_wait_that_repeats_is_needed() -> None:
+    """Dropped, weakened or put off by a repetition: a race, and the checker says of what."""
+    n_caught = 0
+    for plan in PLANS.values():
+        repeat = plan.repeat
+        assert repeat is not None
+        for i in range(repeat.start, repeat.end):
+            op = plan.ops[i]
+            for n, wait in enumerate(op.waits):
+                if wait.op in repeat and wait.distance == 0:
+                    without = replace(op, waits=(*op.waits[:n], *op.waits[n + 1 :]))
+                    with pytest.raises(PlanError, match=f"with 2 of {repeat.times} repetitions written out: op .* a race for"):
+                        check(replace(plan, ops=(*plan.ops[:i], without, *plan.ops[i + 1 :])))
+                    n_caught += 1
+    assert n_caught > 50
+
+
+@pytest.mark.parametrize("times", [0, 10**12, -1, 1.5, "9"])
+def test_a_file_that_promises_too_much_is_one_line_on_the_command_line(tmp_path: Path, times: object) -> None:
+    PlanFile(small(), None).write(tmp_path / "plan.json")
+    fields = json.loads((tmp_path / "plan.json").read_text())
+    fields["repeat"]["times"] = times
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    done = CliRunner().invoke(cli, ["check", str(tmp_path / "plan.json")])
+    assert done.exit_code == 2
+    assert [line for line in done.output.splitlines() if line.startswith("error: ")] == done.output.splitlines()
+    assert "repeat.times" in done.output

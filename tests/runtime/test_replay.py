@@ -1,0 +1,134 @@
+"""Is what the runtime keeps and computes again what the plan says, in bits and in bytes?"""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.batch import Batch
+from runtime.compute.recompute import Replay
+from runtime.executor import execute
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Lane, Plan, Policy, Semantics, Update
+from runtime.plan.workload import Saved
+from tests.real_layers import SIZES, Work, cases, tensors
+from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.training import ADAMW, batches_of, plan_of, semantics_of
+
+from .test_recompute import Case, Selection, checkpointed, gradients, watched, ways_of
+
+
+def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved, early_stop: bool) -> tuple[torch.Tensor, Replay]:
+    replay = Replay(saved, early_stop, lambda: layer(x, **kwargs))
+    with replay.recording():
+        return layer(x, **kwargs), replay
+
+
+@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case: Case) -> None:
+    """In bytes, calls and gradients, which are those of a plain backward."""
+    for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
+        again = Selection(ours.saved, selection.n_products)
+        wanted = gradients(checkpointed(layer, x, kwargs, selection, ours.early_stop), x, layer)
+        y, replay = replayed(layer, x, kwargs, ours.saved, ours.early_stop)
+        assert sum(t.nbytes for t in tensors(list(replay._results))) == ours.saved_bytes
+        assert all(map(torch.equal, wanted, gradients(y, x, layer)))
+        assert all(map(torch.equal, wanted, gradients(layer(x, **kwargs), x, layer)))
+        assert not replay._results
+        y, replay = replayed(layer, x, kwargs, ours.saved, ours.early_stop)
+        with Work() as work:
+            replay._run_again()
+        assert work.calls == watched(layer, x, kwargs, again, ours.early_stop).calls, block.name
+
+
+REMEMBERING = {
+    "keep": Policy(keep_blocks=(1, 2)),
+    "boundaries": Policy(),
+    "early stop": Policy(early_stop=True),
+    "strided": Policy(early_stop=True, boundary_stride=2),
+    "products": Policy(product_blocks=(1, 2)),
+    "products, early stop": Policy(product_blocks=(1, 2), early_stop=True),
+    "attention": Policy(attention_blocks=(1, 2)),
+    "attention, early stop": Policy(attention_blocks=(1, 2), early_stop=True, spill_blocks=(0, 1)),
+    "all ways at once": Policy(keep_blocks=(1,), product_blocks=(2,), attention_blocks=(3,), early_stop=True),
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("way", REMEMBERING)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
+    """Of the device's memory beyond the arenas, as the allocator's own records tell, op by op."""
+    policy = replace(REMEMBERING[way], group_micro_batches=2)
+    if policy.attention_blocks and model_type in EAGER_ONLY:
+        pytest.skip("attention that is spelled out has no one result to save")
+    plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), policy)
+    left_bytes, peak_bytes = device_bytes(plan)
+    assert 0.7 * (plan.kept_bytes + plan.transient_bytes) < peak_bytes <= plan.kept_bytes + plan.transient_bytes
+    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
+
+
+@cache
+def masks_bytes(model_type: str) -> int:
+    """What is left where nothing is saved."""
+    plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), Policy(group_micro_batches=2))
+    return device_bytes(plan)[0]
+
+
+def wide(model_type: str) -> Semantics:
+    return semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
+
+
+def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
+    """Performs two steps, one op after the other. The most that compute left in the allocator between ops, and the most that it
+    held at all."""
+    vocab_size, of = plan.workload.blocks[0].parameters[0].shape[0], plan.semantics
+    batches = batches or batches_of(vocab_size, of.batch_size, of.seq_len)
+    machine = CpuMachine(plan, lambda step: batches[step], lambda step: ADAMW)
+    machine.initialise(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for step in range(2):
+            for index, op in enumerate(plan.ops):
+                with torch.profiler.record_function("compute") if op.lane is Lane.GPU else nullcontext(), torch.no_grad():
+                    machine.perform(index, op, step)
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    computing = iter([(e.start_ns(), e.end_ns()) for e in events if e.name() == "compute"])
+    start, end = next(computing)
+    held = most_left = peak = 0
+    for event in (e for e in events if e.name() == "[memory]"):
+        while event.start_ns() > end:
+            most_left = max(most_left, held)
+            start, end = next(computing, (2**63, 2**63))
+        held += event.nbytes()
+        if event.start_ns() >= start:
+            peak = max(peak, held)
+    return most_left, peak
+
+
+@pytest.mark.parametrize("way", REMEMBERING)
+def test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves(way: str) -> None:
+    """No graph, and nothing that was saved for one, outlives its step; speculation leaves nothing either."""
+    policy = replace(
+        REMEMBERING[way], group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(0, 1), transfer_chunk_bytes=4096
+    )
+    plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
+    batches = batches_of(96, 4, 16)
+    machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
+    machine.initialise(0)
+    execute(plan, machine, 2)
+    before = n_tensors()
+    execute(plan, machine, 6, first_step=2)
+    assert n_tensors() == before
+    assert machine.compute._graphs == {}
+
+
+def n_tensors() -> int:
+    gc.collect()
+    of_type = Counter(map(type, gc.get_objects()))
+    return sum(n for kind, n in of_type.items() if issubclass(kind, torch.Tensor))

@@ -1,0 +1,73 @@
+"""Does a run's resident memory end where its plan says?"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from hwprofiles.probe.measure import BEYOND_TORCH_BYTES
+from runtime.plan import PlanFile
+from tests.running import penstock
+from tests.tiny import tiny_config
+from tests.tour import ROOT
+
+N_STEPS, SEQ_LEN = 300, 256
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 272}
+# A user's command, and the most that was resident, as the system counts it: `ru_maxrss` begins with what the parent had.
+RUN = """
+import re, sys
+from pathlib import Path
+from penstock.cli.main import main
+try:
+    main()
+finally:
+    kibibytes = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]
+    print("resident at most", int(kibibytes) * 1024, file=sys.stderr)
+"""
+
+
+def write_chats(path, n_chats=1500):
+    """Of any length up to a sequence's, in letters, which the byte-level tokenizer takes one by one."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(n_chats):
+            said = ["".join(rng.choices("abcdefgh ", k=rng.randint(1, 90))) for _ in range(2)]
+            messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+@cache
+def runtime_bytes() -> int:
+    """What a process takes by itself, as a probe measures it: a torch for CUDA takes more than the shipped profile says."""
+    words = "import torch\nfrom hwprofiles.probe.host import resident_bytes\nprint(resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(done.stdout) + BEYOND_TORCH_BYTES
+
+
+@pytest.mark.parametrize("packing", ["documents", "joined", "one"])
+def test_after_300_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned(tmp_path, packing):
+    """Within a tenth, in a process of its own. Without length classes the library that multiplies alone would take twice that."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
+    write_chats(tmp_path / "chats.jsonl")
+    sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)
+    done = penstock("plan", tmp_path, "--machine", "cpu-2core", *sizes, "-o", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    plan = PlanFile.read(tmp_path / "plan.json").plan
+    on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
+    planned_bytes = on_device + plan.host_arena_bytes + runtime_bytes()
+    words = ["run", tmp_path / "plan.json", "--data", tmp_path / "chats.jsonl", "--packing", packing, "--steps", N_STEPS]
+    run = subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, words), "--lr", "1e-3", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    resident_bytes = int(run.stderr.rpartition("resident at most ")[2])
+    assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)

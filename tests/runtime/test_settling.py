@@ -1,0 +1,167 @@
+"""Is a step clipped, skipped or taken as it should be, whenever the host updates?"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from runtime.batch import Batch
+from runtime.errors import PenstockError
+from runtime.executor import execute
+from runtime.host.host_state import SHADOW
+from runtime.host.optimizer import clip_factor
+from runtime.plan import Kind, Policy, Slot, Update
+from tests import reference
+from tests.tiny import tiny_config
+from tests.training import (
+    N_STEPS,
+    Hostile,
+    asked,
+    batches_of,
+    clip_some_steps,
+    differences,
+    plain,
+    plan_of,
+    same_bits,
+    scheduled,
+    semantics_of,
+    settings_of_torch,
+    state_of,
+    streamed,
+)
+
+
+def test_an_infinite_loss_is_skipped_by_both():
+    """One logit overflows in the second step: the plain loop finds the same norm and skips the same step."""
+    semantics = semantics_of("llama", on_nonfinite="skip", compute_dtype="fp32", batch_size=2)
+    config = tiny_config("llama", vocab_size=97)
+    plan = plan_of(config, semantics, Policy(update=Update.DEFERRED, group_micro_batches=2))
+    batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in batches_of(96, 2, 16)]
+    batches[1].input_ids[1, 3] = 96  # a token that no other step has
+    machine = Hostile(plan, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    embedding = machine.host.master(plan.workload.blocks[0].parameters[0]).view(97, 32)
+    embedding[96] = float("inf")
+    start = state_of(machine)[0]
+    execute(plan, machine, N_STEPS)
+    expected = reference.train(config, semantics, start, batches, settings_of_torch(N_STEPS))
+    assert [machine.results[step].skipped for step in range(N_STEPS)] == [False, True, False]
+    assert not math.isfinite(expected.norms[1])
+    for got, wanted in zip(state_of(machine), (expected.masters, expected.exp_avg, expected.exp_avg_sq), strict=True):
+        assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+def test_a_norm_just_at_the_threshold_is_clipped_as_torch_clips_it():
+    """And one far below it not at all: then the bits are those of a plan that does not clip."""
+    config, plan_free = tiny_config("llama"), semantics_of("llama", clip_norm=None)
+    free = streamed(config, plan_free, Policy())
+    at = streamed(config, semantics_of("llama", clip_norm=free.results[0].grad_norm), Policy())
+    assert differences(at, plain("llama", at.plan.semantics)) == []
+    above = streamed(config, semantics_of("llama", clip_norm=1e6), Policy(update=Update.DEFERRED))
+    for x, y in zip(state_of(free), state_of(above), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+    norm = torch.tensor(1.0)
+    gradient = torch.nn.Parameter(torch.zeros(1))
+    gradient.grad = norm.reshape(1).clone()
+    torch.nn.utils.clip_grad_norm_([gradient], 1.0)
+    assert clip_factor(1.0, 1.0) == float(gradient.grad) < 1.0
+
+
+SPECULATING = [  # each arena that a state can have, whole and in chunks
+    (Policy(speculate_blocks=(0, 1, 2, 3)), {}),
+    (Policy(speculate_blocks=(1, 3), storage="split"), {}),
+    (Policy(speculate_blocks=(0, 2), storage="split", transfer_chunk_bytes=2048), {}),
+    (Policy(speculate_blocks=(1, 2), transfer_chunk_bytes=2048), {"master_dtype": "bf16"}),
+    (Policy(speculate_blocks=(1, 2, 3)), {"compute_dtype": "fp32"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=asked)
+def test_a_speculation_is_taken_by_exchanging_places_or_left_and_either_way_it_is_the_plain_loop(policy, fields):
+    semantics = clip_some_steps("llama", semantics_of("llama", **fields))
+    policy = dataclasses.replace(policy, update=Update.DEFERRED, group_micro_batches=4)
+    machine = streamed(tiny_config("llama"), semantics, policy, machine_type=Settling)
+    clipped = {step for step in range(N_STEPS) if machine.results[step].grad_norm > semantics.clip_norm}
+    assert 0 < len(clipped) < N_STEPS
+    assert {step for step, _, moved in machine.settled if not moved} == clipped
+    assert {step for step, _, moved in machine.settled if moved} == set(range(N_STEPS)) - clipped
+    assert {block for _, block, _ in machine.settled} == set(policy.speculate_blocks)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+class Settling(Hostile):
+    """Notes for each settle whether the state is somewhere else afterwards; if so, no byte of either place may have changed."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.settled = []
+
+    def perform(self, index, op, step):
+        if op.kind is not Kind.SETTLE:
+            super().perform(index, op, step)
+            return
+        slots = [slot for slot in op.writes if slot.arena != "shadows"]
+        state = [(self.arenas.raw(slot), self.arenas.raw(slot).clone()) for slot in slots]
+        shadow = [self.arenas.raw(Slot(SHADOW + slot.arena, slot.index)).clone() for slot in slots]
+        super().perform(index, op, step)
+        now = [self.arenas.raw(slot) for slot in slots]
+        moved = [new.data_ptr() != old.data_ptr() for new, (old, _) in zip(now, state, strict=True)]
+        assert all(moved) or not any(moved), "a part of the state was left behind"
+        if any(moved):
+            assert all(map(torch.equal, now, shadow))
+            poisoned = op.slot("shadows") in self.released[index]
+            assert all(bool((old == 0xFF).all()) if poisoned else torch.equal(old, copy) for old, copy in state)
+        self.settled.append((step, op.block, any(moved)))
+
+
+@pytest.mark.parametrize("block", [0, 1, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(update=Update.BARRIER),
+        Policy(update=Update.DEFERRED),
+        Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3)),
+        Policy(update=Update.DEFERRED, speculate_blocks=(1, 2), storage="split", transfer_chunk_bytes=4000),
+    ],
+    ids=asked,
+)
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(policy, block):
+    """Be it in the first block whose gradient arrives, or in the last."""
+    semantics = semantics_of("llama", on_nonfinite="skip")
+    config = tiny_config("llama")
+
+    class Poisoned(PoisonedSecondStep):
+        poisoned_block = block
+
+    policy = dataclasses.replace(policy, group_micro_batches=4)
+    machine = streamed(config, semantics, policy, machine_type=Poisoned)
+    undisturbed = streamed(config, semantics, Policy(group_micro_batches=4), machine_type=WithoutSecondStep)
+    assert machine.host.n_updates == 2
+    assert [machine.results[i].skipped for i in range(3)] == [False, True, False]
+    for x, y in zip(state_of(machine), state_of(undisturbed), strict=True):
+        assert all(same_bits(x[name], y[name]) for name in x)
+
+
+class PoisonedSecondStep(Hostile):
+    """The gradient of one block is infinite in step 1."""
+
+    poisoned_block = 1
+
+    def perform(self, index, op, step):
+        super().perform(index, op, step)
+        if step == 1 and op.kind is Kind.OFFLOAD and op.block == self.poisoned_block:
+            self.arenas.view(op.writes[0], "bf16")[0] = float("inf")
+
+
+class WithoutSecondStep(Hostile):
+    """No update happens in step 1."""
+
+    def perform(self, index, op, step):
+        if not (step == 1 and op.kind in (Kind.UPDATE, Kind.SETTLE)):
+            super().perform(index, op, step)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_tensor():
+    with pytest.raises(PenstockError, match=r"step 2: the gradient of model.layers.0.*not finite"):
+        streamed(tiny_config("llama"), semantics_of("llama"), Policy(), machine_type=PoisonedSecondStep)

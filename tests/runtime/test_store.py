@@ -1,0 +1,584 @@
+"""Does the host's memory stay where it is, and is it held once?"""
+
+import faulthandler
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import PlanError
+from runtime.executor import execute
+from runtime.host import host_state, slabs
+from runtime.host.memory import Arenas, register_for_dma
+from runtime.host.optimizer import round_half_up
+from runtime.host.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
+from runtime.units import MiB
+from tests.tiny import tiny_config
+from tests.tour import ROOT
+from tests.training import ADAMW, batches_of, differences, plain, plan_of, same_bits, semantics_of, streamed
+
+PAGE_BYTES = resource.getpagesize()
+CPU = torch.device("cpu")
+POLICIES = {
+    "barrier, summed on the host": Policy(),
+    "deferred, on speculation": Policy(update=Update.DEFERRED, group_micro_batches=4, speculate_blocks=(0, 1, 2)),
+    "deferred, in chunks": Policy(update=Update.DEFERRED, group_micro_batches=4, transfer_chunk_bytes=200_000),
+    "split, in chunks": Policy(storage="split", group_micro_batches=4, transfer_chunk_bytes=200_000),
+    "split, speculating": Policy(update=Update.DEFERRED, storage="split", group_micro_batches=4, speculate_blocks=(1,)),
+    "boundaries spilled": Policy(group_micro_batches=4, spill_blocks=(1,)),
+}
+
+
+class Counting(CpuMachine):
+    """Notes each lane's minor page faults after its last op of a step, and those of the workers."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.n_faults: dict[str, dict[int, int]] = {}
+
+    def perform(self, index, op, step) -> None:
+        super().perform(index, op, step)
+        self.n_faults.setdefault(op.lane, {})[step] = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        if op.lane is Lane.CPU:
+            for thread in threading.enumerate():
+                if thread.name.startswith("worker"):
+                    stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2]
+                    self.n_faults.setdefault(thread.name, {})[step] = int(stat.split()[7])
+
+
+def machine_of(policy: Policy) -> CpuMachine:
+    """A model whose smallest layer is 256 pages of each of its state's tensors, two workers."""
+    config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
+    plan, batches = plan_of(config, semantics_of("llama", seq_len=64), policy), batches_of(2000, 4, 64)
+    machine = Counting(plan, lambda step: batches[step % 3], lambda step: ADAMW, n_workers=2)
+    machine.initialise(0)
+    return machine
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_no_arena_moves_and_copies_and_optimizer_fault_no_page_in_again(policy):
+    """Of 18 steps after two. A single tensor that came and went would be hundreds of pages a step; Python itself takes a few."""
+    machine = machine_of(policy)
+    before = machine.arenas.addresses
+    execute(machine.plan, machine, 20)
+    assert machine.arenas.addresses == before
+    assert {"h2d", "d2h", "cpu", "worker-1"} <= machine.n_faults.keys()
+    for lane, by_step in machine.n_faults.items():
+        if lane is not Lane.GPU:
+            assert by_step[19] - by_step[1] < 18 * 10, lane
+
+
+def test_every_page_of_the_arenas_is_there_before_the_first_step():
+    """What is resident grows by the arenas when they are touched, and then no more as they are written to."""
+    arenas = Arenas([Arena("masters", Place.HOST, (16 * MiB, 8 * MiB)), Arena("weights", Place.DEVICE, (8 * MiB,))], CPU)
+    before = resident_bytes()
+    arenas.touch(2)
+    touched = resident_bytes()
+    assert touched - before >= 0.98 * 32 * MiB
+    for slot in (Slot("masters", 0), Slot("masters", 1), Slot("weights", 0)):
+        assert not arenas.raw(slot).any(), "memory begins as zero"
+        arenas.raw(slot).fill_(7)
+    assert resident_bytes() - touched < MiB
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def test_holes_that_others_left_in_the_heap_are_given_back_when_compute_begins():
+    """After evaluations and saves, whose memory is free, but not at the heap's end."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[0], lambda step: ADAMW)
+    tensors = [torch.ones(MiB // 4) for _ in range(200)]
+    stays = torch.ones(1000)  # at the end
+    del tensors
+    before = resident_bytes()
+    thread = threading.Thread(target=lambda: machine.lane(Lane.GPU).__enter__())
+    thread.start()
+    thread.join()
+    assert before - resident_bytes() > 150 * MiB
+    assert stays.sum() == 1000
+
+
+@given(st.integers(0, 3 * HUGE_PAGE_BYTES))
+def test_a_slab_is_of_exactly_the_bytes_asked_for_and_starts_aligned(n_bytes):
+    slab = host_slab(n_bytes)
+    assert slab.numel() == slab.untyped_storage().nbytes() == n_bytes
+    assert n_bytes == 0 or slab.data_ptr() % 64 == 0
+    assert n_bytes < HUGE_PAGE_BYTES or slab.data_ptr() % PAGE_BYTES == 0
+    assert not slab.any()
+
+
+def test_a_slab_is_given_back_with_its_tensor_and_lives_as_long_as_a_view():
+    before = resident_bytes()
+    view = host_slab(64 * MiB).fill_(3)[:5]
+    assert view.tolist() == [3] * 5
+    assert resident_bytes() - before > 60 * MiB
+    del view
+    assert resident_bytes() - before < 4 * MiB
+
+
+def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
+    """And one that has them says how much of a slab lies in them."""
+
+    class Pages(slabs.mmap.mmap):
+        def madvise(self, advice, *rest):
+            raise OSError(22, "Invalid argument")
+
+    slab = host_slab(8 * MiB).fill_(1)
+    if (setting := Path("/sys/kernel/mm/transparent_hugepage/enabled")).exists() and "[never]" not in setting.read_text():
+        assert huge_bytes([slab]) >= 2 * MiB
+    monkeypatch.setattr(slabs.mmap, "mmap", Pages)
+    small = host_slab(8 * MiB).fill_(1)
+    assert bool((small == 1).all())
+    assert huge_bytes([small]) == 0
+
+
+def test_a_child_process_does_not_get_the_arenas():
+    """Else every page would be copied at the next write, and a device that reads the old one would not know."""
+    slab, kept = host_slab(4 * MiB).fill_(5), torch.full((100,), 5, dtype=torch.uint8)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # nothing here may return into the test
+        try:
+            faulthandler.disable()
+            os.write(writer, bytes([int(kept[0])]))
+            int(slab[0])  # a segmentation fault: there is no such memory
+            os.write(writer, b"!")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    status = os.waitpid(child, 0)[1]
+    assert os.read(reader, 10) == b"\x05"
+    os.close(reader)
+    assert os.WIFSIGNALED(status)
+    assert bool((slab == 5).all())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks the kernel")
+def test_no_memory_is_reserved_for_a_slab_as_it_may_grow_when_it_is_touched():
+    """A system with its usual heuristic refuses a mapping of more than memory and swap, unless told to reserve nothing."""
+    slab = host_slab(8 * MiB)
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for mapping, flags in itertools.pairwise(mappings):
+        spans = [line.split()[0] for line in mapping.splitlines() if "-" in line.split(" ")[0]]
+        begin, end = (int(address, 16) for address in spans[-1].split("-")) if spans else (0, 0)
+        if begin <= slab.data_ptr() < end:
+            assert "nr" in flags.splitlines()[0].split()
+            break
+    else:
+        raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_refused"), [("max\n", False), (f"{9 * MiB}\n", False), (f"{7 * MiB}\n", True), (None, False)]
+)
+def test_touching_what_a_control_group_never_allows_is_one_line_and_no_kill(tmp_path, monkeypatch, limit, is_refused):
+    path = tmp_path / "memory.max"
+    if limit is not None:
+        path.write_text(limit)
+    monkeypatch.setattr(slabs, "group_limit_bytes", partial(slabs.group_limit_bytes, path))
+    arenas = Arenas([Arena("masters", Place.HOST, (8 * MiB,))], CPU)
+    if not is_refused:
+        arenas.touch(1)
+        return
+    with pytest.raises(
+        PlanError, match=r"^8.39 MB of host memory cannot be had: .* control group allows 7.34 MB; .*--host-memory$"
+    ):
+        arenas.touch(1)
+
+
+def test_an_arena_that_the_system_refuses_is_one_line():
+    with pytest.raises(PlanError, match=r"arena masters of \d+ bytes cannot be allocated \(.*\)$"):
+        Arenas([Arena("masters", Place.HOST, (2**52,))], CPU)
+
+
+def test_what_was_had_is_said_in_a_line():
+    arenas = Arenas([Arena("masters", Place.HOST, (4 * MiB, 4 * MiB)), Arena("weights", Place.DEVICE, (256,))], CPU)
+    arenas.touch(1)
+    words = arenas.host_words()
+    assert words.startswith("8.39 MB in 2 slabs, ")
+    assert words.endswith("% of it in huge pages")
+
+
+# -- memory nodes ---------------------------------------------------------------------------------------------------
+
+
+def nodes_folder(folder: Path, nodes: dict[int, tuple[str, int]]) -> Path:
+    for node, (cores, free_kib) in nodes.items():
+        (folder / f"node{node}").mkdir()
+        (folder / f"node{node}" / "cpulist").write_text(cores + "\n")
+        (folder / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: 99 kB\nNode {node} MemFree:  {free_kib} kB\n")
+    (folder / "possible").write_text("0-1\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "n_bytes", "expected"),
+    [
+        ({0: ("0-3", 1000)}, [0], 10, None),
+        ({}, [0], 10, None),
+        ({0: ("0-3", 1000), 1: ("4-7", 1000)}, [5, 6], 1000, Placement((1,), False)),
+        ({0: ("0-3,8", 1000), 1: ("4-7", 1000)}, [8, 1, 4], 1000, Placement((0,), False)),
+        ({0: ("0-3", 1000), 1: ("4-7", 1000)}, [5, 6], 1_024_001, Placement((0, 1), True)),
+        ({0: ("0-3", 1000), 2: ("", 5000)}, [0], 1_024_000, Placement((0,), False)),
+    ],
+)
+def test_slabs_lie_near_the_cores_that_use_them_or_on_all_nodes_where_one_is_too_small(tmp_path, nodes, cores, n_bytes, expected):
+    assert placement(n_bytes, cores, nodes_folder(tmp_path, nodes)) == expected
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_system_that_refuses_a_memory_node_is_no_error(refuses):
+    asked = []
+
+    def system_call(number, address, n_bytes, policy, mask, n_bits, flags):
+        asked.append((address.value, n_bytes.value, policy, list(mask), n_bits.value))
+        return -1 if refuses else 0
+
+    large, small = host_slab(2 * MiB + 5), host_slab(100)
+    assert place([large, small], Placement((1, 65), True), system_call) is not refuses
+    assert asked == [(large.data_ptr(), 2 * MiB + PAGE_BYTES, 3, [2, 2], 129)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
+def test_the_kernel_takes_the_call_for_the_only_node_there_is():
+    slab = host_slab(4 * MiB)
+    assert place([slab], Placement((0,), False)) in (True, False)  # a sandbox may refuse it
+    assert bool((slab.fill_(9) == 9).all())
+
+
+# -- registration for DMA -------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """Takes pieces of at most so many bytes, and so many in all. It locks whole pages, and no page twice."""
+
+    def __init__(self, most_at_once: int = 2**40, most: int = 2**40) -> None:
+        self.most_at_once, self.most = most_at_once, most
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802 its name
+        for other, n in self.registered.items():
+            if page_of(address) <= page_of(other + n - 1) and page_of(other) <= page_of(address + n_bytes - 1):
+                return 712  # cudaErrorHostMemoryAlreadyRegistered
+        if n_bytes > self.most_at_once or sum(self.registered.values()) + n_bytes > self.most:
+            return 2
+        self.registered[address] = n_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def page_of(address: int) -> int:
+    return address // PAGE_BYTES
+
+
+ARENAS = [
+    Arena("masters", Place.HOST, (3 * MiB, 2 * MiB)),
+    Arena("norm", Place.HOST, (256,)),
+    Arena("staging", Place.HOST, ()),
+    Arena("weights", Place.DEVICE, (4 * MiB,)),
+]
+
+
+def test_every_arena_of_the_host_is_registered_once_and_whole():
+    driver, arenas = Driver(), Arenas(ARENAS, CPU)
+    pieces = register_for_dma(arenas, driver)
+    assert driver.registered == dict(pieces) == {arenas.addresses["masters"]: 5 * MiB, arenas.addresses["norm"]: 256}
+    slabs.unregister(pieces, driver)
+    assert driver.registered == {}
+
+
+def test_no_two_arenas_share_a_page_however_small_they_are():
+    """Of 200 tensors of the allocator many would."""
+    driver, small = Driver(), [Arena(f"small{i}", Place.HOST, (1 + 37 * i,)) for i in range(200)]
+    arenas = Arenas(small, CPU)
+    register_for_dma(arenas, driver)
+    assert driver.registered == {arenas.addresses[arena.name]: arena.n_bytes for arena in small}
+
+
+def test_an_arena_that_no_driver_takes_whole_has_several_slabs_and_no_call_is_refused(monkeypatch):
+    """A copy from two registrations may be refused: each slot lies in one, but for a slot that is too large itself."""
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
+    monkeypatch.setattr(slabs, "REGISTER_BYTES", 2 * MiB)
+    driver, arenas = Driver(most_at_once=2 * MiB), Arenas(ARENAS, CPU)
+    register_for_dma(arenas, driver)
+    first, second, norm = (arenas.addresses[name] for name in ("masters", "masters.1", "norm"))
+    assert driver.registered == {first: 2 * MiB, first + 2 * MiB: MiB, second: 2 * MiB, norm: 256}
+    assert arenas.n_bytes == {"masters": 5 * MiB, "norm": 256, "staging": 0, "weights": 4 * MiB}
+    assert arenas.raw(Slot("masters", 1)).data_ptr() == second
+
+
+def test_an_arena_of_several_slabs_trains_the_same_bits(monkeypatch):
+    semantics = semantics_of("llama")
+    policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), transfer_chunk_bytes=4096, storage="split", spill_blocks=(0,))
+    policy = replace(policy, group_micro_batches=4)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 8192)
+    machine = streamed(tiny_config("llama"), semantics, policy)
+    assert len(machine.arenas.addresses) > 3 * len(machine.plan.arenas)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+def test_memory_that_may_not_be_locked_is_one_line_that_says_what_to_raise(monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
+    driver = Driver(most=3 * MiB)
+    with pytest.raises(PlanError) as caught:
+        register_for_dma(Arenas(ARENAS[::-1], CPU), driver)  # the small one first, which it takes
+    assert "\n" not in str(caught.value)
+    for words in ("arena masters", "3.15 MB of 5.24 MB", "CUDA error 2", "memlock", "ulimit -l"):
+        assert words in str(caught.value)
+    assert driver.registered == {}, "what was registered is given back"
+
+
+class SlowDriver(Driver):
+    """Takes its time for each call, and notes which threads call, how many at once, and whether each was settled for it."""
+
+    def __init__(self, n_together: int, **limits: int) -> None:
+        super().__init__(**limits)
+        self.together = threading.Barrier(n_together)
+        self.threads: list[threading.Thread] = []
+        self.most_at_once_seen, self.n_inside, self.lock = 0, 0, threading.Lock()
+        self.settled = threading.local()
+        self.n_met = 0
+
+    @contextmanager
+    def settle(self):
+        self.settled.is_here = True
+        yield
+        self.settled.is_here = False
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
+        assert self.settled.is_here
+        with self.lock:
+            self.threads.append(threading.current_thread())
+            self.n_inside += 1
+            is_first = self.threads.count(threading.current_thread()) == 1
+        if is_first:
+            self.together.wait(20)  # all of them are inside at once
+            self.n_met += 1
+        with self.lock:
+            result = super().cudaHostRegister(address, n_bytes, flags)
+            self.n_inside -= 1
+        return result
+
+
+MANY_SLOTS = [Arena("moments", Place.HOST, (MiB, 100, MiB - 100, 3 * MiB, *(5000 + 77 * i for i in range(400))))]
+
+
+def test_several_threads_lock_an_arena_at_once_and_no_slot_lies_in_two_pieces(monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
+    driver, arenas = SlowDriver(3), Arenas(MANY_SLOTS, CPU)
+    pieces = register_for_dma(arenas, driver, 3, driver.settle)
+    assert driver.n_met == len(set(driver.threads)) == 3
+    assert driver.registered == dict(pieces)
+    assert len(pieces) > 10
+    assert sum(driver.registered.values()) == MANY_SLOTS[0].n_bytes
+    for index in range(len(MANY_SLOTS[0].slot_bytes)):
+        slot = arenas.raw(Slot("moments", index))
+        begin, end = slot.data_ptr(), slot.data_ptr() + slot.numel()
+        assert any(address <= begin and end <= address + n for address, n in pieces), "a copy would be of two registrations"
+    slabs.unregister(pieces, driver)
+    assert driver.registered == {}
+
+
+def test_when_one_of_several_threads_may_not_lock_its_piece_all_are_given_back(monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
+    driver = SlowDriver(3, most=4 * MiB)
+    n_threads = threading.active_count()
+    with pytest.raises(PlanError, match=r"arena moments: .* cannot be locked .*CUDA error 2.*memlock"):
+        register_for_dma(Arenas(MANY_SLOTS, CPU), driver, 3, driver.settle)
+    assert driver.registered == {}
+    assert threading.active_count() == n_threads
+
+
+def test_an_error_of_the_driver_itself_leaves_nothing_locked_either(monkeypatch):
+    class Breaks(Driver):
+        def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
+            if len(self.registered) == 3:
+                raise RuntimeError("CUDA error: the device is gone")
+            return super().cudaHostRegister(address, n_bytes, flags)
+
+    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
+    driver = Breaks()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        register_for_dma(Arenas(MANY_SLOTS, CPU), driver)
+    assert driver.registered == {}
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(("storage", "master_dtype"), [("mirrored", "fp32"), ("split", "fp32"), ("mirrored", "bf16")])
+def test_weights_set_by_several_threads_are_those_set_by_one(monkeypatch, storage, master_dtype, n_threads):
+    """The master is what was given, rounded half up where it is bf16; the weight is the master, rounded half up."""
+    monkeypatch.setattr(host_state, "SET_ELEMENTS", 100)
+    monkeypatch.setattr(host_state, "SET_AT_ONCE", 300)
+    semantics = semantics_of("llama", master_dtype=master_dtype)
+    machine = CpuMachine(plan_of(tiny_config("llama"), semantics, Policy(storage=storage)), lambda step: None, lambda step: ADAMW)
+    host, threads, set_piece = machine.host, set(), host_state._set
+    host.n_threads, together = n_threads, threading.Barrier(n_threads)
+
+    def noted(*args):
+        if threading.current_thread() not in threads:
+            threads.add(threading.current_thread())
+            together.wait(20)
+        set_piece(*args)
+
+    monkeypatch.setattr(host_state, "_set", noted)
+    before = torch.get_num_threads()
+    for block in range(len(machine.plan.workload.blocks)):
+        given = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned(block)}
+        large = max(host.owned(block), key=lambda p: p.n_elements)
+        given[large.name].view(-1)[[5, 301]] = torch.tensor([torch.nan, torch.inf])
+        host.set_weights(block, given)
+        for p in host.owned(block):
+            wide = given[p.name].reshape(-1)
+            rounded = torch.empty_like(wide, dtype=torch.bfloat16)
+            round_half_up(wide, rounded)
+            assert same_bits(host.master(p), wide if master_dtype == "fp32" else rounded), p.name
+            assert same_bits(host.compute_weight(p).reshape(-1), rounded), p.name
+            assert not any(moment.any() for moment in host.moments(p))
+        threads.clear()
+    host.set_weight(large, given[large.name].bfloat16())
+    assert torch.get_num_threads() == before
+
+
+# -- the allocator --------------------------------------------------------------------------------------------------
+
+ALLOCATING = """
+import sys, threading
+from pathlib import Path
+import torch
+from runtime.host.slabs import give_back_freed, settle_allocator
+
+settled = sys.argv[1] == "settled"
+if settled:
+    settle_allocator()
+
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def work():
+    torch.ones(7 * 2**20).sum()  # the largest yet: what is smaller would from now on be kept
+    before = resident_mib()
+    tensors = [torch.ones(9 * 2**18) for _ in range(40)]
+    del tensors[::2]
+    print(resident_mib() - before)
+
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+small = [torch.ones(2**18) for _ in range(100)]
+del small[:-1]
+held = resident_mib()
+if settled:
+    give_back_freed()
+print(held - resident_mib())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of the C library here")
+def test_what_computing_frees_is_held_neither_by_holes_nor_after_work_that_is_done_once():
+    """Of 40 tensors of 9 MiB in a lane's thread every other is freed; then 100 of 1 MiB, of which one stays."""
+    held = {}
+    for kind in ("settled", "left alone"):
+        done = subprocess.run([sys.executable, "-c", ALLOCATING, kind], cwd=ROOT, capture_output=True, text=True, check=True)
+        held[kind] = [float(line) for line in done.stdout.splitlines()]
+    assert held["settled"][0] < 20 * 9 + 20 < 40 * 9 - 20 < held["left alone"][0]
+    assert held["settled"][1] > 80
+
+
+# -- nothing is held twice ------------------------------------------------------------------------------------------
+
+HOLDING = """
+import json, sys
+from pathlib import Path
+import torch
+from runtime.checkpoint import tensor_files
+from runtime.checkpoint.checkpoint import load_state
+from runtime.checkpoint.saving import save
+from runtime.host.slabs import give_back_freed
+from runtime.train.trainer import Training, load_model
+from tests.runtime.test_store import ADAMW, CpuMachine, Policy, batches_of, plan_of, semantics_of, tiny_config
+from tests.training import state_of
+
+torch.set_num_threads(1)
+out, storage = Path(sys.argv[1]), sys.argv[2]
+tensor_files.REOPEN_BYTES = 4 * 2**20
+
+
+def kib(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+
+def growth(work):
+    "Bytes by which the process grew beyond what it held before, at the most."
+    give_back_freed()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is what there is now
+    before = kib("VmRSS")
+    work()
+    return 1024 * (kib("VmHWM") - before)
+
+
+class Text:  # as much of the data as a checkpoint asks for
+    fingerprint, position = "none", staticmethod(lambda step: {"step": step})
+    resume = staticmethod(lambda step, position: None)
+
+
+def machine():
+    config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
+    plan = plan_of(config, semantics_of("llama"), Policy(storage=storage))
+    return CpuMachine(plan, lambda step: batches_of(4000, 4, 16)[0], lambda step: ADAMW)
+
+
+first = machine()
+first.initialise(0)
+owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned(b)]
+found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
+training = Training(first.plan, first, first, Text(), 0, out, True)
+warm = training.save(1)
+load_model(first, warm)
+training.resume(load_state(warm))
+weights = {p.name: first.host.master(p).view(p.shape) for p in owned}  # as Hugging Face has them, in fp32
+model = save(out / "model", 1, weights, [], first.plan.model.config, {})
+del weights
+found["save"] = growth(lambda: training.save(2))
+found["load"] = growth(lambda: load_model(first, model))
+found["resume"] = growth(lambda: training.resume(load_state(warm)))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("storage", ["split", "mirrored"])
+def test_loading_saving_and_resuming_hold_no_more_than_one_tensor_besides_the_arenas(tmp_path, storage):
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDING, str(tmp_path), storage], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    allowed = found["largest"] + 16 * MiB  # a mapping that is not yet given back, and small change
+    assert allowed < found["model"] / 2
+    assert found["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
+    for what in ("load", "resume"):
+        assert found[what] < allowed, f"{what}: {found[what] / 1e6:.0f} MB of {found['model'] / 1e6:.0f} MB"

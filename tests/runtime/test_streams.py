@@ -1,0 +1,155 @@
+"""Is torch asked for the streams, events and times that lanes need?"""
+
+import itertools
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime.executor import execute
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.streams import CudaStreams
+from runtime.plan import Kind, Lane, Policy
+from tests.late_streams import Poisoned, machine_of
+from tests.tiny import tiny_config
+from tests.training import N_STEPS, Remembers, batches_of, differences, plain, plan_of, scheduled, semantics_of
+
+# -- when ops ran -------------------------------------------------------------------------------------------------------
+
+
+def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
+    """One lane after the other, in plan order; what waits starts after what it waits for has ended."""
+    slow_s = 0.03
+
+    class Slow(Poisoned):
+        def work(self, index, op, step):
+            if op.kind is Kind.OFFLOAD and op.block == 2:
+                time.sleep(slow_s)
+            super().work(index, op, step)
+
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.5, machine_type=Slow)
+    plan = machine.plan
+    spans = execute(plan, machine, 5).spans
+    at = {(span.step, span.op): span for span in spans}
+    assert len(at) == 5 * len(plan.ops)
+    for lane in Lane:
+        mine = [span for span in spans if plan.ops[span.op].lane is lane]
+        assert all(span.end_s >= span.start_s for span in mine)
+        assert all(b.start_s >= a.end_s - 1e-6 for a, b in itertools.pairwise(mine))
+    for (step, number), span in at.items():
+        for wait in plan.ops[number].waits:
+            before = at.get((step - wait.distance, wait.op))
+            if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
+                assert span.start_s >= before.end_s - 1e-6
+    slow = [span for span in spans if plan.ops[span.op].kind is Kind.OFFLOAD and plan.ops[span.op].block == 2]
+    assert slow
+    assert all(span.end_s - span.start_s >= slow_s for span in slow)
+
+
+def test_of_a_long_run_only_the_steps_whose_timers_are_left_are_told(monkeypatch):
+    monkeypatch.setattr("runtime.machines.stopwatch.MOST_TIMERS", 300)
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.9)
+    timeline = execute(machine.plan, machine, 9)
+    n_kept = machine._stopwatch.n_steps
+    assert 2 <= n_kept < 9
+    assert sorted({span.step for span in timeline.spans}) == list(range(9 - n_kept, 9))
+    assert all(0.0 <= span.start_s <= span.end_s for span in timeline.spans)
+
+
+# -- what torch is asked for --------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """Stands in for torch.cuda: does everything at once, on the CPU, and remembers what it was asked."""
+
+    def __init__(self):
+        self.ranges, self.locked, self.current, self.flags = [], {}, [], []
+
+    @contextmanager
+    def enter(self, thing):
+        self.current.append(thing)
+        yield
+        self.current.pop()
+
+    def cudaHostRegister(self, address, n_bytes, flags):  # noqa: N802
+        self.locked[address] = n_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        del self.locked[address]
+
+    def stream(self, device):
+        return SimpleNamespace(wait_event=lambda event: event.recorded_s, synchronize=lambda: None)
+
+    def event(self, enable_timing=False, blocking=False):
+        self.flags.append((enable_timing, blocking))
+        event = SimpleNamespace(recorded_s=None)
+        event.record = lambda stream: setattr(event, "recorded_s", time.perf_counter())
+        event.synchronize = lambda: event.recorded_s
+        event.elapsed_time = lambda last: (last.recorded_s - event.recorded_s) * 1e3
+        return event
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    stub = Stub()
+    for name, value in {
+        "set_device": lambda device: None, "init": lambda: None, "get_device_name": lambda device: "Stub", "Stream": stub.stream,
+        "Event": stub.event, "device": stub.enter, "stream": stub.enter, "cudart": lambda: stub,
+        "max_memory_reserved": lambda device: 9,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", stub.ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: stub.ranges.append("end"))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in stub.locked)
+    return stub
+
+
+class OnTheCpu(CudaStreams):
+    def __init__(self):
+        super().__init__()
+        self.device = torch.device("cpu")
+
+    def pinned(self, shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
+
+
+def test_torch_is_asked_for_blocking_events_named_ranges_locked_slabs_and_backward_on_the_lanes_own_thread(stub):
+    threads = set()
+
+    class Watched(Remembers, CudaMachine):
+        def work(self, index, op, step):
+            if op.lane is not Lane.CPU:
+                threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(stub.current) > 0))
+            super().work(index, op, step)
+
+    semantics, config = semantics_of("llama"), tiny_config("llama")
+    plan, batches = plan_of(config, semantics, Policy(product_blocks=(1,))), batches_of(96, 4, 16)
+    machine = Watched(plan, lambda step: batches[step], scheduled, streams=OnTheCpu())
+    machine.initialise(7)
+    timeline = execute(plan, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+    assert len(timeline.spans) == N_STEPS * len(plan.ops)
+    assert threads == {(lane, False, False, True) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
+    assert all(blocking for _, blocking in stub.flags)
+    assert {name for name in stub.ranges if name != "end"} == {op.name for op in plan.ops if op.lane is not Lane.CPU}
+    assert stub.ranges.count("end") * 2 == len(stub.ranges)
+    assert sorted(stub.locked.values()) == sorted(slab.numel() for slab in machine.arenas.host_slabs().values() if slab.numel())
+    assert (machine.device_name(), machine.device_peak_bytes()) == ("Stub", 9)
+    del machine
+    assert stub.locked == {}
+
+
+def test_a_range_ends_where_its_op_fails_and_a_late_error_says_that_it_is_late(stub):
+    streams = OnTheCpu()
+
+    def fail():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        streams.issue(streams.stream(), "backward gpu b1 m0", fail)
+    assert stub.ranges == ["backward gpu b1 m0", "end"]
+    with pytest.raises(RuntimeError, match=r"^no \(a device reports late: an op that was issued earlier may be at fault\)$"):
+        streams.finish(SimpleNamespace(synchronize=fail))
