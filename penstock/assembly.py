@@ -31,7 +31,7 @@ TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class Session:
     """A run that waits to be started."""
 
     settings: "RunSettings"
@@ -91,7 +91,7 @@ def assemble(
     time_scale: float | None,
     until_the_end: ExitStack,
     data: "Data | None" = None,
-) -> Assembled:
+) -> Session:
     """Everything but the start. PenstockError for what cannot be; nothing is written but the cache of tokens.
 
     What is opened here is closed with `until_the_end`. `data`: batches that are not read from where the settings say.
@@ -127,7 +127,7 @@ def _real(
     device: str,
     until_the_end: ExitStack,
     data: "Data | None",
-) -> Assembled:
+) -> Session:
     """A run of the plan's own model on this machine's GPU or CPU. What is quickly refused is read before the weights are."""
     from runtime.checkpoint.checkpoint import has_weights
     from runtime.train.trainer import Training, load_model
@@ -148,7 +148,7 @@ def _real(
     training = Training(
         plan, store, store, data, settings.seed, out, True, tokenizer_from=folder, checkpoint=settings.checkpoint, optimizer=kept
     )
-    return Assembled(settings, plan, device, training, n_steps, 1.0, prediction, held_out, prompts)
+    return Session(settings, plan, device, training, n_steps, 1.0, prediction, held_out, prompts)
 
 
 def _emulated(
@@ -159,7 +159,7 @@ def _emulated(
     region: "Region",
     time_scale: float | None,
     until_the_end: ExitStack,
-) -> Assembled:
+) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, whose weights nobody saves or asks."""
     from runtime.machines.emulated import EmulatedMachine, time_scale_for
     from runtime.train.trainer import Training
@@ -173,7 +173,7 @@ def _emulated(
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
     training = Training(small, machine, store, data, settings.seed, Path(settings.out), saves=False, optimizer=kept)
-    return Assembled(settings, plan, "emulated", training, n_steps, scale, prediction)
+    return Session(settings, plan, "emulated", training, n_steps, scale, prediction)
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _prompts(settings: "RunSettings", plan: "Plan", folder: Path | None, until_t
 
     def encode(text: str) -> list[int]:
         is_text = reading.format == "text"
-        ids = reading.encoder.encode(text) if is_text else reading.speech.prompt([{"role": "user", "content": text}])
+        ids = reading.encoder.encode(text) if is_text else reading.chat_format.prompt([{"role": "user", "content": text}])
         return [int(i) for i in ids]
 
     check_prompts([encode(text) for text in texts], plan.semantics.seq_len)

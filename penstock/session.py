@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from runtime.plan import Plan, PlanFile
     from runtime.settings import RunSettings
 
-    from .assembly import Assembled
+    from .assembly import Session
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints, each perhaps in a .partial first
 
@@ -33,7 +33,7 @@ def begun(
     time_scale: float | None = None,
     data: "Data | None" = None,
     refuse: "Callable[[Plan, str], None]" = lambda plan, device: None,
-) -> "Iterator[tuple[Assembled, int]]":
+) -> "Iterator[tuple[Session, int]]":
     """A run that waits to be started, and how many of its steps are done. PenstockError for what cannot be, and nothing is written.
 
     `file`: a plan that is not read from where the settings say; `data`: batches that are not read from there either; `refuse` may

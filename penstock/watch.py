@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from runtime.train.monitors import Monitor
     from runtime.train.trainer import Look, Training
 
-    from .assembly import Assembled, Prompts
+    from .assembly import Session, Prompts
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters of a sample's line; samples.jsonl holds all
 
 
 @contextmanager
-def watched(run: "Assembled", first_step: int, online: bool) -> "Iterator[Training]":
+def watched(run: "Session", first_step: int, online: bool) -> "Iterator[Training]":
     """The training with what the settings ask to see: monitors, held-out data, prompts. Monitors are closed in the end."""
     from runtime.executor import say
     from runtime.train.monitors import open_monitors
@@ -36,16 +36,16 @@ def watched(run: "Assembled", first_step: int, online: bool) -> "Iterator[Traini
         yield _that_looks(run, monitors)
 
 
-def lacks_evaluation(run: "Assembled", first_step: int) -> bool:
+def lacks_evaluation(run: "Session", first_step: int) -> bool:
     """Whether a run that has trained all its steps has yet to look at what came of them."""
     return _that_looks(run, ()).lacks_evaluation(first_step, run.n_steps)
 
 
-def _that_looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "Training":
+def _that_looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "Training":
     return replace(run.training, monitors=monitors, looks=_looks(run, monitors), evaluate_every=run.settings.evaluation.every)
 
 
-def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
+def _looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
     """What is done after every so many steps, while all lanes are idle."""
     from runtime.train.evaluation import Evaluator
     from runtime.train.trainer import Look
@@ -60,7 +60,7 @@ def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ..
     return tuple(looks)
 
 
-def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
+def _show_evaluation(run: "Session", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
     from runtime.executor import say
 
     values = {
@@ -79,7 +79,7 @@ def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: 
 
 
 def _show_samples(
-    run: "Assembled", machine: "ForwardMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]"
+    run: "Session", machine: "ForwardMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]"
 ) -> None:
     from runtime.executor import say
     from runtime.train.generation import samples

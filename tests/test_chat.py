@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from runtime.data import chat, templates
-from runtime.data.chat import Encoded, Plain, Templated, read_speech
+from runtime.data.chat import Encoded, Plain, Templated, read_chat_format
 from runtime.data.encoders import Bytes, Encoder, read_encoder
 from runtime.data.formats import Chat
 from runtime.errors import DataError
@@ -30,7 +30,7 @@ FORGETFUL = ["qwen 3", "gpt-oss"]
 
 def speech_of(folder: Path, style: str, template: str | None = None) -> Templated:
     write_talker(folder, style, template)
-    speech = read_speech(folder, read_encoder(folder))
+    speech = read_chat_format(folder, read_encoder(folder))
     assert isinstance(speech, Templated)
     return speech
 
@@ -291,13 +291,13 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path):
         speech = speech_of(tmp_path, "chatml", named)
         assert speech.template.source == AutoTokenizer.from_pretrained(tmp_path).get_chat_template() == CHATML
     (tmp_path / "chat_template.jinja").write_text("other")
-    speech = read_speech(tmp_path, read_encoder(tmp_path))
+    speech = read_chat_format(tmp_path, read_encoder(tmp_path))
     assert speech.template.source == AutoTokenizer.from_pretrained(tmp_path).get_chat_template() == "other"
 
 
 def test_special_tokens_reach_the_template_however_they_are_written(tmp_path):
     write_talker(tmp_path, "llama 3", bos_token={"content": "<|begin_of_text|>", "lstrip": False})
-    speech = read_speech(tmp_path, read_encoder(tmp_path))
+    speech = read_chat_format(tmp_path, read_encoder(tmp_path))
     (encoded,) = speech.encode(Chat(TALK), "here")
     assert encoded.ids.tolist()[0] == read_encoder(tmp_path).tokenizer.token_to_id("<|begin_of_text|>")
     speech.close()
@@ -319,7 +319,7 @@ def test_a_model_of_bytes_talks_plainly():
 def test_a_tokenizer_without_a_template_talks_plainly_and_begins_once(tmp_path):
     write_talker(tmp_path, "llama 3")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot_id|>"}))
-    speech = read_speech(tmp_path, read_encoder(tmp_path))
+    speech = read_chat_format(tmp_path, read_encoder(tmp_path))
     assert isinstance(speech, Plain)
     (encoded,) = speech.encode(Chat(TALK), "here")
     assert learned(speech.encoder, encoded) == ["Fine, thanks! 20 €<|eot_id|>", "It is four.<|eot_id|>"]
@@ -370,14 +370,14 @@ def test_a_hostile_template_is_one_line(tmp_path, monkeypatch, name):
 def test_what_is_no_template_is_refused(tmp_path, named, says):
     write_talker(tmp_path, "chatml", named)
     with pytest.raises(DataError, match=says):
-        read_speech(tmp_path, read_encoder(tmp_path))
+        read_chat_format(tmp_path, read_encoder(tmp_path))
 
 
 def test_a_file_that_is_no_template_is_refused(tmp_path):
     write_talker(tmp_path, "chatml")
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"chat_template\.jinja"):
-        read_speech(tmp_path, read_encoder(tmp_path))
+        read_chat_format(tmp_path, read_encoder(tmp_path))
 
 
 def test_the_process_of_a_template_ends_with_it(tmp_path):

@@ -19,8 +19,8 @@ from hwprofiles.probe import cuda, measure
 from hwprofiles.probe.device import DeviceError, PciLink, Stream
 from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
 from hwprofiles.probe.gpu_link import rates_in_common
-from hwprofiles.probe.samples import products_flop
 from hwprofiles.probe.stopwatch import Stopwatch
+from hwprofiles.probe.timings import products_flop
 from hwprofiles.schema import Profile
 from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import PenstockError, ProfileError
@@ -194,7 +194,7 @@ def test_warming_up_ends_when_the_clocks_have_settled_and_not_before() -> None:
     product = machine.device.product("bf16", 8192, 8192, 8192)
     watch.warm_up(product, most_s=10.0)
     assert 2.0 <= machine.worked_s < 4.0
-    assert_close(products_flop(8192, 8192, 8192) / watch.sample(product).seconds, 700e12, 0.02)
+    assert_close(products_flop(8192, 8192, 8192) / watch.timing(product).seconds, 700e12, 0.02)
 
 
 def test_clocks_that_never_settle_do_not_hold_up_the_probe() -> None:
@@ -205,15 +205,15 @@ def test_clocks_that_never_settle_do_not_hold_up_the_probe() -> None:
 
 def test_a_hiccup_moves_neither_a_time_nor_its_spread() -> None:
     watch, machine = watch_of(Truth(noise_fraction=0.0, hiccups_per_s=3.0, hiccup_s=0.5, cold_fraction=1.0))
-    sample = watch.sample(machine.device.product("bf16", 8192, 8192, 8192))
-    assert_close(sample.seconds, (products_flop(8192, 8192, 8192) + 3e9) / 700e12, 0.001)
-    assert sample.spread_fraction <= 0.02
+    timing = watch.timing(machine.device.product("bf16", 8192, 8192, 8192))
+    assert_close(timing.seconds, (products_flop(8192, 8192, 8192) + 3e9) / 700e12, 0.001)
+    assert timing.spread_fraction <= 0.02
 
 
 def test_a_work_longer_than_anyone_would_wait_for_is_run_once() -> None:
     watch, machine = watch_of(Truth(flop_per_s={"bf16": 1e12, "fp32": 1e12}, cold_fraction=1.0))
     before_s = machine.worked_s
-    assert watch.sample(machine.device.product("bf16", 16384, 8192, 8192)).seconds > 1.5
+    assert watch.timing(machine.device.product("bf16", 16384, 8192, 8192)).seconds > 1.5
     assert machine.worked_s - before_s < 10
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from hwprofiles.schema import AttentionKernel, Direction, Dtype
 
-from .samples import Reading, Sample
+from .timings import Reading, Timing
 
 Place = Literal["device", "pinned", "pageable"]
 Issue = Callable[[int], object]  # puts a piece of work on its stream, so many times in a row, and returns at once
@@ -149,7 +149,7 @@ class Host(Protocol):
     def now_s(self) -> float:
         """A clock that only moves forward."""
 
-    def handover(self) -> Sample:
+    def handover(self) -> Timing:
         """From one lane's signal to another lane's thread."""
 
     def optimizer(self, n_threads: int) -> Reading:

@@ -19,7 +19,7 @@ from runtime.errors import ProfileError
 from runtime.files import read_whole
 from runtime.units import GB, MiB, on_one_line, show_bytes, show_rate
 
-from .samples import quantity
+from .timings import quantity
 
 MAX_FILE_BYTES = 8 * MiB
 MOST_CASES, MOST_DEVICES = 1000, 4096

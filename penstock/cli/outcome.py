@@ -20,7 +20,7 @@ from runtime.train.run_config import RunConfigError
 from runtime.units import on_one_line, show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled
+    from penstock.assembly import Session
     from runtime.machines.emulated import EmulatedMachine
     from runtime.plan import Kind, Lane, Plan
     from runtime.plan.timeline import Timeline
@@ -43,7 +43,7 @@ class _Row:
         return self.name, self.show(self.predicted), self.show(self.measured), error
 
 
-def show_outcome(run: "Assembled", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
+def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
     """The final table on stdout: predicted, measured, error; what differs; where things lie. Perhaps a corrected profile."""
     from runtime.train.trainer import scaled, write_timeline
 
@@ -68,7 +68,7 @@ def _settled(timeline: "Timeline", times_s: list[float]) -> "Timeline":
     return timeline.from_step(min((s.step for s in timeline.spans), default=0) + 1) if times_s else timeline
 
 
-def _rows(run: "Assembled", timeline: "Timeline", times_s: list[float]) -> list[_Row]:
+def _rows(run: "Session", timeline: "Timeline", times_s: list[float]) -> list[_Row]:
     plan, prediction = run.plan, run.prediction
     step_s = statistics.median(times_s) if times_s else timeline.total_s
     rows = [_Row("step", prediction.step_s, step_s, show_seconds)]
@@ -114,7 +114,7 @@ def _table(rows: list[_Row]) -> None:
     Console().print(table)
 
 
-def _notes(run: "Assembled") -> None:
+def _notes(run: "Session") -> None:
     from runtime.checkpoint.checkpoint import latest
 
     plan, training = run.plan, run.training
@@ -138,14 +138,14 @@ def _notes(run: "Assembled") -> None:
     click.echo(f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html")
 
 
-def _plan_file(run: "Assembled") -> str:
+def _plan_file(run: "Session") -> str:
     return on_one_line(str(run.settings.plan))
 
 
 # -- reality and the profile ----------------------------------------------------------------------------------------------
 
 
-def _differences(run: "Assembled", settled: "Timeline", step: _Row, recalibrate: Path | None) -> None:
+def _differences(run: "Session", settled: "Timeline", step: _Row, recalibrate: Path | None) -> None:
     """Where the time goes that was not predicted, when the step differs by more than a plan should be off."""
     error = step.measured / step.predicted - 1
     if abs(error) <= WORTH_A_PLAN:
@@ -194,7 +194,7 @@ def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str
         raise RunConfigError(f"{path}: cannot be written ({error.strerror}); choose another --recalibrate") from None
 
 
-def _recalibrate(run: "Assembled", timeline: "Timeline", path: Path) -> None:
+def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
     """Write the profile as the run shows it to be, and say what that changes."""
     from planner.ledger.recalibrate import recalibrate
 

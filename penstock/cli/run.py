@@ -17,7 +17,7 @@ from runtime.units import on_one_line, show_count
 from .run_options import PATH, POSITIVE, said, setting_flags
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled
+    from penstock.assembly import Session
     from runtime.executor import Stop
     from runtime.plan import Plan
     from runtime.settings import RunSettings
@@ -78,7 +78,7 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
         return _train(assembled, first_step, recalibrate)
 
 
-def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
+def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:
     """Perform the steps and show what came of them; the exit code."""
     from penstock.session import online, write_settings
     from penstock.watch import watched
@@ -109,7 +109,7 @@ def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
     return 0
 
 
-def _stopped(run: "Assembled", first_step: int, n_done: int) -> str:
+def _stopped(run: "Session", first_step: int, n_done: int) -> str:
     """What a run leaves that was asked to end."""
     at = f"stopped after step {n_done} of {run.n_steps}"
     if not run.training.saves:
@@ -118,7 +118,7 @@ def _stopped(run: "Assembled", first_step: int, n_done: int) -> str:
     return f"{at}, {saved}; go on with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
 
 
-def _words(run: "Assembled") -> str:
+def _words(run: "Session") -> str:
     batch_size = run.training.plan.semantics.batch_size
     return f"{show_count(run.plan.workload.n_params)} parameters; {run.training.data.words()}, {batch_size} a step"
 

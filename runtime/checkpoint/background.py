@@ -23,7 +23,7 @@ from runtime.settings import CheckpointSettings
 from .retention import keep_last
 from .saving import Writing, writing
 from .snapshot import GivenUp, Snapshot, Snapshots
-from .tensor_files import Made
+from .tensor_files import LazyTensor
 
 NICE = 10  # where cores are short the lanes have them; a lane that waits for this thread leaves it one
 
@@ -175,10 +175,10 @@ class Saver:
     def _put(self, files: Writing, p: Parameter, copy: Copy | None) -> None:
         """Everything of a parameter. A split master is put together in pieces: whole, it would be a second one."""
         files.put_weight(p.name, self._state.compute_weight(p, copy))
-        learned, dtype = self._state.learned(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
-        files.put(f"master.{p.name}", Made(dtype, p.shape, partial(pieces_of, learned.master)))
-        files.put(f"exp_avg.{p.name}", learned.exp_avg)
-        files.put(f"exp_avg_sq.{p.name}", learned.exp_avg_sq)
+        state, dtype = self._state.param_state(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
+        files.put(f"master.{p.name}", LazyTensor(dtype, p.shape, partial(pieces_of, state.master)))
+        files.put(f"exp_avg.{p.name}", state.exp_avg)
+        files.put(f"exp_avg_sq.{p.name}", state.exp_avg_sq)
 
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:

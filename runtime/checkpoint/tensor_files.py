@@ -80,7 +80,7 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LazyTensor:
     """A tensor that exists only piece by piece, while it is written."""
 
     dtype: torch.dtype
@@ -136,7 +136,7 @@ class NewFile:
 class TensorFile:
     """A safetensors file whose tensors come in any order. By hand, not by the library: it would hold all bytes a second time."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor | Made]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         """A new file for tensors of these dtypes and shapes; their content is asked for by `put` alone."""
         assert sys.byteorder == "little", "the format is little-endian"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -155,7 +155,7 @@ class TensorFile:
         self._file = NewFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def put(self, name: str, tensor: Tensor | Made) -> None:
+    def put(self, name: str, tensor: Tensor | LazyTensor) -> None:
         """Write one of the tensors."""
         self.missing.remove(name)
         at = self._head_bytes + self._start[name]
@@ -173,7 +173,7 @@ class TensorFile:
         self._file.give_up()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Made]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Any]:
     """Write a whole safetensors file; its size and SHA-256."""
     file = TensorFile(path, tensors)
     try:
@@ -194,5 +194,5 @@ def write_new(path: Path, content: bytes) -> dict[str, Any]:
         file.give_up()
 
 
-def _pieces(tensor: Tensor | Made) -> Iterable[Tensor]:
-    return tensor.pieces() if isinstance(tensor, Made) else (tensor,)
+def _pieces(tensor: Tensor | LazyTensor) -> Iterable[Tensor]:
+    return tensor.pieces() if isinstance(tensor, LazyTensor) else (tensor,)

@@ -27,7 +27,7 @@ BY_DOCUMENT = "sdpa_by_document"
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class PackedDocuments:
     """Of which documents the sequences of a micro-batch are packed."""
 
     n_tokens: tuple[tuple[int, ...], ...]  # of each document of each sequence

@@ -14,7 +14,7 @@ import numpy as np
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 
-from .chat import Encoded, Plain, Speech, read_speech
+from .chat import ChatFormat, Encoded, Plain, read_chat_format
 from .encoders import Bytes, Encoder, read_encoder
 from .formats import Chat, Format, document, format_of
 from .sources import JSONL, PARQUET, Source, find_files
@@ -31,14 +31,14 @@ class Reading:
     n_set_aside: int  # files of text in a set of chats
     format: Format
     encoder: Encoder
-    speech: Speech
+    chat_format: ChatFormat
     vocab_size: int
 
     @property
     def identity(self) -> str:
         """Differs where the tokens of some row may differ."""
-        speech = "" if self.format == "text" else self.speech.identity
-        return json.dumps([VERSION, self.format, self.encoder.identity, speech])
+        chat_format = "" if self.format == "text" else self.chat_format.identity
+        return json.dumps([VERSION, self.format, self.encoder.identity, chat_format])
 
     @property
     def wide(self) -> bool:
@@ -81,7 +81,7 @@ class Reading:
     def encode(self, value: object, where: str) -> list[Encoded]:
         """The documents that a row becomes, at least one; DataError for one that does not fit the format, or the model."""
         said = document(value, self.format, where)
-        encoded = self.speech.encode(said, where) if isinstance(said, Chat) else [self._text(said)]
+        encoded = self.chat_format.encode(said, where) if isinstance(said, Chat) else [self._text(said)]
         largest = max(int(one.ids.max(initial=0)) for one in encoded)
         if largest >= self.vocab_size:
             raise DataError(
@@ -97,7 +97,7 @@ class Reading:
         return Encoded(np.append(ids, self.encoder.end_id), np.array([[0, len(ids) + 1]]))
 
     def close(self) -> None:
-        self.speech.close()
+        self.chat_format.close()
 
 
 def _first(waiting: deque[tuple[int, int, int, Future[list[Encoded]]]]) -> Iterator[tuple[int, int, Encoded]]:
@@ -130,8 +130,8 @@ def read_set(settings: DataSettings, model_folder: Path | None, vocab_size: int,
     n_files = len(source.files)
     if format != "text" and source.files != (source.path,):
         source = replace(source, files=tuple(file for file in source.files if _has_rows(file)))
-    speech: Speech = Plain(encoder) if format == "text" else read_speech(model_folder, encoder)
-    return Reading(source, n_files - len(source.files), format, encoder, speech, vocab_size)
+    chat_format: ChatFormat = Plain(encoder) if format == "text" else read_chat_format(model_folder, encoder)
+    return Reading(source, n_files - len(source.files), format, encoder, chat_format, vocab_size)
 
 
 def _format(source: Source) -> Format:

@@ -43,7 +43,7 @@ class About:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class TokenCache:
     """Documents in a cache. Only what tells them apart is in memory; tokens stay in the file until they are asked for."""
 
     folder: Path
@@ -69,7 +69,7 @@ class Kept:
         self.n_apart = _n_apart([(chunk[4], chunk[5]) for chunk in self._chunks])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, (self.folder, self.source, self.about)
+        return TokenCache, (self.folder, self.source, self.about)
 
     def _place(self, document: int) -> tuple[tuple[npt.NDArray[Any], ...], int]:
         chunk = int(np.searchsorted(self._first, document, side="right")) - 1
@@ -126,7 +126,7 @@ def _n_apart(places: list[tuple[Array, Array]]) -> int:
 Row = tuple[int, int, Encoded]  # file, row, and a document of it
 
 
-def kept_tokens(cache: Path, key: str, source: Source, wide: bool, make: Callable[[list[int]], Iterable[Row]]) -> Kept:
+def cached_tokens(cache: Path, key: str, source: Source, wide: bool, make: Callable[[list[int]], Iterable[Row]]) -> TokenCache:
     """The documents that `key` stands for: from the cache, or made now. `make` appends to its list what it left out."""
     folder = cache / f"tokens-{hashlib.sha256(f'{FORMAT} {wide} {key}'.encode()).hexdigest()[:24]}"
     try:
@@ -134,7 +134,7 @@ def kept_tokens(cache: Path, key: str, source: Source, wide: bool, make: Callabl
             about = _whole(folder)
             if about is None:
                 about = _make(folder, wide, make)
-        return Kept(folder, source, about)
+        return TokenCache(folder, source, about)
     except OSError as error:
         raise DataError(f"{cache}: tokens cannot be kept there ({error.strerror or error}); make room, or choose another") from None
     except pyarrow.ArrowException as error:
