@@ -76,7 +76,7 @@ def norm_case(n: int) -> Case:
 
 
 def copy_case(n_bytes: int) -> Case:
-    """A copy that reads and writes so many bytes in sum, shared by the workers in equal parts."""
+    """A copy that reads and writes `n_bytes` in sum, shared by the workers in equal parts."""
     to, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
 
     def run(workers: Workers[Scratch]) -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from planner.predict.simulate import Prediction
     from runtime.data.data import Data
     from runtime.host.optimizer import AdamW
-    from runtime.machines.cpu import CpuMachine
-    from runtime.machines.cuda import CudaMachine
     from runtime.plan import Plan, PlanFile, Policy
     from runtime.plan.region import Demand, Region
     from runtime.settings import OptimizerSettings, RunSettings
@@ -130,6 +128,7 @@ def _real(
 ) -> Session:
     """A run of the plan's own model on this machine's GPU or CPU. What is quickly refused is read before the weights are."""
     from runtime.checkpoint.checkpoint import has_weights
+    from runtime.machines.cpu import CpuMachine
     from runtime.train.trainer import Training, load_model
 
     folder, out = _model_folder(plan, settings.model), Path(settings.out)
@@ -139,8 +138,12 @@ def _real(
     prompts = _prompts(settings, plan, folder, until_the_end)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
-    make = _cuda_machine if device == "cuda" else _cpu_machine
-    store = make(plan, data, of_step, settings.seed)
+    if device == "cuda":
+        from runtime.machines.cuda import CudaMachine
+
+        store: CpuMachine | CudaMachine = CudaMachine(plan, data.batch, of_step, settings.seed)
+    else:
+        store = CpuMachine(plan, data.batch, of_step, settings.seed, pin_threads=True)
     if folder is not None and has_weights(folder):
         load_model(store, folder)
     else:
@@ -161,6 +164,7 @@ def _emulated(
     until_the_end: ExitStack,
 ) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, whose weights nobody saves or asks."""
+    from runtime.machines.cpu import CpuMachine
     from runtime.machines.emulated import EmulatedMachine, time_scale_for
     from runtime.train.trainer import Training
 
@@ -168,7 +172,7 @@ def _emulated(
     data = _data(settings, small, None, until_the_end)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
-    store = _cpu_machine(small, data, of_step, settings.seed)
+    store = CpuMachine(small, data.batch, of_step, settings.seed, pin_threads=True)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
@@ -214,7 +218,7 @@ def _held_out(settings: "RunSettings", plan: "Plan", folder: Path | None, until_
 
 
 def _prompts(settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack) -> Prompts | None:
-    """What is asked. A model that is trained on conversations answers; one that is trained on text goes on with it."""
+    """What is asked. A model that is trained on conversations answers; one that is trained on text continues it."""
     from runtime.data.reading import read_set
     from runtime.train.generation import check_prompts
 
@@ -243,7 +247,7 @@ def _n_steps(settings: "RunSettings", data: "Data") -> int:
 
 
 def _optimizer(settings: "OptimizerSettings", n_steps: int) -> "tuple[Callable[[int], AdamW], dict[str, Any]]":
-    """The hyperparameters of each step, and what a checkpoint keeps of them: a resumed run must go on with the same."""
+    """The hyperparameters of each step, and what a checkpoint keeps of them: a resumed run must use the same."""
     from runtime.host.optimizer import AdamW
     from runtime.train.schedules import learning_rates
 
@@ -261,18 +265,6 @@ def _refuse_parts_of_no_name(settings: "OptimizerSettings", plan: "Plan") -> Non
     for part in settings.no_decay:
         if not any(part in name for name in names):
             raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
-
-
-def _cpu_machine(plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int) -> "CpuMachine":
-    from runtime.machines.cpu import CpuMachine
-
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True)
-
-
-def _cuda_machine(plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int) -> "CudaMachine":
-    from runtime.machines.cuda import CudaMachine
-
-    return CudaMachine(plan, data.batch, of_step, seed)
 
 
 def _model_folder(plan: "Plan", given: str | None) -> Path | None:

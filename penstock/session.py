@@ -74,7 +74,7 @@ def begun(
 
 
 def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
-    """The checkpoint to go on from, found whole; None to begin at the beginning."""
+    """The checkpoint to resume, found whole; None to begin at the beginning."""
     from runtime.checkpoint.checkpoint import latest
     from runtime.checkpoint.retention import clean
     from runtime.executor import say
@@ -85,7 +85,7 @@ def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
     if not resume:
         found = latest(out)
         if found is not None:
-            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; go on with --resume, or choose another --out")
+            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
         return None
     clean(out)  # of a checkpoint that was being replaced, the old one comes back
     found = latest(out)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,11 +13,13 @@ from runtime.units import on_one_line, show_seconds
 
 if TYPE_CHECKING:
     from runtime.compute.inference import ForwardMachine
+    from runtime.machines.emulated import EmulatedMachine
+    from runtime.plan.timeline import Timeline
     from runtime.train.evaluation import Evaluated
     from runtime.train.monitors import Monitor
-    from runtime.train.trainer import Look, Training
+    from runtime.train.trainer import Look, Metrics, Training
 
-    from .assembly import Session, Prompts
+    from .assembly import Prompts, Session
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters of a sample's line; samples.jsonl holds all
 
@@ -36,6 +38,26 @@ def watched(run: "Session", first_step: int, online: bool) -> "Iterator[Training
         yield _that_looks(run, monitors)
 
 
+def performed(
+    run: "Session", training: "Training", first_step: int, on_step: "Callable[[Metrics], None]"
+) -> "tuple[Timeline, list[float]]":
+    """Train to the end: the timeline, and the seconds of each step after the warm-up, on the clock of the plan's machine."""
+    from runtime.train.trainer import scaled, write_timeline
+
+    timeline, times_s = training.run(first_step, run.n_steps, on_step)
+    if run.scale == 1.0:
+        return timeline, times_s
+    timeline = scaled(timeline, run.scale)
+    write_timeline(training.folder / "timeline.json", timeline)
+    return timeline, [t / run.scale for t in times_s]
+
+
+def late_fraction(run: "Session") -> float:
+    """Of the ops of an emulated run: those whose real work took this computer longer than they were to last."""
+    machine: EmulatedMachine | Any = run.training.machine
+    return machine.n_real_work_binds / max(machine.n_performed, 1) if run.device == "emulated" else 0.0
+
+
 def lacks_evaluation(run: "Session", first_step: int) -> bool:
     """Whether a run that has trained all its steps has yet to look at what came of them."""
     return _that_looks(run, ()).lacks_evaluation(first_step, run.n_steps)
@@ -46,7 +68,7 @@ def _that_looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "Training":
 
 
 def _looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
-    """What is done after every so many steps, while all lanes are idle."""
+    """What is done every `evaluation.every` steps, while all lanes are idle."""
     from runtime.train.evaluation import Evaluator
     from runtime.train.trainer import Look
 
@@ -105,9 +127,9 @@ def _show_samples(
         say(f"sample after step {step}: {on_one_line(asked_words, SHOWN_PROMPT)} > {on_one_line(said_words, SHOWN_ANSWER)}")
 
 
-def _log(path: Path, said: Sequence[dict[str, Any]]) -> None:
+def _log(path: Path, logged: Sequence[dict[str, Any]]) -> None:
     """Add lines, all at once; a number that is not finite is null, as JSON knows no other way to say it."""
-    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in said]
+    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in logged]
     try:
         with path.open("a", encoding="utf-8") as lines:
             lines.write("".join(json.dumps(fields) + "\n" for fields in plain))

@@ -24,6 +24,7 @@ from hwprofiles.probe.timings import products_flop
 from hwprofiles.schema import Profile
 from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import PenstockError, ProfileError
+from runtime.machines import streams
 from runtime.machines.cores import split_beside_gpu
 
 from .fake_gpu import GB, FakeMachine, GiB, Truth
@@ -369,7 +370,7 @@ def test_one_late_copy_does_not_change_the_rate(copy_s: float, ratio: float, lat
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = FakeMachine(Truth(pageable={"h2d": 9e9, "d2h": 9e9}))
-    monkeypatch.setattr(cuda, "has_cuda", lambda: True)
+    monkeypatch.setattr(streams, "has_cuda", lambda: True)
     monkeypatch.setattr(cuda, "open_cuda", lambda index: machine.device)
     monkeypatch.setattr(measure, "host_beside_gpu", lambda quick: machine.host)
     out = tmp_path / "rig.json"
@@ -389,7 +390,7 @@ def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
     machine, out = FakeMachine(Truth(host_bytes=12 * GB)), tmp_path / "rig.json"
     measured = probe_gpu(machine.device, machine.host, QUICK_GPU, lambda what, fraction: None, "rig")  # type: ignore[arg-type]
     assert measured.host.memory_bytes.value == 12 * GB
-    monkeypatch.setattr("penstock.cli.probe._measured", lambda asked, *_: measured if asked == device else None)
+    monkeypatch.setattr("penstock.api.probe", lambda asked, *_, **__: measured if asked == device else None)
     words = ["--device", device, "-o", str(out)]
     assert CliRunner().invoke(probe, [*words, "--host-memory", "118GB"], catch_exceptions=False).exit_code == 0
     profile = Profile.from_json(json.loads(out.read_text()))
@@ -407,7 +408,7 @@ def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
 def test_host_memory_that_is_no_size_is_refused_in_one_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: str
 ) -> None:
-    monkeypatch.setattr("penstock.cli.probe._measured", None)
+    monkeypatch.setattr("penstock.api.probe", None)
     with pytest.raises(PenstockError, match="write for example 80GB") as caught:
         CliRunner().invoke(probe, ["--host-memory", size, "-o", str(tmp_path / "rig.json")], catch_exceptions=False)
     assert str(caught.value).isprintable()

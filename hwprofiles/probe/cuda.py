@@ -277,14 +277,9 @@ def _driver_version() -> str:
     return "unknown"
 
 
-def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
-    return torch.cuda.is_available()
-
-
 def open_cuda(index: int) -> CudaDevice:
     """That device. ProfileError where there is none such, or torch cannot use it."""
-    if not has_cuda():
+    if not torch.cuda.is_available():
         raise ProfileError("no CUDA device is visible to torch; use --device cpu, or a shipped profile with --machine")
     n_devices = torch.cuda.device_count()
     if index >= n_devices:

@@ -70,21 +70,20 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
 
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
-    from hwprofiles.schema import Profile
-    from planner.predict.cost import costs, region_of
-    from planner.predict.simulate import simulate
+    from penstock.api import predict
     from runtime.plan.timeline import chrome_trace
 
     from .run_files import read_timeline, refuse_disorder
 
     plan = file.plan
-    profile = Profile.from_json(plan.profile, str(plan_file))
-    tracks = {"predicted": simulate(plan, costs(plan, profile), region_of(profile)).timeline}
+    tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:
         timeline_file = run_dir / "timeline.json"
         if not os.path.lexists(timeline_file):
-            said = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
-            raise click.UsageError(f"{run_dir}: {said if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}")
+            problem = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
+            raise click.UsageError(
+                f"{run_dir}: {problem if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}"
+            )
         tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
         refuse_disorder(tracks["measured"], plan, timeline_file)
     return chrome_trace(plan, tracks)

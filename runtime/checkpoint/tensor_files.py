@@ -39,7 +39,7 @@ class Shards(Mapping[str, Tensor]):
     """The tensors of some safetensors files by name, each read when it is asked for.
 
     A tensor is a part of its mapped file, and what has been read of a mapping stays in the process's memory: after some bytes the
-    files are opened anew, and an old mapping goes with the last tensor of it. Else loading a model would hold it twice.
+    files are opened again, and an old mapping goes with the last tensor of it. Else loading a model would hold it twice.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -171,17 +171,6 @@ class TensorFile:
 
     def give_up(self) -> None:
         self._file.give_up()
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Any]:
-    """Write a whole safetensors file; its size and SHA-256."""
-    file = TensorFile(path, tensors)
-    try:
-        for name in file.in_order:
-            file.put(name, tensors[name])
-        return file.close()
-    finally:
-        file.give_up()
 
 
 def write_new(path: Path, content: bytes) -> dict[str, Any]:

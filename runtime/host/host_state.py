@@ -133,12 +133,6 @@ class HostState:
         """Put a block's own weights into the store. No lane may be at work."""
         _together([task for p in self.owned(block) for task in self._setting(p, weights[p.name])], self.n_threads)
 
-    def compute_weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
-        for block in range(len(self.chunks)):
-            for p in self.owned(block):
-                yield p, self.compute_weight(p)
-
     def n_bytes(self, block: int, chunk: int) -> int:
         """Of a chunk's state."""
         number = self._first[block] + chunk
@@ -180,7 +174,7 @@ def _set(state: ParamState, given: torch.Tensor, piece: slice, own: None) -> Non
 
 
 def _together(tasks: Sequence[Callable[[None], object]], n_threads: int) -> None:
-    """Have tasks done by so many threads, of which this is one, each with one thread inside a kernel."""
+    """Have tasks done by `n_threads`, of which this is one, each with one thread inside a kernel."""
     workers = Workers[None](max(1, min(n_threads, len(tasks))), lambda: None)
     with _one_kernel_thread(), workers.helped(_one_kernel_thread):
         workers.run(tasks)
