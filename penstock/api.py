@@ -98,12 +98,12 @@ class Trained:
     def page(self) -> str:
         """What `penstock report` draws: the run beside its plan, one HTML file that needs no network."""
         from planner.show.report import report
-        from planner.show.report_run import Run, read_log, read_samples
+        from planner.show.report_run import LoggedRun, read_log, read_samples
         from runtime.plan import PlanFile
 
         logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
         lines, samples = (path.read_bytes().splitlines(keepends=True) if path.exists() else [] for path in logs)
-        run = Run(self.timeline, read_log(lines), read_samples(samples))
+        run = LoggedRun(self.timeline, read_log(lines), read_samples(samples))
         return report(PlanFile.read(self.folder / PLAN_FILE), self.folder.name, run)
 
     def _repr_html_(self) -> str:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from penstock.cli.run_files import read_run as read_logs
+from penstock.cli.run_files import read_logged_run as read_logs
 from planner.show.report import report
 from runtime.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, sum_of
 from runtime.data.chat import read_chat_format

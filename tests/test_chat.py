@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from runtime.data import chat, templates
 from runtime.data.chat import Encoded, Plain, Templated, read_chat_format
-from runtime.data.encoders import Bytes, Encoder, read_encoder
+from runtime.data.encoders import ByteEncoder, Encoder, read_encoder
 from runtime.data.formats import Chat
 from runtime.errors import DataError
 
@@ -307,7 +307,7 @@ def test_special_tokens_reach_the_template_however_they_are_written(tmp_path):
 
 
 def test_a_model_of_bytes_talks_plainly():
-    speech = Plain(Bytes())
+    speech = Plain(ByteEncoder())
     (encoded,) = speech.encode(Chat(TALK[:2]), "here")
     asked, said = b"<|user|>\nHello, how are you?", "Fine, thanks! 20 €".encode()
     assert encoded.ids.tolist() == [*asked, 256, *b"<|assistant|>\n", *said, 256]
@@ -329,9 +329,9 @@ def test_a_tokenizer_without_a_template_talks_plainly_and_begins_once(tmp_path):
 
 def test_tools_without_a_template_are_refused():
     with pytest.raises(DataError, match="data:1: tools"):
-        Plain(Bytes()).encode(Chat(TALK, tools=({"name": "add"},)), "data:1")
+        Plain(ByteEncoder()).encode(Chat(TALK, tools=({"name": "add"},)), "data:1")
     with pytest.raises(DataError, match="data:1: tools"):
-        Plain(Bytes()).encode(Chat(({"role": "assistant", "content": "", "tool_calls": [{}]},)), "data:1")
+        Plain(ByteEncoder()).encode(Chat(({"role": "assistant", "content": "", "tool_calls": [{}]},)), "data:1")
 
 
 # Templates that mean harm

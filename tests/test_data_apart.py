@@ -17,7 +17,7 @@ from runtime.data.chat import Encoded, Templated
 from runtime.data.data import Data, read_data
 from runtime.data.encoders import read_encoder
 from runtime.data.map_style import MapStyleData
-from runtime.data.sources import Source
+from runtime.data.sources import DataSource
 from runtime.data.streamed import ShuffleBuffer, StreamedData
 from runtime.data.token_cache import cached_tokens
 from runtime.errors import DataError
@@ -107,7 +107,7 @@ rows = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=12).ma
 
 @given(places=rows, few_at_once=st.booleans())
 def test_rows_of_several_documents_are_counted_wherever_they_lie(tmp_path_factory, places, few_at_once):
-    source = Source(Path("data"), tuple(Path("data", f"{f}.jsonl") for f in range(3)))
+    source = DataSource(Path("data"), tuple(Path("data", f"{f}.jsonl") for f in range(3)))
     one = Encoded(np.arange(3), np.array([[1, 3]]))
     made = [(file, row, one) for file, row in places]
     expected = sum(n > 1 for n in Counter(places).values())

@@ -173,13 +173,13 @@ def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
     steps = [step for step in range(60) if whole.batch(step) and whole.position(step)["file"] >= 2]
     expected, position = whole.batch(steps[0]), whole.position(steps[0])
     opened = []
-    rows = room.Source.rows
+    rows = room.DataSource.rows
 
     def noted(source, number):
         opened.append(source.files[number].name)
         return rows(source, number)
 
-    monkeypatch.setattr(room.Source, "rows", noted)
+    monkeypatch.setattr(room.DataSource, "rows", noted)
     resumed = stream(path, shuffle=False, batch_size=1)
     opened.clear()
     resumed.resume(steps[0], position)

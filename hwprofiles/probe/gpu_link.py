@@ -50,7 +50,7 @@ class LinkProbe:
         self.piece_bytes = min(PIECE_BYTES, sizes[-1])
 
     def measure(self, n_threads: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """The link of a profile, all but what is so by nature; and by how much the optimizer on so many threads slows copies."""
+        """The link of a profile, all but what is so by nature; and by how much the optimizer on `n_threads` slows copies."""
         with ExitStack() as stack:
             ways = [self._way(stack, direction, "pinned", self.sizes[-1]) for direction in DIRECTIONS]
             link: dict[str, Any] = {way.direction: self._curve(way) for way in ways}

@@ -26,13 +26,13 @@ T = TypeVar("T")
 CALM_FRACTION = 0.95  # of a run in which our thread had its core: below it another program cut in
 MOST_STOLEN_FRACTION = 0.9  # of a run that is believed to have been others': the rest keeps a time above zero
 HURRIED_REPEATS = 2  # once the time for all is used up
-PATIENCE_FACTOR = 4  # on a busy machine a point may take so many times longer, while too few calm runs are found
+PATIENCE_FACTOR = 4  # on a busy machine a point may take that many times longer, while too few calm runs are found
 BARRIER_TIMEOUT_S = 60  # a lane that fails must not hold up the others
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to look. A point is repeated until `point_s` is used up, but for at least and at most so many times."""
+    """How long to look. A point is repeated until `point_s` is used up, but for at least and at most as many times as said here."""
 
     least_repeats: int
     most_repeats: int
@@ -172,7 +172,7 @@ class Bench:
 
 
 def on_cores(cores: Sequence[int], n_threads: int, work: Callable[[], T]) -> T:
-    """Run the work on a fresh thread, bound to the cores, with so many threads inside a kernel."""
+    """Run the work on a fresh thread, bound to the cores, with `n_threads` inside a kernel."""
 
     def settled() -> T:
         os.sched_setaffinity(0, cores)  # 0: the calling thread

@@ -61,9 +61,9 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from planner.show.report import report as page_of
 
-    from .run_files import read_run, refuse_disorder
+    from .run_files import read_logged_run, refuse_disorder
 
-    run = None if run_dir is None else read_run(run_dir, len(file.plan.ops))
+    run = None if run_dir is None else read_logged_run(run_dir, len(file.plan.ops))
     if run_dir is not None and run is not None and run.timeline is not None:
         refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
     return page_of(file, on_one_line(plan_file.name), run)

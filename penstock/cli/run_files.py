@@ -12,7 +12,7 @@ import click
 from runtime.units import on_one_line
 
 if TYPE_CHECKING:
-    from planner.show.report_run import Run
+    from planner.show.report_run import LoggedRun
     from runtime.plan import Plan
     from runtime.plan.timeline import Timeline
 
@@ -22,9 +22,9 @@ MAX_LINE_BYTES = 2**20
 CLOCK_S = 1e-3  # the ends that a device's clock gives, and the starts that follow, are read within that
 
 
-def read_run(folder: Path, n_ops: int) -> "Run":
+def read_logged_run(folder: Path, n_ops: int) -> "LoggedRun":
     """All that can be drawn of a run of a plan with `n_ops`. UsageError where there is nothing, or something else."""
-    from planner.show.report_run import Run, read_log, read_samples
+    from planner.show.report_run import LoggedRun, read_log, read_samples
 
     timeline_file, log_file, samples_file = (folder / name for name in ("timeline.json", "metrics.jsonl", "samples.jsonl"))
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
@@ -34,7 +34,7 @@ def read_run(folder: Path, n_ops: int) -> "Run":
     with _end_of(log_file) as (lines, is_whole):
         log = read_log(lines, is_whole)
     with _end_of(samples_file) as (lines, _):
-        return Run(timeline, log, read_samples(lines))
+        return LoggedRun(timeline, log, read_samples(lines))
 
 
 def read_timeline(path: Path, n_ops: int) -> "Timeline":

@@ -1,7 +1,7 @@
 """How is a checkpoint written while training goes on?
 
-By a thread of its own, chunk by chunk, from a snapshot. It gets its name once the trainer has logged the step: who goes on from a
-checkpoint finds the log complete up to there. What goes wrong in the thread ends the run at the next step.
+By a thread of its own, chunk by chunk, from a snapshot. It gets its name once the trainer has logged the step: a run that resumes
+from it finds the log complete up to there. What goes wrong in the thread ends the run at the next step.
 """
 
 import os
@@ -40,7 +40,7 @@ class Saver:
         tokenizer_from: Path | None,
         say: Callable[[str], None],
     ) -> None:
-        """`fields(step)` is what the state after so many steps is besides its tensors, as JSON."""
+        """`fields(step)` is what the state after `step` steps is besides its tensors, as JSON."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
         self.snapshots = Snapshots(state, self.is_due_meanwhile, copy_bytes(settings) if settings.background else 0, say)
@@ -51,7 +51,7 @@ class Saver:
         self.saved: int | None = None  # the step of the last that is on disk
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after so many steps is saved, though the run goes on."""
+        """Whether the state after `step` steps is saved, though the run goes on."""
         return self._settings.every is not None and step % self._settings.every == 0
 
     def is_due_meanwhile(self, step: int) -> bool:

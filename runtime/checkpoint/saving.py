@@ -29,9 +29,7 @@ class Writing:
     def __init__(self, folder: Path, step: int) -> None:
         self.step, self.final = step, folder / f"checkpoint-{step}"
         self.partial = self.final.with_name(self.final.name + ".partial")
-        self._expected: dict[
-            str, Mapping[str, Tensor | LazyTensor]
-        ] = {}  # of files that are not begun: tensors of such dtype and shape
+        self._expected: dict[str, Mapping[str, Tensor | LazyTensor]] = {}  # files not begun: tensors of such dtype and shape
         self._file_of: dict[str, str] = {}  # by tensor
         self._open: dict[str, TensorFile] = {}
         self._done: dict[str, dict[str, Any]] = {}  # size and sum of each file
@@ -57,7 +55,7 @@ class Writing:
         tokenizer_from: Path | None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """A model's files: its weights, all of one dtype, in shards of at most so many bytes where no tensor is larger; its
+        """A model's files: its weights, all of one dtype, in shards of at most `max_shard_bytes` where no tensor is larger; its
         configuration, and the tokenizer of another model's folder, which are written at once."""
         self._model_type = str(config.get("model_type"))
         shards: list[dict[str, Tensor]] = [{}]

@@ -15,7 +15,7 @@ EMBEDDING = "model.embed_tokens."
 class NotedInputs:
     """Masks and positions, as the model's own forward made them: they are noted with the embedding, and asked for by each layer.
 
-    They depend on the shape alone where nothing is padded on the left or packed. The model's own forward makes them anew each time
+    They depend on the shape alone where nothing is padded on the left or packed. The model's own forward makes them again each time
     and looks at them from the host, which on a GPU waits for all that was issued. So it runs for the first two micro-batches of a
     shape; if both had the same, and nothing was done to the embedding but look it up, looking it up is all that the others need.
 

@@ -75,11 +75,11 @@ class Plain:
         for message in chat.messages:
             if chat.tools or message.keys() - {"role", "content"}:
                 raise DataError(f"{where}: tools and their calls need a chat template, and the model has none; leave them out")
-            said = [self._begin(message["role"]), self.encoder.spans(message["content"])[0], np.array([self.encoder.end_id])]
+            turn = [self._begin(message["role"]), self.encoder.spans(message["content"])[0], np.array([self.encoder.end_id])]
             if message["role"] == "assistant":
-                runs.append((n + len(said[0]), n + sum(map(len, said))))
-            n += sum(map(len, said))
-            ids += said
+                runs.append((n + len(turn[0]), n + sum(map(len, turn))))
+            n += sum(map(len, turn))
+            ids += turn
         return [Encoded(np.concatenate(ids), _runs(runs))]
 
     def prompt(self, messages: list[Message]) -> Ids:

@@ -15,7 +15,7 @@ from runtime.batch import Batch
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 
-from .map_style import BatchShape, MapStyleData, counted, fingerprint_of, order_of
+from .map_style import BatchShape, MapStyleData, fingerprint_of, in_words, order_of
 from .packing import Counts, Packing, pack
 from .prefetch import Prefetched
 from .reading import Reading, read_set
@@ -89,9 +89,7 @@ def read_data(
     reading = read_set(settings, model_folder, vocab_size, cache)
     try:
         shape = BatchShape(_packing(settings, reading, by_document), seq_len, batch_size, reading.encoder.end_id)
-        data = (
-            _streamed(settings, reading, shape, seed) if settings.streaming else _map_style(settings, reading, shape, seed, cache)
-        )
+        data = _streamed(settings, reading, shape, seed) if settings.streaming else _mapped(settings, reading, shape, seed, cache)
     finally:
         reading.close()
     return Prefetched(data, settings.workers) if settings.workers else data
@@ -108,10 +106,10 @@ def _packing(settings: DataSettings, reading: Reading, by_document: bool) -> Pac
 def _streamed(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int) -> StreamedData:
     if not reading.source.files:
         raise _nothing(reading, 0, Counts())
-    return streamed(settings, reading, shape, seed, _said(reading, shape, reading.source.n_outside + reading.n_set_aside))
+    return streamed(settings, reading, shape, seed, _about(reading, shape, reading.source.n_outside + reading.n_set_aside))
 
 
-def _map_style(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int, cache: Path) -> MapStyleData:
+def _mapped(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int, cache: Path) -> MapStyleData:
     key = json.dumps([reading.source.content_hash(), reading.identity, reading.vocab_size])
     kept = cached_tokens(cache, key, reading.source, reading.wide, reading.rows)
     n = len(kept.lengths)
@@ -123,10 +121,10 @@ def _map_style(settings: DataSettings, reading: Reading, shape: BatchShape, seed
     if not len(sequences):
         raise _nothing(reading, n_left_out, counts)
     fingerprint = fingerprint_of(kept.about.tokens_sha256, sequences, shape, shuffle_seed)
-    return MapStyleData(kept, sequences, shape, shuffle_seed, counts, _said(reading, shape, n_left_out), fingerprint)
+    return MapStyleData(kept, sequences, shape, shuffle_seed, counts, _about(reading, shape, n_left_out), fingerprint)
 
 
-def _said(reading: Reading, shape: BatchShape, n_left_out: int) -> str:
+def _about(reading: Reading, shape: BatchShape, n_left_out: int) -> str:
     """What the data is and how it is packed."""
     written = "text" if reading.format == "text" else f"{reading.format}, {reading.chat_format.words()}"
     left_out = f", {n_left_out:,} files left out" if n_left_out else ""
@@ -137,7 +135,7 @@ def _said(reading: Reading, shape: BatchShape, n_left_out: int) -> str:
 
 def _nothing(reading: Reading, n_left_out: int, counts: Counts) -> DataError:
     left_out = f" ({n_left_out} files left out: not UTF-8, of another kind, or links out of the folder)" if n_left_out else ""
-    found = f"nothing to learn in it ({counted(counts)})" if counts.n_documents else "no text in it"
+    found = f"nothing to learn in it ({in_words(counts)})" if counts.n_documents else "no text in it"
     return DataError(
         f"{reading.source.path}: {found}{left_out}; give a folder of text files, a JSONL of {EXAMPLE} or of chats, or .parquet"
     )

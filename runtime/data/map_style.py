@@ -86,7 +86,7 @@ class MapStyleData:
     shape: BatchShape
     seed: int | None  # None: in the order of the files, epoch after epoch
     counts: Counts
-    said: str  # about the data set
+    about: str  # the data set, in words
     fingerprint: str
 
     @property
@@ -124,7 +124,7 @@ class MapStyleData:
 
     def words(self) -> str:
         share = (self.sequences.stop - self.sequences.start).sum() / (self.n_sequences * self.shape.seq_len)
-        return f"{self.said}: {counted(self.counts)}; {self.n_sequences:,} sequences, {share:.0%} full"
+        return f"{self.about}: {in_words(self.counts)}; {self.n_sequences:,} sequences, {share:.0%} full"
 
     def close(self) -> None:
         """A mapped file closes with the last view of it."""
@@ -138,7 +138,7 @@ def order_of(n: int, seed: int, *place: int) -> Array:
     return order
 
 
-def counted(counts: Counts) -> str:
+def in_words(counts: Counts) -> str:
     """What became of documents, for the user."""
     became = {
         "conversations taken apart answer by answer": counts.n_apart,

@@ -1,6 +1,6 @@
 """How are batches made ahead of the step that needs them?
 
-In processes of their own, started anew and never forked: the process that trains holds pinned memory and a device, which a fork
+In processes of their own, spawned and never forked: the process that trains holds pinned memory and a device, which a fork
 would copy or lose. A thread takes batches from torch's DataLoader into a short queue. That it is a thread matters twice: the
 loader's handler for workers that die, which raises wherever the main thread happens to be, is then not installed, and a step
 waits for nothing but a batch that is not there yet.

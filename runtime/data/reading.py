@@ -15,19 +15,19 @@ from runtime.errors import DataError
 from runtime.settings import DataSettings
 
 from .chat import ChatFormat, Encoded, Plain, read_chat_format
-from .encoders import Bytes, Encoder, read_encoder
+from .encoders import ByteEncoder, Encoder, read_encoder
 from .formats import Chat, Format, document, format_of
-from .sources import JSONL, PARQUET, Source, find_files
+from .sources import JSONL, PARQUET, DataSource, find_files
 
 CHARACTERS_AT_ONCE = 2**22  # of rows that are tokenised at a time, which takes a hundred times their size
-VERSION = 1  # of what a row becomes; tokens that were kept by another are made anew
+VERSION = 1  # of what a row becomes; tokens of another version are made again
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A data set, and how a model reads it."""
 
-    source: Source
+    source: DataSource
     n_set_aside: int  # files of text in a set of chats
     format: Format
     encoder: Encoder
@@ -80,8 +80,8 @@ class Reading:
 
     def encode(self, value: object, where: str) -> list[Encoded]:
         """The documents that a row becomes, at least one; DataError for one that does not fit the format, or the model."""
-        said = document(value, self.format, where)
-        encoded = self.chat_format.encode(said, where) if isinstance(said, Chat) else [self._text(said)]
+        content = document(value, self.format, where)
+        encoded = self.chat_format.encode(content, where) if isinstance(content, Chat) else [self._text(content)]
         largest = max(int(one.ids.max(initial=0)) for one in encoded)
         if largest >= self.vocab_size:
             raise DataError(
@@ -123,7 +123,7 @@ def read_set(settings: DataSettings, model_folder: Path | None, vocab_size: int,
     `cache` lies is the run's, and no part of it."""
     encoder = read_encoder(model_folder)
     if encoder.end_id >= vocab_size:
-        advice = "reading bytes needs 257" if isinstance(encoder, Bytes) else "use the tokenizer of this model"
+        advice = "reading bytes needs 257" if isinstance(encoder, ByteEncoder) else "use the tokenizer of this model"
         raise DataError(f"the end token {encoder.end_id} is outside the model's {vocab_size} token ids; {advice}")
     source = find_files(Path(settings.path), cache)
     format = _format(source) if settings.format == "auto" else settings.format
@@ -134,7 +134,7 @@ def read_set(settings: DataSettings, model_folder: Path | None, vocab_size: int,
     return Reading(source, n_files - len(source.files), format, encoder, chat_format, vocab_size)
 
 
-def _format(source: Source) -> Format:
+def _format(source: DataSource) -> Format:
     """By the first row of the first file that has rows."""
     for number, file in enumerate(source.files):
         if _has_rows(file):

@@ -23,10 +23,10 @@ from runtime.errors import CheckpointError, DataError
 from runtime.settings import DataSettings
 
 from .chat import Encoded
-from .map_style import BatchShape, Rows, counted, empty_rows, fill, order_of
+from .map_style import BatchShape, Rows, empty_rows, fill, in_words, order_of
 from .packing import Array, Counts, Sequences, TooLong, pack
 from .reading import Reading
-from .sources import Source
+from .sources import DataSource
 
 BUFFER_TOKENS = 2**25  # a buffer ends with the document that reaches it
 REMEMBERED_STEPS = 1024  # positions; a run saves a step that it has just finished
@@ -39,13 +39,13 @@ class ShuffleBuffer:
 
     encoded: list[Encoded]
     places: list[tuple[int, int]]
-    source: Source
+    source: DataSource
     lengths: Array
     n_learned: Array
     n_targets: Array
 
     @classmethod
-    def of(cls, encoded: list[Encoded], places: list[tuple[int, int]], source: Source) -> "ShuffleBuffer":
+    def of(cls, encoded: list[Encoded], places: list[tuple[int, int]], source: DataSource) -> "ShuffleBuffer":
         n_learned = np.array([int((e.runs[:, 1] - e.runs[:, 0]).sum()) for e in encoded], dtype=np.int64)
         first = np.array([len(e.runs) > 0 and e.runs[0, 0] == 0 for e in encoded], dtype=np.int64)
         lengths = np.array([len(e.ids) for e in encoded], dtype=np.int64)
@@ -86,7 +86,7 @@ class StreamedData:
     refuse_unsupervised: bool
     buffer_documents: int
     seed: int | None
-    said: str  # about the data set
+    about: str  # the data set, in words
     fingerprint: str
     counts: Counts = field(default_factory=Counts)  # so far
     start: tuple[int, Position] = (0, Position())
@@ -98,7 +98,7 @@ class StreamedData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = (self.reading, self.shape, self.too_long, self.refuse_unsupervised, self.buffer_documents, self.seed)
-        return StreamedData, (*settings, self.said, self.fingerprint, Counts(), self.start)
+        return StreamedData, (*settings, self.about, self.fingerprint, Counts(), self.start)
 
     @property
     def n_steps(self) -> None:
@@ -185,7 +185,7 @@ class StreamedData:
                     yield buffer, sequences[i], Position(epoch, file, row, number, i + 1)
                 (file, row), number, used = next_place, number + 1, 0
             if is_whole and not found:
-                raise DataError(f"{self.reading.source.path}: nothing to learn in it ({counted(self.counts)}); give other data")
+                raise DataError(f"{self.reading.source.path}: nothing to learn in it ({in_words(self.counts)}); give other data")
             epoch, file, row, number, used = epoch + 1, 0, 0, 0, 0
 
     def _packed(self, buffer: ShuffleBuffer, epoch: int, number: int) -> Sequences:
@@ -216,8 +216,8 @@ class StreamedData:
             yield ShuffleBuffer.of(encoded, places, self.reading.source), (n_files, 0)
 
     def words(self) -> str:
-        so_far = f"; so far {counted(self.counts)}" if self.counts.n_documents else ""
-        return f"{self.said}; read as it is needed, in shuffle buffers of {self.buffer_documents:,} documents{so_far}"
+        so_far = f"; so far {in_words(self.counts)}" if self.counts.n_documents else ""
+        return f"{self.about}; read as it is needed, in shuffle buffers of {self.buffer_documents:,} documents{so_far}"
 
     def close(self) -> None:
         self._stream, self._last = None, None
@@ -225,17 +225,17 @@ class StreamedData:
         self.reading.close()
 
 
-def streamed(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int, said: str) -> StreamedData:
+def streamed(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int, about: str) -> StreamedData:
     """The stream of a run. Its fingerprint: sizes, heads and tails of the files, and all that decides what becomes of them."""
     shuffle_seed = seed if settings.shuffle else None
     made = [asdict(shape), settings.too_long, settings.unsupervised, settings.shuffle_buffer, shuffle_seed, BUFFER_TOKENS]
     parts = [reading.source.edges_hash(), reading.identity, made]
     fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     refuse = settings.unsupervised == "refuse"
-    return StreamedData(reading, shape, settings.too_long, refuse, settings.shuffle_buffer, shuffle_seed, said, fingerprint)
+    return StreamedData(reading, shape, settings.too_long, refuse, settings.shuffle_buffer, shuffle_seed, about, fingerprint)
 
 
-def _rows(source: Source, files: list[int], file: int, row: int) -> Iterator[tuple[int, int, int, int, Any]]:
+def _rows(source: DataSource, files: list[int], file: int, row: int) -> Iterator[tuple[int, int, int, int, Any]]:
     """From row `row` of file number `file` in the order `files`: (file in that order, rows of it used so far, its number, its
     row as the source counts, the value)."""
     if file >= len(files):
@@ -247,7 +247,7 @@ def _rows(source: Source, files: list[int], file: int, row: int) -> Iterator[tup
         yield example["at"], example["used"], example["number"], example["row"], example["value"]
 
 
-def _generate(places: list[list[int]], source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+def _generate(places: list[list[int]], source: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
     for at, number in places:
         for used, (row, value) in enumerate(source.rows(number), start=1):
             yield row, {"at": at, "used": used, "number": number, "row": row, "value": value}

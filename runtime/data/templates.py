@@ -1,8 +1,8 @@
 """What does a model's own chat template make of a conversation?
 
 A template is a program that came with the model. transformers runs it in a sandbox that keeps it from files, but not from
-running for ever or filling memory; so it runs in a process of its own that the system ends. Started anew, that process shares
-nothing with this one. It is given conversations and gives back text, a line of JSON each.
+running for ever or filling memory; so it runs in a process of its own that the system ends. Spawned, not forked, that process
+shares nothing with this one. It is given conversations and gives back text, a line of JSON each.
 
 "Today" is always the same day there: what a template writes must not depend on when a run is resumed.
 """

@@ -1,7 +1,7 @@
 """Where are tokens kept from one run to the next?
 
 In an Arrow file that `datasets` writes and maps into memory: a row per document. Its folder is named after all that its content
-depends on, appears whole or not at all, and is made anew when a byte of it has changed. Runs that begin at the same time wait for
+depends on, appears whole or not at all, and is made again when a byte of it has changed. Runs that begin at the same time wait for
 the one that writes.
 """
 
@@ -26,9 +26,9 @@ from runtime.errors import DataError
 
 from .chat import Encoded
 from .packing import Array
-from .sources import Source
+from .sources import DataSource
 
-FORMAT = 2  # of the files; another one is made anew
+FORMAT = 2  # of the files; one of another format is made again
 BATCH_TOKENS = 2**20  # that wait to be written
 _TOKENS, _ABOUT = "tokens.arrow", "about.json"
 
@@ -47,7 +47,7 @@ class TokenCache:
     """Documents in a cache. Only what tells them apart is in memory; tokens stay in the file until they are asked for."""
 
     folder: Path
-    source: Source = field(repr=False)
+    source: DataSource = field(repr=False)
     about: About
     lengths: Array = field(init=False, repr=False)
     n_learned: Array = field(init=False, repr=False)
@@ -126,7 +126,7 @@ def _n_apart(places: list[tuple[Array, Array]]) -> int:
 Row = tuple[int, int, Encoded]  # file, row, and a document of it
 
 
-def cached_tokens(cache: Path, key: str, source: Source, wide: bool, make: Callable[[list[int]], Iterable[Row]]) -> TokenCache:
+def cached_tokens(cache: Path, key: str, source: DataSource, wide: bool, make: Callable[[list[int]], Iterable[Row]]) -> TokenCache:
     """The documents that `key` stands for: from the cache, or made now. `make` appends to its list what it left out."""
     folder = cache / f"tokens-{hashlib.sha256(f'{FORMAT} {wide} {key}'.encode()).hexdigest()[:24]}"
     try:

@@ -1,4 +1,4 @@
-"""Where on the host does what training has made of a model lie?"""
+"""Where on the host do a model's masters, moments and weights lie?"""
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence

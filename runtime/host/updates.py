@@ -1,4 +1,4 @@
-"""What does the host do with a step's gradients?"""
+"""How does the host accumulate a step's gradients, take their global norm, and update by it?"""
 
 import math
 from collections.abc import Callable, Iterator
