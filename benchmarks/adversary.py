@@ -16,9 +16,9 @@ from planner.search.search import search
 from runtime.plan import Update
 from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of
 
-FAULT_FRACTION = 0.01  # a bound that is so much higher is to be caught
+FAULT_FRACTION = 0.01  # a bound that is higher by that is to be caught
 N_TRIES = 8  # of a climb
-SEARCHED_CELLS = 10  # of so many cells one is searched, too
+SEARCHED_CELLS = 10  # one cell in ten is searched, too
 N_NEIGHBOURS = 100
 LEAST_GAIN_FRACTION = 0.005  # by which a climb is not to improve what a search found
 MOST_SEARCHED_OPS = 400  # of a plan, where the search is attacked
@@ -117,7 +117,7 @@ def page(tally: Tally, n_cells: int) -> Iterator[str]:
 @click.option("--first", default=10_000, show_default=True, help="the number of the first cell")
 @click.option("--workers", default=2, show_default=True)
 def main(n_cases: int, first: int, workers: int) -> None:
-    """Attack until there are so many cases."""
+    """Attack until there are `n_cases`."""
     tally, number = Tally(), first
     with ProcessPoolExecutor(workers) as pool:
         while tally.n_cases < n_cases:

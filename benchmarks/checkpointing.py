@@ -18,23 +18,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import penstock
 from demo.demo import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
-from penstock.assembly import assemble, checked_plan
 from planner.model.workload import build_workload, read_model
-from runtime.plan import Semantics
-from runtime.settings import CheckpointSettings, DataSettings, OptimizerSettings, RunSettings
-from runtime.train.trainer import Training
 from runtime.units import GB, show_bytes
 
 from .kills import CONFIG as TINY
 
-PENSTOCK = Path(sys.executable).with_name("penstock")
 INTERVAL = 10  # steps between two checkpoints, of which the cost is asked
 TARGET_FRACTION = 0.03
 WAYS = ("background", "drained")
@@ -90,38 +86,45 @@ def watched(out: Path, seen: Seen) -> Iterator[None]:
         thread.join()
 
 
-def run(training: Training, way: str, first_step: int, n_steps: int) -> Seen:
-    """So many more steps, with a checkpoint due after every second interval."""
+def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen:
+    """`n_steps` more, with a checkpoint due after every second interval."""
     seen = Seen()
-    checkpoint = replace(training.checkpoint, background=way == "background")
-    with watched(training.folder, seen):
-        replace(training, checkpoint=checkpoint).run(
-            first_step, first_step + n_steps, lambda metrics: seen.ends_s.append(time.perf_counter())
+    settings = {
+        "optimizer.weight_decay": 0.1,
+        "checkpoint.every": 2 * INTERVAL,
+        "checkpoint.keep": 2,
+        "checkpoint.background": way == "background",
+    }
+    with watched(home / "run", seen):
+        penstock.train(
+            plan,
+            home / "chats.jsonl",
+            out=home / "run",
+            steps=first_step + n_steps,
+            lr=6e-4,
+            device="cpu",
+            resume=first_step > 0,
+            settings=settings,
+            on_step=lambda metrics: seen.ends_s.append(time.perf_counter()),
         )
     return seen
 
 
 def planned(home: Path, is_tiny: bool) -> Path:
     """The demo's plan: the machine is measured first."""
-    model, plan = home / "model", home / "plan.json"
+    model = home / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(TINY if is_tiny else CONFIG))
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
-    n_params = build_workload(read_model(str(model)), Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
-    machine = "cpu-2core" if is_tiny else str(home / "profile.json")
-    if not is_tiny:
-        _penstock("probe", "--device", "cpu", "--quick", "-o", machine)
-    memory = () if is_tiny else ("--device-memory", n_params * STATE_BYTES_PER_PARAM // 4)
-    _penstock("plan", model, "--machine", machine, "--seq-len", SEQ_LEN, "--batch-size", BATCH_SIZE, *memory, "-o", plan)
-    return plan
-
-
-def _penstock(*words: object) -> None:
-    subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True)
+    n_params = build_workload(read_model(str(model)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
+    machine = "cpu-2core" if is_tiny else penstock.probe("cpu", quick=True)
+    memory = None if is_tiny else n_params * STATE_BYTES_PER_PARAM // 4
+    found = penstock.plan(model, machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, device_memory_bytes=memory)
+    return found.save(home / "plan.json")
 
 
 def plainly(folder: Path, n_bytes: int) -> tuple[float, float]:
-    """Bytes per second of writing so many to a new file, until they are on the disk; and of their SHA-256."""
+    """Bytes per second of writing `n_bytes` to a new file, until they are on the disk; and of their SHA-256."""
     piece = os.urandom(min(PIECE_BYTES, n_bytes))
     n_pieces = -(-n_bytes // len(piece))
 
@@ -150,27 +153,15 @@ def _least_s(work: Callable[[], None]) -> float:
 
 
 def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Seen]], int]:
-    """What was seen of runs of either way, in turns, on the same arenas; and the bytes of a checkpoint."""
-    plan, out = planned(home, is_tiny), home / "run"
-    n_steps = 2 * INTERVAL * (n_pairs + 1)
-    settings = RunSettings(
-        data=DataSettings(path=str(home / "chats.jsonl")),
-        plan=str(plan),
-        out=str(out),
-        steps=n_rounds * len(WAYS) * n_steps,
-        optimizer=OptimizerSettings(lr=6e-4, weight_decay=0.1),
-        checkpoint=CheckpointSettings(every=2 * INTERVAL, keep=2),
-    )
+    """What was seen of runs of either way, in turns, each resumed from the last; and the bytes of a checkpoint."""
+    plan, out, n_steps, done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
     out.mkdir()
     found: dict[str, list[Seen]] = {way: [] for way in WAYS}
-    with ExitStack() as until_the_end:
-        training = assemble(settings, checked_plan(plan).plan, "cpu", None, until_the_end).training
-        done = 0
-        for number in range(n_rounds):
-            for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-                found[way].append(run(training, way, done, n_steps))
-                done += n_steps
-                print(f"{done} steps", file=sys.stderr, flush=True)
+    for number in range(n_rounds):
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            found[way].append(run(plan, home, way, done, n_steps))
+            done += n_steps
+            print(f"{done} steps", file=sys.stderr, flush=True)
     return found, sum(path.stat().st_size for path in (out / f"checkpoint-{done}").iterdir())
 
 

@@ -6,7 +6,6 @@ rows.
 """
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.predicted_and_measured import Compared, compared, penstock
+import penstock
+from benchmarks.predicted_and_measured import Compared
 from benchmarks.text import standard_library
-from hwprofiles.schema import Profile
 from planner.predict.cost import costs
 from runtime.machines.emulated import MEDIAN_OP_S
-from runtime.plan import PlanFile
+from runtime.plan import Plan, Policy
+from runtime.units import TB
 
 N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared
 MOST_OVER_PREDICTION, MOST_OFF_RATIO = 1.03, 0.05
@@ -35,7 +35,7 @@ class Cell:
 
     model: str
     machine: str
-    sizes: str
+    sizes: dict[str, int]
     policies: tuple[str | dict[str, object], ...] = AGAINST
 
 
@@ -50,7 +50,7 @@ EVERYTHING: dict[str, object] = {
     "early_stop": True,
     "product_blocks": [*range(1, 65, 4)],
 }
-SHORT, TWICE = "--seq-len 1024 --batch-size 4 --micro-batch 4", "--seq-len 1024 --batch-size 8 --micro-batch 4"
+SHORT, TWICE = ({"seq_len": 1024, "batch_size": n, "micro_batch": 4} for n in (4, 8))
 CELLS = (
     Cell("qwen2.5-0.5b", "h200-pcie5", SHORT),
     Cell("qwen2.5-14b", "gh200", TWICE),
@@ -73,9 +73,8 @@ def named(policy: str | dict[str, object]) -> str:
     return ", ".join(word for field, word in found.items() if field in policy)
 
 
-def used(plan: Path) -> str:
+def used(policy: Policy) -> str:
     """What a plan makes use of, besides uploads and offloads."""
-    policy = PlanFile.read(plan).plan.policy
     blocks = {
         "kept": policy.keep_blocks,
         "spilled": policy.spill_blocks,
@@ -88,11 +87,9 @@ def used(plan: Path) -> str:
     return ", ".join([*words, *(["in chunks"] if policy.transfer_chunk_bytes is not None else [])])
 
 
-def time_scale(plan: Path) -> float:
+def time_scale(plan: Plan, profile: penstock.Profile) -> float:
     """At which the median op lasts as long as it should; below 1 where the machine is slower than need be."""
-    described = PlanFile.read(plan).plan
-    demands = costs(described, Profile.from_json(described.profile, str(plan)))
-    return MEDIAN_OP_S / median(demand.uncontended_s for demand in demands)
+    return MEDIAN_OP_S / median(demand.uncontended_s for demand in costs(plan, profile))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class Row:
     n_layers: int
     n_ops: int
     scale: float
-    bound_fraction: str  # of the ops, whose real work took longer than the emulated op
+    late_fraction: float  # of the ops, whose real work took longer than the emulated op
     uses: str
     times: Compared
 
@@ -117,26 +114,23 @@ class Row:
         return (
             f"| {self.cell.model}, {self.n_layers} layers | {self.cell.machine} | {self.policy} | {self.uses} | {self.n_ops} | "
             f"{self.scale:.3g} | {self.times.predicted_s:.4g} | {median(self.times.times_s):.4g} | "
-            f"{self.over_prediction - 1:+.2%} | {low:.4g} to {high:.4g} | {self.bound_fraction} |"
+            f"{self.over_prediction - 1:+.2%} | {low:.4g} to {high:.4g} | {self.late_fraction:.1%} |"
         )
 
 
 def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: int) -> Row:
     """Plan, perform at the machine's pace, compare."""
     name = named(policy)
-    plan, out = home / "plan.json", home / "out"
-    if isinstance(policy, dict):
-        (home / "policy.json").write_text(json.dumps(policy))
-    asked = home / "policy.json" if isinstance(policy, dict) else policy
-    sizes = (*cell.sizes.split(), "--host-memory", "2TB")
-    penstock("plan", cell.model, "--machine", cell.machine, *sizes, "--policy", asked, "-o", plan)
-    scale, described = time_scale(plan), PlanFile.read(plan).plan
-    options = ("--data", home / "data.jsonl", "--steps", n_steps, "--out", out, "--device", "emulated", "--time-scale", scale)
-    said = penstock("run", plan, *options)
-    bound = next(line for line in said.splitlines() if line.startswith("emulated")).rpartition("; ")[2].split()[0]
-    times = compared(name, plan, out)
+    asked = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
+    found = penstock.plan(cell.model, cell.machine, host_memory_bytes=2 * TB, policy=asked, **cell.sizes)
+    plan, scale = found.plan, time_scale(found.plan, found.profile)
+    out = home / "out"
+    options = {"out": out, "steps": n_steps, "device": "emulated", "time_scale": scale}
+    trained = penstock.train(found, home / "data.jsonl", **options)
+    times = Compared(name, found.step_s, trained.timeline.step_times_s[1:])
     shutil.rmtree(out)
-    return Row(cell, name, len(described.workload.blocks) - 2, len(described.ops), scale, bound, used(plan), times)
+    uses, n_layers = used(plan.policy), len(plan.workload.blocks) - 2
+    return Row(cell, name, n_layers, len(plan.ops), scale, trained.late_fraction, uses, times)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int
 
 
 def op_us(plan: Plan, n_ops: int) -> float:
-    """An op, in a run of about so many. Threads are started and ended within the time."""
+    """An op, in a run of about `n_ops`. Threads are started and ended within the time."""
     n_steps = max(2, n_ops // len(plan.ops))
     began_s = time.perf_counter()
     execute(plan, NullMachine(), n_steps)

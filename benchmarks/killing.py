@@ -32,7 +32,7 @@ class Process:
 
     command: Sequence[str]
     started_s: float | None = None  # when it said which steps it is going to do
-    first_step: int | None = None  # so many were done before
+    first_step: int | None = None  # steps that were done before
     last_step: int = 0
     evaluated_from_s: float | None = None  # when it said the last step after which there is an evaluation
     said: list[str] = field(default_factory=list)

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import penstock
 from demo.demo import write_chats
 from runtime.checkpoint.checkpoint import load_state, whole
 from runtime.errors import CheckpointError
@@ -50,7 +51,7 @@ CONFIG = {
     "max_position_embeddings": 128,
     "attention_dropout": 0.0,
 }
-SIZES = ("--machine", "cpu-2core", "--seq-len", 64, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 32)
+SIZES = {"seq_len": 64, "batch_size": 4, "micro_batch": 2, "loss_tile_tokens": 32}
 POLICIES: tuple[dict[str, Any], ...] = (
     {"group_micro_batches": 2},
     {"group_micro_batches": 1},
@@ -227,10 +228,8 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
     plans = []
     for number, policy in enumerate(policies):
-        (home / "policy.json").write_text(json.dumps(policy))
-        plans.append(home / f"plan-{number}.json")
-        words = ["plan", home / "model", *SIZES, "--policy", home / "policy.json", "-o", plans[-1]]
-        subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True)
+        found = penstock.plan(home / "model", "cpu-2core", policy=penstock.Policy(**policy), **SIZES)
+        plans.append(found.save(home / f"plan-{number}.json"))
     for way, checkpoint in {**WAYS, "undisturbed": {"keep": None}}.items():
         settings = {
             "data": {"path": str(home / "chats.jsonl")},
@@ -265,7 +264,7 @@ def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> lis
 
 
 def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
-    """Run after run until there have been so many kills; each is written down when it is over."""
+    """Run after run until there have been `n_kills`; each is written down when it is over."""
     path = trial.home / "kills.jsonl"
     stories = told(path)
     budget = threading.Semaphore(max(0, n_kills - sum(len(story.kills) for story in stories)))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hwprofiles.fit import SOFTWARE, STAGES, Stage, fit, value_of, with_constants
 from hwprofiles.schema import Profile, read_profile
-from planner.ledger.claims import Claim, claims
+from planner.ledger.claims import PublishedClaim, claims
 from planner.ledger.system_costs import Software
 from planner.ledger.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
 
@@ -153,7 +153,7 @@ def shipped(name: str) -> float:
     return value_of(_profile(owner), key)
 
 
-def page(ledger: Ledger, left_out: list[LeftOut], refitted: Mapping[str, float], claimed: list[Claim]) -> str:
+def page(ledger: Ledger, left_out: list[LeftOut], refitted: Mapping[str, float], claimed: list[PublishedClaim]) -> str:
     """docs/accuracy.md."""
     of_runs = [*_head(), *_summary(ledger, left_out, claimed), *_runs(ledger, left_out), *_misses(ledger)]
     return "\n".join([*of_runs, *_claims(claimed), *_constants(refitted), *_tail()]) + "\n"
@@ -168,7 +168,7 @@ that no row can be left out; `penstock validate RUNS.json` prints the same predi
 """
 
 
-def _summary(ledger: Ledger, left_out: list[LeftOut], claimed: list[Claim]) -> Iterator[str]:
+def _summary(ledger: Ledger, left_out: list[LeftOut], claimed: list[PublishedClaim]) -> Iterator[str]:
     inside = [x for x in left_out if not x.extrapolated]
     used = {run for stage in STAGES.values() for run in stage.runs}
     yield "| what | runs | median error | 90th percentile | worst | wanted |"
@@ -268,7 +268,7 @@ def _misses(ledger: Ledger) -> Iterator[str]:
     yield ""
 
 
-def _claims(claimed: list[Claim]) -> Iterator[str]:
+def _claims(claimed: list[PublishedClaim]) -> Iterator[str]:
     yield "## What else the sources say"
     yield ""
     yield "Ratios, ablations, limits and times of single copies: nothing was fitted from any of them. `holds`: within a tenth."

@@ -6,13 +6,9 @@ tokens.
 """
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
+import penstock
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
@@ -23,7 +19,6 @@ from tests.runtime.test_replay import device_bytes
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 
-PENSTOCK = Path(sys.executable).with_name("penstock")
 N_LAYERS = 6
 # An MLP 5.3 times as wide as the model, as in Qwen2.5-7B
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 344, "vocab_size": 1024}
@@ -58,22 +53,15 @@ def measured_row(seq_len: int, way: str) -> str:
     return f"| {seq_len:,} | {way} | {sizes} | {measured_bytes / planned_bytes:.3f} | {measured_bytes / seq_len:,.0f} |"
 
 
-def predicted_row(machine: str, folder: Path) -> str:
-    path = folder / f"{machine}.json"
-    sizes = ("--seq-len", LARGE_SEQ_LEN, "--batch-size", 1)
-    said = json.loads(_penstock("plan", LARGE, "--machine", machine, *sizes, "-o", path, "--json"))
-    _penstock("check", path)  # fails unless the plan is right
-    semantics, policy, prediction = said["semantics"], said["policy"], said["prediction"]
-    tile, n_spilled = semantics["mlp_tile_tokens"], len(policy["spill_blocks"])
-    sizes_of = f"{show_bytes(prediction['device_peak_bytes'])} | {show_bytes(prediction['host_peak_bytes'])}"
+def predicted_row(machine: str) -> str:
+    found = penstock.plan(LARGE, machine, seq_len=LARGE_SEQ_LEN, batch_size=1)
+    penstock.check(found)  # fails unless the plan is right
+    tile, n_spilled = found.plan.semantics.mlp_tile_tokens, len(found.plan.policy.spill_blocks)
+    sizes_of = f"{show_bytes(found.answer.needs.device_peak_bytes)} | {show_bytes(found.answer.needs.host_peak_bytes)}"
     return (
-        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(prediction['step_s'])} | "
-        f"{prediction['tokens_per_s']:.0f} | {said['certificate']['gap_fraction']:.1%} |"
+        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(found.step_s)} | "
+        f"{found.tokens_per_s:.0f} | {found.certificate.gap_fraction:.1%} |"
     )
-
-
-def _penstock(*words: object) -> str:
-    return subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True, text=True).stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,9 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(measured_row(seq_len, way), flush=True)
     print("\n| machine | MLP tile, tokens | boundaries spilled | device | host | step | tokens/s | gap |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    with tempfile.TemporaryDirectory() as folder:
-        for machine in MACHINES:
-            print(predicted_row(machine, Path(folder)), flush=True)
+    for machine in MACHINES:
+        print(predicted_row(machine), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+import penstock
 from benchmarks.text import standard_library
-from hwprofiles.schema import Profile
-from runtime.plan import PlanFile
+from runtime.units import GB
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 SAMPLE_S = 0.2
@@ -40,7 +39,7 @@ CONFIG = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
 }
-SIZES = ("--seq-len", "512", "--batch-size", "4", "--device-memory", "3GB", "--host-memory", "20GB")
+SIZES = {"seq_len": 512, "batch_size": 4, "device_memory_bytes": 3 * GB, "host_memory_bytes": 20 * GB}
 
 
 def watched(words: list[str]) -> tuple[str, list[int]]:
@@ -61,16 +60,6 @@ def watched(words: list[str]) -> tuple[str, list[int]]:
     return said, samples
 
 
-def planned(home: Path) -> tuple[Path, dict[str, Any]]:
-    """A plan for this machine, from a profile measured just now; and what the planner says of it."""
-    (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(CONFIG))
-    subprocess.run([PENSTOCK, "probe", "--device", "cpu", "-o", home / "profile.json"], check=True, stdout=subprocess.DEVNULL)
-    words = [PENSTOCK, "plan", home / "model", "--machine", home / "profile.json", *SIZES, "-o", home / "plan.json", "--json"]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    return home / "plan.json", json.loads(done.stdout)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
@@ -79,13 +68,14 @@ def main() -> None:
     print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        path, said = planned(home)
+        (home / "model").mkdir()
+        (home / "model" / "config.json").write_text(json.dumps(CONFIG))
         standard_library(home / "stdlib.jsonl")
-        plan = PlanFile.read(path).plan
-        runtime_bytes = Profile.from_json(plan.profile, str(path)).host.runtime_bytes.value
+        found = penstock.plan(home / "model", penstock.probe("cpu"), **SIZES)
+        plan, path, proof = found.plan, found.save(home / "plan.json"), found.certificate
+        runtime_bytes = found.profile.host.runtime_bytes.value
         planned_bytes = plan.device_arena_bytes + plan.host_arena_bytes + plan.kept_bytes + plan.transient_bytes + runtime_bytes
-        proof = said["certificate"]
-        print(f"{plan.workload.n_params:,} parameters; binding: {proof['binding']}; gap {proof['gap_fraction']:.1%}\n")
+        print(f"{plan.workload.n_params:,} parameters; binding: {proof.binding}; gap {proof.gap_fraction:.1%}\n")
         words = [
             str(PENSTOCK),
             "run",

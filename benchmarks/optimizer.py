@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from runtime.host.chunks import UPDATE_ELEMENTS
-from runtime.host.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_tasks, squares_tasks
+from runtime.host.optimizer import AdamW, ParamState, Scratch, SplitMaster, SummedGradient, adamw_tasks, squares_tasks
 from runtime.host.slabs import host_slab, settle_allocator, touch
 from runtime.host.workers import Workers
 
@@ -60,11 +60,11 @@ def update_case(kind: str, n: int) -> Case:
     exp_avg_sq.uniform_(1e-8, 1e-6)
     match kind:
         case "split":
-            to = Learned(SplitMaster(half, flat(n, torch.int16)), exp_avg, exp_avg_sq, half)
+            to = ParamState(SplitMaster(half, flat(n, torch.int16)), exp_avg, exp_avg_sq, half)
         case "mirrored":
-            to = Learned(flat(n, torch.float32).copy_(half), exp_avg, exp_avg_sq, half)
+            to = ParamState(flat(n, torch.float32).copy_(half), exp_avg, exp_avg_sq, half)
         case _:
-            to = Learned(half, exp_avg, exp_avg_sq)
+            to = ParamState(half, exp_avg, exp_avg_sq)
     tasks = adamw_tasks(to, SummedGradient((gradient,), torch.bfloat16), FACTOR, 10, SETTINGS)
     return Case(kind, MOVED_BYTES[kind] * n, lambda workers: workers.run(tasks))
 
@@ -76,7 +76,7 @@ def norm_case(n: int) -> Case:
 
 
 def copy_case(n_bytes: int) -> Case:
-    """A copy that reads and writes so many bytes in sum, shared by the workers in equal parts."""
+    """A copy that reads and writes `n_bytes` in sum, shared by the workers in equal parts."""
     to, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
 
     def run(workers: Workers[Scratch]) -> None:

@@ -15,21 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import penstock
 from benchmarks.text import standard_library
 from demo.demo import CONFIG
-from hwprofiles.schema import Profile
-from planner.predict.cost import costs, region_of
-from planner.predict.simulate import simulate
-from runtime.plan import PlanFile
-from runtime.plan.timeline import Span, Timeline
+from runtime.units import MB, TB
 
-PENSTOCK = Path(sys.executable).with_name("penstock")
 N_STEPS = 11  # two warm up, nine are compared
 EMULATED = (
-    ("qwen2.5-0.5b", "h200-pcie5", ("--seq-len", "4096", "--batch-size", "8")),
-    ("qwen2.5-7b", "h200-pcie5", ("--seq-len", "1024", "--batch-size", "4")),
-    ("qwen3-8b", "rtx4090-server", ("--seq-len", "1024", "--batch-size", "16", "--micro-batch", "8")),
-    ("qwen2.5-14b", "gh200", ("--seq-len", "1024", "--batch-size", "8", "--policy", "megatrain")),
+    ("qwen2.5-0.5b", "h200-pcie5", {"seq_len": 4096, "batch_size": 8}),
+    ("qwen2.5-7b", "h200-pcie5", {"seq_len": 1024, "batch_size": 4}),
+    ("qwen3-8b", "rtx4090-server", {"seq_len": 1024, "batch_size": 16, "micro_batch": 8}),
+    ("qwen2.5-14b", "gh200", {"seq_len": 1024, "batch_size": 8, "policy": "megatrain"}),
 )
 
 
@@ -50,54 +46,33 @@ class Compared:
         )
 
 
-def penstock(*words: object) -> str:
-    """Standard output of a command that must succeed."""
-    done = subprocess.run([PENSTOCK, *map(str, words)], check=True, capture_output=True, text=True)
-    return done.stdout
-
-
-def compared(name: str, plan: Path, out: Path) -> Compared:
-    """What a finished run says, against the simulation of its plan."""
-    described = PlanFile.read(plan).plan
-    profile = Profile.from_json(described.profile, str(plan))
-    spans = json.loads((out / "timeline.json").read_text())["spans"]
-    timeline = Timeline(tuple(_span(fields) for fields in spans))
-    predicted_s = simulate(described, costs(described, profile), region_of(profile)).step_s
-    return Compared(name, predicted_s, timeline.step_times_s[1:])
-
-
-def _span(fields: dict[str, float]) -> Span:
-    return Span(int(fields["op"]), int(fields["step"]), fields["start_s"], fields["end_s"])
-
-
 def on_this_cpu(home: Path) -> tuple[list[Compared], dict[str, str]]:
     """The demo's model under the searched policy and the `megatrain` one, and the SHA-256 of each one's weights."""
     model = home / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     standard_library(home / "stdlib.jsonl")
-    penstock("probe", "--device", "cpu", "-o", home / "profile.json")
+    profile = penstock.probe("cpu")
     rows, sums = [], {}
     for policy in ("search", "megatrain"):
-        plan, out = home / f"{policy}.json", home / policy
-        sizes = ("--seq-len", 256, "--batch-size", 8, "--micro-batch", 4, "--device-memory", "152MB")
-        penstock("plan", model, "--machine", home / "profile.json", *sizes, "--policy", policy, "-o", plan)
-        penstock("run", plan, "--data", home / "stdlib.jsonl", "--steps", N_STEPS, "--lr", "6e-4", "--out", out)
-        rows.append(compared(f"38 M Qwen3 on this CPU, policy {policy}", plan, out))
-        weights = out / f"checkpoint-{N_STEPS}" / "model.safetensors"
-        sums[policy] = hashlib.sha256(weights.read_bytes()).hexdigest()
+        named = None if policy == "search" else policy
+        sizes = {"seq_len": 256, "batch_size": 8, "micro_batch": 4, "device_memory_bytes": 152 * MB}
+        found = penstock.plan(model, profile, policy=named, **sizes)
+        trained = penstock.train(found, home / "stdlib.jsonl", out=home / policy, steps=N_STEPS, lr=6e-4)
+        times_s = trained.timeline.step_times_s[1:]
+        rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", found.step_s, times_s))
+        sums[policy] = hashlib.sha256((trained.checkpoint / "model.safetensors").read_bytes()).hexdigest()
     return rows, sums
 
 
 def emulated(home: Path) -> list[Compared]:
     """Plans for machines that are not here, performed at their pace."""
     rows = []
-    for i, (model, machine, options) in enumerate(EMULATED):
-        plan, out = home / f"e{i}.json", home / f"e{i}"
-        penstock("plan", model, "--machine", machine, "--host-memory", "2TB", *options, "-o", plan)
-        said = penstock("run", plan, "--data", home / "stdlib.jsonl", "--steps", N_STEPS, "--out", out, "--device", "emulated")
-        slower = next(line for line in said.splitlines() if line.startswith("emulated")).partition(":")[0]
-        rows.append(compared(f"{model}, {' '.join(options)}: {slower}", plan, out))
+    for model, machine, options in EMULATED:
+        found = penstock.plan(model, machine, host_memory_bytes=2 * TB, **options)
+        trained = penstock.train(found, home / "stdlib.jsonl", out=home / model, steps=N_STEPS, device="emulated")
+        words = ", ".join(f"{name} {value}" for name, value in options.items())
+        rows.append(Compared(f"{model}, {words}: emulated {machine}", found.step_s, trained.timeline.step_times_s[1:]))
         print(rows[-1].row(), file=sys.stderr, flush=True)
     return rows
 

@@ -8,22 +8,25 @@ killed half-way and resumed: both end in the same bits. Last, it asks about two 
 import ast
 import hashlib
 import json
+import multiprocessing
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import penstock
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
-MODEL, PROFILE = OUT / "qwen3-38m", OUT / "this-machine.json"
-PENSTOCK = Path(sys.executable).with_name("penstock")
+MODEL = OUT / "qwen3-38m"
 N_STEPS, SAVE_EVERY, KILL_AFTER = 24, 10, 14
 SEQ_LEN, BATCH_SIZE = 256, 8
-HELD_OUT = 40  # of so many questions, one is kept for evaluation
+HELD_OUT = 40  # of that many questions, one is kept for evaluation
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -43,31 +46,76 @@ CONFIG = {
     "attention_dropout": 0.0,
 }
 STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 moments, bf16 gradient
+TRAINING = {
+    "optimizer.schedule.kind": "cosine",
+    "optimizer.schedule.warmup_steps": 4,
+    "optimizer.weight_decay": 0.1,
+    "checkpoint.every": SAVE_EVERY,
+    "evaluation.data": str(OUT / "held-out.jsonl"),
+    "evaluation.every": SAVE_EVERY,
+    "evaluation.prompts": ["What is json.loads for?"],
+}
 
 
-def show(words: list[str]) -> None:
-    print(f"\n$ penstock {' '.join(w if ' ' not in w else repr(w) for w in words)}".replace(f"{HERE}/", ""), flush=True)
+def call(function: Callable[..., Any], *values: object, **options: object) -> Any:
+    """Call a function of the Python face, shown as a program would write it; stop the demo when it fails."""
+    words = [*map(_shown, values), *(f"{name}={_shown(value)}" for name, value in options.items())]
+    print(f"\n>>> penstock.{function.__name__}({', '.join(words)})", flush=True)
+    try:
+        return function(*values, **options)
+    except penstock.PenstockError as error:
+        sys.exit(f"the demo stopped: {error}")
 
 
-def penstock(*args: object) -> None:
-    """Run a command and show it; stop the demo when it fails."""
-    words = [str(a) for a in args]
-    show(words)
-    done = subprocess.run([PENSTOCK, *words], check=False)
-    if done.returncode:
-        sys.exit(f"the demo stopped: penstock {words[0]} left with exit code {done.returncode}")
+def _shown(value: object) -> str:
+    """A value as it is written, or where that would be a page, the name of what it is."""
+    match value:
+        case Path():
+            return repr(str(value.relative_to(HERE)))
+        case str() | bool() | int() | float():
+            return repr(value)
+        case dict():
+            return "settings"
+    return getattr(value, "__name__", type(value).__name__).lower()
 
 
-def penstock_killed(log: Path, n_steps: int, *args: object) -> None:
-    """Run a command, and kill it as soon as its log holds so many steps."""
-    words = [str(a) for a in args]
-    show(words)
-    process = subprocess.Popen([PENSTOCK, *words])
-    while process.poll() is None and (not log.exists() or len(losses(log)) < n_steps):
+def train(plan: Path, out: Path, resume: bool = False) -> Any:
+    """The run that is made three times: whole, killed, and resumed."""
+    options = {"steps": N_STEPS, "lr": 6e-4, "resume": resume, "settings": TRAINING, "on_step": progress}
+    return call(penstock.train, plan, OUT / "chats.jsonl", out=out, **options)
+
+
+def progress(metrics: Any) -> None:
+    lanes = "  ".join(f"{lane} {share:.0%}" for lane, share in metrics.busy_fractions().items())
+    words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  {lanes}"
+    print(
+        f"step {metrics.step}/{N_STEPS}  {words}  {metrics.step_s / metrics.predicted_step_s - 1:+.1%} against the plan", flush=True
+    )
+
+
+def compare(planned: Any, trained: Any) -> None:
+    """Predicted and measured, for a step and for the lanes that share it."""
+    prediction, (_, *settled) = penstock.predict(planned), trained.metrics
+    busy_s = prediction.busy_s(planned.plan)
+    rows = {"step": (prediction.step_s, median(m.step_s for m in settled))}
+    rows |= {
+        f"busy, {lane}": (s, median(m.busy_s[lane] for m in settled)) for lane, s in busy_s.items() if lane in settled[0].busy_s
+    }
+    print("\n                  predicted   measured")
+    for name, (predicted_s, measured_s) in rows.items():
+        print(f"{name:16}  {predicted_s:7.3f} s  {measured_s:7.3f} s  {measured_s / predicted_s - 1:+.1%}")
+
+
+def train_killed(plan: Path, out: Path) -> None:
+    """Train in another process, and kill it as soon as its log holds KILL_AFTER steps."""
+    process, log = multiprocessing.get_context("spawn").Process(target=train, args=(plan, out)), out / "metrics.jsonl"
+    process.start()
+    while process.is_alive() and (not log.exists() or len(losses(log)) < KILL_AFTER):
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    if process.wait() != -signal.SIGKILL:
-        sys.exit(f"the demo stopped: penstock {words[0]} was to be killed, and left with exit code {process.returncode} before")
+    process.kill()
+    process.join()
+    if process.exitcode != -signal.SIGKILL:
+        sys.exit(f"the demo stopped: the run was to be killed, and left with exit code {process.exitcode} before")
     print(f"killed with SIGKILL after step {len(losses(log))}", flush=True)
 
 
@@ -107,16 +155,8 @@ def sums(checkpoint: Path) -> dict[str, str]:
 def n_params() -> int:
     """Parameters of the demo's model, as the planner counts them."""
     from planner.model.workload import build_workload, read_model
-    from runtime.plan import Semantics
 
-    return build_workload(read_model(str(MODEL)), Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
-
-
-def train(plan: Path) -> tuple[object, ...]:
-    """The words of a run of the plan, but for where it goes."""
-    data = ("--data", OUT / "chats.jsonl", "--eval-data", OUT / "held-out.jsonl", "--eval-every", SAVE_EVERY)
-    learning = ("--steps", N_STEPS, "--lr", "6e-4", "--schedule", "cosine", "--warmup-steps", 4, "--weight-decay", "0.1")
-    return ("run", plan, *data, *learning, "--save-every", SAVE_EVERY, "--prompt", "What is json.loads for?")
+    return build_workload(read_model(str(MODEL)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
 
 
 def main() -> None:
@@ -128,21 +168,25 @@ def main() -> None:
     print(f"A Qwen3 of {n_params() / 1e6:.1f} M parameters: its training state is {state_bytes / 1e6:.0f} MB.")
     print(f"The 'device' gets a quarter of that, {state_bytes / 4e6:.0f} MB; everything else lives in host memory.")
 
-    penstock("probe", "--device", "cpu", "--quick", "-o", PROFILE)
-    plan = OUT / "plan.json"
-    sizes = ("--seq-len", SEQ_LEN, "--batch-size", BATCH_SIZE, "--device-memory", state_bytes // 4)
-    penstock("plan", MODEL, "--machine", PROFILE, *sizes, "-o", plan)
-    penstock("check", plan)
+    profile = call(penstock.probe, "cpu", quick=True)
+    print(profile.summary)
+    (OUT / "this-machine.json").write_text(json.dumps(profile.to_json(), indent=1))
+    sizes = {"seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "device_memory_bytes": state_bytes // 4}
+    planned = call(penstock.plan, MODEL, profile, **sizes)
+    print(planned)
+    plan = planned.save(OUT / "plan.json")
+    print(call(penstock.check, plan))
     run = OUT / "run"
-    penstock(*train(plan), "--out", run)
+    trained = train(plan, run)
+    compare(planned, trained)
     found = losses(run / "metrics.jsonl")
     print(f"\nloss {found[0]:.3f} at the first step, {found[-1]:.3f} at the last (guessing bytes blindly is 5.77)")
-    penstock("report", plan, run, "-o", OUT / "report.html")
+    (OUT / "report.html").write_text(trained.page(), encoding="utf-8")
 
-    print("\nThe same run, killed in the middle and resumed:")
+    print("\nThe same run, killed in the middle and resumed:", flush=True)
     killed = OUT / "killed"
-    penstock_killed(killed / "metrics.jsonl", KILL_AFTER, *train(plan), "--out", killed)
-    penstock(*train(plan), "--out", killed, "--resume")
+    train_killed(plan, killed)
+    train(plan, killed, resume=True)
     last = f"checkpoint-{N_STEPS}"
     is_same = sums(run / last) == sums(killed / last) and found == losses(killed / "metrics.jsonl")
     if not is_same:
@@ -150,8 +194,8 @@ def main() -> None:
     print(f"\nThe resumed run is bit-identical to the unbroken one: every loss, and every file of {last}.")
 
     print("\nAnd without the hardware:")
-    penstock("plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--host-memory", "1.5TB", "--master", "bf16")
-    penstock("plan", "qwen2.5-72b", "--machine", "gh200", "--host-memory", "2TB")
+    print(call(penstock.plan, "gpt-oss-120b", "h200-pcie5", host_memory_bytes=1_500 * 10**9, master_dtype="bf16"))
+    print(call(penstock.plan, "qwen2.5-72b", "gh200", host_memory_bytes=2_000 * 10**9))
     print("\nThe checkpoints, the logs and the report lie in demo/out: open demo/out/report.html in a browser.")
 
 

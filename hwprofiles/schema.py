@@ -278,7 +278,7 @@ class Profile(Part):
         return self.link.h2d if direction == "h2d" else self.link.d2h
 
     def optimizer_params_per_s(self, threads: float, under_copies: bool = False) -> float:
-        """Parameters updated per second by so many threads; fewer than measured: in proportion; more: no faster."""
+        """Parameters updated per second by `threads` of them; fewer than measured: in proportion; more: no faster."""
         curve = [
             (float(p.threads), (p.params_per_s_under_copies if under_copies else p.params_per_s).value) for p in self.host.optimizer
         ]
@@ -372,8 +372,8 @@ def _explain(error: ValidationError) -> str:
         case "missing":
             return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
         case "value_error":
-            said = _plain(first["msg"].removeprefix("Value error, "))
-            return f"{place}: {said}" if first["loc"] else said
+            problem = _plain(first["msg"].removeprefix("Value error, "))
+            return f"{place}: {problem}" if first["loc"] else problem
         case _:
             return f"{place}: {_plain(first['msg'])}; correct it, in the unit of its name"
 

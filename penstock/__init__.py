@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from runtime.executor import Stop
     from runtime.plan import Plan, Policy, Semantics
 
-    from .api import check, plan, predict, train
+    from .api import check, plan, predict, probe, train
 
 _HOMES = {
-    **dict.fromkeys(("plan", "check", "predict", "train"), "penstock.api"),
+    **dict.fromkeys(("plan", "check", "predict", "probe", "train"), "penstock.api"),
     **dict.fromkeys(("Plan", "Semantics", "Policy"), "runtime.plan"),
     "Profile": "hwprofiles.schema",
     "PenstockError": "runtime.errors",
@@ -41,6 +41,7 @@ __all__ = [
     "check",
     "plan",
     "predict",
+    "probe",
     "train",
 ]
 

@@ -1,4 +1,4 @@
-"""What do plan, check, predict and train take and give?
+"""What do probe, plan, check, predict and train take and give?
 
 The same as the commands of that name, for programs and notebooks; the commands call what is here.
 """
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from runtime.data.given import Batches
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
+    from runtime.plan.timeline import Timeline
     from runtime.plan.workload import Model, Workload
     from runtime.train.trainer import Metrics
 
 Fields = TypeVar("Fields")
-PLAN_FILE = "run-plan.json"  # in the folder of a run that a program started: its plan, so that a command can go on with it
+PLAN_FILE = "run-plan.json"  # in the folder of a run that a program started: its plan, so that a command can resume it
 PAGE_PIXELS = 900  # of a report in a notebook
 
 
@@ -74,12 +75,9 @@ class Planned:
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         from planner.show.report import report
 
-        page = report(self.file, self.plan.model.name or "plan", None)
-        return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
+        return _framed(report(self.file, self.plan.model.name or "plan", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,52 @@ class Trained:
     folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
     n_done: int  # steps, those before a resume too
     metrics: "tuple[Metrics, ...]"  # of the steps made now
+    timeline: "Timeline"  # of the last of them, op by op, on the clock of the plan's machine if that was emulated
+    late_fraction: float = 0.0  # of an emulated run's ops: took this computer longer than they are to last
 
     @property
     def checkpoint(self) -> Path:
         """The state after the last step; transformers loads it as it does any model."""
         return self.folder / f"checkpoint-{self.n_done}"
+
+    def page(self) -> str:
+        """What `penstock report` draws: the run beside its plan, one HTML file that needs no network."""
+        from planner.show.report import report
+        from planner.show.report_run import LoggedRun, read_log, read_samples
+        from runtime.plan import PlanFile
+
+        logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
+        lines, samples = (path.read_bytes().splitlines(keepends=True) if path.exists() else [] for path in logs)
+        run = LoggedRun(self.timeline, read_log(lines), read_samples(samples))
+        return report(PlanFile.read(self.folder / PLAN_FILE), self.folder.name, run)
+
+    def _repr_html_(self) -> str:
+        return _framed(self.page())
+
+
+def _framed(page: str) -> str:
+    from html import escape
+
+    return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
+
+
+def probe(
+    device: str = "auto",
+    quick: bool = False,
+    *,
+    gpu: int = 0,
+    name: str = "this-machine",
+    report: "Callable[[str, float], None]" = lambda what, fraction: None,
+) -> "Profile":
+    """The profile of this machine, measured in 90 seconds, or 20 if `quick`; `report` hears what is measured and how far it is."""
+    from hwprofiles.probe import measure
+    from hwprofiles.probe.cuda import open_cuda
+    from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
+    from runtime.machines.streams import has_cuda
+
+    if device == "cpu" or (device == "auto" and not has_cuda()):
+        return measure.probe_cpu(measure.QUICK if quick else measure.THOROUGH, report, name)
+    return probe_gpu(open_cuda(gpu), measure.host_beside_gpu(quick), QUICK_GPU if quick else THOROUGH_GPU, report, name)
 
 
 def plan(
@@ -165,8 +204,7 @@ def answer_of(
     asked = _validated(Semantics, defaults | known, "semantics")
     asked = with_kernels(model, asked, profile, kernels, deterministic)
     if asked.micro_batch > asked.batch_size:
-        said = f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}"
-        raise PlanError(f"{said}; choose at most {asked.batch_size}")
+        raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
     asked, workload = with_micro_batch(model, asked, profile, free)
     if isinstance(policy, str):
         if policy not in BASELINES:
@@ -176,8 +214,8 @@ def answer_of(
         fixed = policy(asked, workload) if callable(policy) else policy
         fixed = None if fixed is None else _validated(Policy, asdict(fixed), "policy")
     if n_ops := too_long(workload, asked, fixed):
-        said = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
-        raise PlanError(f"{said}; use a larger --micro-batch")
+        problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
+        raise PlanError(f"{problem}; use a larger --micro-batch")
     return search(model, workload, asked, profile, fixed, free, clipped_fraction)
 
 
@@ -197,20 +235,24 @@ def check(plan: "Planned | PlanFile | Plan | str | Path", quick: bool = False) -
 
     `quick` leaves out the search, which takes as long as `plan` did. A plan without a claim is proven right, no more.
     """
+    return proven(*_file_of(plan), quick)
+
+
+def proven(where: str, file: "PlanFile", quick: bool) -> str:
+    """What `check` says of a file that was read."""
     from planner.check.check import check as prove
     from planner.check.check import summary
     from planner.check.claimed import claimed
 
-    where, file = _file_of(plan)
     try:
         prove(file.plan, file.claim)
-        said = "nothing is claimed of it" if file.claim is None else recounted(file.plan, claimed(file.claim, where), quick)
+        checked = "nothing is claimed of it" if file.claim is None else _recounted(file.plan, claimed(file.claim, where), quick)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
-    return f"{summary(file.plan)}; {said}"
+    return f"{summary(file.plan)}; {checked}"
 
 
-def recounted(plan: "Plan", claim: Any, quick: bool) -> str:
+def _recounted(plan: "Plan", claim: Any, quick: bool) -> str:
     """What was held to what, and what was not, in words; PlanError for what does not follow."""
     from planner.check.recount import check_claim, check_origin, check_search, is_by_this_code
 
@@ -250,31 +292,33 @@ def train(
     device: str = "auto",
     resume: bool = False,
     settings: Mapping[str, Any] | None = None,
+    time_scale: float | None = None,
     on_step: "Callable[[Metrics], None]" = lambda metrics: None,
     stop: "Stop | None" = None,
 ) -> Trained:
     """Train with a plan, and save; the bits are those of `penstock run`.
 
     `data`: a folder or file, as for `--data`, or an object with `batch(step)`. `settings`: all else that a run's file can say, by
-    dotted names, as `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "evaluation.data": "held-out.jsonl"}`. `on_step` is
-    called after every step; `stop.request()`, there or in another thread, makes the step in progress the last, and saves.
+    dotted names, as `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "evaluation.data": "held-out.jsonl"}`. `time_scale`:
+    how many times slower an emulated machine is. `on_step` is called after every step; `stop.request()`, there or in another
+    thread, makes the step in progress the last, and saves.
     """
     from runtime.compute.documents import supports_documents
     from runtime.data.given import Given
     from runtime.train.run_config import RUN_FILE, read_run
 
     from .session import begun, online, write_settings
-    from .watch import watched
+    from .watch import late_fraction, performed, watched
 
     _, file = _file_of(plan)
     arguments = ("data.path", "out", "device", "plan", "steps", "optimizer.lr")
-    if said_twice := [name for name in settings or {} if name in arguments]:
-        raise PlanError(f"settings: {said_twice[0]} is an argument of train; give it as one")
+    if given_twice := [name for name in settings or {} if name in arguments]:
+        raise PlanError(f"settings: {given_twice[0]} is an argument of train; give it as one")
     folder = Path(out)
     named = str(data) if isinstance(data, str | Path) else f"batches of {type(data).__qualname__}"
-    said: dict[str, Any] = {"data.path": named, "out": str(out), "device": device}
-    said |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
-    asked = read_run(None, {**said, **(settings or {}), "plan": str(folder / PLAN_FILE)})
+    known: dict[str, Any] = {"data.path": named, "out": str(out), "device": device}
+    known |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
+    asked = read_run(None, {**known, **(settings or {}), "plan": str(folder / PLAN_FILE)})
     given = None
     if not isinstance(data, str | Path):
         vocab_size = file.plan.workload.blocks[0].parameters[0].shape[0]
@@ -287,18 +331,16 @@ def train(
         on_step(metrics)
 
     with ExitStack() as until_the_end:
-        run, first_step = until_the_end.enter_context(begun(asked, file, resume, data=given))
+        run, first_step = until_the_end.enter_context(begun(asked, file, resume, time_scale=time_scale, data=given))
         if (folder / PLAN_FILE).exists() and not (folder / RUN_FILE).exists():
-            raise CheckpointError(
-                f"{folder / PLAN_FILE}: not written by a run, which writes a file of that name; choose another out"
-            )
+            raise CheckpointError(f"{folder / PLAN_FILE}: not written by a run, which writes such a file; choose another out")
         file.write(folder / PLAN_FILE)
         write_settings(folder, asked)
         if stop is not None:
             run = replace(run, training=replace(run.training, stop=stop))
         training = until_the_end.enter_context(watched(run, first_step, online()))
-        training.run(first_step, run.n_steps, step)
-    return Trained(folder, made[-1].step if made else first_step, tuple(made))
+        timeline, _ = performed(run, training, first_step, step)
+    return Trained(folder, made[-1].step if made else first_step, tuple(made), timeline, late_fraction(run))
 
 
 def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":

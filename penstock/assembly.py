@@ -29,7 +29,7 @@ TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class Session:
     """A run that waits to be started."""
 
     settings: "RunSettings"
@@ -89,7 +89,7 @@ def assemble(
     time_scale: float | None,
     until_the_end: ExitStack,
     data: "Data | None" = None,
-) -> Assembled:
+) -> Session:
     """Everything but the start. PenstockError for what cannot be; nothing is written but the cache of tokens.
 
     What is opened here is closed with `until_the_end`. `data`: batches that are not read from where the settings say.
@@ -125,7 +125,7 @@ def _real(
     device: str,
     until_the_end: ExitStack,
     data: "Data | None",
-) -> Assembled:
+) -> Session:
     """A run of the plan's own model on this machine's GPU or CPU. What is quickly refused is read before the weights are."""
     from runtime.checkpoint.checkpoint import has_weights
     from runtime.train.trainer import Training, load_model
@@ -145,7 +145,7 @@ def _real(
     training = Training(
         plan, store, store, data, settings.seed, out, True, tokenizer_from=folder, checkpoint=settings.checkpoint, optimizer=kept
     )
-    return Assembled(settings, plan, device, training, n_steps, 1.0, prediction, held_out, prompts)
+    return Session(settings, plan, device, training, n_steps, 1.0, prediction, held_out, prompts)
 
 
 def _emulated(
@@ -156,7 +156,7 @@ def _emulated(
     region: "Region",
     time_scale: float | None,
     until_the_end: ExitStack,
-) -> Assembled:
+) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, whose weights nobody saves or asks."""
     from runtime.machines.emulated import EmulatedMachine, time_scale_for
     from runtime.train.trainer import Training
@@ -170,7 +170,7 @@ def _emulated(
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
     training = Training(small, machine, store, data, settings.seed, Path(settings.out), saves=False, optimizer=kept)
-    return Assembled(settings, plan, "emulated", training, n_steps, scale, prediction)
+    return Session(settings, plan, "emulated", training, n_steps, scale, prediction)
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def _held_out(settings: "RunSettings", plan: "Plan", folder: Path | None, until_
 
 
 def _prompts(settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack) -> Prompts | None:
-    """What is asked. A model that is trained on conversations answers; one that is trained on text goes on with it."""
+    """What is asked. A model that is trained on conversations answers; one that is trained on text continues it."""
     from runtime.data.reading import read_set
     from runtime.train.generation import check_prompts
 
@@ -223,7 +223,7 @@ def _prompts(settings: "RunSettings", plan: "Plan", folder: Path | None, until_t
 
     def encode(text: str) -> list[int]:
         is_text = reading.format == "text"
-        ids = reading.encoder.encode(text) if is_text else reading.speech.prompt([{"role": "user", "content": text}])
+        ids = reading.encoder.encode(text) if is_text else reading.chat_format.prompt([{"role": "user", "content": text}])
         return [int(i) for i in ids]
 
     check_prompts([encode(text) for text in texts], plan.semantics.seq_len)
@@ -240,7 +240,7 @@ def _n_steps(settings: "RunSettings", data: "Data") -> int:
 
 
 def _optimizer(settings: "OptimizerSettings", n_steps: int) -> "tuple[Callable[[int], AdamW], dict[str, Any]]":
-    """The hyperparameters of each step, and what a checkpoint keeps of them: a resumed run must go on with the same."""
+    """The hyperparameters of each step, and what a checkpoint keeps of them: a resumed run must use the same."""
     from runtime.train.schedules import learning_rates
 
     lr_of = learning_rates(settings, n_steps)

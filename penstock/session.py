@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from runtime.plan import Plan, PlanFile
     from runtime.settings import RunSettings
 
-    from .assembly import Assembled
+    from .assembly import Session
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints, each perhaps in a .partial first
 
@@ -33,7 +33,7 @@ def begun(
     time_scale: float | None = None,
     data: "Data | None" = None,
     refuse: "Callable[[Plan, str], None]" = lambda plan, device: None,
-) -> "Iterator[tuple[Assembled, int]]":
+) -> "Iterator[tuple[Session, int]]":
     """A run that waits to be started, and how many of its steps are done. PenstockError for what cannot be, and nothing is written.
 
     `file`: a plan that is not read from where the settings say; `data`: batches that are not read from there either; `refuse` may
@@ -74,7 +74,7 @@ def begun(
 
 
 def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
-    """The checkpoint to go on from, found whole; None to begin at the beginning."""
+    """The checkpoint to resume, found whole; None to begin at the beginning."""
     from runtime.checkpoint.checkpoint import latest
     from runtime.checkpoint.retention import clean
     from runtime.executor import say
@@ -85,7 +85,7 @@ def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
     if not resume:
         found = latest(out)
         if found is not None:
-            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; go on with --resume, or choose another --out")
+            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
         return None
     clean(out)  # of a checkpoint that was being replaced, the old one comes back
     found = latest(out)

@@ -1,27 +1,29 @@
 """What is evaluated and logged during training?"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.units import on_one_line, show_seconds
 
 if TYPE_CHECKING:
+    from runtime.machines.emulated import EmulatedMachine
     from runtime.machines.torch_machine import TorchMachine
+    from runtime.plan.timeline import Timeline
     from runtime.train.evaluation import Evaluated
     from runtime.train.monitors import Monitor
-    from runtime.train.trainer import Look, Training
+    from runtime.train.trainer import Look, Metrics, Training
 
-    from .assembly import Assembled, Prompts
+    from .assembly import Prompts, Session
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters of a sample's line; samples.jsonl holds all
 
 
 @contextmanager
-def watched(run: "Assembled", first_step: int, online: bool) -> "Iterator[Training]":
+def watched(run: "Session", first_step: int, online: bool) -> "Iterator[Training]":
     """The training with what the settings ask to see: monitors, held-out data, prompts. Monitors are closed in the end."""
     from runtime.executor import say
     from runtime.train.monitors import open_monitors
@@ -34,17 +36,37 @@ def watched(run: "Assembled", first_step: int, online: bool) -> "Iterator[Traini
         yield _that_looks(run, monitors)
 
 
-def lacks_evaluation(run: "Assembled", first_step: int) -> bool:
+def performed(
+    run: "Session", training: "Training", first_step: int, on_step: "Callable[[Metrics], None]"
+) -> "tuple[Timeline, list[float]]":
+    """Train to the end: the timeline, and the seconds of each step after the warm-up, on the clock of the plan's machine."""
+    from runtime.train.trainer import scaled, write_timeline
+
+    timeline, times_s = training.run(first_step, run.n_steps, on_step)
+    if run.scale == 1.0:
+        return timeline, times_s
+    timeline = scaled(timeline, run.scale)
+    write_timeline(training.folder / "timeline.json", timeline)
+    return timeline, [t / run.scale for t in times_s]
+
+
+def late_fraction(run: "Session") -> float:
+    """Of the ops of an emulated run: those whose real work took this computer longer than they were to last."""
+    machine: EmulatedMachine | Any = run.training.machine
+    return machine.n_real_work_binds / max(machine.n_performed, 1) if run.device == "emulated" else 0.0
+
+
+def lacks_evaluation(run: "Session", first_step: int) -> bool:
     """Whether a run that has trained all its steps has yet to look at what came of them."""
     return _that_looks(run, ()).lacks_evaluation(first_step, run.n_steps)
 
 
-def _that_looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "Training":
+def _that_looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "Training":
     return replace(run.training, monitors=monitors, looks=_looks(run, monitors), evaluate_every=run.settings.evaluation.every)
 
 
-def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
-    """What is done after every so many steps, while all lanes are idle."""
+def _looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]":
+    """What is done every `evaluation.every` steps, while all lanes are idle."""
     from runtime.train.evaluation import Evaluator
     from runtime.train.trainer import Look
 
@@ -58,7 +80,7 @@ def _looks(run: "Assembled", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ..
     return tuple(looks)
 
 
-def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
+def _show_evaluation(run: "Session", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
     from runtime.executor import say
     from runtime.train.log import add_lines
 
@@ -77,9 +99,7 @@ def _show_evaluation(run: "Assembled", step: int, found: "Evaluated", monitors: 
     )
 
 
-def _show_samples(
-    run: "Assembled", machine: "TorchMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]"
-) -> None:
+def _show_samples(run: "Session", machine: "TorchMachine", prompts: "Prompts", step: int, monitors: "tuple[Monitor, ...]") -> None:
     from runtime.executor import say
     from runtime.train.generation import samples
     from runtime.train.log import add_lines

@@ -14,7 +14,7 @@ class Batch:
     """The sequences of one step, both (B, T) int64: `targets[b, t]` is the token after `input_ids[b, t]`, or -100.
 
     `document_tokens`, where given, are the lengths of the documents of which each sequence is packed, padding included: T in all.
-    A token then attends to its own document alone, and positions begin anew in each.
+    A token then attends to its own document alone, and positions begin at 0 in each.
     """
 
     input_ids: torch.Tensor

@@ -52,7 +52,7 @@ class LaneThread:
         if self._last is not None:
             self._last.has_ended.wait(ENDING_S)
             if not self._last.has_ended.is_set():
-                raise RuntimeError(f"{self.name} is still at an op of a run that has failed; nothing but a new process can go on")
+                raise RuntimeError(f"{self.name} is still at an op of a run that has failed; start a new process")
         self._asked.put(run)
         self._last = run
 

@@ -35,10 +35,10 @@ class DataSettings:
     packing: Packing = "auto"  # auto: joined for text, documents for chats where possible
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample with nothing to learn from; skipped ones are counted
-    shuffle: bool = True  # the order of sequences, anew in each epoch
+    shuffle: bool = True  # the order of sequences, another in each epoch
     streaming: bool = False  # read as it is needed, for sets larger than the disk's cache; shuffles within a buffer
     shuffle_buffer: Count = 10_000  # samples, when streaming
-    workers: Natural = 0  # processes that prepare batches ahead; started anew, never forked
+    workers: Natural = 0  # processes that prepare batches ahead; spawned, never forked
     __pydantic_config__ = FILE
 
 
@@ -91,7 +91,7 @@ class CheckpointSettings:
     """When the state is saved, and how much of the past is kept."""
 
     every: Count | None = None  # steps; None: only at the end
-    keep: Count | None = None  # the last so many; None: all
+    keep: Count | None = None  # only the last N; None: all
     background: bool = True  # write while training goes on
     copy_bytes: Natural | None = None  # host memory for blocks that change before they are written; None: what the plan leaves free
     __pydantic_config__ = FILE

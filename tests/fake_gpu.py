@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hwprofiles.probe.device import DeviceError, DeviceFacts, DeviceOutOfMemory, HostFacts, Issue, Memory, PciLink, Place, Stream
-from hwprofiles.probe.samples import Reading, Sample
+from hwprofiles.probe.timings import Reading, Timing
 from hwprofiles.schema import AttentionKernel, Direction, Dtype
 
 GB, GiB = 10**9, 2**30
@@ -310,8 +310,8 @@ class FakeHost:
     def now_s(self) -> float:
         return self.m.now_s
 
-    def handover(self) -> Sample:
-        return Sample(self.m.truth.handover_s * self._jitter(), 0.02)
+    def handover(self) -> Timing:
+        return Timing(self.m.truth.handover_s * self._jitter(), 0.02)
 
     def optimizer(self, n_threads: int) -> Reading:
         rate = min(n_threads * self.m.truth.params_per_s_of_thread, self.m.truth.most_params_per_s)

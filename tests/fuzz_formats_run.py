@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from penstock.cli.run_files import read_run as read_logs
+from penstock.cli.run_files import read_logged_run as read_logs
 from planner.show.report import report
 from runtime.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, sum_of
-from runtime.data.chat import read_speech
+from runtime.data.chat import read_chat_format
 from runtime.data.data import read_data
 from runtime.data.encoders import read_encoder
 from runtime.data.formats import Chat
@@ -169,7 +169,7 @@ def _read_tokenizer(folder: Path) -> None:
         spans = encoder.spans(text)
         assert len(spans[0]) == len(spans[1])
         encoder.decode(ids.tolist()[:50])
-    read_speech(folder, encoder).close()
+    read_chat_format(folder, encoder).close()
 
 
 def _read_template(folder: Path) -> None:
@@ -177,7 +177,7 @@ def _read_template(folder: Path) -> None:
     source = folder / "chat_template.jinja"
     source.write_bytes(source.read_bytes().replace(b"@INSIDE@", bytes(folder)))
     encoder = read_encoder(folder)
-    speech = read_speech(folder, encoder)
+    speech = read_chat_format(folder, encoder)
     try:
         speech.encode(Chat(tuple(CHAT)), "here")
         speech.prompt(CHAT[:2])

@@ -101,7 +101,7 @@ class Page(HTMLParser):
 
 def page_of(plan_file, folder=None):
     file = PlanFile.read(plan_file)
-    run = None if folder is None else cli_run_files.read_run(folder, len(file.plan.ops))
+    run = None if folder is None else cli_run_files.read_logged_run(folder, len(file.plan.ops))
     return Page(report(file, plan_file.name, run))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.data.samples import order_of
+from runtime.data.map_style import order_of
 from runtime.errors import CheckpointError
 
 

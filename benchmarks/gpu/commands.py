@@ -110,7 +110,7 @@ def model_of(asked: Asked, name: str, case: Case) -> Path:
 
 
 def layers_that_fit(asked: Asked, bytes_per_param: float) -> int:
-    """How many of the model's layers the host holds at so many bytes for each parameter; all of them, at most."""
+    """How many of the model's layers the host holds at `bytes_per_param`; all of them, at most."""
     from planner.model.workload import build_workload, read_model
     from runtime.plan import Semantics
 

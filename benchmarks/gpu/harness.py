@@ -82,7 +82,7 @@ def go_on(home: Path, results: Path) -> Results:
 
 
 class Harness:
-    """Performs stages one after another. `command` says how a stage with so many seconds is started, `environment` in what."""
+    """Performs stages one after another. `command` says how a stage is started that has these seconds, `environment` in what."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of our own: the model with so many of its layers (None: all), so many sequences a step."""
+    """A run of our own: the model with `n_layers` (None: all), `batch_size` sequences a step."""
 
     batch_size: int
     n_steps: int

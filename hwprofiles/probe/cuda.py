@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles.schema import AttentionKernel, Direction, Dtype
 from runtime.errors import ProfileError
-from runtime.machines.streams import CudaEvents, has_cuda
+from runtime.machines.streams import CudaEvents
 
 from .device import Buffer, DeviceError, DeviceFacts, DeviceOutOfMemory, Event, Issue, Memory, PciLink, Place, Stream
 from .instruments import on_cores
@@ -276,7 +276,7 @@ def _driver_version() -> str:
 
 def open_cuda(index: int) -> CudaDevice:
     """That device. ProfileError where there is none such, or torch cannot use it."""
-    if not has_cuda():
+    if not torch.cuda.is_available():
         raise ProfileError("no CUDA device is visible to torch; use --device cpu, or a shipped profile with --machine")
     n_devices = torch.cuda.device_count()
     if index >= n_devices:

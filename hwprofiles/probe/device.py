@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, Protocol
 
 from hwprofiles.schema import AttentionKernel, Direction, Dtype
 
-from .samples import Reading, Sample
+from .timings import Reading, Timing
 
 Place = Literal["device", "pinned", "pageable"]
-Issue = Callable[[int], object]  # puts a piece of work on its stream, so many times in a row, and returns at once
+Issue = Callable[[int], object]  # puts a piece of work on its stream, n times in a row, and returns at once
 
 
 class DeviceError(Exception):
@@ -95,10 +95,10 @@ class Device(Protocol):
         """Give memory back that nothing uses."""
 
     def allocate(self, place: Place, n_bytes: int, cores: Sequence[int] | None = None) -> AbstractContextManager[Buffer]:
-        """Memory of exactly so many bytes. Given cores, host memory is first touched by them, which places it beside them."""
+        """Memory of exactly `n_bytes`. Given cores, host memory is first touched by them, which places it beside them."""
 
     def reserve(self, n_bytes: int) -> None:
-        """Allocate so much device memory and give it back at once, to see whether it can be had."""
+        """Allocate `n_bytes` of device memory and give it back at once, to see whether it can be had."""
 
     def copies(self, direction: Direction, to: Buffer, source: Buffer, n_bytes: int) -> Issue:
         """Copies of that size on the direction's stream, which step through both buffers."""
@@ -118,7 +118,7 @@ class Device(Protocol):
         """Causal attention as transformers calls it, by this kernel and no other: forward, and backward."""
 
     def pointwise(self, n_bytes: int) -> Issue:
-        """One kernel that reads and writes so many bytes in sum."""
+        """One kernel that reads and writes `n_bytes` in sum."""
 
     def smallest(self) -> Issue:
         """A library call on almost no data."""
@@ -149,14 +149,14 @@ class Host(Protocol):
     def now_s(self) -> float:
         """A clock that only moves forward."""
 
-    def handover(self) -> Sample:
+    def handover(self) -> Timing:
         """From one lane's signal to another lane's thread."""
 
     def optimizer(self, n_threads: int) -> Reading:
-        """Parameters per second of AdamW on so many threads."""
+        """Parameters per second of AdamW on `n_threads`."""
 
     def updating(self, n_threads: int) -> AbstractContextManager[None]:
-        """The optimizer without end, on so many threads, until the context does."""
+        """The optimizer without end, on `n_threads`, until the context does."""
 
     def dram(self) -> Reading:
         """Bytes per second read and written, all cores together."""

@@ -17,8 +17,8 @@ from runtime.units import GiB, KiB, MiB, show_bytes, show_seconds
 from .cliffs import Seen, gpu_cliffs, listed_cliffs, named_cliffs
 from .device import Device, DeviceError, DeviceFacts, DeviceOutOfMemory, Host, HostFacts, Issue, Memory, PciLink, Stream
 from .gpu_link import PIECE_BYTES, LinkProbe
-from .samples import AttentionTimes, Reading, Sample, product_points, products_flop, quantity, thread_counts
 from .stopwatch import Stopwatch
+from .timings import AttentionTimes, Reading, Timing, product_points, products_flop, quantity, thread_counts
 
 Progress = Callable[[str, float], None]
 
@@ -233,7 +233,7 @@ class _Probe:
         dtype, width = self._reference()
         reference = self.device.product(dtype, width, width, width)
         self.watch.warm_up(reference, self.effort.warm_up_s)
-        first = self.watch.sample(reference)
+        first = self.watch.timing(reference)
         self._slow_by(f"{dtype} products", reference)
         grid = {dtype: self._products(dtype, 0.45, 0.75) for dtype in ITEM_BYTES}
         attention = {dtype: self._attention(dtype, "flash", 0.75, 0.85) for dtype in ITEM_BYTES}
@@ -241,9 +241,9 @@ class _Probe:
         self.step("calls and memory traffic", 0.95)
         pointwise = self.device.pointwise(KERNEL_BYTES)
         self._slow_by("memory traffic", pointwise)
-        traffic = self.watch.sample(pointwise).per_second(KERNEL_BYTES).widened(self.slowdown["memory traffic"])
-        call = self.watch.sample(self.device.smallest())
-        sustained = first.seconds / self.watch.sample(reference).seconds
+        traffic = self.watch.timing(pointwise).per_second(KERNEL_BYTES).widened(self.slowdown["memory traffic"])
+        call = self.watch.timing(self.device.smallest())
+        sustained = first.seconds / self.watch.timing(reference).seconds
         drift = max(1.0, 1 / sustained)
         for point in [p for points in grid.values() for p in points]:
             _widen(point["flop_per_s"], drift)
@@ -273,9 +273,9 @@ class _Probe:
 
     def _slow_by(self, kind: str, issue: Issue) -> None:
         """Remember what copies both ways and the optimizer cost a work."""
-        alone = self.watch.sample(issue)
+        alone = self.watch.timing(issue)
         with self.host.updating(self.host.facts().n_cores), self.device.copying(min(PIECE_BYTES, self.effort.copy_bytes[-1])):
-            loaded = self.watch.sample(issue)
+            loaded = self.watch.timing(issue)
         self.slowdown[kind] = max(1.0, loaded.seconds / alone.seconds)
 
     def _products(self, dtype: Dtype, begin: float, end: float) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ class _Probe:
         shapes = {(m, w, w) for m in self.effort.tokens[dtype] for w in self.effort.widths[dtype]}
         if dtype == "bf16":
             shapes |= {*self.effort.odd_shapes}
-        times: dict[tuple[int, int, int], Sample] = {}
+        times: dict[tuple[int, int, int], Timing] = {}
         best_flop_per_s = 0.0
         for i, (m, k, n) in enumerate(sorted(shapes)):
             self.step(f"{dtype} product ({m}, {k}) @ ({k}, {n})", _between(begin, end, dtype, i / len(shapes)))
@@ -291,7 +291,7 @@ class _Probe:
             too_long = bool(times) and n_flop / best_flop_per_s > self.effort.longest_s
             if too_long or not self._fits(2 * ITEM_BYTES[dtype] * (m * k + k * n + m * n)):
                 continue
-            times[m, k, n] = self.watch.sample(self.device.product(dtype, m, k, n))
+            times[m, k, n] = self.watch.timing(self.device.product(dtype, m, k, n))
             best_flop_per_s = max(best_flop_per_s, n_flop / times[m, k, n].seconds)
         self.device.release()
         return product_points(times, self.slowdown["bf16 products"])
@@ -315,13 +315,13 @@ class _Probe:
         n_tokens, name = lengths[-1], f"{dtype} attention" + (" by cuDNN" if kernel == "cudnn" else "")
         points = AttentionTimes(N_HEADS, self.slowdown["bf16 products"])
         for i, head_dim in enumerate(self.effort.head_dims):
-            times: list[tuple[int, Sample, Sample]] = []
+            times: list[tuple[int, Timing, Timing]] = []
             for j, seq_len in enumerate(lengths):
                 done = (i + j / len(lengths)) / len(self.effort.head_dims)
                 self.step(f"{name} over {seq_len} tokens", _between(begin, end, dtype, done))
                 n_sequences = n_tokens // seq_len
                 issues = self.device.attention(dtype, n_sequences, N_HEADS, seq_len, head_dim, kernel)
-                forward, backward = (self.watch.sample(issue) for issue in issues)
+                forward, backward = (self.watch.timing(issue) for issue in issues)
                 times.append((seq_len, _one_of(forward, n_sequences), _one_of(backward, n_sequences)))
             points.add(head_dim, times)
             self.device.release()
@@ -336,7 +336,7 @@ class _Probe:
             self.device.order(Stream.H2D, done)
             self.device.wait(self.device.record(Stream.H2D))
             seconds.append(self.host.now_s() - start_s)
-        told, passed = self.host.handover(), Sample.of(seconds)
+        told, passed = self.host.handover(), Timing.of(seconds)
         return Reading(told.seconds + passed.seconds, max(told.spread_fraction, passed.spread_fraction))
 
 
@@ -388,5 +388,5 @@ def _between(begin: float, end: float, dtype: Dtype, done: float) -> float:
     return begin + (end - begin) * (order.index(dtype) + done) / len(order)
 
 
-def _one_of(sample: Sample, n: int) -> Sample:
-    return Sample(sample.seconds / n, sample.spread_fraction)
+def _one_of(timing: Timing, n: int) -> Timing:
+    return Timing(timing.seconds / n, timing.spread_fraction)

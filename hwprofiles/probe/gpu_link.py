@@ -13,8 +13,8 @@ from hwprofiles.schema import Direction
 from runtime.units import KiB, MiB
 
 from .device import Buffer, Device, DeviceError, Event, Host, Issue, Place, Stream
-from .samples import Reading, Sample, copy_curve, quantity
 from .stopwatch import Stopwatch
+from .timings import Reading, Timing, copy_curve, quantity
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 TINY_BYTES = 4 * KiB  # of a copy that is all latency
@@ -50,7 +50,7 @@ class LinkProbe:
         self.piece_bytes = min(PIECE_BYTES, sizes[-1])
 
     def measure(self, n_threads: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """The link of a profile, all but what is so by nature; and by how much the optimizer on so many threads slows copies."""
+        """The link of a profile, all but what is so by nature; and by how much the optimizer on `n_threads` slows copies."""
         with ExitStack() as stack:
             ways = [self._way(stack, direction, "pinned", self.sizes[-1]) for direction in DIRECTIONS]
             link: dict[str, Any] = {way.direction: self._curve(way) for way in ways}
@@ -86,16 +86,16 @@ class LinkProbe:
         on_device = stack.enter_context(self.device.allocate("device", n_bytes))
         return Way(direction, self.device, on_device, stack.enter_context(self.device.allocate(place, n_bytes, cores)))
 
-    def _sample(self, way: Way, n_bytes: int) -> Sample:
-        return self.watch.sample(way.copies(n_bytes), way.stream)
+    def _timing(self, way: Way, n_bytes: int) -> Timing:
+        return self.watch.timing(way.copies(n_bytes), way.stream)
 
     def _piece(self, way: Way) -> Reading:
         """Rate of copies so large that latency is nothing."""
-        return self._sample(way, self.piece_bytes).per_second(self.piece_bytes)
+        return self._timing(way, self.piece_bytes).per_second(self.piece_bytes)
 
     def _curve(self, way: Way) -> dict[str, Any]:
-        tiny = self._sample(way, TINY_BYTES)
-        points = [(n_bytes, self._sample(way, n_bytes)) for n_bytes in self.sizes]
+        tiny = self._timing(way, TINY_BYTES)
+        points = [(n_bytes, self._timing(way, n_bytes)) for n_bytes in self.sizes]
         return {
             "latency_s": quantity(tiny.seconds, tiny.spread_fraction, "probe"),
             "bytes_per_s": copy_curve(points, tiny.seconds, "probe"),

@@ -14,7 +14,7 @@ from runtime.units import KiB, MiB
 
 from .device import HostFacts
 from .instruments import Bench, repeating
-from .samples import Reading, Sample, together_per_second
+from .timings import Reading, Timing, together_per_second
 from .works import UPDATE_PARAMS, Work, filled, reductions, walking_copy, walking_updates
 
 Lane = tuple[Sequence[int], Work]  # cores, and what is repeated on one of them
@@ -57,7 +57,7 @@ class Processor:
     def now_s(self) -> float:
         return self.bench.clock()
 
-    def handover(self) -> Sample:
+    def handover(self) -> Timing:
         return self.bench.handover()
 
     def update(self, thread: int) -> Work:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from .samples import ONE_RUN_SPREAD, Sample
+from .timings import ONE_RUN_SPREAD, Timing
 from .works import Work
 
 T = TypeVar("T")
@@ -26,13 +26,13 @@ T = TypeVar("T")
 CALM_FRACTION = 0.95  # of a run in which our thread had its core: below it another program cut in
 MOST_STOLEN_FRACTION = 0.9  # of a run that is believed to have been others': the rest keeps a time above zero
 HURRIED_REPEATS = 2  # once the time for all is used up
-PATIENCE_FACTOR = 4  # on a busy machine a point may take so many times longer, while too few calm runs are found
+PATIENCE_FACTOR = 4  # on a busy machine a point may take that many times longer, while too few calm runs are found
 BARRIER_TIMEOUT_S = 60  # a lane that fails must not hold up the others
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to look. A point is repeated until `point_s` is used up, but for at least and at most so many times."""
+    """How long to look. A point is repeated until `point_s` is used up, but for at least and at most as many times as said here."""
 
     least_repeats: int
     most_repeats: int
@@ -60,7 +60,7 @@ class Bench:
         """Cores of all lanes, each once."""
         return sorted({*self.compute_cores, *self.host_cores})
 
-    def repeat(self, work: Work) -> Sample:
+    def repeat(self, work: Work) -> Timing:
         """Median time of the work on this thread, without the runs that other programs cut into if enough others are left.
 
         If not, all runs count, each without the time for which it was cut. A first run that uses up the time is the result.
@@ -70,7 +70,7 @@ class Bench:
         all_s: list[float] = []
         first_s, _ = self._run(work)  # touches memory and fills caches of the library; counts only if it was long
         if first_s > patience.longest_s:
-            return Sample(first_s, ONE_RUN_SPREAD)
+            return Timing(first_s, ONE_RUN_SPREAD)
         began_s = self.clock()
         while len(all_s) < patience.most_repeats:
             # Longer where calm runs are still wanted, but not without end: on a busy machine there may be none.
@@ -84,7 +84,7 @@ class Bench:
             all_s.append(seconds - stolen_s)
             if stolen_s < (1 - CALM_FRACTION) * seconds:
                 calm_s.append(seconds)
-        return Sample.of(calm_s if len(calm_s) >= least else all_s)
+        return Timing.of(calm_s if len(calm_s) >= least else all_s)
 
     def n_repeats(self) -> int:
         """How often a point is looked at: as often as patience wants, or less when time is up."""
@@ -98,11 +98,11 @@ class Bench:
         seconds = self.clock() - start_s
         return seconds, min(self.queue_clock() - start_queued_s, MOST_STOLEN_FRACTION * seconds)
 
-    def compute(self, work: Work) -> Sample:
+    def compute(self, work: Work) -> Timing:
         """Time of the work on the gpu lane's thread and cores."""
         return on_cores(self.compute_cores, len(self.compute_cores), lambda: self.repeat(work))
 
-    def host(self, work: Work) -> Sample:
+    def host(self, work: Work) -> Timing:
         """Time of the work on a host lane's thread."""
         return on_cores(self.host_cores, 1, lambda: self.repeat(work))
 
@@ -116,10 +116,10 @@ class Bench:
             ratios.append(loaded.seconds / alone.seconds)
         self.slowdown[kind] = max(1.0, statistics.median(ratios))
 
-    def together(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[Sample]:
+    def together(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[Timing]:
         """Seconds per run of each lane's work while all of them run, each on its cores; without what other programs took."""
         windows = [self._window(lanes) for _ in range(self.n_repeats())]
-        return [Sample.of(seconds) for seconds in zip(*windows, strict=True)]
+        return [Timing.of(seconds) for seconds in zip(*windows, strict=True)]
 
     def _window(self, lanes: Sequence[tuple[Sequence[int], Work]]) -> list[float]:
         """Seconds per run of each lane's work, in one window of time."""
@@ -147,7 +147,7 @@ class Bench:
                 result.append(seconds * min(1.0, had_fraction) / n)
         return result
 
-    def handover(self, n_rounds: int = 200) -> Sample:
+    def handover(self, n_rounds: int = 200) -> Timing:
         """From one lane's signal to another's start, as the executor hands over: half of a round trip."""
         turn, conditions = [0], [threading.Condition(), threading.Condition()]
 
@@ -167,12 +167,12 @@ class Bench:
             first = pool.submit(on_cores, self.compute_cores, len(self.compute_cores), lambda: player(0))
             second = pool.submit(on_cores, self.host_cores, 1, lambda: player(1))
             rounds = [*first.result()[1:], *second.result()[1:]]  # the first of each waits for the other thread to be made
-        sample = Sample.of(rounds)
-        return Sample(sample.seconds / 2, sample.spread_fraction)
+        timing = Timing.of(rounds)
+        return Timing(timing.seconds / 2, timing.spread_fraction)
 
 
 def on_cores(cores: Sequence[int], n_threads: int, work: Callable[[], T]) -> T:
-    """Run the work on a fresh thread, bound to the cores, with so many threads inside a kernel."""
+    """Run the work on a fresh thread, bound to the cores, with `n_threads` inside a kernel."""
 
     def settled() -> T:
         os.sched_setaffinity(0, cores)  # 0: the calling thread

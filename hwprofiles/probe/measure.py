@@ -24,10 +24,10 @@ from . import host as hosts
 from .cliffs import Cliff, listed_cliffs, named_cliffs, optimizer_cliffs
 from .host import COPY_BYTES, Processor
 from .instruments import Bench, Patience
-from .samples import (
+from .timings import (
     AttentionTimes,
     Reading,
-    Sample,
+    Timing,
     copy_curve,
     product_points,
     products_flop,
@@ -207,11 +207,11 @@ def _link(bench: Bench, effort: Effort, processor: Processor) -> tuple[dict[str,
     for (direction, (to, source)), work, beside in zip(ways.items(), works, both, strict=True):
         tiny = bench.host(walking_copy(to, source, 64, n_copies=64))
         latency_s = tiny.seconds / 64
-        points: list[tuple[int, Sample]] = []
+        points: list[tuple[int, Timing]] = []
         for n_bytes in effort.copy_bytes:
             n_copies = max(1, 4 * MiB // n_bytes)
-            sample = bench.host(walking_copy(to, source, n_bytes, n_copies))
-            points.append((n_bytes, Sample(sample.seconds / n_copies, sample.spread_fraction)))
+            timing = bench.host(walking_copy(to, source, n_bytes, n_copies))
+            points.append((n_bytes, Timing(timing.seconds / n_copies, timing.spread_fraction)))
         curve = copy_curve(points, latency_s, "probe")
         loaded, *_ = bench.together([(cores, work), *((cores, processor.update(i)) for i in range(len(cores)))])
         link[direction] = {
@@ -260,9 +260,9 @@ def _overheads(bench: Bench, busy: Sequence[Work]) -> dict[str, Any]:
     sizes = [pointwise(tokens, 512, 1536) for tokens in (256, 1024)]
     rates, spreads = [], []
     for work, n_bytes, n_calls in sizes:
-        sample = bench.compute(work)
-        rates.append(n_bytes / max(sample.seconds - n_calls * call_s, sample.seconds / 4))
-        spreads.append(sample.spread_fraction)
+        timing = bench.compute(work)
+        rates.append(n_bytes / max(timing.seconds - n_calls * call_s, timing.seconds / 4))
+        spreads.append(timing.spread_fraction)
     bench.slow_by("memory traffic", [work for work, _, _ in sizes], busy)
     mean = statistics.geometric_mean(rates)
     traffic = Reading(mean, max(*spreads, max(rates) / mean - 1))
@@ -282,7 +282,7 @@ def _matmuls(bench: Bench, effort: Effort, busy: Sequence[Work], progress: Progr
     for dtype in DTYPES:
         bench.slow_by(f"{dtype} products", [products(dtype, *middle)], busy)
     for i, dtype in enumerate(DTYPES):
-        times: dict[tuple[int, int, int], Sample] = {}
+        times: dict[tuple[int, int, int], Timing] = {}
         best_flop_per_s = 0.0
         for j, (m, k, n) in enumerate(shapes):
             progress(f"matrix products in {dtype}", (i + j / len(shapes)) / len(DTYPES))

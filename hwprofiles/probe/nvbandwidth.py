@@ -19,7 +19,7 @@ from runtime.errors import ProfileError
 from runtime.files import read_whole
 from runtime.units import GB, MiB, on_one_line, show_bytes, show_rate
 
-from .samples import quantity
+from .timings import quantity
 
 MAX_FILE_BYTES = 8 * MiB
 MOST_CASES, MOST_DEVICES = 1000, 4096
@@ -71,8 +71,8 @@ def parse_nvbandwidth(text: str, where: str, device_index: int = 0) -> Results:
     matrices = {name: _row(case, f"{where}: {name}") for name, case in cases.items() if name in {*ALONE.values(), *DUPLEX.values()}}
     measured = {name: cells for name, cells in matrices.items() if isinstance(cells, list)}
     if not measured:
-        said = root.get("error") or "; ".join(f"{name} {why}" for name, why in matrices.items()) or "no copy-engine case is in it"
-        raise ProfileError(f"{where}: no rate of a link ({on_one_line(str(said), 160)}); {AGAIN}")
+        found = root.get("error") or "; ".join(f"{name} {why}" for name, why in matrices.items()) or "no copy-engine case is in it"
+        raise ProfileError(f"{where}: no rate of a link ({on_one_line(str(found), 160)}); {AGAIN}")
     n_devices = max(len(cells) for cells in measured.values())
     if device_index >= n_devices:
         raise ProfileError(f"{where}: there is no device {device_index}; it measured {n_devices}, counted from 0")
@@ -102,9 +102,9 @@ def merged(base: Profile, results: Results, buffer_bytes: int, name: str) -> tup
             f"{base.name} computes on a CPU, and nvbandwidth measures a GPU's link; give --onto a machine with a GPU"
         )
     fields = base.to_json()
-    said = f"nvbandwidth {results.version}, copy engines, pinned, buffers of {show_bytes(buffer_bytes)} (not in the file: as given)"
+    how = f"nvbandwidth {results.version}, copy engines, pinned, buffers of {show_bytes(buffer_bytes)} (not in the file: as given)"
     about = {"date": None, "device": results.device, "driver": results.driver}
-    fields["sources"]["nvbandwidth"] = {"kind": "measured", "detail": f"{said}; date not in the file", **about}
+    fields["sources"]["nvbandwidth"] = {"kind": "measured", "detail": f"{how}; date not in the file", **about}
     lines = []
     for direction, rate in results.alone.items():
         before = base.copy_bytes_per_s(direction, buffer_bytes)

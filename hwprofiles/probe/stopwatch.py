@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 from .device import Device, Issue, Stream
-from .samples import ONE_RUN_SPREAD, Sample
+from .timings import ONE_RUN_SPREAD, Timing
 
 SETTLED_FRACTION = 0.02  # that two timings in a row may differ by
 WARM_BATCH_S = 0.25  # of one timing while warming up: clocks rise and fall over tenths of a second
@@ -40,11 +40,11 @@ class Stopwatch:
         self.busy_s += seconds
         return max(seconds, 1e-9) / n
 
-    def sample(self, issue: Issue, stream: Stream = Stream.COMPUTE) -> Sample:
+    def timing(self, issue: Issue, stream: Stream = Stream.COMPUTE) -> Timing:
         """Median of repeats, after timings have settled."""
         first_s = self.batch(issue, 1, stream)  # loads the kernel and fills the allocator
         if first_s > self.longest_s:
-            return Sample(first_s, ONE_RUN_SPREAD)
+            return Timing(first_s, ONE_RUN_SPREAD)
         n = self._n_per_batch(self.batch(issue, 1, stream))
         before_s = self.batch(issue, n, stream)
         timings = [self.batch(issue, n, stream)]
@@ -54,7 +54,7 @@ class Stopwatch:
             before_s, timings = timings[0], [self.batch(issue, n, stream)]
         while len(timings) < self.least_repeats or (len(timings) < self.most_repeats and sum(timings) * n < self.point_s):
             timings.append(self.batch(issue, n, stream))
-        return Sample.of(timings)
+        return Timing.of(timings)
 
     def warm_up(self, issue: Issue, most_s: float) -> None:
         """Work until several timings in a row agree, but not for longer than `most_s`: then the clocks are what training gets."""

@@ -151,7 +151,7 @@ def _walking_update(state: Sequence[torch.Tensor], piece: int) -> Work:
 
 
 def reductions(n_params: int, n_lanes: int) -> tuple[list[Work], int]:
-    """For each lane the runtime's norm over a bf16 gradient of its own, of so many parameters; and the bytes that each reads."""
+    """For each lane the runtime's norm over a bf16 gradient of its own, of `n_params`; and the bytes that each reads."""
     first = torch.randn(n_params).bfloat16()
     gradients = [first, *(first.clone() for _ in range(n_lanes - 1))]
     return [_reduction(gradient) for gradient in gradients], first.nbytes

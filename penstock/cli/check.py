@@ -18,22 +18,15 @@ def check(plan_file: Path, quick: bool) -> None:
     is no plan, or claims nothing. The search takes as long as it took `plan`, all else a second or two.
     """
     from hwprofiles.schema import Profile
-    from penstock.api import recounted
-    from planner.check.check import check as prove
-    from planner.check.check import summary
+    from penstock.api import proven
     from planner.check.claimed import claimed
     from planner.check.recount import strangers
-    from runtime.errors import PlanError, WrongPlanError
     from runtime.plan import PlanFile
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
-    claim = claimed(file.claim, str(plan_file))
+    claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
     Profile.from_json(file.plan.profile, f"{plan_file}: profile")
-    try:
-        prove(file.plan, file.claim)
-        said = recounted(file.plan, claim, quick)
-    except PlanError as error:
-        raise WrongPlanError(f"{plan_file}: {error}") from None
+    found = proven(str(plan_file), file, quick)
     for stranger in strangers(file.plan):
         click.echo(f"note: {where}: {on_one_line(stranger)}", err=True)
-    click.echo(f"{where}: {summary(file.plan)}; {on_one_line(said)}")
+    click.echo(f"{where}: {on_one_line(found)}")

@@ -1,11 +1,10 @@
 """How does a user ask which machine to buy?"""
 
 import json
-import sys
 
 import click
 
-from .options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step
+from .options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step, show_table
 
 
 @click.command()
@@ -60,16 +59,6 @@ def compare(
     if as_json:
         click.echo(json.dumps(found.to_json()))
         return
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*TITLES)
-        for row in found.rows():
-            table.add_row(*row)
-        Console().print(table)
-    else:
-        for row in (TITLES, *found.rows()):
-            click.echo("\t".join(row))
+    show_table(TITLES, found.rows())
     for note in found.notes():
         click.echo(note)

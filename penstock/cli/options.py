@@ -1,6 +1,8 @@
-"""How are sizes, counts, norms and machines written on the command line?"""
+"""How are sizes, counts, norms, machines and tables written on the command line?"""
 
 import os
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -37,10 +39,10 @@ class ClipNorm(click.ParamType):  # type: ignore[type-arg]
 
 
 class Count(click.IntRange):
-    """A whole number above zero. `--help` leaves out the upper end, which nobody means."""
+    """A whole number. `--help` leaves out the upper end, which nobody means."""
 
     def _describe_range(self) -> str:
-        return "1 or more"
+        return f"{self.min} or more"
 
 
 COUNT = Count(1, MAX_COUNT)
@@ -70,3 +72,18 @@ def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq
         near = max(1, round(tokens_per_step / seq_len)) * seq_len
         raise click.UsageError(f"--tokens-per-step {tokens_per_step} is no multiple of --seq-len {seq_len}; {near} is")
     return tokens_per_step // seq_len
+
+
+def show_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """On a terminal with lines around it, elsewhere with tabs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not sys.stdout.isatty():
+        for row in (titles, *rows):
+            click.echo("\t".join(row))
+        return
+    table = Table(*titles)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

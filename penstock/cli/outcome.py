@@ -3,13 +3,12 @@
 import json
 import resource
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,9 +18,10 @@ from runtime.plan.footprint import planned_device_needs
 from runtime.train.run_config import RunConfigError
 from runtime.units import on_one_line, show_bytes, show_seconds
 
+from .options import show_table
+
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled
-    from runtime.machines.emulated import EmulatedMachine
+    from penstock.assembly import Session
     from runtime.plan import Kind, Lane, Plan
     from runtime.plan.timeline import Timeline
     from runtime.train.trainer import Training
@@ -43,15 +43,10 @@ class _Row:
         return self.name, self.show(self.predicted), self.show(self.measured), error
 
 
-def show_outcome(run: "Assembled", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
+def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
     """The final table on stdout: predicted, measured, error; what differs; where things lie. Perhaps a corrected profile."""
-    from runtime.train.trainer import scaled, write_timeline
-
-    if run.scale != 1.0:
-        timeline, times_s = scaled(timeline, run.scale), [t / run.scale for t in times_s]
-        write_timeline(run.training.folder / "timeline.json", timeline)
     rows = _rows(run, timeline, times_s)
-    _table(rows)
+    show_table(("", "predicted", "measured", "error"), [row.cells() for row in rows])
     if times_s:
         ordered = sorted(times_s)
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
@@ -68,7 +63,7 @@ def _settled(timeline: "Timeline", times_s: list[float]) -> "Timeline":
     return timeline.from_step(min((s.step for s in timeline.spans), default=0) + 1) if times_s else timeline
 
 
-def _rows(run: "Assembled", timeline: "Timeline", times_s: list[float]) -> list[_Row]:
+def _rows(run: "Session", timeline: "Timeline", times_s: list[float]) -> list[_Row]:
     plan, prediction = run.plan, run.prediction
     step_s = statistics.median(times_s) if times_s else timeline.total_s
     rows = [_Row("step", prediction.step_s, step_s, show_seconds)]
@@ -99,31 +94,15 @@ def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
     ]
 
 
-def _table(rows: list[_Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    if not sys.stdout.isatty():
-        click.echo("\t".join(("", "predicted", "measured", "error")))
-        for row in rows:
-            click.echo("\t".join(row.cells()))
-        return
-    table = Table("", "predicted", "measured", "error")
-    for row in rows:
-        table.add_row(*row.cells())
-    Console().print(table)
-
-
-def _notes(run: "Assembled") -> None:
+def _notes(run: "Session") -> None:
+    from penstock.watch import late_fraction
     from runtime.checkpoint.checkpoint import latest
 
     plan, training = run.plan, run.training
     if run.device == "emulated":
-        machine: EmulatedMachine | Any = training.machine
-        bound = machine.n_real_work_binds / max(machine.n_performed, 1)
         click.echo(
             f"emulated {plan.profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
-            f"{bound:.1%} of the ops took this computer longer than that"
+            f"{late_fraction(run):.1%} of the ops took this computer longer than that"
         )
     elif not run.is_comparable:
         here = "CPU" if run.device == "cpu" else "GPU"
@@ -138,14 +117,14 @@ def _notes(run: "Assembled") -> None:
     click.echo(f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html")
 
 
-def _plan_file(run: "Assembled") -> str:
+def _plan_file(run: "Session") -> str:
     return on_one_line(str(run.settings.plan))
 
 
 # -- reality and the profile ----------------------------------------------------------------------------------------------
 
 
-def _differences(run: "Assembled", settled: "Timeline", step: _Row, recalibrate: Path | None) -> None:
+def _differences(run: "Session", settled: "Timeline", step: _Row, recalibrate: Path | None) -> None:
     """Where the time goes that was not predicted, when the step differs by more than a plan should be off."""
     error = step.measured / step.predicted - 1
     if abs(error) <= WORTH_A_PLAN:
@@ -194,7 +173,7 @@ def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str
         raise RunConfigError(f"{path}: cannot be written ({error.strerror}); choose another --recalibrate") from None
 
 
-def _recalibrate(run: "Assembled", timeline: "Timeline", path: Path) -> None:
+def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
     """Write the profile as the run shows it to be, and say what that changes."""
     from planner.ledger.recalibrate import recalibrate
 

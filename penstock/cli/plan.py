@@ -220,8 +220,8 @@ def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy 
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        said = f"--policy {path}: {place}: {first['msg'][:160]}"
-        raise click.UsageError(f"{said}; known are the fields of `policy` in a plan") from None
+        problem = f"--policy {path}: {place}: {first['msg'][:160]}"
+        raise click.UsageError(f"{problem}; known are the fields of `policy` in a plan") from None
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        said = f"--policy {path}: not JSON ({str(error)[:80]})"
-        raise click.UsageError(f'{said}; give a plan file, or for example {{"prefetch_depth": 2}}') from None
+        problem = f"--policy {path}: not JSON ({str(error)[:80]})"
+        raise click.UsageError(f'{problem}; give a plan file, or for example {{"prefetch_depth": 2}}') from None

@@ -57,6 +57,8 @@ def probe(
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
     other programs first. The profile is what `penstock plan --machine FILE` reads.
     """
+    from penstock.api import probe as measured
+
     if onto is not None and results_path is None:
         raise ProfileError("--onto says where the numbers of a file go; give the file too, with --nvbandwidth FILE")
     if output is not None:
@@ -67,7 +69,11 @@ def probe(
     console = Console(stderr=True)
     name = output.stem if output else DEFAULT_NAME
     device = "cuda" if results else device  # what nvbandwidth measured is the link of one
-    profile = _measured(device, quick, gpu, name, console) if onto is None else read_profile(onto)
+    if onto is None:
+        with _progress(console) as report:
+            profile = measured(device, quick, gpu=gpu, name=name, report=report)
+    else:
+        profile = read_profile(onto)
     lines: list[str] = []
     if results is not None:
         profile, lines = merged(profile, results, buffer_bytes, name)
@@ -80,20 +86,6 @@ def probe(
     else:
         write_profile(profile, output)
         console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
-
-
-def _measured(device: str, quick: bool, gpu: int, name: str, console: Console) -> Profile:
-    """The profile of this machine, measured with a bar of progress."""
-    from hwprofiles.probe import measure
-    from runtime.machines.streams import has_cuda
-
-    with _progress(console) as report:
-        if device == "cpu" or (device == "auto" and not has_cuda()):
-            return measure.probe_cpu(measure.QUICK if quick else measure.THOROUGH, report, name)
-        from hwprofiles.probe.cuda import open_cuda
-        from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
-
-        return probe_gpu(open_cuda(gpu), measure.host_beside_gpu(quick), QUICK_GPU if quick else THOROUGH_GPU, report, name)
 
 
 def headline(profile: Profile) -> Table:

@@ -1,4 +1,4 @@
-"""What does a user see while a run goes on?"""
+"""What does a user see during a run?"""
 
 import resource
 from collections import deque
@@ -80,7 +80,7 @@ class Progress:
         return Group(self.bar, Text(lines, no_wrap=True, overflow="ellipsis"))
 
     def _left(self) -> str:
-        """How long the rest takes if it goes on as it did lately."""
+        """How long the rest takes at the pace of the last steps."""
         left_s = median(self.times_s) * (self.n_steps - self.n_done)
         if left_s < 100:
             return f"{left_s:.0f} s"

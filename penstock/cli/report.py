@@ -61,30 +61,29 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from planner.show.report import report as page_of
 
-    from .run_files import read_run, refuse_disorder
+    from .run_files import read_logged_run, refuse_disorder
 
-    run = None if run_dir is None else read_run(run_dir, len(file.plan.ops))
+    run = None if run_dir is None else read_logged_run(run_dir, len(file.plan.ops))
     if run_dir is not None and run is not None and run.timeline is not None:
         refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
     return page_of(file, on_one_line(plan_file.name), run)
 
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
-    from hwprofiles.schema import Profile
-    from planner.predict.cost import costs, region_of
-    from planner.predict.simulate import simulate
+    from penstock.api import predict
     from runtime.plan.timeline import chrome_trace
 
     from .run_files import read_timeline, refuse_disorder
 
     plan = file.plan
-    profile = Profile.from_json(plan.profile, str(plan_file))
-    tracks = {"predicted": simulate(plan, costs(plan, profile), region_of(profile)).timeline}
+    tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:
         timeline_file = run_dir / "timeline.json"
         if not os.path.lexists(timeline_file):
-            said = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
-            raise click.UsageError(f"{run_dir}: {said if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}")
+            problem = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
+            raise click.UsageError(
+                f"{run_dir}: {problem if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}"
+            )
         tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
         refuse_disorder(tracks["measured"], plan, timeline_file)
     return chrome_trace(plan, tracks)

@@ -14,23 +14,21 @@ import click
 from runtime.train.run_config import RUN_FILE
 from runtime.units import on_one_line, show_count
 
-from .run_options import PATH, POSITIVE, said, setting_flags
+from .run_options import PATH, POSITIVE, given_settings, setting_flags
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled
+    from penstock.assembly import Session
     from runtime.executor import Stop
     from runtime.plan import Plan
     from runtime.settings import RunSettings
-
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints, each perhaps in a .partial first
 
 
 @click.command("run")
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
 @click.option("--config", type=PATH, help="YAML or TOML file of settings; flags override it.")
 @setting_flags
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --out.")
-@click.option("--resume-from", metavar="CHECKPOINT", help="Go on from this one, as checkpoint-20.")
+@click.option("--resume", is_flag=True, help="Resume from the last checkpoint in --out.")
+@click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
 @click.option("--recalibrate", type=PATH, metavar="FILE.json", help="Write the machine's profile as this run shows it to be.")
 @click.option(
     "--time-scale", type=POSITIVE, help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
@@ -54,7 +52,7 @@ def run(
     """
     from runtime.train.run_config import read_run
 
-    given = said(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
+    given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     settings = read_run(config, given)
     if settings.plan is None:
         raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
@@ -73,15 +71,14 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
         if recalibrate is not None:
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
-    begin = begun(settings, None, resume, resume_from, time_scale, refuse=refuse)
-    with begin as (assembled, first_step):
-        return _train(assembled, first_step, recalibrate)
+    with begun(settings, None, resume, resume_from, time_scale, refuse=refuse) as (session, first_step):
+        return _train(session, first_step, recalibrate)
 
 
-def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
+def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:
     """Perform the steps and show what came of them; the exit code."""
     from penstock.session import online, write_settings
-    from penstock.watch import watched
+    from penstock.watch import performed, watched
 
     from .outcome import show_outcome
     from .progress import Progress
@@ -100,7 +97,7 @@ def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
         progress = until_the_end.enter_context(
             Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes)
         )
-        timeline, times_s = training.run(first_step, run.n_steps, progress.step)
+        timeline, times_s = performed(run, training, first_step, progress.step)
     if training.stop.is_requested and (progress.n_done < run.n_steps or training.lacks_evaluation(run.n_steps, run.n_steps)):
         click.echo(f"{asked.words}: {_stopped(run, first_step, progress.n_done)}", err=True)
         return asked.exit_code
@@ -109,16 +106,18 @@ def _train(run: "Assembled", first_step: int, recalibrate: Path | None) -> int:
     return 0
 
 
-def _stopped(run: "Assembled", first_step: int, n_done: int) -> str:
+def _stopped(run: "Session", first_step: int, n_done: int) -> str:
     """What a run leaves that was asked to end."""
     at = f"stopped after step {n_done} of {run.n_steps}"
     if not run.training.saves:
         return f"{at}, and nothing is saved"
     saved = "saved" if n_done > first_step else "nothing to save"
-    return f"{at}, {saved}; go on with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
+    return (
+        f"{at}, {saved}; resume with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
+    )
 
 
-def _words(run: "Assembled") -> str:
+def _words(run: "Session") -> str:
     batch_size = run.training.plan.semantics.batch_size
     return f"{show_count(run.plan.workload.n_params)} parameters; {run.training.data.words()}, {batch_size} a step"
 

@@ -12,7 +12,7 @@ import click
 from runtime.units import on_one_line
 
 if TYPE_CHECKING:
-    from planner.show.report_run import Run
+    from planner.show.report_run import LoggedRun
     from runtime.plan import Plan
     from runtime.plan.timeline import Timeline
 
@@ -22,23 +22,23 @@ MAX_LINE_BYTES = 2**20
 CLOCK_S = 1e-3  # the ends that a device's clock gives, and the starts that follow, are read within that
 
 
-def read_run(folder: Path, n_ops: int) -> "Run":
-    """All that can be drawn of a run of a plan with so many ops. UsageError where there is nothing, or something else."""
-    from planner.show.report_run import Run, read_log, read_samples
+def read_logged_run(folder: Path, n_ops: int) -> "LoggedRun":
+    """All that can be drawn of a run of a plan with `n_ops`. UsageError where there is nothing, or something else."""
+    from planner.show.report_run import LoggedRun, read_log, read_samples
 
     timeline_file, log_file, samples_file = (folder / name for name in ("timeline.json", "metrics.jsonl", "samples.jsonl"))
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
-        said = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
-        raise click.UsageError(f"{folder}: {said}; give the --out folder of a run")
+        problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
+        raise click.UsageError(f"{folder}: {problem}; give the --out folder of a run")
     timeline = read_timeline(timeline_file, n_ops) if os.path.lexists(timeline_file) else None
     with _end_of(log_file) as (lines, is_whole):
         log = read_log(lines, is_whole)
     with _end_of(samples_file) as (lines, _):
-        return Run(timeline, log, read_samples(lines))
+        return LoggedRun(timeline, log, read_samples(lines))
 
 
 def read_timeline(path: Path, n_ops: int) -> "Timeline":
-    """The timeline that a run wrote, of a plan with so many ops."""
+    """The timeline that a run wrote, of a plan with `n_ops`."""
     from pydantic import TypeAdapter, ValidationError
 
     from runtime.files import read_whole
@@ -86,8 +86,8 @@ def _end_of(path: Path) -> Iterator[tuple[Iterator[bytes], bool]]:
                 file.readline()  # the rest of a line
             yield _lines(file), is_whole
     except OSError as error:
-        said = f"{path}: cannot be read ({error.strerror}); give the --out folder of a run"
-        raise click.UsageError(on_one_line(said)) from None
+        problem = f"{path}: cannot be read ({error.strerror}); give the --out folder of a run"
+        raise click.UsageError(on_one_line(problem)) from None
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
-"""What can be said of a run on the command line?
+"""Which settings of a run are flags?
 
-The settings that people change from run to run; all others are said in the file of `--config`. A flag that is not given says
+Those that people change from run to run; all others stand in the file of `--config`. A flag that is not given says
 nothing, so that the file, or else the default, holds.
 """
 
@@ -12,6 +12,8 @@ from typing import Any, get_args
 import click
 
 from runtime.settings import Device, Format, Packing, ScheduleKind, Service
+
+from .options import Count
 
 MAX_STEPS = 10**9
 MAX_NUMBER = 1e6
@@ -30,13 +32,6 @@ class Number(click.FloatRange):
         return "above 0" if self.min_open else "0 or more"
 
 
-class Count(click.IntRange):
-    """A whole number. `--help` leaves out the upper end, which nobody means."""
-
-    def _describe_range(self) -> str:
-        return f"{self.min} or more"
-
-
 POSITIVE = Number(min=0, min_open=True, max=MAX_NUMBER)
 STEPS = Count(1, MAX_STEPS)
 NATURAL = Count(0, MAX_STEPS)
@@ -47,7 +42,7 @@ def _named(names: Any) -> click.Choice[str]:
     return click.Choice(get_args(names))
 
 
-# Each flag that says a setting: its name, the setting's, and what click is to know of it.
+# Each flag that sets something: its name, the setting's, and what click is to know of it.
 _SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("--data", "data.path", {"type": PATH, "help": "A folder of files, or one file: text, JSONL or Parquet."}),
     (
@@ -82,7 +77,7 @@ _SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "optimizer.schedule.kind",
         {
             "type": _named(ScheduleKind),
-            "help": "How the learning rate goes on after warm-up.  [default: constant]",
+            "help": "The learning rate after warm-up.  [default: constant]",
         },
     ),
     ("--warmup-steps", "optimizer.schedule.warmup_steps", {"type": NATURAL, "help": "Steps of warm-up.  [default: 0]"}),
@@ -127,13 +122,13 @@ _SETTING_OF = {flag.removeprefix("--").replace("-", "_"): setting for flag, sett
 
 
 def setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command every flag that says a setting, in this order."""
+    """Give a command every flag of a setting, in this order."""
     for flag, _, known in reversed(_SETTINGS):
         command = click.option(flag, **known)(command)
     return command
 
 
-def said(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were said, by dotted names."""
+def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were given, by dotted names."""
     given = {_SETTING_OF[name]: value for name, value in params.items() if name in _SETTING_OF and value not in (None, ())}
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}

@@ -1,7 +1,7 @@
 """What else was published about these systems, and is it so in our model?
 
 Sentences of the sources that give no complete run, so nothing was ever fitted from them: ratios, ablations, limits, and times of
-single copies. Each is computed anew with the shipped profiles and held against what the source says, misses included.
+single copies. Each is computed again with the shipped profiles and held against what the source says, misses included.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _read_profile = cache(read_profile)
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PublishedClaim:
     """A number that a source gives, from `low` to `high` (None: no limit on that side), and ours."""
 
     what: str
@@ -46,37 +46,37 @@ class Claim:
     def row(self) -> tuple[str, str, str, str, str, str]:
         """What, who says it, what they say, what we say, the verdict, the note."""
         low, high = (None if x is None else f"{x:.4g}" for x in (self.low, self.high))
-        said = (
+        words = (
             low if low == high else f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
         )
         return (
             self.what,
             self.source,
-            f"{said} {self.unit}",
+            f"{words} {self.unit}",
             f"{self.ours:.4g} {self.unit}",
             "holds" if self.holds else "misses",
             self.note,
         )
 
 
-def claims() -> list[Claim]:
+def claims() -> list[PublishedClaim]:
     """Every definite sentence of the sources that is not a run of the ledger."""
     return [*_megatrain(), *_limits(), *_fork(), *_others()]
 
 
-def _megatrain() -> Iterator[Claim]:
+def _megatrain() -> Iterator[PublishedClaim]:
     def rate(model: str | Model, batch: int, variant: str = "full") -> float:
         return _claimed_rate(_outcome("megatrain", "gh200", model, batch, 1024, variant))
 
     def fits_32b(batch: int) -> bool:
         return _fits_device(_outcome("megatrain", "gh200", "qwen2.5-32b", batch, 1024), _read_profile("gh200"))
 
-    yield Claim(
+    yield PublishedClaim(
         "GH200, 32B", PAPER, 250, None, rate("qwen2.5-32b", _largest(fits_32b)), "TFLOP/s", "at the largest batch that we say fits"
     )
     full, single = rate("qwen2.5-14b", 96), rate("qwen2.5-14b", 96, "no-slab-pool")
-    yield Claim("GH200, 14B, 96 sequences, without the slab pool", PAPER, 257.6, 257.6, single, "TFLOP/s")
-    yield Claim(
+    yield PublishedClaim("GH200, 14B, 96 sequences, without the slab pool", PAPER, 257.6, 257.6, single, "TFLOP/s")
+    yield PublishedClaim(
         "what that pool gives", PAPER, 3.4, 3.4, round(100 * (full / single - 1), 3), "%",
         "with one buffer the gradient thread, at the page-fault rate taken for Grace, still keeps ahead of a layer's backward; in "
         "the paper the main thread seems to wait for it",
@@ -85,54 +85,54 @@ def _megatrain() -> Iterator[Claim]:
     zero3 = _claimed_rate(_outcome("zero3-offload", "gh200", "qwen2.5-14b", kept, 1024))
     recomputing = _largest(lambda batch: zero3_device_bytes(_costs("gh200", "qwen2.5-14b", batch)) <= _usable_bytes("gh200"))
     better = _claimed_rate(_outcome("zero3-offload", "gh200", "qwen2.5-14b", recomputing, 1024))
-    yield Claim(
+    yield PublishedClaim(
         "GH200, 14B: MegaTrain over ZeRO-3 offload", PAPER, 1.84, 1.84, full / zero3, "times",
         f"the batch of ZeRO-3 is not given: here {kept}, the largest that keeps all activations, as in the run on the MI355X; with "
         f"{recomputing} sequences and recompute we say {full / better:.2f}",
     )  # fmt: skip
     config = read_model("qwen2.5-7b").config
     deep = [rate(Model({**config, "num_hidden_layers": n}, None, f"{n} layers"), 158) for n in (28, 180)]
-    yield Claim(
+    yield PublishedClaim(
         "from 28 to 180 layers of one width, rate lost", PAPER, 20.1, 20.1, 100 * (1 - deep[1] / deep[0]), "%",
         "284 to 227 TFLOP/s; batch and machine are not given (180 layers of the 7B exceed a GH200's host memory). All our costs "
         "but fill and drain grow with the layers",
     )  # fmt: skip
 
 
-def _limits() -> Iterator[Claim]:
+def _limits() -> Iterator[PublishedClaim]:
     largest = _outcome("megatrain", "h200-pcie5", "gpt-oss-120b", 64, 1024)
-    yield Claim(
+    yield PublishedClaim(
         "H200 with 1.5 TB, GPT-OSS-120B: host memory", PAPER, None, 1.5 * TB / GB, largest.host_peak_bytes / GB, "GB",
         "over 1.5e12 bytes, within 1.5 TiB",
     )  # fmt: skip
-    yield Claim("the same: device memory", PAPER, None, 139, largest.device_peak_bytes / GiB, "GiB")
+    yield PublishedClaim("the same: device memory", PAPER, None, 139, largest.device_peak_bytes / GiB, "GiB")
     long = _outcome("megatrain", "gh200", "qwen2.5-7b", 1, 524288)
-    yield Claim(
+    yield PublishedClaim(
         "GH200, 7B, one sequence of 512 K: device memory", PAPER, None, 94.5, long.device_peak_bytes / GiB, "GiB",
         "neither the logits of this length nor an unfused MLP would fit: other code than the published one ran, as at 256 K",
     )  # fmt: skip
     swapping = _outcome("megatrain", "gb10", "qwen2.5-32b", 2, 512, updates=False)
-    yield Claim(
+    yield PublishedClaim(
         "GB10, 32B: a run that swapped, so host and device together need more than the pool", FORK, 119, None,
         (swapping.host_peak_bytes + swapping.device_peak_bytes) / GiB, "GiB",
     )  # fmt: skip
 
 
-def _fork() -> Iterator[Claim]:
+def _fork() -> Iterator[PublishedClaim]:
     """The fork's changes one by one, on its machine, with a 7B and no optimizer."""
     costs = _costs("gb10", "qwen2.5-7b", 2, 512)
     before, inputs, views, third = (
         _phases(costs, *changes) for changes in ((False, False, 2), (True, False, 2), (True, True, 2), (True, True, 3))
     )
     step_s = {name: sum(phases) for name, phases in zip("biv3", (before, inputs, views, third), strict=True)}
-    yield Claim("one forward in backward: backward", FORK, -30, -27, 100 * (inputs[1] / before[1] - 1), "%")
-    yield Claim("one forward in backward: tokens/s", FORK, 23, 28, 100 * (step_s["b"] / step_s["i"] - 1), "%")
-    yield Claim("weights as views: step", FORK, -8, -8, 100 * (step_s["v"] / step_s["i"] - 1), "%")
-    yield Claim("a third buffer: step", FORK, 0, 0, 100 * (step_s["3"] / step_s["v"] - 1), "%")
+    yield PublishedClaim("one forward in backward: backward", FORK, -30, -27, 100 * (inputs[1] / before[1] - 1), "%")
+    yield PublishedClaim("one forward in backward: tokens/s", FORK, 23, 28, 100 * (step_s["b"] / step_s["i"] - 1), "%")
+    yield PublishedClaim("weights as views: step", FORK, -8, -8, 100 * (step_s["v"] / step_s["i"] - 1), "%")
+    yield PublishedClaim("a third buffer: step", FORK, 0, 0, 100 * (step_s["3"] / step_s["v"] - 1), "%")
     layer = costs.layers[0]
     n_bytes = layer.n_params * 2
-    yield Claim("flattening a layer on the CPU", FORK, 10.4, 10.4, 1e3 * costs.flatten(layer).uncontended_s, "ms")
-    yield Claim(
+    yield PublishedClaim("flattening a layer on the CPU", FORK, 10.4, 10.4, 1e3 * costs.flatten(layer).uncontended_s, "ms")
+    yield PublishedClaim(
         "copying it on the device", FORK, 6.2, 6.2, 1e3 * costs.unpack(n_bytes, len(layer.parameters)).uncontended_s, "ms",
         "between buffers at the rate of pointwise kernels, 0.85 of the datasheet; the profile's copies within the pool take 6.2",
     )  # fmt: skip
@@ -140,13 +140,13 @@ def _fork() -> Iterator[Claim]:
     forward_ms = (
         1e3 * _outcome("megatrain-plus", "gb10", "qwen2.5-7b", 2, 512, updates=False).phases_s["forward_s"] / len(costs.layers)
     )
-    yield Claim("a layer's forward: 5.7 ms and its bytes at 25 GB/s", FORK, formula_ms, formula_ms, forward_ms, "ms")
+    yield PublishedClaim("a layer's forward: 5.7 ms and its bytes at 25 GB/s", FORK, formula_ms, formula_ms, forward_ms, "ms")
 
 
-def _others() -> Iterator[Claim]:
+def _others() -> Iterator[PublishedClaim]:
     for model, rate in (("llama-3.1-8b", 3723), ("qwen3-8b", 3533)):
         found = _outcome("slideformer", "rtx5090-server", model, 32, 1024)
-        yield Claim(
+        yield PublishedClaim(
             f"RTX 5090, {model}, full training", FLEX, rate, rate, found.n_tokens / found.step_s, "tokens/s",
             "another system: here SlideFormer with 32 sequences of 1024, for the order of magnitude",
         )  # fmt: skip

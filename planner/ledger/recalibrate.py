@@ -21,7 +21,7 @@ from runtime.plan import Kind, Plan
 from runtime.plan.timeline import Timeline
 from runtime.units import show_seconds
 
-from .regression import Row, fit_factors
+from .regression import Observation, fit_factors
 
 MAX_STEPS = 8  # of a simulation in the search: most plans repeat after two
 LEAST_CHANGE = 0.01  # of a logarithm: what differs by less than the spread of any measurement stays
@@ -29,7 +29,7 @@ TOLD_SPREAD = 0.15  # what is known no better than that is not known to be as th
 FASTER_STILL = 0.2  # of a logarithm: would that show?
 LEAST_S = 1e-9  # of an op: a clock's tick
 LEAST_SPREAD = 0.01
-LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about so many sorts of op in one
+LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about five sorts of op in one
 SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
 KEY = "recalibrated"
 
@@ -128,7 +128,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
 
 
 class _Machine:
-    """The plan on the profile's machine, were each resource so many times as fast."""
+    """The plan on the profile's machine, were each resource faster by its factor."""
 
     def __init__(self, plan: Plan, profile: Profile, clips: bool) -> None:
         dtype = plan.semantics.compute_dtype
@@ -172,17 +172,17 @@ def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tu
     return [0.0] * len(logs), before_s, before_s
 
 
-def _rows(plan: Plan, measured: Settled) -> list[Row]:
+def _rows(plan: Plan, measured: Settled) -> list[Observation]:
     """An observation for each op, which counts by its share of its lane; and one for the step."""
     taken_s = [max(seconds, LEAST_S) for seconds in measured.ops_s]
     lanes_s = Counter[str]()
     for i, (op, seconds) in enumerate(zip(plan.ops, taken_s, strict=True)):
         lanes_s[op.lane] += plan.often(i) * seconds  # type: ignore[assignment]
     rows = [
-        Row(math.log(s), LANE_ROWS * plan.often(i) * s / lanes_s[op.lane], op.kind)
+        Observation(math.log(s), LANE_ROWS * plan.often(i) * s / lanes_s[op.lane], op.kind)
         for i, (op, s) in enumerate(zip(plan.ops, taken_s, strict=True))
     ]
-    return [*rows, Row(math.log(measured.step_s), LANE_ROWS, "step")]
+    return [*rows, Observation(math.log(measured.step_s), LANE_ROWS, "step")]
 
 
 def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:

@@ -28,7 +28,7 @@ Model = Callable[[Sequence[float]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Observation:
     """An observation: the logarithm of what was measured, how many independent ones it counts for, and whom it agrees with."""
 
     measured: float
@@ -44,7 +44,7 @@ class Fit:
     deviations: tuple[float, ...]
 
 
-def fit_factors(rows: Sequence[Row], n_factors: int, model: Model) -> Fit:
+def fit_factors(rows: Sequence[Observation], n_factors: int, model: Model) -> Fit:
     """The fewest and likeliest factors. `model` answers the logarithm of each row for logarithms of the factors."""
     search = _Search(rows, n_factors, model, {row.kind: TRUSTED for row in rows})
     best = search.at([0.0] * n_factors)
@@ -80,7 +80,7 @@ class _Point:
 class _Search:
     """The rows, the model of them, and how far a row of each kind is to be trusted."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Observation]
     n_factors: int
     model: Model
     scales: dict[str, float]
@@ -149,7 +149,7 @@ class _Search:
         return normal, towards
 
 
-def _scales(rows: Sequence[Row], left: Sequence[float]) -> dict[str, float]:
+def _scales(rows: Sequence[Observation], left: Sequence[float]) -> dict[str, float]:
     """For each kind of row how far one is to be trusted: by the weighted median of what is left, which odd ones do not move."""
     scales = {}
     for kind in {row.kind for row in rows}:

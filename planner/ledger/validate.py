@@ -138,13 +138,13 @@ class Ledger:
             for key, measured in row.measured.items():
                 error = row.error_of(key)
                 predicted = row.predicted.get(key)
-                said = f"{'-':>10} {measured:10.4g} {'-':>8}" if predicted is None or error is None else None
-                lines.append(f"{name:44} {key:22} " + (said or f"{predicted:10.4g} {measured:10.4g} {error:+8.1%}"))
+                columns = f"{'-':>10} {measured:10.4g} {'-':>8}" if predicted is None or error is None else None
+                lines.append(f"{name:44} {key:22} " + (columns or f"{predicted:10.4g} {measured:10.4g} {error:+8.1%}"))
                 name = ""
             if row.interval_fraction is not None:
                 low, high = 1 / (1 + row.interval_fraction) - 1, row.interval_fraction
-                said = {True: "holds it", False: "misses it", None: "nothing measured"}[row.covered]
-                lines.append(f"{'':44} P10 to P90 of the step: {low:+.0%} to {high:+.0%}, {said}")
+                covered = {True: "holds it", False: "misses it", None: "nothing measured"}[row.covered]
+                lines.append(f"{'':44} P10 to P90 of the step: {low:+.0%} to {high:+.0%}, {covered}")
             if row.ignored:
                 lines.append(f"{'':44} not read: {', '.join(row.ignored)}")
         return "\n".join([*lines, "", *self.summary()])

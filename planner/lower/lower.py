@@ -115,7 +115,7 @@ class _Program:
 
 
 class _WeightSlots:
-    """Which block each weight slot holds, and which slot the next load takes: the one whose content is needed last."""
+    """Which block each weight slot holds, and which slot the next load takes: the one needed last, by Belady's MIN."""
 
     def __init__(self, n_slots: int, uses: list[int]) -> None:
         self.held: list[int | None] = [None] * n_slots

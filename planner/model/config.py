@@ -131,7 +131,7 @@ def config_of(model: Model) -> "Config":
 
 
 def refuse_another(model: Model, n_layers: int) -> None:
-    """WorkloadError unless the model is one that is read, of so many layers: what is built from another may have no end."""
+    """WorkloadError unless the model is one that is read, of `n_layers`: what is built from another may have no end."""
     config = config_of(model)
     if config.n_layers != n_layers:
         config.fail(f"`num_hidden_layers` is {config.n_layers}, and the plan has {n_layers} layers; make the plan again")

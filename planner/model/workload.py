@@ -41,7 +41,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
 
 
 def _blocks(config: Config, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
-    """All blocks, with FLOP and bytes of a micro-batch of so many sequences."""
+    """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
     embedding, head = _embedding(config, semantics, n_sequences), _head(config, semantics, n_sequences)
     kinds: dict[tuple[int | None, bool], Block] = {}  # layers of one structure differ in nothing but their names
     layers = []

@@ -1,4 +1,4 @@
-"""What is looked at of a step that repeats itself?
+"""Which part of a step that repeats itself is drawn?
 
 A short step in its place: what comes before, the repetitions that timelines keep, what comes after, each when it really ran but for
 the time of the repetitions between, which is cut out. Whoever draws or reads a timeline then has a plan that repeats nothing.

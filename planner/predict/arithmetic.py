@@ -1,4 +1,4 @@
-"""By which code was a plan's claim worked out?
+"""Which version of the code computed a plan's claim?
 
 Two versions of the planner may differ in a cost or a bound, and both be honest. So a claim names the code that it was made by; what
 another one finds otherwise is no lie.

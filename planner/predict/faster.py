@@ -54,7 +54,7 @@ def group_of(place: str) -> Group | None:
 
 
 def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
-    """The machine with each group named here so many times as fast."""
+    """The machine with each group named here faster by its factor."""
 
     def change(place: str, quantity: Quantity) -> Quantity:
         group = group_of(place)
@@ -64,7 +64,7 @@ def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:
-    """The quantity where the machine is so many times as fast."""
+    """The quantity where the machine is faster by `factor`."""
     is_time = place.endswith("_s") and not place.endswith("_per_s")
     return quantity.model_copy(update={"value": quantity.value / factor if is_time else quantity.value * factor})
 

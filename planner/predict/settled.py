@@ -1,4 +1,4 @@
-"""What does each op of a settled step take?
+"""How long does each op take once the steps repeat?
 
 An op occupies its lane from the moment when nothing holds it up any more (the op before it in its lane, and those that it waits
 for, have ended) until it ends. In the simulator an op begins at that moment; on a machine it first has to be handed over.

@@ -1,4 +1,4 @@
-"""Which policies are near this one?
+"""Which policies does a local search try around this one?
 
 What a relaxation would choose leaves out order, and the best of those is not always the best of their neighbourhood. The neighbours
 come in the order in which they are most likely to gain: buffers, sizes of groups, everything of one sort, then block by block.

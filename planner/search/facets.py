@@ -1,4 +1,4 @@
-"""Which linear prices of ops bound a step under contention?
+"""Which linear prices of ops, dual prices of the machine's capacity, bound a step under contention?
 
 A *facet* prices the work of ops: whatever runs at the same time, the prices of the ops that run, each times its speed, never add
 up to more than one per second. So no stretch of time is shorter than the priced work of the ops that lie in it. Each lane is a

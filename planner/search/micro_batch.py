@@ -15,7 +15,7 @@ from .space import leanest
 
 LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
 MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a smaller tile
-# Into so many parts a batch is cut: between two neighbours nothing is much faster than both. Into more only
+# Into how many parts a batch is cut: between two neighbours nothing is much faster than both. Into more only
 # where fewer do not fit, for then a plan is long, and what a part loses by being small is a small share of the step.
 N_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MORE_PARTS = tuple(1 << n for n in range(9, 31))

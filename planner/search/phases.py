@@ -1,4 +1,4 @@
-"""How long do groups of micro-batches take for their ways up and down the layers, at least?
+"""How long do the forward and backward passes of groups of micro-batches take, at least?
 
 On the compute lane a group's ops come in four phases, one after another: up the layers, the loss, down the layers, the embedding's
 backward. Groups follow each other, so a step is at least the sum of all phases (docs/bounds.md, "Phases").

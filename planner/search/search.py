@@ -117,7 +117,7 @@ def search(
     known = trial.baselines()
     if fixed is None:
         tree = Tree(trial)
-        start = [baseline(name, semantics, workload) for name, said in known.items() if "step_s" in said]
+        start = [baseline(name, semantics, workload) for name, outcome in known.items() if "step_s" in outcome]
         greedy = Greedy(model, workload, semantics, profile)  # on which the choice of sizes rests
         likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
         tree.explore([*start, *sorted(likely, key=greedy.lanes_s)[:1]])
@@ -139,7 +139,7 @@ def search(
 
 
 def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known: dict[str, dict[str, Any]]) -> Answer:
-    """What is known of a policy that was tried, where no other one of so many families is below the bound."""
+    """What is known of a policy that was tried, where no other one of `n_families` is below the bound."""
     plan, prediction = trial.tried[best]
     step_s, profile = trial.step_s(best), trial.profile
     machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)

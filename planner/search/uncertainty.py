@@ -2,7 +2,7 @@
 
 Each draw is a machine as the profile's spreads allow it: what one measurement settles moves together, every quantity by its
 own spread. The plan is costed and simulated on each. Draws are stratified (every group takes each of its levels once, in an
-order that the seed shuffles), so that a few dozen give steady percentiles; and a group that is measured anew leaves the
+order that the seed shuffles), so that a few dozen give steady percentiles; and a group that is measured again leaves the
 draws of the others as they were, so that intervals before and after can be compared.
 """
 
@@ -24,7 +24,7 @@ from .space import classes_of
 MOST_DRAWS, LEAST_DRAWS = 32, 8
 DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
 MAX_STEPS = 8  # of a draw: most plans repeat after two
-P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %: so many standard deviations to each side
+P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %, which is this many standard deviations to each side
 MEASURED_SPREAD_FRACTION = 0.02  # what is left after measuring: copies and products on servers repeat within that
 LEAST_SHRINK_FRACTION = 0.005  # below that a measurement is not worth a line
 LEAST_MOVE_FRACTION = 1e-4  # of the step: what all ops and resources together cannot exceed moves nothing
@@ -172,7 +172,7 @@ def _deviations(n_draws: int, seed: int) -> list[dict[Group, float]]:
 
 
 def _drawn(profile: Profile, deviations: Mapping[Group, float]) -> Profile:
-    """A machine that is off by so many deviations: a quantity is as likely so many times better as so many times worse."""
+    """A machine that is off by these deviations: a quantity is as likely better by a factor as worse by it."""
 
     def change(place: str, quantity: Quantity) -> Quantity:
         group = group_of(place)

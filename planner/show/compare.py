@@ -88,7 +88,7 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A step of so many micro-batches that its plan would be too long to write, and the change after which it is not."""
+    """A step of too many micro-batches for a plan, and the change after which it is not."""
 
     n_micro_batches: int
     n_ops: int
@@ -204,8 +204,8 @@ class Comparison:
                 case TooLong() as long:
                     yield f"{c.machine}: {long.reason}; use {long.smallest_change}"
                 case Speed() as speed:
-                    if (said := advice(speed.resident_step_s, speed.step_s)) is not None:
-                        yield f"{c.machine}: {said}"
+                    if (advised := advice(speed.resident_step_s, speed.step_s)) is not None:
+                        yield f"{c.machine}: {advised}"
                 case _:
                     assert_never(c.outcome)
         for c in self.candidates:

@@ -104,11 +104,11 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
     yield _memory(answer.needs)
     yield Text()
     others = _table("schedule", "step", "this plan is")
-    for name, said in answer.all_baselines().items():
-        if "step_s" in said:
-            others.add_row(name, show_seconds(said["step_s"]), f"{said['step_s'] / claim['step_s']:.2f} times as fast")
+    for name, outcome in answer.all_baselines().items():
+        if "step_s" in outcome:
+            others.add_row(name, show_seconds(outcome["step_s"]), f"{outcome['step_s'] / claim['step_s']:.2f} times as fast")
         else:
-            others.add_row(name, "does not fit", said["does_not_fit"])
+            others.add_row(name, "does not fit", outcome["does_not_fit"])
     yield others
     yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
     if answer.resident is not None:
@@ -135,24 +135,24 @@ def _clipped(answer: Answer, clipped_step_s: float) -> str:
 def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
     """What the schedule does, a clause per topic; no clause where it does the usual thing."""
     n_late, n_slots = policy.offload_late_blocks, counted(policy.gradient_slots, "gradient slot")
-    said = {
+    traits = {
         "order": _order(policy, plan.semantics.n_micro_batches),
         "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
         "gradients": n_slots + (f", each leaving when {counted(n_late, 'more layer')} is computed" if n_late else ""),
         "activations": _saved(policy, plan.workload.n_layers),
     }
     if policy.resident_blocks:
-        said["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
+        traits["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
     if policy.spill_blocks:
-        said["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
+        traits["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
     if policy.storage == "split":
-        said["storage"] = "masters split into bf16 and 16 bits"
+        traits["storage"] = "masters split into bf16 and 16 bits"
     if policy.transfer_chunk_bytes is not None:
-        said["transfers"] = f"layers moved {show_bytes(policy.transfer_chunk_bytes)} at a time"
+        traits["transfers"] = f"layers moved {show_bytes(policy.transfer_chunk_bytes)} at a time"
     if policy.square_blocks:
-        said["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
+        traits["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
     early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
-    return said | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
+    return traits | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
 
 
 def _order(policy: Policy, n_micro_batches: int) -> str:

@@ -19,19 +19,19 @@ from runtime.units import show_bytes, show_seconds
 from .explain import LANE_TITLE, counted
 from .report_html import bar, inline_json, lines, page, table, text
 from .report_memory import OTHER, Held, held
-from .report_run import Run
+from .report_run import LoggedRun
 from .report_step import Stretch, measured_stretch, predicted_stretch
 from .report_words import Known, claim_of, exact, facts, figures, heading, lane_rows, sureness, verdict
 from .waterfall import TITLES, Waterfall, sensitivities, waterfall
 
 MOST_ANALYSED_OPS = 60_000  # of a plan: beyond that the ten further simulations would take most of a minute
 MOST_LINES_OPS = 30_000  # of a plan: beyond that the ops' own lines, some hundred bytes each, would make the page unwieldy
-TICKS = 5_000_000  # of the longer stretch: times are drawn to so many parts, in whole numbers that are short to write
+TICKS = 5_000_000  # of the longer stretch: times are drawn to that many parts, in whole numbers that are short to write
 NOTHING_SAID = "(nothing but blanks)"
 BAR_KINDS = ("ideal", "recompute", "link", "dram", "optimizer", "rest")  # in the order of a waterfall's parts
 
 
-def report(file: PlanFile, where: str, run: Run | None) -> str:
+def report(file: PlanFile, where: str, run: LoggedRun | None) -> str:
     """The page: one HTML file that needs nothing else. PlanError for a plan, or a claim, that cannot be right."""
     plan = file.plan
     profile = Profile.from_json(plan.profile, where)
@@ -72,24 +72,24 @@ def _figures(known: Known) -> str:
     tiles = ""
     for figure in figures(known):
         notes = "".join(f"<p>{text(note)}</p>" for note in figure.notes)
-        said = f'<p class="measured">{text(figure.measured)}</p>' if figure.measured else ""
+        below = f'<p class="measured">{text(figure.measured)}</p>' if figure.measured else ""
         tiles += (
-            f'<div class="figure"><h2>{text(figure.title)}</h2><div class="value">{text(figure.value)}</div>{said}{notes}</div>\n'
+            f'<div class="figure"><h2>{text(figure.title)}</h2><div class="value">{text(figure.value)}</div>{below}{notes}</div>\n'
         )
     return f'<div class="figures">{tiles}</div>'
 
 
 def _step_words(plan: Plan, stretches: dict[str, Stretch]) -> str:
     """Which steps are drawn."""
-    said = "From the device's first op of a step to that of the next, once the steps repeat. "
+    words = "From the device's first op of a step to that of the next, once the steps repeat. "
     if plan.repeat is not None and plan.repeat.times > N_KEPT:
-        said += f"Of {plan.repeat.times:,} repetitions the first {FIRST_KEPT} and the last {LAST_KEPT} are drawn, "
-        said += "and the time between them is left out. "
+        words += f"Of {plan.repeat.times:,} repetitions the first {FIRST_KEPT} and the last {LAST_KEPT} are drawn, "
+        words += "and the time between them is left out. "
     if "measured" not in stretches:
-        return said + "Predicted; a run of the plan would be drawn below each lane."
+        return words + "Predicted; a run of the plan would be drawn below each lane."
     took, step = exact(stretches["measured"].length_s), stretches["measured"].step + 1
     return (
-        said + f"Above: predicted, {exact(stretches['predicted'].length_s)}. Below: measured, step {step}, which took {took}: "
+        words + f"Above: predicted, {exact(stretches['predicted'].length_s)}. Below: measured, step {step}, which took {took}: "
         "the median of the settled steps whose ops are known."
     )
 
@@ -136,9 +136,9 @@ def _waterfall(known: Known) -> str:
         rows.append(
             ("a measured step", exact(middle_s), f"{middle_s / found.step_s:.0%}", bar((("measured", 0.0, middle_s),), scale))
         )
-    said = "The plan is simulated on a machine on which only computing takes time, then with one more burden after the other: "
-    said += "what the step grows by is that burden's part." + (" The red range is P10 to P90." if claim else "")
-    return f"<p class='lead'>{text(said)}</p>" + table(("part", "takes", "share", ""), rows) + _sensitivities(known)
+    words = "The plan is simulated on a machine on which only computing takes time, then with one more burden after the other: "
+    words += "what the step grows by is that burden's part." + (" The red range is P10 to P90." if claim else "")
+    return f"<p class='lead'>{text(words)}</p>" + table(("part", "takes", "share", ""), rows) + _sensitivities(known)
 
 
 def _waterfall_rows(found: Waterfall, scale: float) -> list[tuple[str, ...]]:
@@ -158,9 +158,9 @@ def _sensitivities(known: Known) -> str:
     for s in found:
         picture = bar((("less" if s.saved_s < 0 else "gain", 0.0, abs(s.saved_s)),), scale)
         rows.append((text(s.resource), *s.row()[1:], picture))
-    said = f"The same plan, simulated on {counted(len(found), 'machine')} that each have 10 % more of one thing. "
-    said += "A search for such a machine may find a plan that gains more."
-    return table(("10 % more of", "saves", "share", ""), rows, "What more of each would buy") + f"<p class='note'>{text(said)}</p>"
+    words = f"The same plan, simulated on {counted(len(found), 'machine')} that each have 10 % more of one thing. "
+    words += "A search for such a machine may find a plan that gains more."
+    return table(("10 % more of", "saves", "share", ""), rows, "What more of each would buy") + f"<p class='note'>{text(words)}</p>"
 
 
 def _training(known: Known) -> str:
@@ -174,20 +174,20 @@ def _training(known: Known) -> str:
         f'aria-label="{text(c["title"])}, step by step"></canvas><div class="legend" id="{c["id"]}-legend"></div></div>'
         for c in curves
     )
-    said = []
+    sentences = []
     if log.steps:
         of_loss = [loss for loss in log.columns["loss"] if loss is not None]
         ends = f": loss {of_loss[0]:.4g} at first, {of_loss[-1]:.4g} at last" if of_loss else ""
-        said.append(f"Steps {log.steps[0]:,} to {log.steps[-1]:,}{ends}.")
+        sentences.append(f"Steps {log.steps[0]:,} to {log.steps[-1]:,}{ends}.")
     if log.evaluated and (last := log.evaluated[-1])[1] is not None:
-        said.append(f"On held-out data {last[1]:.4g}, after step {last[0]:,}.")
+        sentences.append(f"On held-out data {last[1]:.4g}, after step {last[0]:,}.")
     samples = "".join(
         f"<blockquote><b>{text(s.prompt)}</b>{text(s.text if s.text.strip() else NOTHING_SAID)}</blockquote>" for s in run.samples
     )
     if samples:
         samples = f"<h3>What the model said after step {run.samples[-1].step:,}</h3>{samples}"
     return (
-        f'<section id="training"><h2>Training</h2><p>{text(" ".join(said))}</p>'
+        f'<section id="training"><h2>Training</h2><p>{text(" ".join(sentences))}</p>'
         f'<div class="needs-script charts">{charts}</div>{samples}</section>'
     )
 

@@ -36,10 +36,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "")
     for name, *cells in rows:
         body += f'<tr><th scope="row">{name}</th>'
         body += "".join(f"<td{_class(i, rows)}>{cell}</td>" for i, cell in enumerate(cells, start=1)) + "</tr>\n"
-    said = f"<caption>{text(caption)}</caption>" if caption else ""
+    titled = f"<caption>{text(caption)}</caption>" if caption else ""
     is_drawn = any(cell.startswith("<svg") for row in rows for cell in row)
     kind = ' class="drawn"' if is_drawn else ""
-    return f'<div class="scroll"><table{kind}>{said}<thead><tr>{heads}</tr></thead><tbody>\n{body}</tbody></table></div>\n'
+    return f'<div class="scroll"><table{kind}>{titled}<thead><tr>{heads}</tr></thead><tbody>\n{body}</tbody></table></div>\n'
 
 
 def _class(column: int, rows: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,6 @@
 """What lies in memory at each moment of a step?
 
-A slot holds something from the start of the op that writes it anew until the end of the last op that uses what was written. The
+A slot holds something from the start of the op that writes it until the end of the last op that uses what was written. The
 training state is always there. Arenas are taken once and stay: what is drawn is how much of them is in use.
 """
 
@@ -160,7 +160,7 @@ def _held(place: Place, lives: Iterable[Life], reserved: dict[str, int], memory_
 
 
 def _fullest(moments: list[tuple[float, dict[str, int]]], length_s: float) -> list[tuple[float, dict[str, int]]]:
-    """Few enough moments to draw: of each of so many equal stretches of time the one at which most is held."""
+    """Few enough moments to draw: of each of MOST_MOMENTS equal stretches of time the one at which most is held."""
     if len(moments) <= MOST_MOMENTS:
         return moments
     chosen: list[tuple[float, dict[str, int]]] = []

@@ -1,7 +1,7 @@
 """What does the log of a run say?
 
-A log is read as it was left: by a run that goes on, was killed in the middle of a line, or was resumed and wrote some steps again.
-Of those the later lines count. What is no line of a log is left out and counted.
+A log is read as it was left: by a run that is at work, was killed in the middle of a line, or was resumed and wrote some steps
+again, of which the later lines count. What is no line of a log is left out and counted.
 """
 
 import math
@@ -28,7 +28,7 @@ class Log:
 
     steps: list[int] = field(default_factory=list)  # rising
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
-    evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # after so many steps, and the loss
+    evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # after which step, and the loss
     n_damaged: int = 0  # lines that are none
     is_whole: bool = True  # False: only the end of a very long file was read
 
@@ -79,7 +79,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LoggedSample:
     """What the model said."""
 
     step: int
@@ -88,12 +88,12 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoggedRun:
     """What a run left in its folder; None, or nothing, where it left none."""
 
     timeline: Timeline | None
     log: Log
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[LoggedSample, ...] = ()
 
     def step_times_s(self, tokens_per_step: int) -> list[float]:
         """Seconds of the settled steps: of all that were logged, else of those whose ops are known."""
@@ -118,9 +118,9 @@ def read_log(lines: Iterable[bytes], is_whole: bool = True) -> Log:
     return log
 
 
-def read_samples(lines: Iterable[bytes]) -> tuple[Sample, ...]:
+def read_samples(lines: Iterable[bytes]) -> tuple[LoggedSample, ...]:
     """The last samples in the lines of samples.jsonl: those of the highest step."""
-    last: list[Sample] = []
+    last: list[LoggedSample] = []
     for line in lines:
         fields = fields_of(line) or {}
         step, text = fields.get("step"), fields.get("text")
@@ -130,7 +130,7 @@ def read_samples(lines: Iterable[bytes]) -> tuple[Sample, ...]:
             last = []
         prompt = fields.get("prompt", fields.get("name"))
         if len(last) < MOST_SAMPLES:
-            last.append(Sample(step, _cut(prompt) if isinstance(prompt, str) else "", _cut(text)))
+            last.append(LoggedSample(step, _cut(prompt) if isinstance(prompt, str) else "", _cut(text)))
     return tuple(last)
 
 
@@ -146,7 +146,7 @@ def number(value: object) -> float | None:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float | None]) -> Points:
-    """Few enough points to draw: of each of so many equal runs of steps the lowest, the highest, and one that is no number."""
+    """Few enough points to draw: of each of a number of equal runs of steps the lowest, the highest, and one that is no number."""
     if len(steps) <= MOST_POINTS:
         return list(steps), list(values)
     chosen: set[int] = {0, len(steps) - 1}

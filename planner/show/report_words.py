@@ -16,7 +16,7 @@ from runtime.plan import Lane, Plan
 from runtime.units import on_one_line, show_bytes, show_count, show_rate, show_seconds
 
 from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words
-from .report_run import Run, number
+from .report_run import LoggedRun, number
 
 SAME_FRACTION = 1e-3  # a claimed step that differs by less from the simulated one is that step
 FAR = 3.0  # times the prediction: from here on not told in percent
@@ -46,7 +46,7 @@ class Known:
     needs: Footprint
     claim: Claim | None  # None: the file makes none
     outside: tuple[str, ...]  # what the profile never measured and the costs rest on
-    run: Run | None
+    run: LoggedRun | None
     measured_s: list[float]  # the settled steps of the run, ascending
 
     @property
@@ -76,15 +76,15 @@ def claim_of(fields: dict[str, Any] | None, where: str) -> Claim | None:
         return value
 
     certificate = fields.get("certificate")
-    said = certificate if isinstance(certificate, dict) else {}
+    proof = certificate if isinstance(certificate, dict) else {}
     return Claim(
         step_s=found("prediction", "step_s"),
         p10_step_s=found("prediction", "p10_step_s"),
         p90_step_s=found("prediction", "p90_step_s"),
         policy_bound_s=found("certificate", "policy_bound_s"),
         machine_bound_s=found("certificate", "machine_bound_s"),
-        was_searched=said.get("n_families") not in (0, None),
-        binding=on_one_line(str(said.get("binding", "")), 60),
+        was_searched=proof.get("n_families") not in (0, None),
+        binding=on_one_line(str(proof.get("binding", "")), 60),
     )
 
 
@@ -163,8 +163,8 @@ def verdict(known: Known) -> Iterator[str]:
             "The file was changed, or written by another version; its claims are left out here."
         )
     kept = resident(plan, CostModel(known.profile))
-    if (said := advice(None if kept is None else kept.step_s, known.step_s)) is not None:
-        yield f"{said[:1].upper()}{said[1:]}."
+    if (advised := advice(None if kept is None else kept.step_s, known.step_s)) is not None:
+        yield f"{advised[:1].upper()}{advised[1:]}."
     if not known.prediction.periodic:
         yield "The steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated."
     times_s = known.measured_s
@@ -219,7 +219,7 @@ def sureness(known: Known) -> Iterator[str]:
         yield from _of_run(known, known.run)
 
 
-def _of_run(known: Known, run: Run) -> Iterator[str]:
+def _of_run(known: Known, run: LoggedRun) -> Iterator[str]:
     log, n_tokens = run.log, known.plan.semantics.tokens_per_step
     if run.timeline is None:
         yield "The run's folder holds no timeline.json, which is written when a run ends: no measured step is drawn."

@@ -1,7 +1,7 @@
 """How is a checkpoint written while training goes on?
 
-By a thread of its own, chunk by chunk, from a snapshot. It gets its name once the trainer has logged the step: who goes on from a
-checkpoint finds the log complete up to there. What goes wrong in the thread ends the run at the next step.
+By a thread of its own, chunk by chunk, from a snapshot. It gets its name once the trainer has logged the step: a run that resumes
+from it finds the log complete up to there. What goes wrong in the thread ends the run at the next step.
 """
 
 import os
@@ -23,7 +23,7 @@ from runtime.settings import CheckpointSettings
 from .retention import keep_last
 from .saving import Writing, writing
 from .snapshot import GivenUp, Snapshot, Snapshots
-from .tensor_files import Made
+from .tensor_files import LazyTensor
 
 NICE = 10  # where cores are short the lanes have them; a lane that waits for this thread leaves it one
 
@@ -41,7 +41,7 @@ class Saver:
         say: Callable[[str], None],
         first_step: int | None = None,
     ) -> None:
-        """`fields(step)` is what the state after so many steps is besides its tensors, as JSON. That after `first_step`, with which
+        """`fields(step)` is what the state after `step` steps is besides its tensors, as JSON. That after `first_step`, with which
         a run began, needs no saving."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
@@ -53,7 +53,7 @@ class Saver:
         self._saved = first_step  # the step of the last that is on disk
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after so many steps is saved, though the run goes on."""
+        """Whether the state after `step` steps is saved, though the run goes on."""
         return self._settings.every is not None and step % self._settings.every == 0
 
     def is_due_meanwhile(self, step: int) -> bool:
@@ -185,10 +185,10 @@ class Saver:
     def _put(self, files: Writing, p: Parameter, copy: Copy | None) -> None:
         """Everything of a parameter. A split master is put together in pieces: whole, it would be a second one."""
         files.put_weight(p.name, self._state.compute_weight(p, copy))
-        learned, dtype = self._state.learned(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
-        files.put(f"master.{p.name}", Made(dtype, p.shape, partial(pieces_of, learned.master)))
-        files.put(f"exp_avg.{p.name}", learned.exp_avg)
-        files.put(f"exp_avg_sq.{p.name}", learned.exp_avg_sq)
+        state, dtype = self._state.param_state(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
+        files.put(f"master.{p.name}", LazyTensor(dtype, p.shape, partial(pieces_of, state.master)))
+        files.put(f"exp_avg.{p.name}", state.exp_avg)
+        files.put(f"exp_avg_sq.{p.name}", state.exp_avg_sq)
 
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:

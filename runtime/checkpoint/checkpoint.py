@@ -130,8 +130,8 @@ def load_state(checkpoint: Path) -> State:
 
 def sum_of(fields: Mapping[str, Any]) -> str:
     """SHA-256 of what a state file says, but for the sum itself."""
-    said = {key: value for key, value in fields.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    rest = {key: value for key, value in fields.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def load_weights(

@@ -1,4 +1,4 @@
-"""Can a run go on from this state?"""
+"""Can a run resume from this state?"""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run that goes on from a state shares with the one that saved it. Its plan may be another one."""
+    """What a resumed run shares with the one that saved the state. Its plan may be another one."""
     return {
         "seed": seed,
         "data_fingerprint": data.fingerprint,
@@ -37,8 +37,8 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
             continue
         if key == "optimizer":
             raise CheckpointError(
-                f"{state.path}: optimizer settings differ from this run's{_difference(found, value)}; go on with those it began "
-                f"with, or begin anew from its weights, with --model {state.path} and another --out"
+                f"{state.path}: optimizer settings differ from this run's{_difference(found, value)}; resume with those it "
+                f"began with, or start a new run from its weights, with --model {state.path} and another --out"
             )
         words = _difference(found, value) if key == "semantics" else ""
         raise CheckpointError(

@@ -53,7 +53,7 @@ def _remove(path: Path) -> None:
 
 
 def offers(folder: Path, damaged: Path) -> Path | None:
-    """The newest checkpoint before a damaged one that can be gone on from; every file of it is read. None where there is none."""
+    """The newest checkpoint before a damaged one that can be resumed; every file of it is read. None where there is none."""
     for path in reversed([path for _, path in whole(folder)]):
         if _step(path) < _step(damaged):
             with suppress(CheckpointError):

@@ -18,7 +18,7 @@ from runtime.errors import CheckpointError
 from runtime.files import sync
 
 from .checkpoint import FORMAT_VERSION, INDEX_FILE, STATE_FILE, TOKENIZER_FILES, publish, sum_of
-from .tensor_files import Made, TensorFile, write_new
+from .tensor_files import LazyTensor, TensorFile, write_new
 
 MAX_SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face shards
 
@@ -29,7 +29,7 @@ class Writing:
     def __init__(self, folder: Path, step: int) -> None:
         self.step, self.final = step, folder / f"checkpoint-{step}"
         self.partial = self.final.with_name(self.final.name + ".partial")
-        self._expected: dict[str, Mapping[str, Tensor | Made]] = {}  # of files that are not begun: tensors of such dtype and shape
+        self._expected: dict[str, Mapping[str, Tensor | LazyTensor]] = {}  # files not begun: tensors of such dtype and shape
         self._file_of: dict[str, str] = {}  # by tensor
         self._open: dict[str, TensorFile] = {}
         self._done: dict[str, dict[str, Any]] = {}  # size and sum of each file
@@ -41,7 +41,7 @@ class Writing:
 
     # -- what it will hold ------------------------------------------------------------------------------------------
 
-    def expect(self, file: str, tensors: Mapping[str, Tensor | Made]) -> None:
+    def expect(self, file: str, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         """A file will hold tensors of these names, dtypes and shapes. What they hold is of no interest yet."""
         assert re.fullmatch(r"[A-Za-z0-9_.-]+", file), file
         assert not tensors.keys() & self._file_of.keys(), "a name stands for one tensor of a checkpoint"
@@ -55,7 +55,7 @@ class Writing:
         tokenizer_from: Path | None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """A model's files: its weights, all of one dtype, in shards of at most so many bytes where no tensor is larger; its
+        """A model's files: its weights, all of one dtype, in shards of at most `max_shard_bytes` where no tensor is larger; its
         configuration, and the tokenizer of another model's folder, which are written at once."""
         self._model_type = str(config.get("model_type"))
         shards: list[dict[str, Tensor]] = [{}]
@@ -93,7 +93,7 @@ class Writing:
             if name in self._file_of:
                 self.put(name, piece)
 
-    def put(self, name: str, tensor: Tensor | Made) -> None:
+    def put(self, name: str, tensor: Tensor | LazyTensor) -> None:
         """Write an expected tensor. The last one of a file brings the file down to the disk."""
         name_of_file = self._file_of[name]
         file = self._open.get(name_of_file) or self._begun(name_of_file)
@@ -159,7 +159,7 @@ def save(
     folder: Path,
     step: int,
     weights: Mapping[str, Tensor],
-    optimizer: Iterable[tuple[str, Mapping[str, Tensor | Made]]],
+    optimizer: Iterable[tuple[str, Mapping[str, Tensor | LazyTensor]]],
     config: dict[str, Any],
     state: dict[str, Any],
     tokenizer_from: Path | None = None,

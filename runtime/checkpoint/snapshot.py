@@ -1,9 +1,9 @@
 """How does training go on while its state is saved, copy-on-write?
 
-A snapshot is the state as it is between two steps. It begins when the last change by the first of them is done, and is written
-chunk by chunk while training goes on. An update first asks here: a chunk that is written
-may change; another is copied aside, as far as memory for that goes, or the update waits until it is written. So no second copy of
-the state is needed, and what is written is the state between two steps to the last bit.
+A copy-on-write snapshot is the state between two steps. It begins when the last change by the first of them is done, and is
+written chunk by chunk while training goes on. An update first asks here: a chunk that is written may change; another is copied
+aside, as far as memory for that goes, or the update waits until it is written. So no second copy of the state is needed, and what
+is written is the state between two steps to the last bit.
 
 A chunk that nobody copied is written before one that was: an update may be waiting for it, or will be soon. Where there is memory
 for copies, blocks are written from the other end of the order, so that updates and writing meet only once.
@@ -35,7 +35,7 @@ class GivenUp(Exception):
 
 
 class Snapshot:
-    """The state after so many steps, for as long as it takes to write it."""
+    """The state after `step` steps, for as long as it takes to write it."""
 
     def __init__(self, step: int, n_updates: int, order: tuple[Chunk, ...]) -> None:
         self.step, self.n_updates = step, n_updates
@@ -53,7 +53,7 @@ class Snapshots:
         copy_bytes: int,
         say: Callable[[str], None],
     ) -> None:
-        """`is_due(step)` says whether the state after so many steps is written while training goes on."""
+        """`is_due(step)` says whether the state after that step is written while training goes on."""
         self._state, self._is_due, self._say = state, is_due, say
         self._room_bytes = copy_bytes
         self._order = order_of_updates(state.plan)

@@ -39,7 +39,7 @@ class Shards(Mapping[str, Tensor]):
     """The tensors of some safetensors files by name, each read when it is asked for.
 
     A tensor is a part of its mapped file, and what has been read of a mapping stays in the process's memory: after some bytes the
-    files are opened anew, and an old mapping goes with the last tensor of it. Else loading a model would hold it twice.
+    files are opened again, and an old mapping goes with the last tensor of it. Else loading a model would hold it twice.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -80,7 +80,7 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LazyTensor:
     """A tensor that exists only piece by piece, while it is written."""
 
     dtype: torch.dtype
@@ -136,7 +136,7 @@ class NewFile:
 class TensorFile:
     """A safetensors file whose tensors come in any order. By hand, not by the library: it would hold all bytes a second time."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor | Made]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         """A new file for tensors of these dtypes and shapes; their content is asked for by `put` alone."""
         assert sys.byteorder == "little", "the format is little-endian"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -155,7 +155,7 @@ class TensorFile:
         self._file = NewFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def put(self, name: str, tensor: Tensor | Made) -> None:
+    def put(self, name: str, tensor: Tensor | LazyTensor) -> None:
         """Write one of the tensors."""
         self.missing.remove(name)
         at = self._head_bytes + self._start[name]
@@ -173,17 +173,6 @@ class TensorFile:
         self._file.give_up()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Made]) -> dict[str, Any]:
-    """Write a whole safetensors file; its size and SHA-256."""
-    file = TensorFile(path, tensors)
-    try:
-        for name in file.in_order:
-            file.put(name, tensors[name])
-        return file.close()
-    finally:
-        file.give_up()
-
-
 def write_new(path: Path, content: bytes) -> dict[str, Any]:
     """Write some bytes to a new file, down to the disk; its size and SHA-256."""
     file = NewFile(path)
@@ -194,5 +183,5 @@ def write_new(path: Path, content: bytes) -> dict[str, Any]:
         file.give_up()
 
 
-def _pieces(tensor: Tensor | Made) -> Iterable[Tensor]:
-    return tensor.pieces() if isinstance(tensor, Made) else (tensor,)
+def _pieces(tensor: Tensor | LazyTensor) -> Iterable[Tensor]:
+    return tensor.pieces() if isinstance(tensor, LazyTensor) else (tensor,)

@@ -22,7 +22,7 @@ from runtime.host.memory import DTYPE
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Workload
 
-from .documents import BY_DOCUMENT, Documents, supports_documents
+from .documents import BY_DOCUMENT, PackedDocuments, supports_documents
 from .kernels import fused_norm, use_kernels
 from .meta_models import meta_model
 from .pointwise import fastest
@@ -120,7 +120,7 @@ class Templates:
         assert hidden_BTD is not None
         return hidden_BTD, [i for i in inputs if i is not None]
 
-    def by_document(self, inputs: LayerInputs, documents: Documents) -> LayerInputs:
+    def by_document(self, inputs: LayerInputs, documents: PackedDocuments) -> LayerInputs:
         """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
         if self._no_documents is not None:
             raise WorkloadError(f"{self._no_documents}; choose another packing")

@@ -27,7 +27,7 @@ BY_DOCUMENT = "sdpa_by_document"
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class PackedDocuments:
     """Of which documents the sequences of a micro-batch are packed."""
 
     n_tokens: tuple[tuple[int, ...], ...]  # of each document of each sequence
@@ -137,7 +137,7 @@ class _Attention(torch.autograd.Function):
 def _attention_by_document(
     query_BHTE: torch.Tensor, key_BHTE: torch.Tensor, value_BHTE: torch.Tensor, n_tokens: list[int], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What documents of so many tokens, in the order of the sequences, make of attention (B, T, H, E), and the logarithms of its
+    """What documents of `n_tokens`, in the order of the sequences, make of attention (B, T, H, E), and the logarithms of its
     sums (B, T, H). One call of a library, so that what is remembered of a layer's forward holds both of them whole."""
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)

@@ -101,7 +101,7 @@ class _NormOfACpu(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor's rows, as wide as the weight, so many at a time."""
+    """A tensor's rows, as wide as the weight, NORM_ROWS at a time."""
     parts: tuple[torch.Tensor, ...] = x.reshape(-1, weight.numel()).split(NORM_ROWS)
     return parts
 

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call
 
 from .blocks import LayerInputs, Templates, Weights
-from .documents import Documents
+from .documents import PackedDocuments
 
 EMBEDDING = "model.embed_tokens."
 
@@ -15,7 +15,7 @@ EMBEDDING = "model.embed_tokens."
 class NotedInputs:
     """Masks and positions, as the model's own forward made them: they are noted with the embedding, and asked for by each layer.
 
-    They depend on the shape alone where nothing is padded on the left or packed. The model's own forward makes them anew each time
+    They depend on the shape alone where nothing is padded on the left or packed. The model's own forward makes them again each time
     and looks at them from the host, which on a GPU waits for all that was issued. So it runs for the first two micro-batches of a
     shape; if both had the same, and nothing was done to the embedding but look it up, looking it up is all that the others need.
 
@@ -28,9 +28,9 @@ class NotedInputs:
         self.first: dict[int, list[LayerInputs]] = {}  # by sequences: what the first such micro-batch's layers were passed
         self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
         self.inputs: dict[int, list[LayerInputs]] = {}  # by micro-batch
-        self.documents: dict[int, Documents | None] = {}  # by micro-batch
+        self.documents: dict[int, PackedDocuments | None] = {}  # by micro-batch
 
-    def embed(self, weights: Weights, m: int, tokens_BT: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def embed(self, weights: Weights, m: int, tokens_BT: torch.Tensor, documents: PackedDocuments | None = None) -> torch.Tensor:
         """The first layer's input; what layers are passed besides is noted."""
         self.documents[m], n_sequences = documents, len(tokens_BT)
         if n_sequences in self.alike:

@@ -1,7 +1,8 @@
-"""What of a layer's forward is there when its backward comes?
+"""What of a layer's forward is there when its backward comes (activation checkpointing)?
 
-Either everything that autograd saved, but for the weights (`kept`); or nothing but some results, from which the rest is computed
-again (`Replay`). Both let go of the slots that the forward used: the backward names those that hold weights and input by then.
+Either everything that autograd saved, but for the weights (`kept`); or some results, from which the rest is computed again
+(`Replay`: selective checkpointing; without any, full). Both let go of the slots that the forward used: the backward names those
+that hold weights and input by then.
 """
 
 from collections import deque

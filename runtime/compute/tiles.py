@@ -24,7 +24,7 @@ from .recompute import Replay, unnoticed
 
 POSITION_WISE = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what an MLP consists of that treats every row for itself
 NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of the tile
-# On the CPU, adding bf16 to fp32 makes an fp32 copy first: not of more than this; on a GPU a kernel on so many outlasts its launch
+# On the CPU, adding bf16 to fp32 makes an fp32 copy first: not of more than this; on a GPU a kernel on these outlasts its launch
 PIECE_ELEMENTS = 2**22
 
 

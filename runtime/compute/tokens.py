@@ -9,7 +9,7 @@ import torch
 from runtime.batch import Batch, UploadedBatch
 from runtime.plan import Semantics
 
-from .documents import Documents, positions_of
+from .documents import PackedDocuments, positions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class MicroBatch:
 
     input_ids_BT: torch.Tensor
     targets_BT: torch.Tensor
-    documents: Documents | None
+    documents: PackedDocuments | None
 
 
 class StepTokens:
@@ -47,9 +47,9 @@ class StepTokens:
         return MicroBatch(batch.input_ids[rows], batch.targets[rows], _documents(batch, rows))
 
 
-def _documents(batch: Batch, rows: slice) -> Documents | None:
+def _documents(batch: Batch, rows: slice) -> PackedDocuments | None:
     if batch.document_tokens is None:
         return None
     n_tokens = batch.document_tokens[rows]
     positions_BT = batch.positions[rows] if isinstance(batch, UploadedBatch) else positions_of(n_tokens)
-    return Documents(n_tokens, positions_BT)
+    return PackedDocuments(n_tokens, positions_BT)

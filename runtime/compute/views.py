@@ -12,7 +12,7 @@ WEIGHT_ARENAS = ("weights", "vocab_weights", "resident_weights")
 
 
 class Views:
-    """Views of a plan's slots on the device, made anew by each call."""
+    """Views of a plan's slots on the device, made by each call."""
 
     def __init__(self, plan: Plan, arenas: Arenas) -> None:
         self._semantics, self._arenas = plan.semantics, arenas

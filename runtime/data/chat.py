@@ -22,7 +22,7 @@ from runtime.files import read_whole
 
 from .encoders import Encoder, Ids, read_config, token_text
 from .formats import Chat, Message
-from .templates import Template, TemplateError
+from .templates import ChatTemplate, ChatTemplateError
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_APART_CHARACTERS = 2**26  # of a conversation with all that comes before each of its answers: grows as the square of them
@@ -36,8 +36,8 @@ class Encoded:
     runs: npt.NDArray[np.int64]  # (n, 2)
 
 
-class Speech(Protocol):
-    """How a model takes part in a conversation."""
+class ChatFormat(Protocol):
+    """How a model reads and continues a conversation."""
 
     @property
     def identity(self) -> str:
@@ -75,11 +75,11 @@ class Plain:
         for message in chat.messages:
             if chat.tools or message.keys() - {"role", "content"}:
                 raise DataError(f"{where}: tools and their calls need a chat template, and the model has none; leave them out")
-            said = [self._begin(message["role"]), self.encoder.spans(message["content"])[0], np.array([self.encoder.end_id])]
+            turn = [self._begin(message["role"]), self.encoder.spans(message["content"])[0], np.array([self.encoder.end_id])]
             if message["role"] == "assistant":
-                runs.append((n + len(said[0]), n + sum(map(len, said))))
-            n += sum(map(len, said))
-            ids += said
+                runs.append((n + len(turn[0]), n + sum(map(len, turn))))
+            n += sum(map(len, turn))
+            ids += turn
         return [Encoded(np.concatenate(ids), _runs(runs))]
 
     def prompt(self, messages: list[Message]) -> Ids:
@@ -101,7 +101,7 @@ class Templated:
     """Conversations as the model's own template writes them."""
 
     encoder: Encoder
-    template: Template
+    template: ChatTemplate
     place: Path  # where the template lies
 
     @property
@@ -114,7 +114,7 @@ class Templated:
         try:
             whole = self._whole(chat)
             return self._answer_by_answer(chat, where) if whole is None else [whole]
-        except TemplateError as error:
+        except ChatTemplateError as error:
             raise DataError(f"{where}: the chat template of {self.place} does not take it ({error})") from None
 
     def _whole(self, chat: Chat) -> Encoded | None:
@@ -171,7 +171,7 @@ class Templated:
     def prompt(self, messages: list[Message]) -> Ids:
         try:
             written = self.template.write(messages, prompt=True)
-        except TemplateError as error:
+        except ChatTemplateError as error:
             raise DataError(f"the chat template of {self.place} does not take the prompt ({error})") from None
         return self.encoder.spans(written.text)[0]
 
@@ -207,7 +207,7 @@ def _runs(runs: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.array(kept, dtype=np.int64).reshape(-1, 2)
 
 
-def read_speech(model_folder: Path | None, encoder: Encoder) -> Plain | Templated:
+def read_chat_format(model_folder: Path | None, encoder: Encoder) -> Plain | Templated:
     """How the model of a folder takes part in conversations; DataError for a template that cannot be read."""
     if model_folder is None or not (model_folder / "tokenizer.json").is_file():
         return Plain(encoder)
@@ -226,4 +226,4 @@ def read_speech(model_folder: Path | None, encoder: Encoder) -> Plain | Template
         return Plain(encoder)
     if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
         raise DataError(f"{place}: its chat_template is no template; copy it again from the model")
-    return Templated(encoder, Template(source, special), place)
+    return Templated(encoder, ChatTemplate(source, special), place)

@@ -15,13 +15,13 @@ from runtime.batch import Batch
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 
+from .map_style import BatchShape, MapStyleData, fingerprint_of, in_words, order_of
 from .packing import Counts, Packing, pack
 from .prefetch import Prefetched
 from .reading import Reading, read_set
-from .samples import Samples, Shape, counted, fingerprint_of, order_of
 from .sources import EXAMPLE
-from .streamed import Streamed, streamed
-from .token_cache import kept_tokens
+from .streamed import StreamedData, streamed
+from .token_cache import cached_tokens
 
 _PACKED = {
     "joined": "joined and cut into sequences of {} tokens; attention sees across",
@@ -88,8 +88,8 @@ def read_data(
         raise DataError(f"seed {seed}: give one of 0 to 2^64 - 1")
     reading = read_set(settings, model_folder, vocab_size, cache)
     try:
-        shape = Shape(_packing(settings, reading, by_document), seq_len, batch_size, reading.encoder.end_id)
-        data = _streamed(settings, reading, shape, seed) if settings.streaming else _samples(settings, reading, shape, seed, cache)
+        shape = BatchShape(_packing(settings, reading, by_document), seq_len, batch_size, reading.encoder.end_id)
+        data = _streamed(settings, reading, shape, seed) if settings.streaming else _mapped(settings, reading, shape, seed, cache)
     finally:
         reading.close()
     return Prefetched(data, settings.workers) if settings.workers else data
@@ -103,15 +103,15 @@ def _packing(settings: DataSettings, reading: Reading, by_document: bool) -> Pac
     return "joined" if reading.format == "text" else "documents" if by_document else "one"
 
 
-def _streamed(settings: DataSettings, reading: Reading, shape: Shape, seed: int) -> Streamed:
+def _streamed(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int) -> StreamedData:
     if not reading.source.files:
         raise _nothing(reading, 0, Counts())
-    return streamed(settings, reading, shape, seed, _said(reading, shape, reading.source.n_outside + reading.n_set_aside))
+    return streamed(settings, reading, shape, seed, _about(reading, shape, reading.source.n_outside + reading.n_set_aside))
 
 
-def _samples(settings: DataSettings, reading: Reading, shape: Shape, seed: int, cache: Path) -> Samples:
+def _mapped(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int, cache: Path) -> MapStyleData:
     key = json.dumps([reading.source.content_hash(), reading.identity, reading.vocab_size])
-    kept = kept_tokens(cache, key, reading.source, reading.wide, reading.rows)
+    kept = cached_tokens(cache, key, reading.source, reading.wide, reading.rows)
     n = len(kept.lengths)
     shuffle_seed = seed if settings.shuffle else None
     # The last number tells this order from those of the epochs. A joined row keeps the order of the files.
@@ -121,12 +121,12 @@ def _samples(settings: DataSettings, reading: Reading, shape: Shape, seed: int, 
     if not len(sequences):
         raise _nothing(reading, n_left_out, counts)
     fingerprint = fingerprint_of(kept.about.tokens_sha256, sequences, shape, shuffle_seed)
-    return Samples(kept, sequences, shape, shuffle_seed, counts, _said(reading, shape, n_left_out), fingerprint)
+    return MapStyleData(kept, sequences, shape, shuffle_seed, counts, _about(reading, shape, n_left_out), fingerprint)
 
 
-def _said(reading: Reading, shape: Shape, n_left_out: int) -> str:
+def _about(reading: Reading, shape: BatchShape, n_left_out: int) -> str:
     """What the data is and how it is packed."""
-    written = "text" if reading.format == "text" else f"{reading.format}, {reading.speech.words()}"
+    written = "text" if reading.format == "text" else f"{reading.format}, {reading.chat_format.words()}"
     left_out = f", {n_left_out:,} files left out" if n_left_out else ""
     if reading.source.set_aside is not None:
         left_out += f", without the run's own {reading.source.set_aside}"
@@ -135,7 +135,7 @@ def _said(reading: Reading, shape: Shape, n_left_out: int) -> str:
 
 def _nothing(reading: Reading, n_left_out: int, counts: Counts) -> DataError:
     left_out = f" ({n_left_out} files left out: not UTF-8, of another kind, or links out of the folder)" if n_left_out else ""
-    found = f"nothing to learn in it ({counted(counts)})" if counts.n_documents else "no text in it"
+    found = f"nothing to learn in it ({in_words(counts)})" if counts.n_documents else "no text in it"
     return DataError(
         f"{reading.source.path}: {found}{left_out}; give a folder of text files, a JSONL of {EXAMPLE} or of chats, or .parquet"
     )

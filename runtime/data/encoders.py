@@ -60,7 +60,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class ByteEncoder:
     """A model without a tokenizer reads UTF-8 bytes: ids 0..255, and 256 ends a document."""
 
     end_id: int = 256
@@ -114,13 +114,13 @@ class Pieces:
 def read_encoder(model_folder: Path | None) -> Encoder:
     """The tokenizer of a model folder, or bytes where there is none; DataError for one that cannot be used."""
     if model_folder is None:
-        return Bytes()
+        return ByteEncoder()
     file = model_folder / "tokenizer.json"
     if not file.is_file():
         for name in _OTHER_TOKENIZERS:
             if (model_folder / name).exists():
                 raise DataError(f"{model_folder}: {name} but no tokenizer.json; write one with `save_pretrained`")
-        return Bytes()
+        return ByteEncoder()
     try:
         content = read_whole(file, MAX_TOKENIZER_BYTES)
     except OSError as error:

@@ -68,8 +68,8 @@ class Given:
         shape = (self.batch_size, self.seq_len)
         for name, ids in (("input ids", made.input_ids), ("targets", made.targets)):
             if tuple(ids.shape) != shape or ids.dtype != torch.int64:
-                said = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
-                raise DataError(f"{said}; this plan takes {shape} torch.int64, sequences by tokens")
+                problem = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
+                raise DataError(f"{problem}; this plan takes {shape} torch.int64, sequences by tokens")
             least, most = int(ids.min()), int(ids.max())
             if most >= self.vocab_size or (least < 0 and not (name == "targets" and _are_targets(ids))):
                 raise DataError(f"the {name} of step {step} go from {least} to {most}; the model knows 0 to {self.vocab_size - 1}")
@@ -82,8 +82,8 @@ class Given:
             raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
         sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in document_tokens]
         if sums != [self.seq_len] * self.batch_size:
-            said = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
-            raise DataError(f"{said}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
+            problem = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
+            raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
 
     def position(self, step: int) -> dict[str, Any]:
         return self.batches.position(step) if isinstance(self.batches, Resumable) else {"step": step}

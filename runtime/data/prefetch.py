@@ -1,6 +1,6 @@
 """How are batches made ahead of the step that needs them?
 
-In processes of their own, started anew and never forked: the process that trains holds pinned memory and a device, which a fork
+In processes of their own, spawned and never forked: the process that trains holds pinned memory and a device, which a fork
 would copy or lose. A thread takes batches from torch's DataLoader into a short queue. That it is a thread matters twice: the
 loader's handler for workers that die, which raises wherever the main thread happens to be, is then not installed, and a step
 waits for nothing but a batch that is not there yet.
@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from runtime.batch import Batch
 from runtime.errors import DataError, PenstockError
 
-from .samples import Rows, Samples
-from .streamed import REMEMBERED_STEPS, Streamed
+from .map_style import MapStyleData, Rows
+from .streamed import REMEMBERED_STEPS, StreamedData
 
 BATCHES_AHEAD = 2  # of each worker
 PATIENCE_S = 0.1  # between looks at whether a batch is still to be expected
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _ReadyBatch:
     """A batch on its way, and where the stream stands after it."""
 
     step: int
@@ -47,20 +47,20 @@ class _Failed:
 class _Steps(IterableDataset[Any]):
     """What a worker does: with n workers, each makes every n-th batch, and the loader takes them in turn."""
 
-    def __init__(self, data: Samples | Streamed, first_step: int) -> None:
+    def __init__(self, data: MapStyleData | StreamedData, first_step: int) -> None:
         self.data, self.first_step = data, first_step
 
-    def __iter__(self) -> Iterator[_Made | _Failed]:
+    def __iter__(self) -> Iterator[_ReadyBatch | _Failed]:
         info = get_worker_info()
         first, n = (self.first_step + info.id, info.num_workers) if info else (self.first_step, 1)
         for step in itertools.count(first, n):
             try:
                 rows = self.data.rows(step)
-                position = self.data.position(step + 1) if isinstance(self.data, Streamed) else None
+                position = self.data.position(step + 1) if isinstance(self.data, StreamedData) else None
             except PenstockError as error:
                 yield _Failed(str(error))
                 return
-            yield _Made(step, rows, position)
+            yield _ReadyBatch(step, rows, position)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -81,11 +81,11 @@ class _Stopped(Exception):
 class _Flow:
     """Batches from a step on, until it is stopped."""
 
-    data: Samples | Streamed
+    data: MapStyleData | StreamedData
     n_workers: int
     next_step: int
     cores: set[int]  # for the workers
-    arrived: queue.Queue[_Made | _Failed] = field(init=False)
+    arrived: queue.Queue[_ReadyBatch | _Failed] = field(init=False)
     stopped: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread = field(init=False)
 
@@ -115,7 +115,7 @@ class _Flow:
                 _Failed(f"a process that prepares batches ended ({' '.join(str(error).split())[:120]}); resume the run")
             )
 
-    def _give(self, made: _Made | _Failed) -> None:
+    def _give(self, made: _ReadyBatch | _Failed) -> None:
         while True:
             if self.stopped.is_set():
                 raise _Stopped
@@ -128,7 +128,7 @@ class _Flow:
         with suppress(_Stopped):
             self._give(failed)
 
-    def take(self) -> _Made:
+    def take(self) -> _ReadyBatch:
         made = self.arrived.get()
         if isinstance(made, _Failed):
             self.arrived.put(made)  # whoever asks again hears it again
@@ -146,7 +146,7 @@ class _Flow:
 class Prefetched:
     """The batches of other data, made ahead in `n_workers` processes; a stream is read by one."""
 
-    data: Samples | Streamed
+    data: MapStyleData | StreamedData
     n_workers: int
     # A lane that asks for a batch has few cores of its own; workers are to have those that the run was started with.
     cores: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
@@ -185,7 +185,7 @@ class Prefetched:
         """Start workers at a step: of a stream, at the step that was asked for last if it is not further on."""
         self._stop()
         n_workers = self.n_workers
-        if isinstance(self.data, Streamed):
+        if isinstance(self.data, StreamedData):
             n_workers = 1
             known = self._positions.get(step)
             if known is not None:
@@ -206,7 +206,7 @@ class Prefetched:
             self.data.resume(step, position)
 
     def words(self) -> str:
-        n_workers = 1 if isinstance(self.data, Streamed) else self.n_workers
+        n_workers = 1 if isinstance(self.data, StreamedData) else self.n_workers
         return f"{self.data.words()}; prepared ahead by {f'{n_workers} other processes' if n_workers > 1 else 'another process'}"
 
     def _stop(self) -> None:

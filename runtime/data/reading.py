@@ -14,31 +14,31 @@ import numpy as np
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 
-from .chat import Encoded, Plain, Speech, read_speech
-from .encoders import Bytes, Encoder, read_encoder
+from .chat import ChatFormat, Encoded, Plain, read_chat_format
+from .encoders import ByteEncoder, Encoder, read_encoder
 from .formats import Chat, Format, document, format_of
-from .sources import JSONL, PARQUET, Source, find_files
+from .sources import JSONL, PARQUET, DataSource, find_files
 
 CHARACTERS_AT_ONCE = 2**22  # of rows that are tokenised at a time, which takes a hundred times their size
-VERSION = 1  # of what a row becomes; tokens that were kept by another are made anew
+VERSION = 1  # of what a row becomes; tokens of another version are made again
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A data set, and how a model reads it."""
 
-    source: Source
+    source: DataSource
     n_set_aside: int  # files of text in a set of chats
     format: Format
     encoder: Encoder
-    speech: Speech
+    chat_format: ChatFormat
     vocab_size: int
 
     @property
     def identity(self) -> str:
         """Differs where the tokens of some row may differ."""
-        speech = "" if self.format == "text" else self.speech.identity
-        return json.dumps([VERSION, self.format, self.encoder.identity, speech])
+        chat_format = "" if self.format == "text" else self.chat_format.identity
+        return json.dumps([VERSION, self.format, self.encoder.identity, chat_format])
 
     @property
     def wide(self) -> bool:
@@ -80,8 +80,8 @@ class Reading:
 
     def encode(self, value: object, where: str) -> list[Encoded]:
         """The documents that a row becomes, at least one; DataError for one that does not fit the format, or the model."""
-        said = document(value, self.format, where)
-        encoded = self.speech.encode(said, where) if isinstance(said, Chat) else [self._text(said)]
+        content = document(value, self.format, where)
+        encoded = self.chat_format.encode(content, where) if isinstance(content, Chat) else [self._text(content)]
         largest = max(int(one.ids.max(initial=0)) for one in encoded)
         if largest >= self.vocab_size:
             raise DataError(
@@ -97,7 +97,7 @@ class Reading:
         return Encoded(np.append(ids, self.encoder.end_id), np.array([[0, len(ids) + 1]]))
 
     def close(self) -> None:
-        self.speech.close()
+        self.chat_format.close()
 
 
 def _first(waiting: deque[tuple[int, int, int, Future[list[Encoded]]]]) -> Iterator[tuple[int, int, Encoded]]:
@@ -123,18 +123,18 @@ def read_set(settings: DataSettings, model_folder: Path | None, vocab_size: int,
     `cache` lies is the run's, and no part of it."""
     encoder = read_encoder(model_folder)
     if encoder.end_id >= vocab_size:
-        advice = "reading bytes needs 257" if isinstance(encoder, Bytes) else "use the tokenizer of this model"
+        advice = "reading bytes needs 257" if isinstance(encoder, ByteEncoder) else "use the tokenizer of this model"
         raise DataError(f"the end token {encoder.end_id} is outside the model's {vocab_size} token ids; {advice}")
     source = find_files(Path(settings.path), cache)
     format = _format(source) if settings.format == "auto" else settings.format
     n_files = len(source.files)
     if format != "text" and source.files != (source.path,):
         source = replace(source, files=tuple(file for file in source.files if _has_rows(file)))
-    speech: Speech = Plain(encoder) if format == "text" else read_speech(model_folder, encoder)
-    return Reading(source, n_files - len(source.files), format, encoder, speech, vocab_size)
+    chat_format: ChatFormat = Plain(encoder) if format == "text" else read_chat_format(model_folder, encoder)
+    return Reading(source, n_files - len(source.files), format, encoder, chat_format, vocab_size)
 
 
-def _format(source: Source) -> Format:
+def _format(source: DataSource) -> Format:
     """By the first row of the first file that has rows."""
     for number, file in enumerate(source.files):
         if _has_rows(file):

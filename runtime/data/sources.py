@@ -23,7 +23,7 @@ from runtime.errors import DataError
 
 MAX_DOCUMENT_BYTES = 2**30  # a document is tokenised in memory, at a hundred times its size
 MAX_GROUP_BYTES = 4 * MAX_DOCUMENT_BYTES  # of a table, decompressed; what may have to be in memory at once
-ROWS_AT_ONCE = 2048  # of a table, at most; texts that many rows share are looked up anew for each batch of them
+ROWS_AT_ONCE = 2048  # of a table, at most; texts that many rows share are looked up again for each batch of them
 BATCH_BYTES = 2**24  # of the rows that are read at a time, if they are of the usual size
 VALUE_BYTES = 64  # that Python takes for a value besides its text
 STREAM_BYTES = 2**20  # of a column that are read at a time
@@ -36,7 +36,7 @@ _EDGE_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """The files of a data set, in the order of their paths."""
 
     path: Path
@@ -93,7 +93,7 @@ class Source:
         return total.hexdigest()
 
 
-def find_files(path: Path, cache: Path) -> Source:
+def find_files(path: Path, cache: Path) -> DataSource:
     """The files to read. Hidden ones are left out, and links out of the folder are not followed. `cache` is a folder of the run,
     and what the run writes beside it is no data either."""
     try:
@@ -103,7 +103,7 @@ def find_files(path: Path, cache: Path) -> Source:
     if root.is_file():
         if root.suffix == ".json":
             raise DataError(f"{path}: one object a line is needed; name it .jsonl if it is that")
-        return Source(path, (path,))
+        return DataSource(path, (path,))
     if not root.is_dir():
         raise DataError(f"{path}: neither a file nor a folder; {_WANTED}")
     found: list[Path] = []
@@ -123,7 +123,7 @@ def find_files(path: Path, cache: Path) -> Source:
                 n_outside += 1
             elif target.is_file():  # no sockets, pipes or broken links
                 found.append(file)
-    return Source(path, tuple(sorted(found, key=lambda file: file.relative_to(path).parts)), n_outside, set_aside)
+    return DataSource(path, tuple(sorted(found, key=lambda file: file.relative_to(path).parts)), n_outside, set_aside)
 
 
 def _unreadable(error: OSError) -> None:

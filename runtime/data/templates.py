@@ -1,8 +1,8 @@
 """What does a model's own chat template make of a conversation?
 
 A template is a program that came with the model. transformers runs it in a sandbox that keeps it from files, but not from
-running for ever or filling memory; so it runs in a process of its own that the system ends. Started anew, that process shares
-nothing with this one. It is given conversations and gives back text, a line of JSON each.
+running for ever or filling memory; so it runs in a process of its own that the system ends. Spawned, not forked, that process
+shares nothing with this one. It is given conversations and gives back text, a line of JSON each.
 
 "Today" is always the same day there: what a template writes must not depend on when a run is resumed.
 """
@@ -22,7 +22,7 @@ MAX_TEXT_CHARACTERS = 2**28
 TODAY = (2024, 7, 26)  # what templates fall back to that are not told the date
 
 
-class TemplateError(Exception):
+class ChatTemplateError(Exception):
     """Why a conversation was not written; one line."""
 
 
@@ -36,7 +36,7 @@ class Written:
 
 
 @dataclass(slots=True, eq=False)
-class Template:
+class ChatTemplate:
     """A chat template and the special tokens that it may name; its process starts when it is first used."""
 
     source: str
@@ -50,7 +50,7 @@ class Template:
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Template, (self.source, self.special_tokens)
+        return ChatTemplate, (self.source, self.special_tokens)
 
     def write(
         self,
@@ -64,7 +64,7 @@ class Template:
         with self._one_at_a_time:
             answer = self._answer(request)
         if isinstance(answer, str):
-            raise TemplateError(answer)
+            raise ChatTemplateError(answer)
         return Written(answer["text"], tuple((a, b) for a, b in answer["generated"]), tuple(answer["cuts"]))
 
     def _answer(self, request: dict[str, Any]) -> str | dict[str, Any]:

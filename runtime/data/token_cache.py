@@ -1,7 +1,7 @@
 """Where are tokens kept from one run to the next?
 
 In an Arrow file that `datasets` writes and maps into memory: a row per document. Its folder is named after all that its content
-depends on, appears whole or not at all, and is made anew when a byte of it has changed. Runs that begin at the same time wait for
+depends on, appears whole or not at all, and is made again when a byte of it has changed. Runs that begin at the same time wait for
 the one that writes.
 """
 
@@ -27,9 +27,9 @@ from runtime.files import sync
 
 from .chat import Encoded
 from .packing import Array
-from .sources import Source
+from .sources import DataSource
 
-FORMAT = 2  # of the files; another one is made anew
+FORMAT = 2  # of the files; one of another format is made again
 BATCH_TOKENS = 2**20  # that wait to be written
 _TOKENS, _ABOUT = "tokens.arrow", "about.json"
 
@@ -44,11 +44,11 @@ class About:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class TokenCache:
     """Documents in a cache. Only what tells them apart is in memory; tokens stay in the file until they are asked for."""
 
     folder: Path
-    source: Source = field(repr=False)
+    source: DataSource = field(repr=False)
     about: About
     lengths: Array = field(init=False, repr=False)
     n_learned: Array = field(init=False, repr=False)
@@ -70,7 +70,7 @@ class Kept:
         self.n_apart = _n_apart([(chunk[4], chunk[5]) for chunk in self._chunks])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, (self.folder, self.source, self.about)
+        return TokenCache, (self.folder, self.source, self.about)
 
     def _place(self, document: int) -> tuple[tuple[npt.NDArray[Any], ...], int]:
         chunk = int(np.searchsorted(self._first, document, side="right")) - 1
@@ -127,7 +127,7 @@ def _n_apart(places: list[tuple[Array, Array]]) -> int:
 Row = tuple[int, int, Encoded]  # file, row, and a document of it
 
 
-def kept_tokens(cache: Path, key: str, source: Source, wide: bool, make: Callable[[list[int]], Iterable[Row]]) -> Kept:
+def cached_tokens(cache: Path, key: str, source: DataSource, wide: bool, make: Callable[[list[int]], Iterable[Row]]) -> TokenCache:
     """The documents that `key` stands for: from the cache, or made now. `make` appends to its list what it left out."""
     folder = cache / f"tokens-{hashlib.sha256(f'{FORMAT} {wide} {key}'.encode()).hexdigest()[:24]}"
     try:
@@ -135,7 +135,7 @@ def kept_tokens(cache: Path, key: str, source: Source, wide: bool, make: Callabl
             about = _whole(folder)
             if about is None:
                 about = _make(folder, wide, make)
-        return Kept(folder, source, about)
+        return TokenCache(folder, source, about)
     except OSError as error:
         raise DataError(f"{cache}: tokens cannot be kept there ({error.strerror or error}); make room, or choose another") from None
     except pyarrow.ArrowException as error:

@@ -1,4 +1,4 @@
-"""What is done to a parameter while a chunk of it is in a core's cache?
+"""What is done to a parameter while a chunk of it is in a core's cache (cache blocking)?
 
 Loops over the chunks of one parameter, flat. TorchScript runs them: a loop then needs no interpreter and none of its lock, so that
 several threads, and the lane that computes, are not in each other's way. Where torch has no TorchScript any more the interpreter

@@ -1,4 +1,4 @@
-"""How do weights, gradients and boundaries move between host and device?"""
+"""How do weights, gradients and offloaded activations move between host and device?"""
 
 from runtime.plan import Op, Plan
 
@@ -41,6 +41,6 @@ class Copies:
             self.arenas.raw(to).copy_(self.arenas.raw(squares), non_blocking=True)
 
     def move_boundary(self, op: Op) -> None:
-        """Spill or fetch."""
+        """Spill or fetch: activation offload, and its prefetch."""
         n_bytes = self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
         self.arenas.raw(op.writes[0])[:n_bytes].copy_(self.arenas.raw(op.reads[0])[:n_bytes], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Where on the host does what training has made of a model lie?"""
+"""Where on the host do a model's masters, moments and weights lie?"""
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from runtime.units import MiB
 
 from .chunks import Scratch
 from .memory import DTYPE, Arenas
-from .optimizer import Learned, SplitMaster, round_half_up
+from .optimizer import ParamState, SplitMaster, round_half_up
 from .slabs import host_slab
 from .workers import Workers
 
@@ -83,7 +83,7 @@ class HostState:
 
     # -- one parameter ----------------------------------------------------------------------------------------------
 
-    def learned(self, p: Parameter, prefix: str = "", copy: Copy | None = None) -> Learned:
+    def param_state(self, p: Parameter, prefix: str = "", copy: Copy | None = None) -> ParamState:
         """All of an owned parameter's state; with `SHADOW` its shadow; or as it was when its chunk was copied."""
         semantics, (number, at) = self.plan.semantics, self._places[p.name]
 
@@ -97,26 +97,26 @@ class HostState:
             weight = slot("host_weights", semantics.compute_dtype)[own]
         if self.plan.policy.storage == "split":
             assert weight is not None
-            return Learned(SplitMaster(weight, slot("remainders", "int16")[own]), exp_avg, exp_avg_sq)
-        return Learned(slot("masters", semantics.master_dtype)[own], exp_avg, exp_avg_sq, weight)
+            return ParamState(SplitMaster(weight, slot("remainders", "int16")[own]), exp_avg, exp_avg_sq)
+        return ParamState(slot("masters", semantics.master_dtype)[own], exp_avg, exp_avg_sq, weight)
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         """What is uploaded of an owned parameter, shaped."""
-        learned = self.learned(p, copy=copy)
-        weight = learned.weight
+        state = self.param_state(p, copy=copy)
+        weight = state.weight
         if weight is None:
-            weight = learned.master.weight if isinstance(learned.master, SplitMaster) else learned.master
+            weight = state.master.weight if isinstance(state.master, SplitMaster) else state.master
         return weight.view(p.shape)
 
     def master(self, p: Parameter) -> torch.Tensor:
         """The master of an owned parameter, flat; to be read only, as it may be a copy."""
-        master = self.learned(p).master
+        master = self.param_state(p).master
         return master.joined(slice(None)) if isinstance(master, SplitMaster) else master
 
     def moments(self, p: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         """First and second moment of an owned parameter, flat fp32."""
-        learned = self.learned(p)
-        return learned.exp_avg, learned.exp_avg_sq
+        state = self.param_state(p)
+        return state.exp_avg, state.exp_avg_sq
 
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
         """Put an owned parameter (any float dtype) into master and compute weight. No lane may be at work."""
@@ -124,20 +124,14 @@ class HostState:
 
     def _setting(self, p: Parameter, given: torch.Tensor) -> list[Callable[[None], object]]:
         """Setting a weight, in pieces that threads may share."""
-        learned, flat = self.learned(p), given.reshape(-1)
-        return [partial(_set, learned, flat, slice(at, at + SET_AT_ONCE)) for at in range(0, p.n_elements, SET_AT_ONCE)]
+        state, flat = self.param_state(p), given.reshape(-1)
+        return [partial(_set, state, flat, slice(at, at + SET_AT_ONCE)) for at in range(0, p.n_elements, SET_AT_ONCE)]
 
     # -- all of it --------------------------------------------------------------------------------------------------
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Put a block's own weights into the store. No lane may be at work."""
         _together([task for p in self.owned(block) for task in self._setting(p, weights[p.name])], self.n_threads)
-
-    def compute_weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
-        for block in range(len(self.chunks)):
-            for p in self.owned(block):
-                yield p, self.compute_weight(p)
 
     def n_bytes(self, block: int, chunk: int) -> int:
         """Of a chunk's state."""
@@ -163,11 +157,11 @@ class HostState:
             self.arenas.exchange(Slot(arena.name, number), Slot(SHADOW + arena.name, number))
 
 
-def _set(learned: Learned, given: torch.Tensor, piece: slice, own: None) -> None:
+def _set(state: ParamState, given: torch.Tensor, piece: slice, own: None) -> None:
     """Put a piece of a flat weight into master and compute weight."""
     for at in range(piece.start, min(piece.stop, given.numel()), SET_ELEMENTS):
         part = slice(at, min(at + SET_ELEMENTS, piece.stop))
-        match learned.master:
+        match state.master:
             case SplitMaster() as master:
                 master.cut(part, given[part].float())
                 continue
@@ -175,12 +169,12 @@ def _set(learned: Learned, given: torch.Tensor, piece: slice, own: None) -> None
                 master[part] = given[part]
             case master:
                 round_half_up(given[part].float(), master[part])
-        if learned.weight is not None:
-            round_half_up(master[part], learned.weight[part])
+        if state.weight is not None:
+            round_half_up(master[part], state.weight[part])
 
 
 def _together(tasks: Sequence[Callable[[None], object]], n_threads: int) -> None:
-    """Have tasks done by so many threads, of which this is one, each with one thread inside a kernel."""
+    """Have tasks done by `n_threads`, of which this is one, each with one thread inside a kernel."""
     workers = Workers[None](max(1, min(n_threads, len(tasks))), lambda: None)
     with _one_kernel_thread(), workers.helped(_one_kernel_thread):
         workers.run(tasks)

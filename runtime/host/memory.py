@@ -129,7 +129,7 @@ class Arenas:
         return at if 0 <= at < region.n_bytes else None
 
     def divide(self, slot: Slot, parts: Mapping[Slot, int]) -> None:
-        """Make slots of so many bytes of the parts of one, which is then only poisoned as a whole."""
+        """Cut one slot into the slots of `parts`, of those bytes each, which is then only poisoned as a whole."""
         whole = self._regions.pop(slot)
         at = 0
         for part, n_bytes in parts.items():

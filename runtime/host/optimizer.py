@@ -133,8 +133,8 @@ def pieces_of(master: torch.Tensor | SplitMaster) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """What training has made of one parameter, flat: its master, its moments (fp32), and the compute weight if that lies apart."""
+class ParamState:
+    """The training state of one parameter, flat: its master, its moments (fp32), and the compute weight if that lies apart."""
 
     master: torch.Tensor | SplitMaster
     exp_avg: torch.Tensor
@@ -143,7 +143,7 @@ class Learned:
 
 
 def adamw_tasks(
-    to: Learned, gradient: SummedGradient, factor: float, n_updates: int, settings: AdamW, start_from: Learned | None = None
+    to: ParamState, gradient: SummedGradient, factor: float, n_updates: int, settings: AdamW, start_from: ParamState | None = None
 ) -> list[Task]:
     """One AdamW step on one flat parameter: in place, or `start_from` what lies elsewhere and stays as it is.
 
@@ -182,12 +182,12 @@ def adamw_(
     factor: float,
     n_updates: int,
     settings: AdamW,
-    start_from: Learned | None = None,
+    start_from: ParamState | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """The same, all on this thread."""
     own = scratch or Scratch()
-    to = Learned(master, exp_avg, exp_avg_sq, weight)
+    to = ParamState(master, exp_avg, exp_avg_sq, weight)
     for task in adamw_tasks(to, _summed(gradient), factor, n_updates, settings, start_from):
         task(own)
 

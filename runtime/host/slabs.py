@@ -129,7 +129,7 @@ class Placement:
 
 
 def placement(n_bytes: int, cores: Iterable[int], folder: Path = NODES) -> Placement | None:
-    """For so many bytes that these cores use; None where there is one node, or the system does not say."""
+    """For `n_bytes` that these cores use; None where there is one node, or the system does not say."""
     free_bytes: dict[int, int] = {}
     near: dict[int, int] = {}
     for place in folder.glob("node[0-9]*"):

@@ -1,4 +1,4 @@
-"""What does the host do with a step's gradients?"""
+"""How does the host accumulate a step's gradients, take their global norm, and update by it?"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ class Updates:
         tasks = []
         for p in self.state.of_chunk(op.block, op.chunk):
             settings = self.settings(step).of(p.name, p.shape)
-            tasks += adamw_tasks(self.state.learned(p), self._gradient(op, p), factor, self.state.n_updates, settings)
+            tasks += adamw_tasks(self.state.param_state(p), self._gradient(op, p), factor, self.state.n_updates, settings)
         self.workers.run(tasks)
 
     def speculate(self, op: Op, step: int) -> None:
@@ -144,7 +144,7 @@ class Updates:
         n_updates = self.state.n_updates + (0 if is_counted else 1)
         tasks = []
         for p in self.state.of_chunk(op.block, op.chunk):
-            now, shadow = self.state.learned(p), self.state.learned(p, SHADOW)
+            now, shadow = self.state.param_state(p), self.state.param_state(p, SHADOW)
             settings = self.settings(step).of(p.name, p.shape)
             tasks += adamw_tasks(shadow, self._gradient(op, p), 1.0, n_updates, settings, start_from=now)
         self.workers.run(tasks)

@@ -66,7 +66,7 @@ class Evaluator:
         return Evaluated(loss, perplexity(loss), score.n_tokens, time.perf_counter() - began_s)
 
     def _perform(self, first: int, n_passes: int, n_micro_batches: int, score: "_Score") -> None:
-        """Score so many passes over so many micro-batches, from a sequence on."""
+        """Score `n_passes` over `n_micro_batches`, from sequence `first` on."""
         if not n_passes:
             return
         plan = forward_plan(self.machine.plan, n_micro_batches)

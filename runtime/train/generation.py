@@ -1,4 +1,4 @@
-"""What does the model say?
+"""What does the model generate?
 
 For every new token the whole of each sequence is computed again: there is no cache of keys and values. Where weights are streamed,
 a forward takes as long as they take to come, which is as long for one token as for hundreds, and a cache would need device memory
@@ -22,7 +22,7 @@ from runtime.executor import Stop
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.forward_plan import forward_plan
 
-STEP_TOKENS = 64  # sequences are computed up to a multiple of so many tokens: shapes then change seldom, and suit kernels
+STEP_TOKENS = 64  # sequences are computed up to a multiple of that: shapes then change seldom, and suit kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ def samples(
     end_ids: Collection[int] = (),
     stop: Stop | None = None,
 ) -> list[Sample]:
-    """How the model goes on after each prompt; `encode` gives the tokens after which it begins. See `generate`."""
+    """How the model continues each prompt; `encode` gives the tokens after which it begins. See `generate`."""
     ids = [[int(i) for i in encode(prompt)] for prompt in prompts]
-    said = generate(machine, ids, max_new_tokens, temperature, top_p, seed, end_ids, stop)
-    return [Sample(prompt, decode(new)) for prompt, new in zip(prompts, said, strict=True)]
+    answers = generate(machine, ids, max_new_tokens, temperature, top_p, seed, end_ids, stop)
+    return [Sample(prompt, decode(new)) for prompt, new in zip(prompts, answers, strict=True)]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
-    """DataError for a prompt of no tokens, or of so many that a sequence has no room for another."""
+    """DataError for a prompt of no tokens, or of as many as a sequence holds, which leaves no room for another."""
     for number, prompt in enumerate(prompts, start=1):
         if not len(prompt):
             raise DataError(f"prompt {number} is empty; give it some text")

@@ -69,9 +69,9 @@ def refuse_missing(names: Sequence[str]) -> None:
             raise _missing(name, name)
 
 
-def _opened(name: str, make: Callable[[], Monitor], say: Callable[[str], None]) -> "list[_Careful]":
+def _opened(name: str, make: Callable[[], Monitor], say: Callable[[str], None]) -> "list[_SafeMonitor]":
     try:
-        return [_Careful(name, make(), say)]
+        return [_SafeMonitor(name, make(), say)]
     except ModuleNotFoundError as error:
         raise _missing(name, error.name) from None
     except Exception as error:
@@ -84,7 +84,7 @@ def _missing(name: str, module: str | None) -> RunConfigError:
     return RunConfigError(f"--monitor {name}: {name} is not installed here{what}; pip install {name}, or leave the monitor out")
 
 
-class _Careful:
+class _SafeMonitor:
     """A monitor whose first failure is its last: it is said, and nothing more is asked of it."""
 
     def __init__(self, name: str, monitor: Monitor, say: Callable[[str], None]) -> None:

@@ -73,23 +73,23 @@ class RunConfigError(PenstockError):
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     """The settings of a file, if there is one, and of `flags` (by dotted names, as `optimizer.lr`), which go before it."""
-    said = _read(path) if path is not None else {}
+    given = _read(path) if path is not None else {}
     where = str(path) if path is not None else "the command line"
-    _refuse_unknown(where, said, RunSettings, "")
-    said = _without_empty_sections(said, RunSettings)
+    _refuse_unknown(where, given, RunSettings, "")
+    given = _without_empty_sections(given, RunSettings)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in flags and other not in flags:
-            said.pop(other, None)  # the two say the same thing
+            given.pop(other, None)  # the two say the same thing
     for name, value in flags.items():
         *sections, key = name.split(".")
-        section = said
+        section = given
         for part in sections:
             section = section.setdefault(part, {})
         section[key] = value
-    if said.get("data", {}).get("path") is None:
+    if given.get("data", {}).get("path") is None:
         raise RunConfigError("no data to train on: give --data, or data.path in the file of --config")
     try:
-        settings = _RUN.validate_json(json.dumps(said, default=str))
+        settings = _RUN.validate_json(json.dumps(given, default=str))
     except ValidationError as error:
         raise RunConfigError(_words(error, where, flags)) from None
     if settings.steps is not None and settings.epochs is not None:
@@ -115,10 +115,10 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
             raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")
 
 
-def _without_empty_sections(said: Mapping[str, Any], kind: type) -> dict[str, Any]:
+def _without_empty_sections(given: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """The same; of a section whose keys are all commented out, YAML says that it is null."""
     kinds: dict[str, Any] = {field.name: field.type for field in fields(kind)}
-    kept = {key: value for key, value in said.items() if value is not None or not is_dataclass(kinds[key])}
+    kept = {key: value for key, value in given.items() if value is not None or not is_dataclass(kinds[key])}
     return {
         key: _without_empty_sections(v, kinds[key]) if isinstance(v, dict) and is_dataclass(kinds[key]) else v
         for key, v in kept.items()
@@ -257,10 +257,10 @@ def _scalar(path: Path, node: "Node") -> Any:
 # -- words ----------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(where: str, said: Mapping[str, Any], kind: type, prefix: str) -> None:
+def _refuse_unknown(where: str, given: Mapping[str, Any], kind: type, prefix: str) -> None:
     """RunConfigError for the first key that is no setting."""
     known: dict[str, Any] = {field.name: field.type for field in fields(kind)}
-    for key, value in said.items():
+    for key, value in given.items():
         place = prefix + str(key)
         if key not in known:
             raise RunConfigError(f"{where}: {place}: no such key; {_advice(place)}")

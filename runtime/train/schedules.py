@@ -14,7 +14,7 @@ from runtime.settings import OptimizerSettings, ScheduleSettings
 
 from .run_config import RunConfigError
 
-DECAY_FRACTION = 0.1  # of a run: what warmup-stable-decay spends on its decay where nothing is said
+DECAY_FRACTION = 0.1  # of a run: what warmup-stable-decay spends on its decay where the settings do not say
 
 _NAMES = {
     "constant": "constant_with_warmup",

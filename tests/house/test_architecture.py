@@ -73,7 +73,7 @@ TORCH_FREE = (
     *("runtime/machines/cores.py", "runtime/train/run_config.py", "hwprofiles/schema.py", "hwprofiles/curves.py"),
     *(
         f"hwprofiles/probe/{name}.py"
-        for name in ("samples", "stopwatch", "device", "gpu", "gpu_link", "cliffs", "nvbandwidth", "pci")
+        for name in ("timings", "stopwatch", "device", "gpu", "gpu_link", "cliffs", "nvbandwidth", "pci")
     ),
 )
 

@@ -106,3 +106,19 @@ def test_a_page_that_shows_something_else_is_seen() -> None:
 def test_a_command_that_fails_fails_the_page(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit 3"):
         perform("echo it ends; exit 3", tmp_path)
+
+
+def field_terms(glossary: str) -> set[str]:
+    """What the field says, as the glossary's right-hand column sets it off."""
+    rows = (line.split(" | ", 1)[1] for line in glossary.splitlines() if line.startswith("| ") and " | " in line)
+    return {term for row in rows for term in re.findall(r"\*([^*]+)\*", row)}
+
+
+def test_every_term_of_the_field_in_the_glossary_stands_on_a_page_too() -> None:
+    """Who searches the pages for the word they know finds where it is spoken of."""
+    glossary = ROOT / "docs" / "glossary.md"
+    pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page != glossary)]
+    text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in pages).lower().split())
+    terms = field_terms(glossary.read_text(encoding="utf-8"))
+    assert len(terms) > 10
+    assert [term for term in sorted(terms) if term.lower() not in text] == []

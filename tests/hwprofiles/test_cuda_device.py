@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from hwprofiles.probe import measure
-from hwprofiles.probe.cuda import CudaDevice, has_cuda, open_cuda, translated
+from hwprofiles.probe.cuda import CudaDevice, open_cuda, translated
 from hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, PciLink, Stream
 from hwprofiles.probe.gpu import QUICK_GPU, probe_gpu
 from hwprofiles.probe.pci import pci_folder, pci_link
 from hwprofiles.schema import Profile
 from penstock.cli.probe import text_of
 from runtime.errors import ProfileError
+from runtime.machines.streams import has_cuda
 
 
 class RememberingCuda:

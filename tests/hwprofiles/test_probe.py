@@ -21,11 +21,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.probe import host, instruments, measure, samples, works
+from hwprofiles.probe import host, instruments, measure, timings, works
 from hwprofiles.probe.cliffs import optimizer_cliffs
 from hwprofiles.probe.host import Processor
 from hwprofiles.probe.instruments import Bench, Patience
-from hwprofiles.probe.samples import Sample
+from hwprofiles.probe.timings import Timing
 from hwprofiles.schema import Profile
 from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import ProfileError
@@ -91,7 +91,7 @@ def test_a_probe_tells_what_copies_and_the_optimizer_do_to_each_other(probed: tu
     assert sum(q.value for q in both if q is not None) == pytest.approx(link.duplex_bytes_per_s.value, rel=1e-4)
     for curve in (link.h2d, link.d2h):
         assert curve.under_optimizer_bytes_per_s is not None
-    counts = samples.thread_counts(probed[0].host.n_cores)
+    counts = timings.thread_counts(probed[0].host.n_cores)
     assert [point.threads for point in probed[0].host.optimizer] == counts
 
 
@@ -161,9 +161,9 @@ def test_work_runs_on_the_cores_and_threads_of_its_lane_and_this_thread_keeps_it
 
 
 def test_the_time_of_repeats_is_the_median_and_one_outlier_moves_neither_it_nor_the_spread() -> None:
-    assert Sample.of([1.0, 1.1, 0.9]).seconds == 1.0
-    assert Sample.of([1.0, 1.0, 1.0, 1.0, 50.0]) == Sample(1.0, samples.LEAST_SPREAD)
-    assert Sample.of([1.0, 1.2, 0.8]).spread_fraction == pytest.approx(1.9 * 0.2)
+    assert Timing.of([1.0, 1.1, 0.9]).seconds == 1.0
+    assert Timing.of([1.0, 1.0, 1.0, 1.0, 50.0]) == Timing(1.0, timings.LEAST_SPREAD)
+    assert Timing.of([1.0, 1.2, 0.8]).spread_fraction == pytest.approx(1.9 * 0.2)
 
 
 def test_a_work_is_repeated_as_often_as_the_effort_says_and_a_very_long_one_not_at_all() -> None:
@@ -175,9 +175,9 @@ def test_a_work_is_repeated_as_often_as_the_effort_says_and_a_very_long_one_not_
     def work() -> None:
         n[0] += 1
 
-    sample = b.repeat(work)
+    timing = b.repeat(work)
     assert n[0] == 1 + GLANCE.patience.least_repeats
-    assert sample.seconds == pytest.approx(0.02)
+    assert timing.seconds == pytest.approx(0.02)
     b.clock = lambda: next(ticks) * 10.0
     n[0] = 0
     assert b.repeat(work).seconds == pytest.approx(10.0)
@@ -262,10 +262,10 @@ def test_time_in_the_queue_for_a_core_is_seen_and_sleep_is_not() -> None:
 
 @given(times)
 def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
-    points = [(float(i), Sample(s, 0.1)) for i, s in enumerate(seconds)]
+    points = [(float(i), Timing(s, 0.1)) for i, s in enumerate(seconds)]
     lifted = [*points]
-    samples.raise_times(lifted)
-    after = [sample.seconds for _, sample in lifted]
+    timings.raise_times(lifted)
+    after = [timing.seconds for _, timing in lifted]
     assert all(a < b for a, b in itertools.pairwise(after))
     for (_, was), (_, now) in zip(points, lifted, strict=True):
         assert now == was or (now.seconds > was.seconds and now.spread_fraction > was.spread_fraction)
@@ -274,11 +274,11 @@ def test_lifted_times_rise_and_are_never_lowered(seconds: list[float]) -> None:
 @given(st.lists(st.floats(min_value=1e-6, max_value=10), min_size=9, max_size=9))
 def test_lifted_products_pass_the_schemas_own_check(seconds: list[float]) -> None:
     shapes = [(m, w, w) for m in (64, 256, 1024) for w in (128, 256, 512)]
-    by_shape = dict(zip(shapes, (Sample(s, 0.1) for s in seconds), strict=True))
-    samples.raise_products(by_shape)
-    for (m, k, _), sample in by_shape.items():
+    by_shape = dict(zip(shapes, (Timing(s, 0.1) for s in seconds), strict=True))
+    timings.raise_products(by_shape)
+    for (m, k, _), timing in by_shape.items():
         for (m0, k0, _), other in by_shape.items():
-            assert not (m0 <= m and k0 <= k and (m0, k0) != (m, k)) or other.seconds < sample.seconds
+            assert not (m0 <= m and k0 <= k and (m0, k0) != (m, k)) or other.seconds < timing.seconds
 
 
 def test_walking_copies_copy_every_byte_in_the_end() -> None:
@@ -327,7 +327,7 @@ def test_a_machine_with_more_host_cores_than_a_small_probe_has_state_for_is_meas
 
 @given(st.integers(min_value=1, max_value=1000))
 def test_threads_are_tried_in_powers_of_two_and_all_of_them(n_cores: int) -> None:
-    counts = samples.thread_counts(n_cores)
+    counts = timings.thread_counts(n_cores)
     assert counts == sorted(set(counts))
     assert (counts[0], counts[-1]) == (1, n_cores)
     assert all(later <= 2 * before for before, later in itertools.pairwise(counts))

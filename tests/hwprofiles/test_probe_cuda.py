@@ -19,11 +19,12 @@ from hwprofiles.probe import cuda, measure
 from hwprofiles.probe.device import DeviceError, PciLink, Stream
 from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
 from hwprofiles.probe.gpu_link import rates_in_common
-from hwprofiles.probe.samples import products_flop
 from hwprofiles.probe.stopwatch import Stopwatch
+from hwprofiles.probe.timings import products_flop
 from hwprofiles.schema import Profile
 from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import PenstockError, ProfileError
+from runtime.machines import streams
 from runtime.machines.cores import split_beside_gpu
 from tests.fake_gpu import GB, FakeMachine, GiB, Truth
 
@@ -193,7 +194,7 @@ def test_warming_up_ends_when_the_clocks_have_settled_and_not_before() -> None:
     product = machine.device.product("bf16", 8192, 8192, 8192)
     watch.warm_up(product, most_s=10.0)
     assert 2.0 <= machine.worked_s < 4.0
-    assert_close(products_flop(8192, 8192, 8192) / watch.sample(product).seconds, 700e12, 0.02)
+    assert_close(products_flop(8192, 8192, 8192) / watch.timing(product).seconds, 700e12, 0.02)
 
 
 def test_clocks_that_never_settle_do_not_hold_up_the_probe() -> None:
@@ -204,15 +205,15 @@ def test_clocks_that_never_settle_do_not_hold_up_the_probe() -> None:
 
 def test_a_hiccup_moves_neither_a_time_nor_its_spread() -> None:
     watch, machine = watch_of(Truth(noise_fraction=0.0, hiccups_per_s=3.0, hiccup_s=0.5, cold_fraction=1.0))
-    sample = watch.sample(machine.device.product("bf16", 8192, 8192, 8192))
-    assert_close(sample.seconds, (products_flop(8192, 8192, 8192) + 3e9) / 700e12, 0.001)
-    assert sample.spread_fraction <= 0.02
+    timing = watch.timing(machine.device.product("bf16", 8192, 8192, 8192))
+    assert_close(timing.seconds, (products_flop(8192, 8192, 8192) + 3e9) / 700e12, 0.001)
+    assert timing.spread_fraction <= 0.02
 
 
 def test_a_work_longer_than_anyone_would_wait_for_is_run_once() -> None:
     watch, machine = watch_of(Truth(flop_per_s={"bf16": 1e12, "fp32": 1e12}, cold_fraction=1.0))
     before_s = machine.worked_s
-    assert watch.sample(machine.device.product("bf16", 16384, 8192, 8192)).seconds > 1.5
+    assert watch.timing(machine.device.product("bf16", 16384, 8192, 8192)).seconds > 1.5
     assert machine.worked_s - before_s < 10
 
 
@@ -368,7 +369,7 @@ def test_one_late_copy_does_not_change_the_rate(copy_s: float, ratio: float, lat
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = FakeMachine(Truth(pageable={"h2d": 9e9, "d2h": 9e9}))
-    monkeypatch.setattr(cuda, "has_cuda", lambda: True)
+    monkeypatch.setattr(streams, "has_cuda", lambda: True)
     monkeypatch.setattr(cuda, "open_cuda", lambda index: machine.device)
     monkeypatch.setattr(measure, "host_beside_gpu", lambda quick: machine.host)
     out = tmp_path / "rig.json"
@@ -388,7 +389,7 @@ def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
     machine, out = FakeMachine(Truth(host_bytes=12 * GB)), tmp_path / "rig.json"
     measured = probe_gpu(machine.device, machine.host, QUICK_GPU, lambda what, fraction: None, "rig")  # type: ignore[arg-type]
     assert measured.host.memory_bytes.value == 12 * GB
-    monkeypatch.setattr("penstock.cli.probe._measured", lambda asked, *_: measured if asked == device else None)
+    monkeypatch.setattr("penstock.api.probe", lambda asked, *_, **__: measured if asked == device else None)
     words = ["--device", device, "-o", str(out)]
     assert CliRunner().invoke(probe, [*words, "--host-memory", "118GB"], catch_exceptions=False).exit_code == 0
     profile = Profile.from_json(json.loads(out.read_text()))
@@ -406,7 +407,7 @@ def test_host_memory_that_the_user_gives_is_booked_and_said_to_be_the_users(
 def test_host_memory_that_is_no_size_is_refused_in_one_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: str
 ) -> None:
-    monkeypatch.setattr("penstock.cli.probe._measured", None)
+    monkeypatch.setattr("penstock.api.probe", None)
     with pytest.raises(PenstockError, match="write for example 80GB") as caught:
         CliRunner().invoke(probe, ["--host-memory", size, "-o", str(tmp_path / "rig.json")], catch_exceptions=False)
     assert str(caught.value).isprintable()

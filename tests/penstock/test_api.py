@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
+from hwprofiles.probe import measure
+from hwprofiles.schema import read_profile
 from runtime.batch import Batch
 from runtime.data.data import read_data
 from runtime.data.given import Given
@@ -83,7 +86,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_the_names_are_these_and_none_wakes_torch() -> None:
-    names = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop", "check", "plan", "predict", "train"]
+    types = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
+    names = [*types, "check", "plan", "predict", "probe", "train"]
     assert penstock.__all__ == names
     assert all(getattr(penstock, name) is not None for name in names)
     code = (
@@ -110,6 +114,19 @@ def test_a_plan_is_that_of_the_command_in_words_and_in_its_file(home: Path) -> N
     assert penstock.predict(home / "b", "h100-sxm").step_s < found.step_s
     assert penstock.check(home / "b") == penstock.check(found)
     assert 'sandbox="allow-scripts"' in found._repr_html_()
+
+
+def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, mine = list[tuple[str, float]](), read_profile("cpu-2core")
+
+    def probe_cpu(settings: object, report: Callable[[str, float], None], name: str) -> penstock.Profile:
+        assert (settings, name) == (measure.QUICK, "mine")
+        report("matrix products", 0.5)
+        return mine
+
+    monkeypatch.setattr(measure, "probe_cpu", probe_cpu)
+    assert penstock.probe("cpu", quick=True, name="mine", report=lambda *what: heard.append(what)) is mine
+    assert heard == [("matrix products", 0.5)]
 
 
 def test_a_wrong_plan_is_named(home: Path) -> None:
@@ -153,6 +170,10 @@ def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
     assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
     given = penstock.train(found, FromFiles(home), out=home / "c", steps=3, lr=1e-3)
     assert weights_sha(given.checkpoint) == weights_sha(trained.checkpoint)
+    assert command("report", home / "plan.json", home / "b", "-o", home / "b.html").exit_code == 0
+    assert [words in page for page in (trained.page(), (home / "b.html").read_text()) for words in ("Measured:", "a run of")] == [
+        True
+    ] * 4
     assert AutoModelForCausalLM.from_pretrained(trained.checkpoint, dtype="auto").dtype == torch.bfloat16
 
 
@@ -192,6 +213,15 @@ def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
     assert other.resumed_at == (1, {"row": 4})
     with pytest.raises(CheckpointError, match="data"):
         penstock.train(found, Known("b"), out=home / "out", steps=3, resume=True)
+
+
+def test_an_emulated_run_tells_the_time_of_the_machine_that_it_emulates(home: Path) -> None:
+    found = planned(home)
+    trained = penstock.train(found, home / "data", out=home / "out", steps=4, device="emulated")
+    slowed_s = sum(metrics.step_s for metrics in trained.metrics)
+    assert 0.5 * found.step_s < trained.timeline.total_s / 4 < slowed_s / 4
+    written = json.loads((home / "out" / "timeline.json").read_text())["spans"]
+    assert max(span["end_s"] for span in written) == trained.timeline.total_s
 
 
 def test_an_emulated_run_takes_no_batches(home: Path) -> None:

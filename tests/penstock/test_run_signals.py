@@ -47,7 +47,7 @@ def test_a_signal_finishes_the_step_saves_and_says_so_and_the_rest_is_as_if_ther
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert "Traceback" not in done.stderr
     assert "error" not in done.stderr
-    words = rf"{word}: stopped after step (\d) of 9, saved; go on with: penstock run --config .*/broken/run\.yaml --resume\n"
+    words = rf"{word}: stopped after step (\d) of 9, saved; resume with: penstock run --config .*/broken/run\.yaml --resume\n"
     stopped = int(re.search(words, done.stderr)[1])
     assert 3 <= stopped < 9
     assert [path.name for path in (home / "broken").glob("checkpoint-*")] == [f"checkpoint-{stopped}"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
 from planner.ledger.recalibrate import RESOURCES, _no_worse, recalibrate
-from planner.ledger.regression import BELIEF, LEAST_GAIN, Row, fit_factors
+from planner.ledger.regression import BELIEF, LEAST_GAIN, Observation, fit_factors
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, costs, region_of
@@ -262,14 +262,14 @@ def test_an_op_occupies_its_lane_from_when_nothing_holds_it_up():
 def test_the_fewest_factors_are_found_that_explain_rows_and_the_others_are_unsure():
     """Three rows that two factors move alike, and a third alone: as least squares by hand."""
     slopes = [(-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), (0.0, 0.0, -0.5)]
-    rows = [Row(0.2, 5.0, "a"), Row(0.2, 5.0, "a"), Row(-0.15, 5.0, "b")]
+    rows = [Observation(0.2, 5.0, "a"), Observation(0.2, 5.0, "a"), Observation(-0.15, 5.0, "b")]
     fit = fit_factors(rows, 3, lambda logs: [sum(s * x for s, x in zip(slope, logs, strict=True)) for slope in slopes])
     assert sorted(fit.logs[:2]) == pytest.approx([-0.2, 0.0], abs=0.01)
     assert fit.logs[2] == pytest.approx(0.3, abs=0.01)
     assert fit.deviations[0] == fit.deviations[1] == pytest.approx(BELIEF / math.sqrt(2), rel=0.01)
     assert fit.deviations[2] < 0.05
-    assert fit_factors([Row(0.0, 1.0, "a")], 1, lambda logs: [0.0]).deviations == (BELIEF,)
-    small = fit_factors([Row(0.01, 1.0, "a")], 1, lambda logs: [-logs[0]])
+    assert fit_factors([Observation(0.0, 1.0, "a")], 1, lambda logs: [0.0]).deviations == (BELIEF,)
+    small = fit_factors([Observation(0.01, 1.0, "a")], 1, lambda logs: [-logs[0]])
     assert small.logs == (0.0,), f"a square of {LEAST_GAIN} is not reached"
 
 

@@ -18,7 +18,7 @@ from planner.model.workload import build_workload, read_model
 from planner.search.space import baseline
 from planner.show import report as report_file
 from planner.show.report import report
-from planner.show.report_run import Log, Run, Sample, read_log
+from planner.show.report_run import Log, LoggedRun, LoggedSample, read_log
 from planner.show.report_step import predicted_stretch
 from runtime.errors import PlanError
 from runtime.plan import PlanFile, Semantics
@@ -83,7 +83,7 @@ def test_the_page_of_a_run_says_what_was_measured(planned, ran):
 
 def test_a_page_is_the_same_whenever_it_is_made(planned, ran):
     file = PlanFile.read(planned)
-    run = cli_run_files.read_run(ran, len(file.plan.ops))
+    run = cli_run_files.read_logged_run(ran, len(file.plan.ops))
     assert report(file, "p.json", run) == report(file, "p.json", run)
 
 
@@ -155,8 +155,8 @@ def hostile_file(planned):
 
 def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
     file = hostile_file(planned)
-    run = cli_run_files.read_run(ran, len(file.plan.ops))
-    bad = Page(report(file, HOSTILE + "\udcff", replace(run, samples=(Sample(3, HOSTILE, HOSTILE + "\udcff\x00\x1b[31m"),))))
+    run = cli_run_files.read_logged_run(ran, len(file.plan.ops))
+    bad = Page(report(file, HOSTILE + "\udcff", replace(run, samples=(LoggedSample(3, HOSTILE, HOSTILE + "\udcff\x00\x1b[31m"),))))
     good = page_of(planned, ran)
     assert set(bad.tags) == set(good.tags)
     assert bad.tags["script"] == good.tags["script"] == 2
@@ -193,7 +193,7 @@ def test_text_in_the_page_is_text(words):
 
 def test_the_page_asks_for_nothing_and_lets_nothing_else_run(planned, ran):
     file = PlanFile.read(planned)
-    written = report(file, "p.json", cli_run_files.read_run(ran, len(file.plan.ops)))
+    written = report(file, "p.json", cli_run_files.read_logged_run(ran, len(file.plan.ops)))
     assert not re.findall(r"https?://|//cdn|@import|url\(|\bsrc\s*=|\bhref\s*=|innerHTML|outerHTML|document\.write|eval\(", written)
     page = Page(written)
     rules = dict(
@@ -218,7 +218,7 @@ def test_a_log_of_impossible_numbers_makes_a_page_all_the_same(planned, value):
     of_step = dict.fromkeys(("loss", "lr", "step_s", "tokens_per_s"), value) | {"tokens": 2048}
     log = read_log([line(step=n, **of_step) for n in range(9)] + [line(step=9, eval_loss=value)])
     spans = tuple(Span(0, n, 1.0, 1.0) for n in range(4))
-    page = Page(report(PlanFile.read(planned), "p.json", Run(Timeline(spans), log)))
+    page = Page(report(PlanFile.read(planned), "p.json", LoggedRun(Timeline(spans), log)))
     assert ("Measured:" in page.text) == (value == 1e-308)
 
 
@@ -230,7 +230,7 @@ def test_a_plan_of_ten_thousand_ops_makes_a_page_of_less_than_two_megabytes():
     plan = lower(model, workload, of, policy, read_profile("gh200").to_json())
     assert len(plan.ops) > 8_000
     spans = predicted(plan, read_profile("gh200")).timeline
-    written = report(PlanFile(plan, None), "p.json", Run(spans, Log()))
+    written = report(PlanFile(plan, None), "p.json", LoggedRun(spans, Log()))
     assert len(written.encode()) < 2e6
     data = Page(written).data
     assert [len(track["op"]) >= len(plan.ops) for track in data["tracks"]] == [True, True]

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from penstock.cli import run_files as cli_run_files
 from penstock.cli.main import cli
 from planner.show.report import report
-from planner.show.report_run import Run, read_log
+from planner.show.report_run import LoggedRun, read_log
 from runtime.plan import PlanFile
 from tests.report_cases import Page, line, make_plan, make_run, page_of
 
@@ -110,7 +110,7 @@ def test_a_folder_of_no_run_a_pipe_and_a_name_of_no_kind_are_refused(planned, tm
 def test_the_speed_of_a_stand_in_is_not_taken_for_the_plans(planned):
     file = PlanFile.read(planned)
     log = read_log([line(step=n, loss=1.0, step_s=100.0, tokens=16, tokens_per_s=0.16, lr=1.0) for n in range(1, 9)])
-    page = Page(report(file, "p.json", Run(None, log)))
+    page = Page(report(file, "p.json", LoggedRun(None, log)))
     assert "stand-in" in page.text
     assert "Measured:" not in page.text
     assert [curve["id"] for curve in page.data["curves"]] == ["loss", "rate"]
@@ -144,7 +144,7 @@ def test_a_plan_that_was_damaged_is_refused_in_one_line(planned, tmp_path, edit,
 def test_of_a_log_longer_than_can_be_read_the_end_is_drawn(planned, tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(line(step=n, loss=1.0) for n in range(1, 1001)))
     monkeypatch.setattr(cli_run_files, "MAX_LOG_BYTES", 5000)
-    run = cli_run_files.read_run(tmp_path, 10)
+    run = cli_run_files.read_logged_run(tmp_path, 10)
     assert run.log.steps[-1] == 1000
     assert run.log.steps[0] > 1
     assert run.log.steps == list(range(run.log.steps[0], 1001))
@@ -156,4 +156,4 @@ def test_a_line_without_end_takes_no_more_memory_than_a_long_one(tmp_path, monke
     monkeypatch.setattr(cli_run_files, "MAX_LINE_BYTES", 1000)
     with cli_run_files._end_of(tmp_path / "metrics.jsonl") as (lines, _):
         assert max(len(one) for one in lines) <= 1000
-    assert cli_run_files.read_run(tmp_path, 10).log.steps == [1, 2]
+    assert cli_run_files.read_logged_run(tmp_path, 10).log.steps == [1, 2]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.ledger import EXPLANATIONS, Fitter, _residuals, leave_out, misses, shipped
 from hwprofiles.fit import SOFTWARE, STAGES, Constant, fit, value_of, with_constants
 from hwprofiles.schema import read_profile, shipped_profiles
-from planner.ledger.claims import FLEX, Claim, claims
+from planner.ledger.claims import FLEX, PublishedClaim, claims
 from planner.ledger.system_costs import SOFTWARE_SPREAD_FRACTION, Software
 from planner.ledger.systems import Run
 from planner.ledger.validate import Ledger, PublishedRun, Row, quantile, read_runs, validate, validate_file, with_intervals
@@ -103,7 +103,7 @@ def test_a_phase_counts_in_a_fit_by_its_share_of_the_step():
 
 def test_a_sentence_of_a_source_holds_within_a_tenth():
     def holds(low, high, ours):
-        return Claim("w", "s", low, high, ours, "GB").holds
+        return PublishedClaim("w", "s", low, high, ours, "GB").holds
 
     assert holds(250, None, 300)
     assert holds(250, None, 228)
@@ -113,8 +113,8 @@ def test_a_sentence_of_a_source_holds_within_a_tenth():
     assert holds(-30, -27, -31)
     assert not holds(-30, -27, -20)
     assert not holds(3.4, 3.4, 0.0)
-    assert Claim("w", "s", 23, 28, 26, "%").row()[2:5] == ("23 to 28 %", "26 %", "holds")
-    assert [Claim("w", "s", *ends, 1.0, "GB").row()[2] for ends in ((1, 1), (1, None), (None, 1))] == [
+    assert PublishedClaim("w", "s", 23, 28, 26, "%").row()[2:5] == ("23 to 28 %", "26 %", "holds")
+    assert [PublishedClaim("w", "s", *ends, 1.0, "GB").row()[2] for ends in ((1, 1), (1, None), (None, 1))] == [
         "1 GB",
         "at least 1 GB",
         "at most 1 GB",

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from runtime.data import chat, templates
-from runtime.data.chat import Encoded, Plain, Templated, read_speech
-from runtime.data.encoders import Bytes, Encoder, read_encoder
+from runtime.data.chat import Encoded, Plain, Templated, read_chat_format
+from runtime.data.encoders import ByteEncoder, Encoder, read_encoder
 from runtime.data.formats import Chat
 from runtime.errors import DataError
 from tests.chats import CHATML, QWEN3, STYLES, write_talker
@@ -29,7 +29,7 @@ FORGETFUL = ["qwen 3", "gpt-oss"]
 
 def speech_of(folder: Path, style: str, template: str | None = None) -> Templated:
     write_talker(folder, style, template)
-    speech = read_speech(folder, read_encoder(folder))
+    speech = read_chat_format(folder, read_encoder(folder))
     assert isinstance(speech, Templated)
     return speech
 
@@ -290,13 +290,13 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path):
         speech = speech_of(tmp_path, "chatml", named)
         assert speech.template.source == AutoTokenizer.from_pretrained(tmp_path).get_chat_template() == CHATML
     (tmp_path / "chat_template.jinja").write_text("other")
-    speech = read_speech(tmp_path, read_encoder(tmp_path))
+    speech = read_chat_format(tmp_path, read_encoder(tmp_path))
     assert speech.template.source == AutoTokenizer.from_pretrained(tmp_path).get_chat_template() == "other"
 
 
 def test_special_tokens_reach_the_template_however_they_are_written(tmp_path):
     write_talker(tmp_path, "llama 3", bos_token={"content": "<|begin_of_text|>", "lstrip": False})
-    speech = read_speech(tmp_path, read_encoder(tmp_path))
+    speech = read_chat_format(tmp_path, read_encoder(tmp_path))
     (encoded,) = speech.encode(Chat(TALK), "here")
     assert encoded.ids.tolist()[0] == read_encoder(tmp_path).tokenizer.token_to_id("<|begin_of_text|>")
     speech.close()
@@ -306,7 +306,7 @@ def test_special_tokens_reach_the_template_however_they_are_written(tmp_path):
 
 
 def test_a_model_of_bytes_talks_plainly():
-    speech = Plain(Bytes())
+    speech = Plain(ByteEncoder())
     (encoded,) = speech.encode(Chat(TALK[:2]), "here")
     asked, said = b"<|user|>\nHello, how are you?", "Fine, thanks! 20 €".encode()
     assert encoded.ids.tolist() == [*asked, 256, *b"<|assistant|>\n", *said, 256]
@@ -318,7 +318,7 @@ def test_a_model_of_bytes_talks_plainly():
 def test_a_tokenizer_without_a_template_talks_plainly_and_begins_once(tmp_path):
     write_talker(tmp_path, "llama 3")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot_id|>"}))
-    speech = read_speech(tmp_path, read_encoder(tmp_path))
+    speech = read_chat_format(tmp_path, read_encoder(tmp_path))
     assert isinstance(speech, Plain)
     (encoded,) = speech.encode(Chat(TALK), "here")
     assert learned(speech.encoder, encoded) == ["Fine, thanks! 20 €<|eot_id|>", "It is four.<|eot_id|>"]
@@ -328,9 +328,9 @@ def test_a_tokenizer_without_a_template_talks_plainly_and_begins_once(tmp_path):
 
 def test_tools_without_a_template_are_refused():
     with pytest.raises(DataError, match="data:1: tools"):
-        Plain(Bytes()).encode(Chat(TALK, tools=({"name": "add"},)), "data:1")
+        Plain(ByteEncoder()).encode(Chat(TALK, tools=({"name": "add"},)), "data:1")
     with pytest.raises(DataError, match="data:1: tools"):
-        Plain(Bytes()).encode(Chat(({"role": "assistant", "content": "", "tool_calls": [{}]},)), "data:1")
+        Plain(ByteEncoder()).encode(Chat(({"role": "assistant", "content": "", "tool_calls": [{}]},)), "data:1")
 
 
 # Templates that mean harm
@@ -369,14 +369,14 @@ def test_a_hostile_template_is_one_line(tmp_path, monkeypatch, name):
 def test_what_is_no_template_is_refused(tmp_path, named, says):
     write_talker(tmp_path, "chatml", named)
     with pytest.raises(DataError, match=says):
-        read_speech(tmp_path, read_encoder(tmp_path))
+        read_chat_format(tmp_path, read_encoder(tmp_path))
 
 
 def test_a_file_that_is_no_template_is_refused(tmp_path):
     write_talker(tmp_path, "chatml")
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"chat_template\.jinja"):
-        read_speech(tmp_path, read_encoder(tmp_path))
+        read_chat_format(tmp_path, read_encoder(tmp_path))
 
 
 def test_the_process_of_a_template_ends_with_it(tmp_path):

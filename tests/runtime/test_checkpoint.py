@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime.checkpoint import tensor_files
 from runtime.checkpoint.checkpoint import has_weights, latest, load_state, load_weights, sum_of, writable_folder
 from runtime.checkpoint.saving import save
-from runtime.checkpoint.tensor_files import Shards
+from runtime.checkpoint.tensor_files import Shards, TensorFile
 from runtime.errors import CheckpointError
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 
@@ -137,6 +136,14 @@ def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A whole file, tensor by tensor; its size and SHA-256."""
+    file = TensorFile(path, tensors)
+    for name in file.in_order:
+        file.put(name, tensors[name])
+    return file.close()
+
+
 @given(
     shapes=st.lists(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5), max_size=5),
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=5, max_size=5),
@@ -151,7 +158,7 @@ def test_tensors_are_written_as_the_safetensors_library_reads_them(
     if "t0" in tensors and tensors["t0"].dim():
         tensors["view"] = tensors["t0"].transpose(0, -1)
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
-    written = tensor_files.write_tensors(path, tensors)
+    written = write_tensors(path, tensors)
     assert written == {"n_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     for found in (load_file(path), dict(Shards([path]))):
         assert found.keys() == tensors.keys()
@@ -160,7 +167,7 @@ def test_tensors_are_written_as_the_safetensors_library_reads_them(
 
 def test_every_tensor_of_a_file_starts_aligned_to_its_items(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.ones(1, dtype=torch.uint8)}
-    tensor_files.write_tensors(tmp_path / "x", tensors)
+    write_tensors(tmp_path / "x", tensors)
     content = (tmp_path / "x").read_bytes()
     n = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + n])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from runtime.batch import UNSUPERVISED
 from runtime.data import sources
 from runtime.data.data import read_data
-from runtime.data.samples import Samples
+from runtime.data.map_style import MapStyleData
 from runtime.errors import CheckpointError, DataError
 from runtime.settings import DataSettings
 from tests.row_of_tokens import RowOfTokens
@@ -27,15 +27,15 @@ batches = st.integers(1, 5)
 seeds = st.none() | st.integers(0, 2**64 - 1)
 
 
-def read(path: Path, folder: Path | None, vocab_size: int, seq_len: int, batch_size: int, seed: int | None = None) -> Samples:
+def read(path: Path, folder: Path | None, vocab_size: int, seq_len: int, batch_size: int, seed: int | None = None) -> MapStyleData:
     """Text, joined; shuffled if there is a seed. The cache lies beside the data."""
     settings = DataSettings(str(path), shuffle=seed is not None)
     data = read_data(settings, folder, vocab_size, seq_len, batch_size, seed or 0, path.parent / "cache")
-    assert isinstance(data, Samples)
+    assert isinstance(data, MapStyleData)
     return data
 
 
-def tokens_of(data: Samples) -> list[int]:
+def tokens_of(data: MapStyleData) -> list[int]:
     return [i for d in range(len(data.documents.lengths)) for i in data.documents.ids(d).tolist()]
 
 
@@ -52,7 +52,7 @@ def obvious_sequences(documents: list[str], seq_len: int) -> list[list[int]]:
     return [sequence for sequence in sequences if len(sequence) > 1]
 
 
-def seen(tokens: Samples, step: int) -> list[list[int]]:
+def seen(tokens: MapStyleData, step: int) -> list[list[int]]:
     """The sequences of a step without their padding, recovered from inputs and targets."""
     batch = tokens.batch(step)
     rows = []

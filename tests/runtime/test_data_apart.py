@@ -16,10 +16,10 @@ from runtime.data import token_cache
 from runtime.data.chat import Encoded, Templated
 from runtime.data.data import Data, read_data
 from runtime.data.encoders import read_encoder
-from runtime.data.samples import Samples
-from runtime.data.sources import Source
-from runtime.data.streamed import Block, Streamed
-from runtime.data.token_cache import kept_tokens
+from runtime.data.map_style import MapStyleData
+from runtime.data.sources import DataSource
+from runtime.data.streamed import ShuffleBuffer, StreamedData
+from runtime.data.token_cache import cached_tokens
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 from tests.chats import write_talker
@@ -64,7 +64,7 @@ def learned(batches: list[Batch], model: tuple[Path, int]) -> Counter[str]:
 def test_every_answer_is_learned_once_an_epoch_and_conversations_taken_apart_are_counted(path, model):
     for _ in range(2):  # the second time from the cache
         data = read(path, model)
-        assert isinstance(data, Samples)
+        assert isinstance(data, MapStyleData)
         assert learned([data.batch(step) for step in range(data.n_steps)], model) == ANSWERS
         assert (data.counts.n_documents, data.counts.n_apart) == (33, 11)
         assert "33 documents, 11 conversations taken apart answer by answer; " in data.words()
@@ -77,7 +77,7 @@ def test_every_answer_is_learned_once_an_epoch_and_conversations_taken_apart_are
 def test_a_stream_of_them_is_resumed_anywhere(path, model, monkeypatch, shuffle):
     monkeypatch.setattr(Templated, "close", lambda speech: None)  # one process for all
     data = read(path, model, streaming=True, shuffle=shuffle)
-    assert isinstance(data, Streamed)
+    assert isinstance(data, StreamedData)
     try:
         batches, positions = [], []
         while data.position(len(batches) + 1)["epoch"] < 2:
@@ -96,7 +96,7 @@ def test_a_stream_of_them_is_resumed_anywhere(path, model, monkeypatch, shuffle)
                 assert data.batch(step).document_tokens == batches[step].document_tokens
                 assert data.position(step) == positions[step]
     finally:
-        data.reading.speech.template.close()
+        data.reading.chat_format.template.close()
 
 
 rows = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=12).map(
@@ -106,15 +106,15 @@ rows = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=12).ma
 
 @given(places=rows, few_at_once=st.booleans())
 def test_rows_of_several_documents_are_counted_wherever_they_lie(tmp_path_factory, places, few_at_once):
-    source = Source(Path("data"), tuple(Path("data", f"{f}.jsonl") for f in range(3)))
+    source = DataSource(Path("data"), tuple(Path("data", f"{f}.jsonl") for f in range(3)))
     one = Encoded(np.arange(3), np.array([[1, 3]]))
     made = [(file, row, one) for file, row in places]
     expected = sum(n > 1 for n in Counter(places).values())
     size, token_cache.BATCH_TOKENS = token_cache.BATCH_TOKENS, 5 if few_at_once else token_cache.BATCH_TOKENS
     try:
-        kept = kept_tokens(tmp_path_factory.mktemp("cache"), "key", source, True, lambda left_out: made)
+        kept = cached_tokens(tmp_path_factory.mktemp("cache"), "key", source, True, lambda left_out: made)
     finally:
         token_cache.BATCH_TOKENS = size
     assert len(kept.lengths) == len(places)
     assert kept.n_apart == expected
-    assert Block.of([one] * len(places), places, source).n_apart == expected
+    assert ShuffleBuffer.of([one] * len(places), places, source).n_apart == expected

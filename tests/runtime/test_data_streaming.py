@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.data import streamed as room
 from runtime.data.data import read_data
-from runtime.data.streamed import Streamed
+from runtime.data.streamed import StreamedData
 from runtime.errors import CheckpointError, DataError
 from runtime.settings import DataSettings
 
@@ -43,10 +43,10 @@ def write_sets(folder: Path, ns: list[int]) -> Path:
     return folder
 
 
-def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **fields: object) -> Streamed:
+def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **fields: object) -> StreamedData:
     chosen = DataSettings(str(path), streaming=True, **({"packing": "documents", "shuffle_buffer": 5} | fields))
     data = read_data(chosen, None, 300, seq_len, batch_size, seed, path / "run" / "tokens", by_document=True)
-    assert isinstance(data, Streamed)
+    assert isinstance(data, StreamedData)
     return data
 
 
@@ -64,7 +64,7 @@ def documents_of(batch: Batch) -> list[bytes]:
     return found
 
 
-def epoch_of(data: Streamed, epoch: int) -> list[Batch]:
+def epoch_of(data: StreamedData, epoch: int) -> list[Batch]:
     """The batches of sequences of one epoch, one sequence each."""
     batches, step = [], 0
     while True:
@@ -173,13 +173,13 @@ def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
     steps = [step for step in range(60) if whole.batch(step) and whole.position(step)["file"] >= 2]
     expected, position = whole.batch(steps[0]), whole.position(steps[0])
     opened = []
-    rows = room.Source.rows
+    rows = room.DataSource.rows
 
     def noted(source, number):
         opened.append(source.files[number].name)
         return rows(source, number)
 
-    monkeypatch.setattr(room.Source, "rows", noted)
+    monkeypatch.setattr(room.DataSource, "rows", noted)
     resumed = stream(path, shuffle=False, batch_size=1)
     opened.clear()
     resumed.resume(steps[0], position)
@@ -190,7 +190,7 @@ def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
 
 def test_a_block_ends_where_it_has_enough_tokens(tmp_path, monkeypatch):
     path = write_sets(tmp_path, [40])
-    monkeypatch.setattr(room, "BLOCK_TOKENS", 30)
+    monkeypatch.setattr(room, "BUFFER_TOKENS", 30)
     data = stream(path, shuffle_buffer=1000)
     blocks = [data.position(step)["block"] for step in range(20) if data.batch(step)]
     assert max(blocks) > 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runtime.data import sources
 from runtime.data.data import read_data
 from runtime.data.formats import Chat, document, format_of
-from runtime.data.samples import Samples
+from runtime.data.map_style import MapStyleData
 from runtime.data.sources import find_files
 from runtime.errors import DataError
 from runtime.settings import DataSettings
@@ -147,9 +147,9 @@ def test_deeply_nested_rows_are_read_or_one_line(tmp_path, depth, where):
 # Files
 
 
-def read(path: Path, **fields: object) -> Samples:
+def read(path: Path, **fields: object) -> MapStyleData:
     data = read_data(DataSettings(str(path), **fields), None, 300, 64, 1, 0, path.parent / "cache")
-    assert isinstance(data, Samples)
+    assert isinstance(data, MapStyleData)
     return data
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
 from runtime.host import chunks, optimizer, updates
-from runtime.host.optimizer import AdamW, Learned, Scratch, SplitMaster, SummedGradient, adamw_, adamw_tasks, sum_of_squares
+from runtime.host.optimizer import AdamW, ParamState, Scratch, SplitMaster, SummedGradient, adamw_, adamw_tasks, sum_of_squares
 from runtime.host.workers import Workers
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
@@ -25,7 +25,7 @@ ODD = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -3e38, 3.4e3
 SIZES = (1, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
 
 
-def random_state(kind: str, n: int, seed: int, odd: bool = False) -> Learned:
+def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
     """A parameter in the middle of training; `odd`: among its numbers are all sorts of them."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(n, generator=generator)
@@ -36,31 +36,33 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> Learned:
         case "split":
             master = SplitMaster(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
             master.cut(slice(None), wide)
-            return Learned(master, m, v, master.weight)
+            return ParamState(master, m, v, master.weight)
         case "mirrored":
-            return Learned(wide, m, v, torch.zeros(n, dtype=torch.bfloat16))
+            return ParamState(wide, m, v, torch.zeros(n, dtype=torch.bfloat16))
         case "bf16":
-            return Learned(wide.bfloat16(), m, v)
+            return ParamState(wide.bfloat16(), m, v)
         case _:
-            return Learned(wide, m, v)
+            return ParamState(wide, m, v)
 
 
-def copied(of: Learned) -> Learned:
+def copied(of: ParamState) -> ParamState:
     if isinstance(of.master, SplitMaster):
         master = SplitMaster(of.master.weight.clone(), of.master.remainder.clone())
-        return Learned(master, of.exp_avg.clone(), of.exp_avg_sq.clone(), master.weight)
+        return ParamState(master, of.exp_avg.clone(), of.exp_avg_sq.clone(), master.weight)
     weight = None if of.weight is None else of.weight.clone()
-    return Learned(of.master.clone(), of.exp_avg.clone(), of.exp_avg_sq.clone(), weight)
+    return ParamState(of.master.clone(), of.exp_avg.clone(), of.exp_avg_sq.clone(), weight)
 
 
-def wide_master(of: Learned) -> torch.Tensor:
+def wide_master(of: ParamState) -> torch.Tensor:
     if isinstance(of.master, SplitMaster):  # as the design says it: the weight's bits, and what they lack
         bits = (of.master.weight.view(torch.int16).long() << 16) + of.master.remainder.long()
         return bits.to(torch.int32).view(torch.float32)
     return of.master.float()
 
 
-def plainly(of: Learned, gradient: torch.Tensor, factor: float, n_updates: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plainly(
+    of: ParamState, gradient: torch.Tensor, factor: float, n_updates: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Master, moments after one step, on the whole parameter at once."""
     wide, m, v = wide_master(of).clone(), of.exp_avg.clone(), of.exp_avg_sq.clone()
     s = SETTINGS

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from runtime.batch import UNSUPERVISED
 from runtime.data import packing as room
+from runtime.data.map_style import fill
 from runtime.data.packing import Sequences, n_targets_of, pack
-from runtime.data.samples import fill
 from runtime.errors import DataError
 
 PAD = 9999

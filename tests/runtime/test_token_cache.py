@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from runtime.data import token_cache as room
 from runtime.data.chat import Encoded
 from runtime.data.data import read_data
-from runtime.data.samples import Samples
-from runtime.data.sources import Source
-from runtime.data.token_cache import Kept, kept_tokens
+from runtime.data.map_style import MapStyleData
+from runtime.data.sources import DataSource
+from runtime.data.token_cache import TokenCache, cached_tokens
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 from tests.chats import LLAMA3, write_talker
@@ -32,10 +32,10 @@ encoded = st.builds(
 )
 
 
-def keep(cache: Path, documents: list[Encoded], key: str = "key", wide: bool = False) -> Kept:
-    source = Source(Path("data.jsonl"), (Path("data.jsonl"),))
+def keep(cache: Path, documents: list[Encoded], key: str = "key", wide: bool = False) -> TokenCache:
+    source = DataSource(Path("data.jsonl"), (Path("data.jsonl"),))
     rows = ((0, n, document) for n, document in enumerate(documents, start=1))
-    return kept_tokens(cache, key, source, wide, lambda left_out: rows)
+    return cached_tokens(cache, key, source, wide, lambda left_out: rows)
 
 
 @given(documents=st.lists(encoded, max_size=12), wide=st.booleans(), few_at_once=st.booleans())
@@ -56,9 +56,9 @@ def test_what_is_kept_is_what_was_made(tmp_path_factory, documents, wide, few_at
         assert kept.n_targets[d] == len(learned - {0})
 
 
-def data_of(folder: Path, cache: Path, **fields: object) -> Samples:
+def data_of(folder: Path, cache: Path, **fields: object) -> MapStyleData:
     data = read_data(DataSettings(str(folder), **fields), None, 300, 8, 2, 0, cache)
-    assert isinstance(data, Samples)
+    assert isinstance(data, MapStyleData)
     return data
 
 
@@ -224,10 +224,10 @@ def test_tokens_stay_in_the_file_until_they_are_asked_for(tmp_path):
     keep(tmp_path, [document] * 16)  # 64 MiB
     code = (
         "import sys, pyarrow\nfrom pathlib import Path\n"
-        "from runtime.data.sources import Source\nfrom runtime.data.token_cache import kept_tokens\n"
+        "from runtime.data.sources import DataSource\nfrom runtime.data.token_cache import cached_tokens\n"
         "def held(): return 4096 * int(open('/proc/self/statm').read().split()[1]), pyarrow.total_allocated_bytes()\n"
         "before = held()\n"
-        "kept = kept_tokens(Path(sys.argv[1]), 'key', Source(Path('x'), (Path('x'),)), False, None)\n"
+        "kept = cached_tokens(Path(sys.argv[1]), 'key', DataSource(Path('x'), (Path('x'),)), False, None)\n"
         "after = held()\n"
         "assert len(kept.lengths) == 16 and int(kept.ids(7)[5]) == 5\n"
         "print(after[0] - before[0], after[1] - before[1])"

@@ -20,14 +20,14 @@ from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import CheckpointError
 
 from .packing import Array, Counts, Documents, Packing, Sequences
-from .token_cache import Kept
+from .token_cache import TokenCache
 
 # B sequences of a batch, T positions of a sequence
 Segments = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """What sequences and batches look like."""
 
     packing: Packing
@@ -48,7 +48,7 @@ class Rows:
         return Batch(torch.from_numpy(self.ids_BT), torch.from_numpy(self.targets_BT), self.document_tokens)
 
 
-def empty_rows(shape: Shape) -> tuple[Array, Array]:
+def empty_rows(shape: BatchShape) -> tuple[Array, Array]:
     size = (shape.batch_size, shape.seq_len)
     return np.full(size, shape.pad_id, dtype=np.int64), np.full(size, UNSUPERVISED, dtype=np.int64)
 
@@ -69,7 +69,7 @@ def fill(ids_T: Array, targets_T: Array, documents: Documents, segments: Segment
     return (*lengths, len(ids_T) - at) if at < len(ids_T) else tuple(lengths)
 
 
-def fingerprint_of(tokens_sha256: str, sequences: Sequences, shape: Shape, seed: int | None) -> str:
+def fingerprint_of(tokens_sha256: str, sequences: Sequences, shape: BatchShape, seed: int | None) -> str:
     """SHA-256 of the tokens and of what is made of them."""
     made = hashlib.sha256()
     for numbers in (sequences.document, sequences.start, sequences.stop, sequences.first):
@@ -78,15 +78,15 @@ def fingerprint_of(tokens_sha256: str, sequences: Sequences, shape: Shape, seed:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class MapStyleData:
     """Sequences of documents in a cache."""
 
-    documents: Kept
+    documents: TokenCache
     sequences: Sequences
-    shape: Shape
+    shape: BatchShape
     seed: int | None  # None: in the order of the files, epoch after epoch
     counts: Counts
-    said: str  # about the data set
+    about: str  # the data set, in words
     fingerprint: str
 
     @property
@@ -124,7 +124,7 @@ class Samples:
 
     def words(self) -> str:
         share = (self.sequences.stop - self.sequences.start).sum() / (self.n_sequences * self.shape.seq_len)
-        return f"{self.said}: {counted(self.counts)}; {self.n_sequences:,} sequences, {share:.0%} full"
+        return f"{self.about}: {in_words(self.counts)}; {self.n_sequences:,} sequences, {share:.0%} full"
 
     def close(self) -> None:
         """A mapped file closes with the last view of it."""
@@ -132,13 +132,13 @@ class Samples:
 
 @lru_cache(maxsize=2)  # a batch may span two epochs
 def order_of(n: int, seed: int, *place: int) -> Array:
-    """A seeded order of n things, another for each place: an epoch, or a block of one."""
+    """A seeded order of n things, another for each place: an epoch, or a shuffle buffer of one."""
     # RandomState's stream is frozen across versions of numpy, default_rng's is not; resuming needs the same order.
     order: Array = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *place]).permutation(n)
     return order
 
 
-def counted(counts: Counts) -> str:
+def in_words(counts: Counts) -> str:
     """What became of documents, for the user."""
     became = {
         "conversations taken apart answer by answer": counts.n_apart,
