@@ -18,7 +18,6 @@ from .tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
 FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
 STORED = {Saved.BOUNDARY: set[str](), Saved.ATTENTION: FUSED, Saved.PRODUCTS: WITH_WEIGHTS | FUSED}
-WAYS = [(saved, early_stop) for saved in Saved for early_stop in (False, True)]
 
 Case = tuple[str, str, str, str]
 
@@ -62,9 +61,9 @@ def inside(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any
 
 
 def checkpointed(
-    layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection, early_stop: bool, work: Work | None = None
+    layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection, work: Work | None = None
 ) -> torch.Tensor:
-    """The layer's output under PyTorch's checkpointing; `work` sees what the recompute really runs."""
+    """The layer's output under PyTorch's checkpointing, which stops early; `work` sees what the recompute really runs."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         watch: AbstractContextManager[Any] = work or nullcontext()
@@ -74,7 +73,7 @@ def checkpointed(
         return inside(selection, first), inside(watch, again)
 
     return checkpoint(  # type: ignore[no-any-return]
-        layer, x, use_reentrant=False, context_fn=contexts, early_stop=early_stop, **kwargs
+        layer, x, use_reentrant=False, context_fn=contexts, early_stop=True, **kwargs
     )
 
 
@@ -83,16 +82,16 @@ def gradients(y: torch.Tensor, x: torch.Tensor, layer: Any) -> list[torch.Tensor
     return list(torch.autograd.grad(y, [x, *layer.parameters()], torch.randn(y.shape, generator=generator).to(y.dtype)))
 
 
-def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection, early_stop: bool) -> Work:
+def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection) -> Work:
     """What the recompute of one backward really does."""
     work = Work()
-    gradients(checkpointed(layer, x, kwargs, selection, early_stop, work), x, layer)
+    gradients(checkpointed(layer, x, kwargs, selection, work), x, layer)
     return work
 
 
-def n_reached(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], early_stop: bool) -> int:
+def n_reached(layer: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> int:
     """Products with weights that recompute from the boundary really makes."""
-    calls = watched(layer, x, kwargs, Selection(Saved.BOUNDARY, 0), early_stop).calls
+    calls = watched(layer, x, kwargs, Selection(Saved.BOUNDARY, 0)).calls
     return sum(calls[name] for name in WITH_WEIGHTS)
 
 
@@ -109,11 +108,11 @@ def ways_of(
     """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
     for size in sizes:
         for block, layer, x, kwargs in layers_of(case, *size, **overrides):
-            for saved, early_stop in WAYS:
-                recompute = block.recompute(saved, early_stop)
+            for saved in Saved:
+                recompute = block.recompute(saved)
                 assert (recompute is not None) == can(case, saved)
                 if recompute is not None:
-                    reached = n_reached(layer, x, kwargs, early_stop) if saved is Saved.PRODUCTS else 0
+                    reached = n_reached(layer, x, kwargs) if saved is Saved.PRODUCTS else 0
                     yield block, recompute, Selection(saved, reached), layer, x, kwargs
 
 
@@ -123,7 +122,7 @@ def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(
     model_type, attention, _, experts = case
     looped = model_type in EXPERT_TYPES and experts == "eager"
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES):
-        work = watched(layer, x, kwargs, selection, ours.early_stop)
+        work = watched(layer, x, kwargs, selection)
         assert ours.saved_bytes == selection.n_bytes
         n_calls = work.calls.total()
         assert abs(ours.n_kernels - n_calls) <= (0.1 * n_calls if looped else 1), work.calls
@@ -144,9 +143,9 @@ def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(
 
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_gradients_are_bit_for_bit_the_same_whatever_was_saved(case: Case) -> None:
-    for _, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
+    for _, _, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
         plain = gradients(layer(x, **kwargs), x, layer)
-        saving = gradients(checkpointed(layer, x, kwargs, selection, ours.early_stop), x, layer)
+        saving = gradients(checkpointed(layer, x, kwargs, selection), x, layer)
         assert all(map(torch.equal, plain, saving))
 
 
@@ -169,7 +168,7 @@ def stays_within(
     gradient, weights = torch.randn_like(x), list(layer.parameters())
 
     def work() -> object:
-        y = checkpointed(layer, x, kwargs, selection, ours.early_stop)
+        y = checkpointed(layer, x, kwargs, selection)
         return torch.autograd.grad(y, [x, *weights], gradient)
 
     peak = peak_bytes(work) - block.boundary_bytes  # the output, which lies in an arena

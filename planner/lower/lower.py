@@ -9,7 +9,7 @@ all in the middle (`fold.py`).
 from dataclasses import replace
 from typing import Any
 
-from runtime.plan import LANE_OF, MAX_REPETITIONS, Kind, Op, Plan, Policy, Semantics, Wait
+from runtime.plan import MAX_REPETITIONS, Kind, Plan, Policy, Semantics, Wait
 from runtime.plan.workload import Model, Workload
 
 from .arenas import arenas_of, refuse_illegal
@@ -82,7 +82,7 @@ def lower_folded(model: Model, workload: Workload, semantics: Semantics, policy:
 def _frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
     """The plan without its ops."""
     refuse_illegal(workload, semantics, policy)
-    frame = Plan(semantics, policy, model, workload, profile, (), ())
+    frame = Plan(semantics, policy, model, workload, (), profile, ())
     return replace(frame, arenas=tuple(arenas_of(frame)))
 
 
@@ -90,7 +90,7 @@ def _written(plan: Plan, rings_go_on: bool) -> Plan:
     """The plan with its ops, in an order that is right one after the other, and the waits that keep it right."""
     found = drafts(plan, rings_go_on)
     number = {id(draft): i for i, draft in enumerate(found)}
-    ops = [Op(d.kind, LANE_OF[d.kind], d.block, d.micro_batch, tuple(d.reads), tuple(d.writes), (), d.chunk) for d in found]
+    ops = [draft.op() for draft in found]
     after = {i: Wait(number[id(d.after[0])], d.after[1]) for i, d in enumerate(found) if d.after is not None}
     return replace(plan, ops=with_waits(ops, after))
 

@@ -15,7 +15,7 @@ from runtime.plan import Op, Plan
 from .blocks import Templates, Weights
 from .layer_inputs import NotedInputs
 from .tokens import StepTokens
-from .views import WEIGHT_ARENAS, Views
+from .views import Views
 
 
 class Head(Protocol):
@@ -67,16 +67,14 @@ class Inference:
     def forward(self, op: Op, step: int) -> None:
         m = op.micro_batch
         assert m is not None
-        weight_slot = op.slot(*WEIGHT_ARENAS)
-        assert weight_slot is not None
-        weights, views = self._views.weights(op.block, weight_slot), self._views
+        weights, views = self._views.weights(op.block, op["weights"]), self._views
         self._tokens.begin(step)
         if op.block == self._head_block:
-            self.head(self.templates, weights, views.boundary(op.reads[1], m), self._tokens.of(m).targets_BT, step, m)
+            self.head(self.templates, weights, views.activation(op["x"], m), self._tokens.of(m).targets_BT, step, m)
             return
         if op.block == 0:
             tokens = self._tokens.of(m)
             output_BTD = self._inputs.embed(weights, m, tokens.input_ids_BT, tokens.documents)
         else:
-            output_BTD = self.templates.layer(op.block, weights, views.boundary(op.reads[1], m), self._inputs.of(op.block, m))
-        views.boundary(op.writes[0], m).copy_(output_BTD)
+            output_BTD = self.templates.layer(op.block, weights, views.activation(op["x"], m), self._inputs.of(op.block, m))
+        views.activation(op["y"], m).copy_(output_BTD)

@@ -48,7 +48,7 @@ class TorchMachine(ABC):
         self.compute = Compute(plan, self.arenas, batches, self.results, seed, _generator(device), losses_are_there)
         self._inference: Inference | None = None  # while it takes the place of compute
         self._squares = Squares(plan, self.arenas)
-        self._copies = Copies(plan, self.arenas, self.host)
+        self._copies = Copies(plan, self.arenas)
         self._updates = Updates(plan, self.arenas, self.host, settings, self.results)
 
     def initialise(self, seed: int) -> None:
@@ -122,7 +122,7 @@ class TorchMachine(ABC):
             case Kind.OFFLOAD:
                 self._copies.offload(op)
             case Kind.SPILL | Kind.FETCH:
-                self._copies.move_boundary(op)
+                self._copies.move_activation(op)
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)
             case Kind.NORM:
