@@ -21,7 +21,7 @@ PLANS: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (80, 64, 8, {}),
     (120, 64, 64, {}),
     (120, 64, 64, {"boundary_stride": 11}),
-    (120, 64, 64, {"speculate_blocks": tuple(range(122)), "transfer_chunk_bytes": 1}),
+    (120, 64, 64, {"speculate_blocks": tuple(range(122))}),
 )
 
 

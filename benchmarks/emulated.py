@@ -44,10 +44,7 @@ SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*ran
 SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
 EVERYTHING: dict[str, object] = {
     **SPILLS,
-    "transfer_chunk_bytes": 500 * 10**6,
     "speculate_blocks": [*range(0, 66, 2)],
-    "storage": "split",
-    "early_stop": True,
     "product_blocks": [*range(1, 65, 4)],
 }
 SHORT, TWICE = ({"seq_len": 1024, "batch_size": n, "micro_batch": 4} for n in (4, 8))
@@ -67,7 +64,6 @@ def named(policy: str | dict[str, object]) -> str:
     found = {
         "speculate_blocks": "speculates",
         "spill_blocks": "spills",
-        "transfer_chunk_bytes": "in chunks",
         "resident_blocks": "resident",
     }
     return ", ".join(word for field, word in found.items() if field in policy)
@@ -83,8 +79,7 @@ def used(policy: Policy) -> str:
         "products saved": policy.product_blocks,
         "attention saved": policy.attention_blocks,
     }
-    words = [str(policy.update), *(f"{len(found)} {name}" for name, found in blocks.items() if found)]
-    return ", ".join([*words, *(["in chunks"] if policy.transfer_chunk_bytes is not None else [])])
+    return ", ".join([str(policy.update), *(f"{len(found)} {name}" for name, found in blocks.items() if found)])
 
 
 def time_scale(plan: Plan, profile: penstock.Profile) -> float:

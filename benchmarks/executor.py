@@ -24,25 +24,20 @@ from runtime.plan import Plan, Policy, Semantics, Update
 
 MOST_US_PER_OP = 40.0
 N_MICRO_BATCHES = 4
-MODELS = {
-    "qwen2.5-0.5b": 6 * 10**6,
-    "qwen2.5-72b": 200 * 10**6,
-}  # 24 and 80 layers; bytes of a chunk, a fifth to an eighth of a layer
+MODELS = ("qwen2.5-0.5b", "qwen2.5-72b")  # 24 and 80 layers
 Wake, Sleep = Callable[[], object], Callable[[], object]
 
 
 def plans() -> dict[str, Plan]:
-    """Row-major, layer-major, and layer-major in chunks, by a name."""
+    """Row-major and layer-major, by a name."""
     profile, found = read_profile("h200-pcie5").to_json(), {}
     semantics = Semantics(seq_len=4096, batch_size=N_MICRO_BATCHES, micro_batch=1)
-    for name, chunk_bytes in MODELS.items():
+    for name in MODELS:
         model = read_model(name)
         workload = build_workload(model, semantics)
-        whole = N_MICRO_BATCHES
         policies = {
             "row-major": Policy(update=Update.DEFERRED),
-            "layer-major": Policy(update=Update.DEFERRED, group_micro_batches=whole),
-            "in chunks": Policy(update=Update.DEFERRED, group_micro_batches=whole, transfer_chunk_bytes=chunk_bytes),
+            "layer-major": Policy(update=Update.DEFERRED, group_micro_batches=N_MICRO_BATCHES),
         }
         for order, policy in policies.items():
             found[f"{len(workload.blocks) - 2} layers, {order}"] = lower(model, workload, semantics, policy, profile)

@@ -55,8 +55,8 @@ SIZES = {"seq_len": 64, "batch_size": 4, "micro_batch": 2, "loss_tile_tokens": 3
 POLICIES: tuple[dict[str, Any], ...] = (
     {"group_micro_batches": 2},
     {"group_micro_batches": 1},
-    {"group_micro_batches": 2, "update": "deferred", "storage": "split", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
-    {"group_micro_batches": 2, "update": "deferred", "transfer_chunk_bytes": 4096, "spill_blocks": [0, 1]},
+    {"group_micro_batches": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+    {"group_micro_batches": 2, "update": "deferred", "spill_blocks": [0, 1]},
 )
 SAVE_EVERY, KEEP = 2, 3
 # How checkpoints are written: while training goes on, with memory for copies or without, and with lanes drained.

@@ -23,10 +23,10 @@ N_LAYERS = 6
 # An MLP 5.3 times as wide as the model, as in Qwen2.5-7B
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 344, "vocab_size": 1024}
 TILE_TOKENS = 256
-SPILLED = Policy(early_stop=True, spill_blocks=tuple(range(N_LAYERS)))
+SPILLED = Policy(spill_blocks=tuple(range(N_LAYERS)))
 WAYS = {
-    "whole": (None, Policy(early_stop=True)),
-    "MLP by tiles": (TILE_TOKENS, Policy(early_stop=True)),
+    "whole": (None, Policy()),
+    "MLP by tiles": (TILE_TOKENS, Policy()),
     "boundaries spilled": (None, SPILLED),
     "tiles and spilled": (TILE_TOKENS, SPILLED),
 }

@@ -1,6 +1,6 @@
 """How near does the host's optimizer come to the rate at which memory is copied?
 
-`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, mirrored and bf16 masters
+`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters
 with one worker and more, beside a copy that moves as many bytes with as many threads, measured in turns; the bytes per parameter
 counted from the loops; and what the processor's own counters say, where they can be had.
 """
@@ -29,7 +29,7 @@ N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
 FACTOR = 0.5  # any but one, which would skip a multiplication
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
-MOVED_BYTES = {"split": 26, "mirrored": 28, "bf16": 22}  # per parameter; tests/runtime/test_optimizer.py counts them
+MOVED_BYTES = {"split": 26, "bf16": 22, "fp32": 28}  # per parameter; tests/runtime/test_optimizer_memory.py counts them
 BYTES_PER_LINE = 64
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cache misses; last level, read, miss
@@ -54,18 +54,18 @@ def flat(n: int, dtype: torch.dtype) -> torch.Tensor:
 def update_case(kind: str, n: int) -> Case:
     """One AdamW step on a parameter of n elements."""
     exp_avg, exp_avg_sq = flat(n, torch.float32), flat(n, torch.float32)
-    half, gradient = flat(n, torch.bfloat16), flat(n, torch.bfloat16)
+    half, gradient = flat(n, torch.bfloat16), flat(n, torch.float32 if kind == "fp32" else torch.bfloat16)
     for tensor in (half, gradient):
         tensor.normal_()
     exp_avg_sq.uniform_(1e-8, 1e-6)
     match kind:
         case "split":
-            to = ParamState(SplitMaster(half, flat(n, torch.int16)), exp_avg, exp_avg_sq, half)
-        case "mirrored":
-            to = ParamState(flat(n, torch.float32).copy_(half), exp_avg, exp_avg_sq, half)
+            to = ParamState(SplitMaster(half, flat(n, torch.int16)), exp_avg, exp_avg_sq)
+        case "fp32":
+            to = ParamState(flat(n, torch.float32).copy_(half), exp_avg, exp_avg_sq)
         case _:
             to = ParamState(half, exp_avg, exp_avg_sq)
-    tasks = adamw_tasks(to, SummedGradient((gradient,), torch.bfloat16), FACTOR, 10, SETTINGS)
+    tasks = adamw_tasks(to, SummedGradient((gradient,), gradient.dtype), FACTOR, 10, SETTINGS)
     return Case(kind, MOVED_BYTES[kind] * n, lambda workers: workers.run(tasks))
 
 
@@ -177,7 +177,8 @@ def main() -> None:
     settle_allocator()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     print(f"Commit {commit}; {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.")
-    print(f"{asked.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, bf16 gradients, {asked.rounds} rounds in turns.\n")
+    gradients = f"gradients fp32 beside an fp32 master and else bf16, {asked.rounds} rounds in turns"
+    print(f"{asked.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
     print("| what | workers | B | ns | least to most | copy, ns | ratio | GB/s | B of cache misses |")
     print("|---|---:|---:|---:|---|---:|---:|---:|---|", flush=True)
     for n_threads in asked.workers:

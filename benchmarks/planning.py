@@ -52,7 +52,7 @@ def simulation() -> str:
     workload = build_workload(model, semantics)
     lines = []
     for group in (8, 1):
-        policy = Policy(2, 2, 0, group, update=Update.DEFERRED, storage="split", early_stop=True)
+        policy = Policy(2, 2, 0, group, update=Update.DEFERRED)
         plan = lower(model, workload, semantics, policy, profile.to_json())
         demands, region = CostModel(profile).demands(plan), region_of(profile)
         times_s = []

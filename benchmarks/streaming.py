@@ -34,7 +34,7 @@ from runtime.plan.workload import Model
 N_PAIRS = 5
 STEPS_PER_TURN = 1  # of each of the two, after one that warms up
 SETTINGS = AdamW(lr=1e-4)
-POLICY = Policy(update=Update.DEFERRED, early_stop=True)  # PyTorch's own checkpointing stops early too
+POLICY = Policy(update=Update.DEFERRED)  # PyTorch's own checkpointing stops early too
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -106,8 +106,7 @@ def streamed(case: Case, batch: Batch) -> CpuMachine:
     """The model cut into blocks, with seeded weights."""
     model = Model(CONFIG)
     semantics = case.semantics
-    storage = "split" if case.compute_dtype == "bf16" else "mirrored"
-    policy = replace(POLICY, group_micro_batches=semantics.n_micro_batches, storage=storage)
+    policy = replace(POLICY, group_micro_batches=semantics.n_micro_batches)
     plan = lower(model, build_workload(model, semantics), semantics, policy, read_profile("cpu-2core").to_json())
     check(plan)
     cores = (list(case.compute_cores), list(case.host_cores))

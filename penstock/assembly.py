@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from planner.predict.simulate import Prediction
     from runtime.data.data import Data
     from runtime.machines.torch_machine import TorchMachine
-    from runtime.plan import Plan, PlanFile, Policy
+    from runtime.plan import Plan, PlanFile
     from runtime.plan.region import Demand, Region
     from runtime.settings import AdamW, OptimizerSettings, RunSettings
     from runtime.train.trainer import Training
@@ -299,22 +299,10 @@ def _stand_in(plan: "Plan") -> "Plan":
     semantics = stand_in_semantics(plan.semantics)
     model = Model(stand_in_config(plan.model.config), name="stand-in")
     workload = build_workload(model, semantics)
-    small = lower(model, workload, semantics, _cut_alike(plan, replace(plan, workload=workload)), plan.profile)
+    small = lower(model, workload, semantics, plan.policy, plan.profile)
     if [(a.name, len(a.slot_bytes)) for a in small.arenas] != [(a.name, len(a.slot_bytes)) for a in plan.arenas]:
         raise PlanError("this plan's arenas are not those of its policy; only plans of `penstock plan` can be emulated")
     return replace(small, ops=plan.ops, repeat=plan.repeat)
-
-
-def _cut_alike(plan: "Plan", small: "Plan") -> "Policy":
-    """The plan's policy, with transfers that cut the layers of another model into as many chunks."""
-    if plan.policy.transfer_chunk_bytes is None:
-        return plan.policy
-    wanted = [len(plan.chunks(b)) for b in range(len(plan.workload.blocks))]
-    for n_bytes in range(1, 2 * max(block.slot_elements for block in small.workload.blocks), 256):
-        policy = replace(plan.policy, transfer_chunk_bytes=n_bytes)
-        if [len(replace(small, policy=policy).chunks(b)) for b in range(len(wanted))] == wanted:
-            return policy
-    raise PlanError("the stand-in's layers cannot be moved in as many parts as this plan's; plan without transfer_chunk_bytes")
 
 
 def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:

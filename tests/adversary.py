@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
-from planner.lower.arenas import can_split, can_square, refuse_illegal
+from planner.lower.arenas import can_square, refuse_illegal
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -20,7 +20,7 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.bounds import machine_bound, policy_bounds
 from planner.search.relax import Relaxation
-from planner.search.space import CHUNKS_PER_LAYER, cut, eager_is_legal, family_of
+from planner.search.space import eager_is_legal, family_of
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -169,9 +169,9 @@ def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Blo
             kept_bytes=boundary * 3,
             transient_bytes=boundary * 6,
             tiers=(
-                Tier(Saved.BOUNDARY, True, 0, boundary * 6, 1, True, boundary, 1),
-                Tier(Saved.ATTENTION, True, boundary, boundary * 6, 1, False, boundary, 1),
-                Tier(Saved.PRODUCTS, True, boundary * 2, boundary * 6, 0, False, boundary, 1),
+                Tier(Saved.BOUNDARY, 0, boundary * 6, 1, True, boundary, 1),
+                Tier(Saved.ATTENTION, boundary, boundary * 6, 1, False, boundary, 1),
+                Tier(Saved.PRODUCTS, boundary * 2, boundary * 6, 0, False, boundary, 1),
             ),
         )
         if alike and layers:
@@ -194,8 +194,6 @@ def drawn_policy(rng: random.Random, of: Cell) -> Policy:
         gradient_slots=rng.choice((1, 2, 3, 5, 8)),
         group_micro_batches=rng.choice((1, n, rng.randint(1, n), rng.randint(1, n))),
         update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
-        storage="split" if can_split(s) and rng.random() < 0.8 else "mirrored",
-        early_stop=True,
         boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
     )
     policy = replace(policy, boundary_stride=min(policy.boundary_stride, n_layers))
@@ -228,7 +226,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         size = rng.choice(
             (1, n, max(1, policy.group_micro_batches // 2), min(n, policy.group_micro_batches * 2), rng.randint(1, n))
         )
-        whole = {"square_blocks": (), "offload_late_blocks": 0, "transfer_chunk_bytes": None} if size < n else {}
+        whole = {"square_blocks": (), "offload_late_blocks": 0} if size < n else {}
         return replace(policy, group_micro_batches=size, **whole)
 
     def update(rng: random.Random) -> Policy:
@@ -254,16 +252,11 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         name = rng.choice(("prefetch_depth", "gradient_slots"))
         return replace(policy, **{name: max(1, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
 
-    def chunks(rng: random.Random) -> Policy:
-        n_chunks = rng.choice((None, *CHUNKS_PER_LAYER))
-        whole = replace(policy, transfer_chunk_bytes=None)
-        return whole if n_chunks is None else cut(whole, frame(of.model, workload, s, whole), n_chunks)
-
     yield from (group, update, saving, saving, buffers, buffers)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
     if policy.group_micro_batches == n:
-        yield from (chunks, toggled("square_blocks", can_square(workload)))
+        yield toggled("square_blocks", can_square(workload))
         yield lambda rng: replace(policy, offload_late_blocks=rng.randint(0, policy.gradient_slots - 1))
     if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
         yield toggled("speculate_blocks", everything)

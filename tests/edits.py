@@ -8,7 +8,7 @@ import pytest
 from planner.check.check import check
 from planner.lower.lower import lower
 from runtime.errors import PlanError
-from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan import Plan, Policy, Semantics, Slot, Update
 from tests.strategies import MODEL, PROFILE, small_workload
 
 
@@ -27,6 +27,13 @@ def index(plan: Plan, name: str) -> int:
 def with_op(plan: Plan, name: str, **changes: Any) -> Plan:
     i = index(plan, name)
     return replace(plan, ops=(*plan.ops[:i], replace(plan.ops[i], **changes), *plan.ops[i + 1 :]))
+
+
+def with_slots(plan: Plan, name: str, **slots: Slot | None) -> Plan:
+    """The plan in which the op of that name has these slots for its operands; None: it lacks them."""
+    op = plan.ops[index(plan, name)]
+    operands = ((operand, slots.get(operand, slot)) for operand, slot in op.operands)
+    return with_op(plan, name, operands=tuple((operand, slot) for operand, slot in operands if slot is not None))
 
 
 def with_profile(plan: Plan, path: str, value: object) -> Plan:

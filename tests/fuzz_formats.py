@@ -88,9 +88,9 @@ def sample_plans() -> list[Plan]:
     """Small plans that differ in most knobs, of made-up and of real model types."""
     policies = (
         Policy(),
-        Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), transfer_chunk_bytes=1, group_micro_batches=2),
+        Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), group_micro_batches=2),
         Policy(spill_blocks=(0, 1), resident_blocks=(2,), gradient_slots=2, offload_late_blocks=0),
-        Policy(boundary_stride=2, storage="split", square_blocks=(1, 2), group_micro_batches=2),
+        Policy(boundary_stride=2, square_blocks=(1, 2), group_micro_batches=2),
     )
     plans = [lower(MODEL, small_workload(3, tied), SEMANTICS, p, PROFILE) for p, tied in zip(policies, (0, 1, 0, 0), strict=True)]
     for model_type in ("qwen3", "gpt_oss"):

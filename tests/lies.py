@@ -35,9 +35,8 @@ SEARCH = ("check",)
 AGAIN = ("run", FOUND, "--data", "text", "--out", "run", "--steps", "3", "--resume")
 DRAW = ("report", FOUND, "run", "-o", "page.html")
 POLICY = {
-    "prefetch_depth": 2, "gradient_slots": 2, "group_micro_batches": 4, "update": "deferred", "storage": "split",
-    "early_stop": True, "keep_blocks": [24], "product_blocks": [3, 4], "spill_blocks": [0, 1], "resident_blocks": [2],
-    "speculate_blocks": [5, 6], "square_blocks": [7],
+    "prefetch_depth": 2, "gradient_slots": 2, "group_micro_batches": 4, "update": "deferred", "keep_blocks": [24],
+    "product_blocks": [3, 4], "spill_blocks": [0, 1], "resident_blocks": [2], "speculate_blocks": [5, 6], "square_blocks": [7],
 }  # fmt: skip
 ASKED_OF = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4", "--micro-batch", "1")
 FOUND_OF = ("model", "--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2")
@@ -313,7 +312,7 @@ def plan_lies() -> Iterator[Lie]:
     yield lie("a machine with a null", "profile", put("profile.host.n_cores", None))
     yield lie("a machine with a key more", "profile", put("profile.device.overclocked", True))
     yield lie("a machine of a tenth of the device memory", "device memory", put("profile.device.memory_bytes.value", times(0.1)))
-    yield lie("another version of the format", "format_version", put("format_version", 2))
+    yield lie("another version of the format", "a plan of format 3", put("format_version", 3))
     yield lie("a configuration of another model", "fingerprint", put("model.config.rope_theta", 1.0))
     yield lie("a model of another width, fingerprint and all", "workload.blocks", configured("intermediate_size", 4096))
     yield lie("a model of one layer more, fingerprint and all", "workload.blocks", configured("num_hidden_layers", 25))
@@ -321,10 +320,7 @@ def plan_lies() -> Iterator[Lie]:
         yield lie(f"256 bytes more in the last slot of {name}", name, with_larger(name), peaks)
 
 
-ARENAS = (
-    "weights", "vocab_weights", "resident_weights", "boundaries", "gradients", "vocab_gradients", "sums", "squares",
-    "remainders", "moments", "host_weights", "shadows", "host_gradients", "spilled", "host_squares", "norm",
-)  # fmt: skip
+ARENAS = ("weights", "activations", "gradients", "sums", "squares", "state", "host_gradients", "spilled", "norm")
 
 
 def with_larger(name: str) -> Edit:

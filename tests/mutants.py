@@ -14,7 +14,8 @@ from typing import Any
 from planner.check.check import check
 from planner.lower.lower import lower
 from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import CONTRACT, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.plan.ops import Operand
 from tests.oracle import same_training
 from tests.strategies import MODEL, PROFILE, small_workload
 
@@ -123,34 +124,28 @@ def _move_op(plan: Plan) -> Mutants:
 def _rename_slot(plan: Plan) -> Mutants:
     """One block uses another slot of an arena, in all its ops: every op still says what the contract asks."""
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
-    slots = sorted({(op.block, s) for op in plan.ops for s in (*op.reads, *op.writes)})
+    slots = sorted({(op.block, s) for op in plan.ops for _, s in op.operands})
     for block, slot in slots:
         for index in range(sizes[slot.arena]):
             if index != slot.index:
                 new = {slot: Slot(slot.arena, index)}
-                ops = tuple(
-                    op
-                    if op.block != block
-                    else replace(
-                        op,
-                        reads=tuple(new.get(s, s) for s in op.reads),
-                        writes=tuple(new.get(s, s) for s in op.writes),
-                    )
-                    for op in plan.ops
-                )
+                ops = tuple(_renamed(op, new) if op.block == block else op for op in plan.ops)
                 yield f"{slot} -> [{index}] in all ops of block {block}", replace(plan, ops=ops)
 
 
-def _other_slots(plan: Plan, kinds: set[Kind]) -> Mutants:
+def _other_slots(plan: Plan, kinds: set[Kind], names: frozenset[str] | None = None) -> Mutants:
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     for i, op in enumerate(plan.ops):
-        for field in ("reads", "writes") if op.kind in kinds else ():
-            slots: tuple[Slot, ...] = getattr(op, field)
-            for n, slot in enumerate(slots):
-                for index in range(sizes[slot.arena]):
-                    if index != slot.index:
-                        changed = (*slots[:n], Slot(slot.arena, index), *slots[n + 1 :])
-                        yield f"{field} {slot} -> [{index}] in op {i}: {op}", _with_op(plan, i, _with(op, field, changed))
+        for n, (name, slot) in enumerate(op.operands if op.kind in kinds else ()):
+            for index in range(sizes[slot.arena]):
+                if index != slot.index and (names is None or name in names):
+                    changed = _with_operand(op, n, (name, Slot(slot.arena, index)))
+                    yield f"{name}={slot} -> [{index}] in op {i}: {op}", _with_op(plan, i, changed)
+
+
+def _with_operand(op: Op, n: int, *operands: Operand) -> Op:
+    """The op with other operands in the place of number n."""
+    return replace(op, operands=(*op.operands[:n], *operands, *op.operands[n + 1 :]))
 
 
 def _fetch_early(plan: Plan) -> Mutants:
@@ -178,7 +173,7 @@ def _moved(plan: Plan, i: int, j: int) -> Plan:
 def _other_stay(plan: Plan) -> Mutants:
     """An output passes through another slot of the ring on its way out, or on its way back: every op says so."""
     ring = plan.policy.group_micro_batches * (plan.workload.n_layers + 1 - len(plan.policy.spill_blocks))
-    n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "boundaries")
+    n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "activations")
     for op in plan.ops:
         if op.kind not in (Kind.SPILL, Kind.FETCH):
             continue
@@ -186,16 +181,11 @@ def _other_stay(plan: Plan) -> Mutants:
         users = {(Kind.FORWARD, b, m), (Kind.SPILL, b, m), (Kind.FORWARD, b + 1, m)}
         if not out:
             users = {(Kind.FETCH, b, m), (Kind.BACKWARD, b + 1, m), (Kind.BACKWARD, b, m)}
-        slot = (op.reads if out else op.writes)[0]
+        slot = op["y"]
         for index in range(ring, n_slots):
-            new = {slot: Slot("boundaries", index)}
+            new = {slot: Slot("activations", index)}
             if index != slot.index:
-                ops = tuple(
-                    replace(o, reads=tuple(new.get(s, s) for s in o.reads), writes=tuple(new.get(s, s) for s in o.writes))
-                    if (o.kind, o.block, o.micro_batch) in users
-                    else o
-                    for o in plan.ops
-                )
+                ops = tuple(_renamed(o, new) if (o.kind, o.block, o.micro_batch) in users else o for o in plan.ops)
                 yield f"stay in [{index}], not {slot}: {op}", replace(plan, ops=ops)
 
 
@@ -209,10 +199,10 @@ def _moved_to(plan: Plan, i: int, j: int) -> Plan:
 
 def _speculate_out_of_turn(plan: Plan) -> Mutants:
     """A speculate ahead of the norm of its gradient, or after its settle."""
-    at = {(op.kind, op.block, op.chunk): i for i, op in enumerate(plan.ops) if op.micro_batch is None}
+    at = {(op.kind, op.block): i for i, op in enumerate(plan.ops) if op.micro_batch is None}
     for i, op in enumerate(plan.ops):
         if op.kind is Kind.SPECULATE:
-            norm, settle = at.get((Kind.NORM, op.block, op.chunk), i), at.get((Kind.SETTLE, op.block, op.chunk), i)
+            norm, settle = at.get((Kind.NORM, op.block), i), at.get((Kind.SETTLE, op.block), i)
             if norm < i:
                 with_waits = _with_op(plan, i, replace(op, waits=plan.ops[norm].waits))
                 yield f"before the norm, op {i}: {op}", _moved(with_waits, i, norm)
@@ -224,8 +214,8 @@ def _square_out_of_turn(plan: Plan) -> Mutants:
     """A square ahead of the op that completes its gradient, or after the next one that writes the gradient's slot."""
     for i, op in enumerate(plan.ops):
         if op.kind is Kind.SQUARE:
-            before = [j for j in range(i) if op.reads[0] in plan.ops[j].writes]
-            after = [j for j in range(i + 1, len(plan.ops)) if op.reads[0] in plan.ops[j].writes]
+            before = [j for j in range(i) if op["gradient"] in plan.ops[j].writes]
+            after = [j for j in range(i + 1, len(plan.ops)) if op["gradient"] in plan.ops[j].writes]
             if before:
                 yield f"before its gradient, op {i}: {op}", _moved(plan, i, before[-1])
             for j in after[:1]:
@@ -233,35 +223,21 @@ def _square_out_of_turn(plan: Plan) -> Mutants:
 
 
 def _squares_left_behind(plan: Plan) -> Mutants:
-    """Sums that do not go along with their gradient, or go along with another chunk; a norm, or an update, that lacks some."""
+    """Sums that do not go along with their gradient; a norm, or an update, that lacks some."""
     for i, op in enumerate(plan.ops):
-        carried = [s for s in (*op.reads, *op.writes) if s.arena in ("squares", "host_squares")]
-        if not carried or op.kind is Kind.SQUARE:
-            continue
-        for slot in carried:
-            reads, writes = (tuple(s for s in slots if s != slot) for slots in (op.reads, op.writes))
-            yield f"without {slot} in op {i}: {op}", _with_op(plan, i, replace(op, reads=reads, writes=writes))
-        bare = replace(
-            op, reads=tuple(s for s in op.reads if s not in carried), writes=tuple(s for s in op.writes if s not in carried)
-        )
-        for j, other in enumerate(plan.ops):
-            if (other.kind, other.block) == (op.kind, op.block) and other.chunk != op.chunk:
-                more = replace(
-                    other,
-                    reads=(*other.reads, *(s for s in op.reads if s in carried)),
-                    writes=(*other.writes, *(s for s in op.writes if s in carried)),
-                )
-                yield f"with op {j}, not {i}: {op}", _with_op(_with_op(plan, i, bare), j, more)
+        for n, (name, slot) in enumerate(op.operands if op.kind is not Kind.SQUARE else ()):
+            if slot.arena == "squares" or (slot.arena == "norm" and slot.index):
+                yield f"without {name}={slot} in op {i}: {op}", _with_op(plan, i, _with_operand(op, n))
 
 
 def _other_squares(plan: Plan) -> Mutants:
     """The sums of two blocks change places: on the device, on the host, or only where one of their ops reads or writes them."""
-    for arena in ("squares", "host_squares"):
-        slots = sorted({s for op in plan.ops for s in op.writes if s.arena == arena})
+    for arena in ("squares", "norm"):
+        slots = sorted({s for op in plan.ops for s in op.writes if s.arena == arena and (arena == "squares" or s.index)})
         for n, a in enumerate(slots):
             for b in slots[n + 1 :]:
                 exchange = {a: b, b: a}
-                users = [i for i, op in enumerate(plan.ops) if {a, b} & {*op.reads, *op.writes}]
+                users = [i for i, op in enumerate(plan.ops) if {a, b} & {slot for _, slot in op.operands}]
                 ops = tuple(_renamed(op, exchange) for op in plan.ops)
                 yield f"{a} <-> {b} everywhere", replace(plan, ops=ops)
                 for i in users:
@@ -271,77 +247,32 @@ def _other_squares(plan: Plan) -> Mutants:
 def _settle_early(plan: Plan) -> Mutants:
     """A settle before the last norm: just so, or as early as its speculate allows."""
     last = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=0)
-    at = {(op.block, op.chunk): i for i, op in enumerate(plan.ops) if op.kind is Kind.SPECULATE}
+    at = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.SPECULATE}
     for i, op in enumerate(plan.ops):
         if op.kind is Kind.SETTLE and last < i:
             yield f"before the last norm, op {i}: {op}", _moved(plan, i, last)
-            if at.get((op.block, op.chunk), last) < last:
-                yield f"after its speculate, op {i}: {op}", _moved(plan, i, at[op.block, op.chunk] + 1)
+            if at.get(op.block, last) < last:
+                yield f"after its speculate, op {i}: {op}", _moved(plan, i, at[op.block] + 1)
 
 
 def _other_shadow(plan: Plan) -> Mutants:
     """A block speculates into the shadow of another one, and settles from there."""
-    slots = sorted({s for op in plan.ops for s in op.writes if s.arena == "shadows"})
+    slots = sorted({op["shadow"] for op in plan.ops if op.kind is Kind.SPECULATE})
     for op in plan.ops:
         if op.kind is Kind.SPECULATE:
             for other in slots:
-                new = {op.writes[0]: other}
-                if other != op.writes[0]:
-                    ops = tuple(_renamed(o, new) if (o.block, o.chunk) == (op.block, op.chunk) else o for o in plan.ops)
-                    yield f"{op.writes[0]} -> {other}: {op}", replace(plan, ops=ops)
+                if other != op["shadow"]:
+                    ops = tuple(_renamed(o, {op["shadow"]: other}) if o.block == op.block else o for o in plan.ops)
+                    yield f"{op['shadow']} -> {other}: {op}", replace(plan, ops=ops)
 
 
 def _renamed(op: Op, new: dict[Slot, Slot]) -> Op:
-    return replace(op, reads=tuple(new.get(s, s) for s in op.reads), writes=tuple(new.get(s, s) for s in op.writes))
-
-
-def _swap_chunks(plan: Plan) -> Mutants:
-    """Two chunks of a block trade places in one of their lanes: what they read and write goes with them, waits do not."""
-    for i, op in enumerate(plan.ops):
-        for j in range(i + 1, len(plan.ops)):
-            other = plan.ops[j]
-            if op.chunk is not None and (op.kind, op.block, op.chunk + 1) == (other.kind, other.block, other.chunk):
-                swapped = _with_op(plan, i, replace(other, waits=op.waits))
-                yield f"chunks of {i}: {op} and {j}: {other}", _with_op(swapped, j, replace(op, waits=other.waits))
-                break
-
-
-def _drop_chunk(plan: Plan) -> Mutants:
-    """No op of one chunk of a block, or none of one kind."""
-    chunks = sorted({(op.block, op.chunk) for op in plan.ops if op.chunk is not None})
-    for b, c in chunks:
-        for kinds in (set(Kind), *({kind} for kind in Kind)):
-            mutant = plan
-            for i in reversed(range(len(plan.ops))):
-                if (plan.ops[i].block, plan.ops[i].chunk) == (b, c) and plan.ops[i].kind in kinds:
-                    mutant = _without(mutant, i)
-            if mutant != plan:
-                yield f"no {'op' if len(kinds) > 1 else ' '.join(kinds)} of block {b}, chunk {c}", mutant
-
-
-def _change_chunk(plan: Plan) -> Mutants:
-    for i, op in enumerate(plan.ops):
-        for chunk in (None, 0, 1, 2):
-            if chunk != op.chunk:
-                yield f"op {i} for chunk {chunk}: {op}", _with_op(plan, i, replace(op, chunk=chunk))
-
-
-def _chunk_of_neighbour(plan: Plan) -> Mutants:
-    """A chunk uses a slot on the host that belongs to the chunk before or after it."""
-    sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
-    for i, op in enumerate(plan.ops):
-        for field in ("reads", "writes") if op.chunk is not None else ():
-            slots: tuple[Slot, ...] = getattr(op, field)
-            for n, slot in enumerate(slots):
-                for index in (slot.index - 1, slot.index + 1):
-                    if 0 <= index < sizes[slot.arena]:
-                        changed = (*slots[:n], Slot(slot.arena, index), *slots[n + 1 :])
-                        yield f"{field} {slot} -> [{index}] in op {i}: {op}", _with_op(plan, i, _with(op, field, changed))
+    return replace(op, operands=tuple((name, new.get(slot, slot)) for name, slot in op.operands))
 
 
 def _other_shared_slot(plan: Plan) -> Mutants:
     """An output that is computed again lies in another slot of those that share, in forward or in backward: every op says so."""
-    n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "boundaries")
+    n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "activations")
     for op in plan.ops:
         if op.kind is Kind.RECOMPUTE:
             b, m = op.block, op.micro_batch
@@ -349,10 +280,10 @@ def _other_shared_slot(plan: Plan) -> Mutants:
             backward = {(kind, block, m) for kind in (Kind.RECOMPUTE, Kind.BACKWARD) for block in (b, b + 1)}
             for users in (forward, backward, forward | backward):
                 for index in range(n_slots):
-                    new = {op.writes[0]: Slot("boundaries", index)}
-                    if index != op.writes[0].index:
+                    new = {op["y"]: Slot("activations", index)}
+                    if index != op["y"].index:
                         ops = tuple(_renamed(o, new) if (o.kind, o.block, o.micro_batch) in users else o for o in plan.ops)
-                        yield f"{op.writes[0]} -> [{index}] in {len(users)} ops: {op}", replace(plan, ops=ops)
+                        yield f"{op['y']} -> [{index}] in {len(users)} ops: {op}", replace(plan, ops=ops)
 
 
 def _recompute_other(plan: Plan) -> Mutants:
@@ -363,17 +294,18 @@ def _recompute_other(plan: Plan) -> Mutants:
             if i != j:
                 op, other = plan.ops[i], plan.ops[j]
                 yield f"op {i} as {other}: {op}", _with_op(plan, i, replace(other, waits=op.waits))
-                for field in ("reads", "writes"):
-                    if getattr(op, field) != getattr(other, field):
-                        yield f"{field} of {other} in op {i}: {op}", _with_op(plan, i, _with(op, field, getattr(other, field)))
+                for n, (mine, its) in enumerate(zip(op.operands, other.operands, strict=True)):
+                    if mine != its:
+                        yield f"{its[0]} of {other} in op {i}: {op}", _with_op(plan, i, _with_operand(op, n, its))
 
 
 SIBLINGS = (
-    {"weights", "vocab_weights", "resident_weights"},
-    {"masters", "remainders", "host_weights", "moments", "shadows"},
-    {"boundaries", "spilled"},
-    {"sums", "gradients", "vocab_sums", "vocab_gradients"},
-    {"squares", "host_squares", "norm"},
+    {"weights", "activations"},
+    {"state", "host_gradients"},
+    {"activations", "spilled"},
+    {"sums", "gradients"},
+    {"squares", "norm"},
+    {"host_gradients", "staging"},
 )
 
 
@@ -381,16 +313,28 @@ def _other_arena(plan: Plan) -> Mutants:
     """A slot of an arena for values of the same sort."""
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     for i, op in enumerate(plan.ops):
-        for field in ("reads", "writes"):
-            slots: tuple[Slot, ...] = getattr(op, field)
-            for n, slot in enumerate(slots):
-                for arena in next((sorted(s & sizes.keys() - {slot.arena}) for s in SIBLINGS if slot.arena in s), []):
-                    changed = (*slots[:n], Slot(arena, min(slot.index, sizes[arena] - 1)), *slots[n + 1 :])
-                    yield f"{field} {slot} -> {arena} in op {i}: {op}", _with_op(plan, i, _with(op, field, changed))
+        for n, (name, slot) in enumerate(op.operands):
+            for arena in sorted({a for s in SIBLINGS if slot.arena in s for a in s & sizes.keys()} - {slot.arena}):
+                changed = _with_operand(op, n, (name, Slot(arena, min(slot.index, sizes[arena] - 1))))
+                yield f"{name}={slot} -> {arena} in op {i}: {op}", _with_op(plan, i, changed)
+
+
+def _other_operands(plan: Plan) -> Mutants:
+    """An op that lacks an operand, has one twice, has two of them in each other's place, or one under another name."""
+    for i, op in enumerate(plan.ops):
+        for n, (name, slot) in enumerate(op.operands):
+            yield f"no {name} in op {i}: {op}", _with_op(plan, i, _with_operand(op, n))
+            yield f"{name} twice in op {i}: {op}", _with_op(plan, i, _with_operand(op, n, (name, slot), (name, slot)))
+            for k, (other, its) in enumerate(op.operands[n + 1 :], start=n + 1):
+                exchanged = _with_operand(_with_operand(op, n, (name, its)), k, (other, slot))
+                yield f"{name} <-> {other} in op {i}: {op}", _with_op(plan, i, exchanged)
+            for other in CONTRACT[op.kind].names:
+                if other != name:
+                    yield f"{name} as {other} in op {i}: {op}", _with_op(plan, i, _with_operand(op, n, (other, slot)))
 
 
 def _other_policy(plan: Plan) -> Mutants:
-    """The same ops under a policy that says otherwise of what is resident, spills, speculates, is squared, is cut or stored how."""
+    """The same ops under a policy that says otherwise of what is resident, spills, speculates or is squared; or other semantics."""
     policy = plan.policy
     for b in range(len(plan.workload.blocks)):
         resident, spill = set(policy.resident_blocks) ^ {b}, set(policy.spill_blocks) ^ {b}
@@ -402,20 +346,15 @@ def _other_policy(plan: Plan) -> Mutants:
         yield f"speculating {speculating}", replace(plan, policy=replace(policy, speculate_blocks=speculating))
     for stride in {max(policy.boundary_stride - 1, 1), policy.boundary_stride + 1} - {policy.boundary_stride}:
         yield f"stride {stride}", replace(plan, policy=replace(policy, boundary_stride=stride))
-    chunk_bytes = 1 if policy.transfer_chunk_bytes is None else None
-    yield f"chunks of {chunk_bytes}", replace(plan, policy=replace(policy, transfer_chunk_bytes=chunk_bytes))
-    storage = "mirrored" if policy.storage == "split" else "split"
-    yield f"storage {storage}", replace(plan, policy=replace(policy, storage=storage))  # type: ignore[arg-type]
-
-
-def _with(op: Op, field: str, value: object) -> Op:
-    changes: dict[str, Any] = {field: value}
-    return replace(op, **changes)
+    yield (
+        "another master",
+        replace(plan, semantics=replace(plan.semantics, compute_dtype="fp32" if plan.semantics.splits_masters else "bf16")),
+    )
 
 
 def _move_load(plan: Plan) -> Mutants:
     """A load into another weight slot."""
-    return ((what, mutant) for what, mutant in _other_slots(plan, {Kind.LOAD}) if what.startswith("writes"))
+    return _other_slots(plan, {Kind.LOAD}, frozenset({"weights"}))
 
 
 def _change_slot(plan: Plan) -> Mutants:
@@ -458,7 +397,6 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "drop any other op": _drops(
         set(Kind) - {Kind.LOAD, Kind.OFFLOAD, Kind.SPILL, Kind.FETCH, Kind.RECOMPUTE, Kind.SPECULATE, Kind.SETTLE}
     ),
-    "drop a chunk": _drop_chunk,
     "fetch before the spill": _fetch_early,
     "another slot of the ring for one stay": _other_stay,
     "another shared slot for one output": _other_shared_slot,
@@ -479,9 +417,7 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "a slot of another arena": _other_arena,
     "another policy": _other_policy,
     "change the block": _change_block,
-    "change the chunk": _change_chunk,
-    "swap two chunks": _swap_chunks,
-    "a neighbour's slot for a chunk": _chunk_of_neighbour,
+    "other operands": _other_operands,
     "change the micro-batch": _change_micro_batch,
     "shrink an arena": _shrink_arena,
 }
@@ -515,7 +451,7 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
     (5, 2, True, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 3, "offload_late_blocks": 2}),
     (3, 3, False, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 2, "update": Update.DEFERRED}),
     (3, 2, True, "fp32", {"keep_blocks": (2,), "update": Update.EAGER}),
-    (3, 1, False, "bf16", {"update": Update.DEFERRED, "storage": "split", "resident_blocks": (0, 2, 4), "spill_blocks": (0, 2)}),
+    (3, 1, False, "bf16", {"update": Update.DEFERRED, "resident_blocks": (0, 2, 4), "spill_blocks": (0, 2)}),
     (
         3,
         3,
@@ -528,7 +464,7 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         2,
         False,
         "bf16",
-        {"group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.EAGER, "storage": "split"}
+        {"group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.EAGER}
         | {"resident_blocks": (3,), "spill_blocks": (0, 2, 3)},
     ),
     (3, 2, False, "fp32", {"keep_blocks": (2,), "spill_blocks": (0,)}),
@@ -539,10 +475,10 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         1,
         True,
         "bf16",
-        {"update": Update.DEFERRED, "speculate_blocks": (0, 2), "transfer_chunk_bytes": 1, "resident_blocks": (2,)},
+        {"update": Update.DEFERRED, "speculate_blocks": (0, 2), "resident_blocks": (2,)},
     ),
-    (2, 2, False, "bf16", {"update": Update.DEFERRED, "speculate_blocks": (1, 2, 3), "storage": "split", "boundary_stride": 2}),
-    (3, 1, False, "fp32", {"update": Update.EAGER, "transfer_chunk_bytes": 4000, "gradient_slots": 2, "offload_late_blocks": 1}),
+    (2, 2, False, "bf16", {"update": Update.DEFERRED, "speculate_blocks": (1, 2, 3), "boundary_stride": 2}),
+    (3, 1, False, "fp32", {"update": Update.EAGER, "gradient_slots": 2, "offload_late_blocks": 1}),
     (
         3,
         2,
@@ -550,7 +486,7 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         "bf16",
         {"square_blocks": (0, 1, 2, 3, 4), "group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1},
     ),
-    (2, 1, False, "bf16", {"square_blocks": (1, 3), "update": Update.EAGER, "transfer_chunk_bytes": 1, "gradient_slots": 2}),
+    (2, 1, False, "bf16", {"square_blocks": (1, 3), "update": Update.EAGER, "gradient_slots": 2}),
     (
         3,
         1,
@@ -560,8 +496,6 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
             "square_blocks": (1, 2, 3),
             "update": Update.DEFERRED,
             "speculate_blocks": (0, 2),
-            "transfer_chunk_bytes": 1,
-            "storage": "split",
         },
     ),
 )

@@ -63,71 +63,56 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
     def name(*term: Any) -> int:
         return names.setdefault(term, len(names))
 
-    tied, n_micro_batches = plan.workload.tied, plan.semantics.n_micro_batches
-    held: dict[Slot, Any] = {}
-    for arena in plan.arenas:
-        if arena.name in ("masters", "remainders", "moments", "host_weights"):
-            held.update({Slot(arena.name, i): name("initial", arena.name, i) for i in range(len(arena.slot_bytes))})
+    last, n_blocks = plan.semantics.n_micro_batches - 1, len(plan.workload.blocks)
+    reduced = plan.policy.group_micro_batches > last
+    held: dict[Slot, Any] = {Slot("state", b): name("initial", b) for b in range(n_blocks)}
     # Of a block that the device squares only block 0 has a norm, which ends the sum.
-    normed = [b for b in range(len(plan.workload.blocks)) if b == 0 or b not in plan.policy.square_blocks]
-    n_norms = sum(len(plan.chunks(b)) for b in normed)
-    parts_of: dict[int, dict[tuple[int, int | None], int]] = {}  # of a weight slot's value: what each chunk holds
+    n_norms = sum(b == 0 or b not in plan.policy.square_blocks for b in range(n_blocks))
     results: list[Any] = []
     for node in nx.lexicographical_topological_sort(graph):
         i, step = node
         op = plan.ops[i]
-        b, c, m = op.block, op.chunk, op.micro_batch
-        values = [held.get(slot, name("garbage", str(slot), step)) for slot in op.reads]
-        n_inputs = 1 + (b > 0) if op.kind is Kind.LOSS else (3 if b else 1)  # of the math; what follows is the sum
-        new: list[Any] = [None] * len(op.writes)
+        b, m = op.block, op.micro_batch
+        values = {n: held.get(slot, name("garbage", str(slot), step)) for n, slot in op.operands}
+        new: dict[str, Any] = {}
         match op.kind:
             case Kind.LOAD:
-                before = parts_of.get(held.get(op.writes[0], -1), {})
-                parts = {key: part for key, part in before.items() if key[0] == b} | {(b, c): name("part", *values)}
-                new = [name("weights", *sorted(parts.items(), key=str))]
-                parts_of[new[0]] = parts
+                new["weights"] = name("weights", b, values["state"], values.get("tied"))
             case Kind.FORWARD | Kind.RECOMPUTE:
-                new = [name("forward", b, m, step, *values)]
+                new["y"] = name("forward", b, m, step, values.get("weights"), values.get("x"))
             case Kind.LOSS | Kind.BACKWARD:
-                inputs, sums = values[:n_inputs], values[n_inputs:]
-                term = name("gradients", op.kind, b, m, step, *inputs)
+                term = name("gradients", op.kind, b, m, step, *(values.get(n) for n in ("weights", "x", "y")))
                 if op.kind is Kind.LOSS:
                     results.append(("loss", step, m, term))
-                total = name("add", *(sums or [name("zero")]), term)
-                for n, slot in enumerate(op.writes):
-                    is_rounded = slot.arena == "gradients" or (slot.arena == "vocab_gradients" and not tied)
-                    new[n] = name("of input", term) if slot.arena == "boundaries" else total
-                    if is_rounded and plan.policy.group_micro_batches == n_micro_batches:
-                        new[n] = name("rounded", total)
+                new["x"] = name("of input", term)
+                before = values["sum"] if m and "sum" in values else name("zero")
+                total = new["sum"] = name("add", before, term)
+                new["gradient"] = name("rounded", total) if reduced else total
             case Kind.SQUARE:
-                new = [name("squared", b, *values)]
+                new["squares"] = name("squared", b, values["gradient"])
             case Kind.OFFLOAD:
-                new = [values[0] if c is None else name("part", c, values[0]), *values[1:]]
-            case Kind.SPILL | Kind.FETCH:
-                new = values
+                new = {"arrived": values["gradient"], "norm": values.get("squares")}
+            case Kind.SPILL:
+                new["spilled"] = values["y"]
+            case Kind.FETCH:
+                new["y"] = values["spilled"]
             case Kind.ACCUMULATE:
-                new = [name("add", name("zero") if m == 0 else values[1], values[0])]
+                new["arrived"] = name("add", values["arrived"] if m else name("zero"), values["staged"])
             case Kind.NORM:
-                so_far = values[-1] if isinstance(values[-1], tuple) and values[-1][0] == step else (step, frozenset())
-                new = [(step, so_far[1] | {name("squares", b, c, *values[:-1])})]
+                so_far = values["norm"] if isinstance(values["norm"], tuple) and values["norm"][0] == step else (step, frozenset())
+                squares = [held.get(slot, name("garbage", str(slot), step)) for slot in op.every("squares")]
+                new["norm"] = (step, so_far[1] | {name("squares", b, values.get("arrived"), values.get("tied"), *squares)})
+                if len(new["norm"][1]) == n_norms:
+                    results.append(("norm", step, *sorted(new["norm"][1])))
             case Kind.SPECULATE:
-                new = [name("speculated", b, c, *values)]
+                new["shadow"] = name("speculated", b, *values.items())
             case Kind.UPDATE | Kind.SETTLE:
                 # Of a settle the term holds what either outcome comes from: the shadow, and the state with its gradient.
-                new = [name(op.kind, slot.arena, b, c, *values) for slot in op.writes]
-                results.append(("state", step, b, c, tuple(new)))
+                new = dict.fromkeys(("state", "shadow"), name(op.kind, b, *values.items()))
+                results.append(("state", step, b, new["state"]))
                 if Slot("norm", 0) not in op.reads:  # eager: its own norm comes first, for the log and to stop
-                    results.append(
-                        (
-                            "after norm",
-                            step,
-                            b,
-                            any((plan.ops[i].block, plan.ops[i].chunk) == (b, c) for i in _norms(plan, graph, node)),
-                        )
-                    )
-        held.update(zip(op.writes, new, strict=True))
-        if op.kind is Kind.NORM and len(new[0][1]) == n_norms:
-            results.append(("norm", step, *sorted(new[0][1])))
+                    results.append(("after norm", step, b, any(plan.ops[k].block == b for k in _norms(plan, graph, node))))
+        held.update({slot: new[n] for n, slot in op.operands if n in new})
     return sorted(map(repr, results))
 
 
@@ -147,8 +132,9 @@ def _misplaced(original: Plan, mutant: Plan) -> str | None:
     leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
     ring = [max(leaving)] * (2 * group + 1) if leaving else []
     squared = [8 * len(blocks[b].parameters) for b in original.policy.square_blocks]
-    rounded_up = {"boundaries": staying + ring, "spilled": leaving, "squares": squared, "host_squares": squared}  # in the original
-    used = {slot for op in mutant.ops for slot in (*op.reads, *op.writes)}
+    all_squared = [8 * sum(len(b.parameters) for b in blocks), *squared]
+    rounded_up = {"activations": staying + ring, "spilled": leaving, "squares": squared, "norm": all_squared}  # in the original
+    used = {slot for op in mutant.ops for _, slot in op.operands}
     for a, b in zip(original.arenas, mutant.arenas, strict=True):
         starts = [0, *accumulate(b.slot_bytes)]
         for i, (needed_bytes, n_bytes) in enumerate(zip(a.slot_bytes, b.slot_bytes, strict=True)):

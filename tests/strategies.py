@@ -94,20 +94,19 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
 @st.composite
 def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
     """Every way to recompute, or none but the whole forward, or any of them."""
-    ways = [(saved, stop) for saved in Saved for stop in (False, True) if (saved, stop) != (Saved.BOUNDARY, False)]
+    ways = list(Saved)
     chosen = draw(st.sampled_from([ways, ways, []]) | st.lists(st.sampled_from(ways), unique=True))
     return tuple(
         Tier(
             saved,
-            stop,
             saved_bytes=0 if saved is Saved.BOUNDARY else draw(st.integers(0, 10**5)),
             transient_bytes=draw(st.integers(0, 10**6)),
-            n_matmuls=0 if saved is Saved.PRODUCTS else 1 if stop else 2,
+            n_matmuls=0 if saved is Saved.PRODUCTS else draw(st.integers(1, 2)),
             attention=saved is Saved.BOUNDARY,
             pointwise_bytes=draw(st.integers(0, 10**5)),
             n_kernels=draw(st.integers(0, 9)),
         )
-        for saved, stop in chosen
+        for saved in chosen
     )
 
 
@@ -212,16 +211,15 @@ def _some(draw: st.DrawFn, blocks: range) -> tuple[int, ...]:
 def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
     """What of the activations is kept, spilled, saved in part and computed again."""
     blocks, n = workload.blocks, workload.n_layers
-    stops = all(b.recompute(Saved.BOUNDARY, True) for b in blocks[1:-1]) and draw(st.booleans())
     if draw(st.integers(0, 2)) == 0:
-        return {"early_stop": stops, "boundary_stride": draw(st.integers(1, n))}
+        return {"boundary_stride": draw(st.integers(1, n))}
     spill = _some(draw, range(n))
     knobs = {"attention_blocks": Saved.ATTENTION, "product_blocks": Saved.PRODUCTS}
     saving: dict[str, list[int]] = {"keep_blocks": [], "attention_blocks": [], "product_blocks": [], "": []}
     for b in range(1, n + 1):
-        can = ["", *(knob for knob, saved in knobs.items() if blocks[b].recompute(saved, stops))]
+        can = ["", *(knob for knob, saved in knobs.items() if blocks[b].recompute(saved))]
         saving[draw(st.sampled_from(can if b - 1 in spill else [*can, "keep_blocks"]))].append(b)
-    return {"early_stop": stops, "spill_blocks": spill, **{knob: tuple(saving[knob]) for knob in saving if knob}}
+    return {"spill_blocks": spill, **{knob: tuple(saving[knob]) for knob in saving if knob}}
 
 
 @st.composite
@@ -234,19 +232,15 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     gradient_slots = draw(st.integers(1, n + 1))
     group = draw(st.integers(1, of.n_micro_batches))
     one_group = group == of.n_micro_batches
-    split_is_legal = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
-    chunk_bytes = st.none() | st.integers(1, 8000)  # from one weight each to all weights of a layer
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
-        # Unreduced gradients leave at once, and whole.
+        # Unreduced gradients leave at once.
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
-        transfer_chunk_bytes=draw(chunk_bytes) if one_group else None,
         square_blocks=_some(draw, can_square(workload)) if one_group else (),
         group_micro_batches=group,
         update=update,
         speculate_blocks=_some(draw, range(n + 2)) if update is Update.DEFERRED else (),
-        storage="split" if split_is_legal and draw(st.booleans()) else "mirrored",
         resident_blocks=_some(draw, range(n + 2)),
         **draw(_saving(workload)),
     )

@@ -126,15 +126,12 @@ class Hostile(Remembers, CpuMachine):
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
-    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last.
-
-    A load of a layer's later chunk adds to what the first one began.
-    """
-    state = ("masters", "remainders", "moments", "host_weights", "norm")
+    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
+    goes_on = {Slot("norm", 0), *(Slot("state", b) for b in range(len(plan.workload.blocks)))}  # into the next step; no shadow does
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
         for slot in dict.fromkeys((*op.reads, *op.writes)):
-            if slot.arena not in state:
+            if slot not in goes_on:
                 uses.setdefault(slot, []).append(index)
     released: dict[int, list[Slot]] = {index: [] for index in range(len(plan.ops))}
     for slot, indices in uses.items():
@@ -142,7 +139,7 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
         for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
             if slot in plan.ops[index].reads and plan.ops[index].kind is not Kind.SQUARE:  # the offload waits for it
                 readers.add(plan.ops[index].lane)
-            if slot not in plan.ops[following].reads and not plan.ops[following].chunk:
+            if slot not in plan.ops[following].reads:
                 if readers == {plan.ops[index].lane}:
                     released[index].append(slot)
                 readers = set()

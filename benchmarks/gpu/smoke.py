@@ -41,7 +41,7 @@ KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
 KEPT_WHOLE = Policy(keep_blocks=(1, 2, 3, 4), group_micro_batches=4)
 POLICIES = {
     "inputs only": Policy(),
-    "attention saved, split masters": Policy(attention_blocks=(1, 2, 3), early_stop=True, storage="split", group_micro_batches=2),
+    "attention saved, two groups": Policy(attention_blocks=(1, 2, 3), group_micro_batches=2),
     "products saved, spilled, speculated": Policy(
         product_blocks=(1,),
         spill_blocks=(2, 3),
@@ -50,9 +50,9 @@ POLICIES = {
         speculate_blocks=(0, 2),
         gradient_slots=2,
     ),
-    "every second input": Policy(early_stop=True, boundary_stride=2),
+    "every second input": Policy(boundary_stride=2),
     "resident": Policy(resident_blocks=(1, 3), keep_blocks=(2,), update=Update.DEFERRED, prefetch_depth=2),
-    "in chunks, squared on the device": Policy(transfer_chunk_bytes=4096, square_blocks=(1, 2), group_micro_batches=4),
+    "squared on the device": Policy(square_blocks=(1, 2), group_micro_batches=4),
 }
 
 

@@ -20,7 +20,7 @@ from .works import UPDATE_PARAMS, Work, filled, reductions, walking_copy, walkin
 Lane = tuple[Sequence[int], Work]  # cores, and what is repeated on one of them
 
 COPY_BYTES = 8 * MiB  # of one copy, where copies only load the machine
-STATE_BYTES_PER_PARAM = 4 + 8 + 2 + 2  # what that call reads: master, moments, gradient, weight
+STATE_BYTES_PER_PARAM = 2 + 2 + 8 + 2  # what that call reads: the master in two halves, moments, gradient
 
 
 class Processor:

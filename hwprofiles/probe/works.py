@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from hwprofiles.schema import Dtype
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, Scratch, adamw_, sum_of_squares
+from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, ParamState, Scratch, SplitMaster, adamw_, sum_of_squares
 from runtime.host.slabs import host_slab
 from runtime.units import KiB
 
@@ -124,27 +124,28 @@ def walking_copy(to: torch.Tensor, source: torch.Tensor, n_bytes: int, n_copies:
 def walking_updates(n_params: int, piece: int, n_lanes: int) -> list[Work]:
     """For each lane: the runtime's optimizer on `piece` parameters after another, of a state of its own, too large for a cache.
 
+    Masters are split, as they are for bf16 compute.
+
     A lane is what one of the runtime's workers is: a thread with scratch memory of its own, on one task at a time. That these
     wait for each other at an op's end is part of the overhead of an op.
     """
     n_params -= n_params % piece
     assert n_params >= piece
-    master, exp_avg = torch.randn(n_params), torch.randn(n_params) * 1e-3
-    exp_avg_sq = torch.rand(n_params) * 1e-6
-    gradient, weight = torch.randn(n_params).bfloat16(), torch.zeros(n_params, dtype=torch.bfloat16)
-    state = (master, exp_avg, exp_avg_sq, gradient, weight)
+    master = SplitMaster(torch.empty(n_params, dtype=torch.bfloat16), torch.empty(n_params, dtype=torch.int16))
+    master.cut(slice(None), torch.randn(n_params))
+    exp_avg, exp_avg_sq = torch.randn(n_params) * 1e-3, torch.rand(n_params) * 1e-6
+    state = (master.weight, master.remainder, exp_avg, exp_avg_sq, torch.randn(n_params).bfloat16())
     copies = [tuple(part.clone() for part in state) for _ in range(n_lanes - 1)]  # drawing numbers for all would take long
     return [_walking_update(own, piece) for own in (state, *copies)]
 
 
 def _walking_update(state: Sequence[torch.Tensor], piece: int) -> Work:
-    master, exp_avg, exp_avg_sq, gradient, weight = state
-    n_params, at, own = master.numel(), [0], Scratch()
+    n_params, at, own = state[0].numel(), [0], Scratch()
 
     def work() -> None:
-        part = slice(at[0], at[0] + piece)
-        learned = (master[part], exp_avg[part], exp_avg_sq[part])
-        adamw_(*learned, gradient[part], weight[part], CLIP_FACTOR, 10, SETTINGS, None, own)
+        weight, remainder, exp_avg, exp_avg_sq, gradient = (tensor[at[0] : at[0] + piece] for tensor in state)
+        to = ParamState(SplitMaster(weight, remainder), exp_avg, exp_avg_sq)
+        adamw_(to, gradient, CLIP_FACTOR, 10, SETTINGS, None, own)
         at[0] = (at[0] + piece) % n_params
 
     return work

@@ -273,14 +273,14 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
         if abs(claimed_bytes - peak_bytes) >= 1:
             raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
     # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
-    n_elements = [[sum(p.n_elements for p in c.parameters) for c in chunks] for chunks in shape.chunks]  # without padding
+    n_elements = [sum(p.n_elements for p in block.parameters) for block in plan.workload.blocks]  # without padding
     for direction, kinds in (("h2d", (Kind.LOAD, Kind.FETCH)), ("d2h", (Kind.OFFLOAD, Kind.SPILL))):
         n_bytes = 0
         for i, op in enumerate(plan.ops):
             if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
                 n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
             elif op.kind in kinds:
-                n_bytes += plan.often(i) * n_elements[op.block][op.chunk or 0] * _item_bytes(plan, shape, op)
+                n_bytes += plan.often(i) * n_elements[op.block] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:
             what = f"its {' and '.join(kinds)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"

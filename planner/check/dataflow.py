@@ -17,14 +17,12 @@ class _Held(NamedTuple):  # a plan has 10^5 of them, and a tuple is made three t
     block: int
     micro_batch: int | None
     step: int
-    chunk: int | None = None  # None: of all that the block has
 
     def __str__(self) -> str:
         if self.what == "norm":
             return f"the norm over {self.block} gradients in step {self.step}"
-        c = "" if self.chunk is None else f", chunk {self.chunk}"
         m = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        return f"the {self.what} of block {self.block}{c}{m}, step {self.step}"
+        return f"the {self.what} of block {self.block}{m}, step {self.step}"
 
 
 class _Memory:
@@ -34,87 +32,76 @@ class _Memory:
         self.plan, self.shape = plan, shape
         self.op, self.i, self.step = plan.ops[0], 0, 0  # the op being performed
         self.held: dict[Slot, _Held] = {}
-        self.normed: dict[tuple[int, int | None], int] = {}  # block and chunk: the step of the latest norm
-        for arena in {*shape.state, shape.upload}:
-            for i, (b, c) in enumerate(shape.parts):
-                self.held[Slot(arena, i)] = _Held(arena, b, None, 0, c if len(shape.chunks[b]) > 1 else None)
+        self.normed: dict[int, int] = {}  # block: the step of the latest norm
+        for b in range(shape.n_blocks):
+            self.held[Slot("state", b)] = _Held("state", b, None, 0)
 
     def perform(self, i: int, step: int) -> None:
         """Do op number i of the plan in a step; PlanError when a slot does not hold what the op needs."""
         self.i, self.op, self.step = i, self.plan.ops[i], step
-        op, shape = self.op, self.shape
-        b, m, last = op.block, op.micro_batch, shape.n_micro_batches - 1
-        c = op.chunk
+        op, b, m, last = self.op, self.op.block, self.op.micro_batch, self.shape.n_micro_batches - 1
         match op.kind:
             case Kind.LOAD:
-                for slot, owner in zip(op.reads, (b, 0), strict=False):  # a tied head: its own, then those of block 0
-                    self.need(slot, shape.upload, owner, None, c)
-                if c:
-                    self.need(op.writes[0], "weights so far", b, None, c - 1)
-                if c is None or c == len(shape.chunks[b]) - 1:
-                    self.put(op.writes[0], "weights")
-                else:
-                    self.put(op.writes[0], "weights so far", None, c)
+                self.need("state", "state", b)
+                if op.get("tied") is not None:
+                    self.need("tied", "state", 0)
+                self.put("weights", "weights")
             case Kind.FORWARD:
-                self.need(op.reads[0], "weights", b)
+                self.need("weights", "weights", b)
                 if b:
-                    self.need(op.reads[1], "output", b - 1, m)
-                self.put(op.writes[0], "output", m)
+                    self.need("x", "output", b - 1, m)
+                self.put("y", "output", m)
             case Kind.LOSS:
-                self.need(op.reads[0], "weights", b)
-                self.need(op.reads[1], "output", b - 1, m)
+                self.need("weights", "weights", b)
+                self.need("x", "output", b - 1, m)
                 self.differentiate()
             case Kind.BACKWARD:
                 if b:
-                    self.need(op.reads[0], "weights", b)
-                    self.need(op.reads[2], self.come_back(b - 1), b - 1, m)
-                self.need(op.reads[1 if b else 0], "output gradient", b, m)
+                    self.need("weights", "weights", b)
+                    self.need("x", self.come_back(b - 1), b - 1, m)
+                self.need("y", "output gradient", b, m)
                 self.differentiate()
             case Kind.RECOMPUTE:
-                self.need(op.reads[0], "weights", b)
-                self.need(op.reads[1], self.come_back(b - 1), b - 1, m)
-                self.put(op.writes[0], "recomputed output", m)
+                self.need("weights", "weights", b)
+                self.need("x", self.come_back(b - 1), b - 1, m)
+                self.put("y", "recomputed output", m)
             case Kind.SPILL:
-                self.need(op.reads[0], "output", b, m)
-                self.put(op.writes[0], "spilled output", m)
+                self.need("y", "output", b, m)
+                self.put("spilled", "spilled output", m)
             case Kind.FETCH:
-                self.need(op.reads[0], "spilled output", b, m)
-                self.put(op.writes[0], "fetched output", m)
+                self.need("spilled", "spilled output", b, m)
+                self.put("y", "fetched output", m)
             case Kind.SQUARE:
-                self.need(op.reads[0], "gradient", b)
-                self.put(op.writes[0], "squares")
+                self.need("gradient", "gradient", b)
+                self.put("squares", "squares")
             case Kind.OFFLOAD:
-                self.need(op.reads[0], "gradient", b, m)
-                self.put(op.writes[0], "gradient", m, c)
-                for slot, to in zip(op.reads[1:], op.writes[1:], strict=True):
-                    self.need(slot, "squares", b)
-                    self.put(to, "squares")
+                self.need("gradient", "gradient", b, m)
+                self.put("arrived", "gradient", m)
+                if op.get("squares") is not None:
+                    self.need("squares", "squares", b)
+                    self.put("norm", "squares")
             case Kind.ACCUMULATE:
-                self.need(op.reads[0], "gradient", b, m)
+                self.need("staged", "gradient", b, m)
                 if m:
-                    self.need(op.reads[1], "gradient sum", b, m - 1)
-                self.put(op.writes[0], "gradient" if m == last else "gradient sum", None if m == last else m)
+                    self.need("arrived", "gradient sum", b, m - 1)
+                self.put("arrived", "gradient" if m == last else "gradient sum", None if m == last else m)
             case Kind.NORM:
-                self.need_gradients()
-                so_far = self.held.get(op.writes[0])
-                n_done = so_far.block if so_far and so_far.step == step else 0
-                n_more = self.need_squares(list(shape.squared) if b == 0 else []) + (b not in shape.squared)
-                self.held[op.writes[0]] = _Held("norm", n_done + n_more, None, step)
-                self.normed[b, c] = step
+                self.norm()
             case Kind.UPDATE:
-                self.need_gradients()
+                self.need_gradient()
                 self.need_norm()
                 self.update()
             case Kind.SPECULATE:
-                self.need_gradients()
+                self.need_gradient()
                 self.need_norm(of_all=False)
-                self.need_state()
-                self.put(op.writes[0], "shadow", None, c)
+                self.need("state", "state", b)
+                self.put("shadow", "shadow")
             case Kind.SETTLE:
-                self.need_gradients()
+                self.need_gradient()
                 self.need_norm()
-                self.need(op.reads[-1], "shadow", b, None, c)
+                self.need("shadow", "shadow", b)
                 self.update()
+                self.put("shadow", "spent shadow")
             case _:
                 assert_never(op.kind)
 
@@ -124,69 +111,68 @@ class _Memory:
             return "fetched output"
         return "recomputed output" if block in self.shape.shared else "output"
 
-    def need(self, slot: Slot, what: str, block: int, micro_batch: int | None = None, chunk: int | None = None) -> None:
-        """PlanError unless the slot holds just that, of this step."""
-        wanted, found = _Held(what, block, micro_batch, self.step, chunk), self.held.get(slot)
+    def need(self, name: str, what: str, block: int, micro_batch: int | None = None) -> None:
+        """PlanError unless the operand holds just that, of this step."""
+        self.need_in(self.op[name], what, block, micro_batch)
+
+    def need_in(self, slot: Slot, what: str, block: int, micro_batch: int | None = None) -> None:
+        wanted, found = _Held(what, block, micro_batch, self.step), self.held.get(slot)
         if found != wanted:
             raise wrong(self.i, self.op, f"in step {self.step} {slot} holds {found or 'nothing'}, not {wanted}")
 
-    def put(self, slot: Slot, what: str, micro_batch: int | None = None, chunk: int | None = None) -> None:
-        """The slot now holds what the op made for its block."""
-        self.held[slot] = _Held(what, self.op.block, micro_batch, self.step, chunk)
+    def put(self, name: str, what: str, micro_batch: int | None = None) -> None:
+        """The operand now holds what the op made for its block."""
+        self.held[self.op[name]] = _Held(what, self.op.block, micro_batch, self.step)
 
     def differentiate(self) -> None:
         """The gradient of the weights joins its sum, and the gradient of the input takes the input's place."""
         op, shape = self.op, self.shape
         b, m = op.block, op.micro_batch or 0
-        for slot in op.reads:
-            if slot.arena in ("sums", "vocab_sums", "vocab_gradients"):
-                self.need(slot, "gradient sum", b, m - 1)
-        for slot in op.writes:
-            if slot.arena == "boundaries":
-                self.held[slot] = _Held("output gradient", b - 1, m, self.step)
-            elif not shape.reduced:
-                self.put(slot, "gradient", m)
-            elif slot.arena in ("sums", "vocab_sums") or m < shape.n_micro_batches - 1:
-                self.put(slot, "gradient sum", m)
-            else:
-                self.put(slot, "gradient")
+        if b:
+            self.held[op["x"]] = _Held("output gradient", b - 1, m, self.step)
+        has_sum, has_gradient = op.get("sum") is not None, op.get("gradient") is not None
+        if has_sum:
+            if m:
+                self.need("sum", "gradient sum", b, m - 1)
+            is_whole = m == shape.n_micro_batches - 1 and not has_gradient  # then the sum is the gradient
+            self.put("sum", "gradient" if is_whole else "gradient sum", None if is_whole else m)
+        if has_gradient:
+            self.put("gradient", "gradient", None if shape.reduced else m)
 
-    def need_gradients(self) -> None:
+    def norm(self) -> None:
+        """What has arrived joins the sum of the step, or begins it; block 0 brings what the device squared."""
+        op, b, n_more = self.op, self.op.block, 0
+        if b not in self.shape.squared:
+            self.need_gradient()
+            n_more = 1
+        for slot, of in zip(op.every("squares"), self.shape.squared if b == 0 else (), strict=True):
+            self.need_in(slot, "squares", of)
+            n_more += 1
+        so_far = self.held.get(op["norm"])
+        n_done = so_far.block if so_far and so_far.what == "norm" and so_far.step == self.step else 0
+        self.held[op["norm"]] = _Held("norm", n_done + n_more, None, self.step)
+        self.normed[b] = self.step
+
+    def need_gradient(self) -> None:
         """The complete gradient on the host: the block's own, then the head's where its weight is tied to the block."""
-        gradients = [slot for slot in self.op.reads if slot.arena == "host_gradients"]
-        for slot, block in zip(gradients, (self.op.block, self.shape.head), strict=False):
-            self.need(slot, "gradient", block, None, self.op.chunk)  # only layers are cut, and only vocabulary blocks tied
-
-    def need_squares(self, blocks: list[int]) -> int:
-        """The sums of these blocks' squares on the host, in this order, and nobody else's; how many they are."""
-        slots = [slot for slot in self.op.reads if slot.arena == "host_squares"]
-        for slot, block in zip(slots, blocks, strict=True):
-            self.need(slot, "squares", block)
-        return len(slots)
+        self.need("arrived", "gradient", self.op.block)
+        if self.op.get("tied") is not None:
+            self.need("tied", "gradient", self.shape.head)
 
     def need_norm(self, of_all: bool = True) -> None:
         """The norm of all gradients of the step; or that the norm of this one, at least, is done, or its squares are known."""
         if of_all and not self.shape.eager:
-            self.need(Slot("norm", 0), "norm", self.shape.n_normed)
+            self.need("norm", "norm", self.shape.n_normed)
         elif self.op.block in self.shape.squared:
-            self.need_squares([self.op.block] if of_all else [])  # a speculation that is in vain does no harm
-        elif self.normed.get((self.op.block, self.op.chunk)) != self.step:
+            if of_all:  # a speculation that is in vain does no harm
+                self.need("norm", "squares", self.op.block)
+        elif self.normed.get(self.op.block) != self.step:
             raise wrong(self.i, self.op, "updates a block before its norm")
-
-    def need_state(self) -> None:
-        """What the block has learned, as of this step."""
-        part = self.shape.first_part[self.op.block] + (self.op.chunk or 0)
-        for arena in self.shape.state:
-            self.need(Slot(arena, part), arena, self.op.block, None, self.op.chunk)
 
     def update(self) -> None:
         """The optimizer turns the state of this step into that of the next; a shadow is then spent, whatever came of it."""
-        self.need_state()
-        for slot in self.op.writes:
-            if slot.arena == "shadows":
-                self.put(slot, "spent shadow", None, self.op.chunk)
-            else:
-                self.held[slot] = _Held(slot.arena, self.op.block, None, self.step + 1, self.op.chunk)
+        self.need("state", "state", self.op.block)
+        self.held[self.op["state"]] = _Held("state", self.op.block, None, self.step + 1)
 
 
 def check_data(plan: Plan, shape: Shape, order: list[int], n_steps: int) -> None:

@@ -54,8 +54,6 @@ def check_policy(plan: Plan, shape: Shape) -> None:
         raise PlanError(f"policy: spill_blocks must name blocks below the last layer (0 to {shape.head - 2}), each once; {AGAIN}")
     if odd := [b for b in policy.keep_blocks if b - 1 in shape.spilled]:
         raise PlanError(f"policy: block {odd[0]} keeps its activations, but its input spills; {AGAIN}")
-    if policy.storage == "split" and (semantics.compute_dtype, semantics.master_dtype) != ("bf16", "fp32"):
-        raise PlanError("policy: storage split cuts an fp32 master into a bf16 weight and the rest; use mirrored with other dtypes")
     if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
         raise PlanError("semantics: fp32 compute needs an fp32 master; change compute_dtype or master_dtype")
     _check_saving(plan, shape)
@@ -66,11 +64,6 @@ def check_policy(plan: Plan, shape: Shape) -> None:
         raise PlanError(f"policy: square_blocks must name blocks whose gradients are whole on the device, in order, once; {AGAIN}")
     if policy.square_blocks and not shape.reduced:
         raise PlanError(f"policy: with square_blocks all micro-batches must be in one group, for the device to have sums; {AGAIN}")
-    if policy.transfer_chunk_bytes is not None and not shape.reduced:
-        raise PlanError(
-            f"policy: transfer_chunk_bytes is {policy.transfer_chunk_bytes}, but layers go in chunks only where all micro-batches "
-            f"are in one group; {AGAIN}"
-        )
 
 
 def _ascend(blocks: tuple[int, ...], allowed: range) -> bool:
@@ -88,9 +81,8 @@ def _check_saving(plan: Plan, shape: Shape) -> None:
         )
     for b in sorted(set(range(1, shape.head)) - set(policy.keep_blocks)):
         saved = plan.saved(b)
-        if plan.workload.blocks[b].recompute(saved, policy.early_stop) is None:
-            stop = " with early_stop" if policy.early_stop else ""
-            raise PlanError(f"policy: layer {b} cannot recompute from its {saved}{stop}; {AGAIN}")
+        if plan.workload.blocks[b].recompute(saved) is None:
+            raise PlanError(f"policy: layer {b} cannot recompute from its {saved}; {AGAIN}")
 
 
 def _check_stride(policy: Policy, shape: Shape) -> None:

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from planner.lower.arenas import MOMENT_BYTES
+from runtime.plan.setup import MOMENT_BYTES
 from runtime.plan.workload import Block
 
 from .system_costs import BF16, FP32, SystemCosts, inner_elements, last_products

@@ -68,7 +68,7 @@ def _same(folding: _Folding, ops: Sequence[Op]) -> Op | None:
     repetition before says in the first one: in the step before.
     """
     found = [[folding.wait(wait, k) for wait in op.waits] for k, op in enumerate(ops)]
-    alike = {(op.kind, op.block, op.chunk, op.reads, op.writes) for op in ops}
+    alike = {(op.kind, op.block, op.operands) for op in ops}
     moved = {
         op.micro_batch if op.micro_batch is None else op.micro_batch - k * folding.repeat.micro_batches for k, op in enumerate(ops)
     }

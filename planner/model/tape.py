@@ -185,27 +185,21 @@ class Tape:
     # ---- recompute
 
     def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
-        """Every way to recompute but the whole forward; `shared_bytes` lie in the allocator besides what the block makes."""
-        ways = [(saved, early_stop) for saved in Saved for early_stop in (False, True)]
+        """Every way to recompute; `shared_bytes` lie in the allocator besides what the block makes."""
         possible = {Saved.BOUNDARY, Saved.ATTENTION, Saved.PRODUCTS}
         if not any(map(_is_fused, self.steps)):
             possible.remove(Saved.ATTENTION)
         if any(s.call is Call.OVERWRITTEN for s in self.steps):
             possible.remove(Saved.PRODUCTS)
-        return tuple(
-            self._tier(saved, early_stop, shared_bytes)
-            for saved, early_stop in ways
-            if saved in possible and (saved, early_stop) != (Saved.BOUNDARY, False)
-        )
+        return tuple(self._tier(saved, shared_bytes) for saved in Saved if saved in possible)
 
-    def _tier(self, saved: Saved, early_stop: bool, shared_bytes: int) -> Tier:
-        again = self._again(saved, early_stop)
-        reached = [(count, s) for count, steps in self._again(None, early_stop) for s in steps]
+    def _tier(self, saved: Saved, shared_bytes: int) -> Tier:
+        again = self._again(saved, early_stop=True)
+        reached = [(count, s) for count, steps in self._again(None, early_stop=True) for s in steps]
         return Tier(
             saved,
-            early_stop,
             sum(count * t.n_bytes for count, s in reached if _is_saved(s, saved) for t in s.made),
-            self.backward_peak_bytes(saved, early_stop) + shared_bytes,
+            self.backward_peak_bytes(saved, early_stop=True) + shared_bytes,
             len(_matmuls(again)),
             any(s.call is Call.ATTENTION for _, steps in again for s in steps),
             sum(count * s.moved_bytes for count, steps in again for s in steps),

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from hwprofiles.schema import Direction, Profile
-from planner.lower.arenas import MOMENT_BYTES, SQUARE_BYTES
-from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics
+from planner.lower.arenas import SQUARE_BYTES
+from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
 from runtime.plan.region import Demand, Region, Resource, Uses
+from runtime.plan.setup import MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
@@ -48,23 +49,16 @@ def region_of(profile: Profile) -> Region:
     )
 
 
-def _elements(plan: Plan, op: Op) -> int:
-    """Elements that a transfer of weights or gradients moves: of a chunk, or of the whole slot."""
-    return len(plan.chunks(op.block)[op.chunk]) if op.chunk is not None else plan.workload.blocks[op.block].slot_elements
-
-
-def update_bytes_per_param(plan: Plan, block: int) -> int:
-    """Host memory traffic of AdamW per parameter. With an fp32 master, bf16 compute and bf16 gradients it is 28 bytes:
-    read master 4, moments 8, gradient 2; write master 4, moments 8, compute weight 2. With a split master, 26."""
+def update_bytes_per_param(plan: Setup, block: int) -> int:
+    """Host memory traffic of AdamW per parameter. With an fp32 master and bf16 gradients it is 26 bytes: read master 4, moments 8,
+    gradient 2; write master 4, moments 8. A bf16 compute weight is half of the master."""
     master = ITEM_BYTES[plan.semantics.master_dtype]
     gradient = ITEM_BYTES[plan.host_gradient_dtype(block)]
-    copied = plan.weights_arena == "host_weights" and plan.policy.storage == "mirrored"  # a split master is its own copy
-    weight = ITEM_BYTES[plan.semantics.compute_dtype] if copied else 0
-    return 2 * (master + MOMENT_BYTES) + gradient + weight
+    return 2 * (master + MOMENT_BYTES) + gradient
 
 
-# Kind, block, chunk; first and last micro-batch; what of the policy matters to one op
-_Key = tuple[Kind, int, int | None, bool, bool, bool, Saved, bool, bool, str, int | None, bool, bool]
+# Kind, block; first and last micro-batch; what of the policy matters to one op
+_Key = tuple[Kind, int, bool, bool, bool, Saved, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -91,7 +85,7 @@ class CostModel:
         """What each op of the plan asks for, in plan order."""
         return [self.demand(plan, op) for op in plan.ops]
 
-    def demand(self, plan: Plan, op: Op) -> Demand:
+    def demand(self, plan: Setup, op: Op) -> Demand:
         """What one op asks for. Remembered: plans of one workload differ only in what the key holds."""
         known_for = self._known_for
         if known_for is None or known_for[0] is not plan.workload or known_for[1] is not plan.semantics:
@@ -101,24 +95,23 @@ class CostModel:
         policy, b = plan.policy, op.block
         kept, saved = b in policy.keep_blocks, plan.saved(b)
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
-        stop, cut = policy.early_stop, policy.transfer_chunk_bytes
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        key = (op.kind, self.alike.get(b, b), op.chunk, first, last, kept, saved, stop, plan.reduced, policy.storage, cut, *squared)
+        key = (op.kind, self.alike.get(b, b), first, last, kept, saved, plan.reduced, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
         return found
 
-    def _demand_of(self, plan: Plan, op: Op) -> Demand:
+    def _demand_of(self, plan: Setup, op: Op) -> Demand:
         block = plan.blocks_of(op.micro_batch)[op.block]
         dtype = plan.semantics.compute_dtype
         item = ITEM_BYTES[dtype]
         match op.kind:
             case Kind.LOAD:
-                return self._copy("h2d", _elements(plan, op) * item)
+                return self._copy("h2d", block.slot_elements * item)
             case Kind.OFFLOAD:
-                with_squares = op.block in plan.policy.square_blocks and not op.chunk
-                n_bytes = _elements(plan, op) * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                with_squares = op.block in plan.policy.square_blocks
+                n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
             case Kind.SPILL:
                 return self._copy("d2h", block.boundary_bytes)
@@ -134,7 +127,7 @@ class CostModel:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
                 seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
                 if op.block != 0 and op.block not in plan.policy.keep_blocks:
-                    again = block.recompute(plan.saved(op.block), plan.policy.early_stop)
+                    again = block.recompute(plan.saved(op.block))
                     assert again is not None, "lower refuses what a block cannot save"
                     seconds += self.recompute_s(block, again, plan.semantics)
                     n_bytes += again.pointwise_bytes
@@ -151,13 +144,13 @@ class CostModel:
                 n_sums = sum(len(b.parameters) for b in plan.workload.blocks) if ends_sum else 0
                 # A tied weight has two gradients: the embedding's own, and the head's.
                 n_gradients = 0 if op.block in plan.policy.square_blocks else 2 if op.block == 0 and plan.workload.tied else 1
-                n_elements = block.host_elements if op.chunk is None else _elements(plan, op)
+                n_elements = block.host_elements
                 gradient_bytes = n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)]
                 return self._reduce(gradient_bytes + n_sums * SQUARE_BYTES)
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places
-                n_params = block.n_params if op.chunk is None else min(_elements(plan, op), block.n_params)
+                n_params = block.n_params
                 return self._update(n_params, update_bytes_per_param(plan, op.block))
             case _:
                 assert_never(op.kind)
@@ -231,7 +224,7 @@ class CostModel:
         eager_bytes = work.pointwise_bytes - work.fused_bytes
         return eager_bytes / self._memory_rate + work.fused_bytes / self.profile.device.memory_bytes_per_s.value
 
-    def _gradient_bytes(self, plan: Plan, op: Op) -> int:
+    def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
         elements = plan.workload.blocks[op.block].slot_elements
         item = ITEM_BYTES[plan.semantics.compute_dtype]

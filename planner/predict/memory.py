@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hwprofiles.schema import Profile
 from planner.lower.arenas import arenas_of
-from runtime.plan import Plan, Policy, Semantics
+from runtime.plan import Policy, Semantics, Setup
 from runtime.plan.footprint import device_needs, host_needs
 from runtime.plan.workload import Model, Workload
 from runtime.units import show_bytes
@@ -40,13 +40,13 @@ class Footprint:
         return self.short_device_bytes == 0 and self.short_host_bytes == 0
 
 
-def frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Plan:
-    """A plan with arenas and without ops: all that memory and bounds need to know, in microseconds."""
-    plan = Plan(semantics, policy, model, workload, {}, (), ())
-    return replace(plan, arenas=tuple(arenas_of(plan)))
+def frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Setup:
+    """What a plan would be about, in microseconds: all that memory and bounds need to know."""
+    setup = Setup(semantics, policy, model, workload, ())
+    return replace(setup, arenas=tuple(arenas_of(setup)))
 
 
-def footprint(plan: Plan, profile: Profile) -> Footprint:
+def footprint(plan: Setup, profile: Profile) -> Footprint:
     """The peaks of a plan: arenas, what autograd keeps, the block being computed, and what the process needs besides."""
     of = profile.device
     device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.lower.arenas import MOMENT_BYTES
-from runtime.plan import Kind, Lane, Op, Plan, Policy
+from runtime.plan import Kind, Op, Policy, Setup
 from runtime.plan.footprint import document_bytes
+from runtime.plan.setup import MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Block, Saved, Workload
 from runtime.units import show_seconds
 
@@ -72,7 +72,7 @@ def shares_memory(profile: Profile) -> bool:
     return profile.device.kind == "cpu" or ONE_POOL in profile.sources
 
 
-def resident(plan: Plan, cost: CostModel) -> Resident | None:
+def resident(plan: Setup, cost: CostModel) -> Resident | None:
     """The fastest step of the plan's semantics with all state on the device; of its policy nothing matters. None: one memory."""
     profile, semantics, layers = cost.profile, plan.semantics, plan.workload.blocks[1:-1]
     if shares_memory(profile):
@@ -159,7 +159,7 @@ def _by_transient(layers: Sequence[Sequence[Tier]], vocab_bytes: int) -> Iterato
             yield most_bytes, fitting
 
 
-def _tiers(plan: Plan, alone: Plan, b: int, cost: CostModel) -> Iterator[Tier]:
+def _tiers(plan: Setup, alone: Setup, b: int, cost: CostModel) -> Iterator[Tier]:
     """What a layer may keep: all, or as much as its blocks offer; always at least its input."""
     embedding, block, head = alone.workload.blocks[0], alone.workload.blocks[b], alone.workload.blocks[-1]
     only = replace(alone, workload=Workload((embedding, block, head)))
@@ -167,46 +167,46 @@ def _tiers(plan: Plan, alone: Plan, b: int, cost: CostModel) -> Iterator[Tier]:
     of_documents = _documents_bytes(kept, cost.profile) - _documents_bytes(only, cost.profile)
     yield Tier(None, block.kept_bytes + of_documents, block.transient_bytes, 0.0)
     for saved in Saved:
-        again = block.recompute(saved, True) or block.recompute(saved, False)
+        again = block.recompute(saved)
         if again is not None:
             yield Tier(saved, again.saved_bytes, again.transient_bytes, _again_s(plan, b, saved, cost))
 
 
-def _again_s(plan: Plan, b: int, saved: Saved, cost: CostModel) -> float:
+def _again_s(plan: Setup, b: int, saved: Saved, cost: CostModel) -> float:
     """Seconds in which all micro-batches, the last one may be smaller, compute again what a layer did not keep."""
     total_s = 0.0
     for m, count in plan.alike(range(plan.semantics.n_micro_batches)):
         block = plan.blocks_of(m)[b]
-        again = block.recompute(saved, True) or block.recompute(saved, False)
+        again = block.recompute(saved)
         assert again is not None, "a smaller micro-batch offers what the others do"
         total_s += count * cost.recompute_s(block, again, plan.semantics)
     return total_s
 
 
-def _fixed_bytes(plan: Plan, alone: Plan, profile: Profile) -> dict[str, int]:
+def _fixed_bytes(plan: Setup, alone: Setup, profile: Profile) -> dict[str, int]:
     """Device memory that does not depend on what layers keep."""
     of, blocks = plan.semantics, plan.workload.blocks
     n_elements = sum(block.host_elements for block in blocks)
-    boundaries, workspace = alone.arena("boundaries"), profile.device.workspace_bytes
-    assert boundaries is not None, "every plan has boundaries"
+    activations, workspace = alone.arena("activations"), profile.device.workspace_bytes
+    assert activations is not None, "every plan has boundaries"
     return {
         "weights": n_elements * ITEM_BYTES[of.compute_dtype],
         "masters": n_elements * ITEM_BYTES[of.master_dtype] if of.master_dtype != of.compute_dtype else 0,
         "moments": n_elements * MOMENT_BYTES,
         "gradients": sum(_gradient_bytes(plan)),
-        "boundaries": boundaries.n_bytes,
+        "activations": activations.n_bytes,
         "documents": _documents_bytes(alone, profile),
         "kernels and workspaces": round(workspace.value) if workspace is not None else 0,
         "context": round(profile.device.context_bytes.value),
     }
 
 
-def _documents_bytes(plan: Plan, profile: Profile) -> int:
+def _documents_bytes(plan: Setup, profile: Profile) -> int:
     """As plans book it: not at all where the profile is from before workspaces were a number of their own."""
     return document_bytes(plan, profile.device.kind == "cuda") if profile.device.workspace_bytes is not None else 0
 
 
-def _gradient_bytes(plan: Plan) -> list[int]:
+def _gradient_bytes(plan: Setup) -> list[int]:
     """Block by block; sums of several micro-batches are fp32."""
     whole = replace(plan, policy=Policy(group_micro_batches=plan.semantics.n_micro_batches))
     summed, head = plan.semantics.n_micro_batches > 1, len(plan.workload.blocks) - 1
@@ -214,19 +214,19 @@ def _gradient_bytes(plan: Plan) -> list[int]:
     return [block.slot_elements * (vocab if b in (0, head) else layer) for b, block in enumerate(plan.workload.blocks)]
 
 
-def _computing_s(plan: Plan, cost: CostModel) -> float:
+def _computing_s(plan: Setup, cost: CostModel) -> float:
     """Forward, loss and backward of every micro-batch, gradients summed, nothing computed again."""
     n, head = plan.semantics.n_micro_batches, len(plan.workload.blocks) - 1
     kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(head)]
     total_s = 0.0
     for kind, b in kinds:
-        keeping = replace(plan, policy=Policy(group_micro_batches=n, keep_blocks=(b,)), ops=())
+        keeping = replace(plan, policy=Policy(group_micro_batches=n, keep_blocks=(b,)))
         for m, count in plan.alike(range(n)):
-            total_s += count * cost.demand(keeping, Op(kind, Lane.GPU, b, m)).alone_s
+            total_s += count * cost.demand(keeping, Op(kind, b, m)).alone_s
     return total_s
 
 
-def _updating_s(plan: Plan, cost: CostModel) -> float:
+def _updating_s(plan: Setup, cost: CostModel) -> float:
     """The norm of all gradients, and AdamW."""
     of, blocks = plan.semantics, plan.workload.blocks
     gradient_bytes = _gradient_bytes(plan)

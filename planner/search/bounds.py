@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import inf
 
-from planner.lower.arenas import can_split, can_square, spill_ring_slots
+from planner.lower.arenas import can_square, spill_ring_slots
 from planner.predict.cost import CostModel, update_bytes_per_param
-from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Update
+from runtime.plan import Kind, Lane, Op, Policy, Setup, Update
 from runtime.plan.region import Demand, Resource
 from runtime.plan.workload import ITEM_BYTES, BlockKind
 
@@ -41,7 +41,7 @@ class Bound:
     name: str
 
 
-def machine_bound(plan: Plan, cost: CostModel) -> Bound:
+def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     """Valid for every policy under the plan's semantics; only its blocks, semantics and micro-batch are looked at.
 
     Any share of the gradients may be squared on the device, and what a facet needs is linear in that share. So the largest facet is
@@ -59,7 +59,7 @@ def machine_bound(plan: Plan, cost: CostModel) -> Bound:
     return Bound(least[binding], binding, "machine")
 
 
-def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
+def _machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
     """Seconds that each facet needs for the work that no schedule avoids, if the device squares these blocks' gradients."""
     profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
     dtype = semantics.compute_dtype
@@ -96,7 +96,7 @@ def _machine_facets(plan: Plan, cost: CostModel, squared: Sequence[int]) -> Iter
     norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient
     update_s = plan.workload.n_params / profile.optimizer_params_per_s(profile.host.n_cores)
     norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
-    leanest = replace(plan, policy=Policy(storage="split" if can_split(semantics) else "mirrored"))
+    leanest = replace(plan, policy=Policy())
     per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient
     update_bytes = plan.workload.n_params * per_param
     drawn[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
@@ -122,7 +122,7 @@ class Work:
     last_backwards_s: float = 0.0  # of every layer with the micro-batch that completes its gradient, and that gradient's way home
 
 
-def work_of(plan: Plan, cost: CostModel) -> Work:
+def work_of(plan: Setup, cost: CostModel) -> Work:
     """Counted, not read off ops: the plan needs arenas only."""
     n_first = plan.policy.group_micro_batches
     work = Work(phases_of(plan, range(n_first, n_first + 1)))
@@ -164,12 +164,12 @@ def work_of(plan: Plan, cost: CostModel) -> Work:
     return work
 
 
-def policy_bound(plan: Plan, cost: CostModel) -> Bound:
+def policy_bound(plan: Setup, cost: CostModel) -> Bound:
     """Valid for the plan's own policy: the largest of `policy_bounds`."""
     return max(policy_bounds(plan, cost), key=lambda bound: bound.seconds)
 
 
-def policy_bounds(plan: Plan, cost: CostModel) -> Iterator[Bound]:
+def policy_bounds(plan: Setup, cost: CostModel) -> Iterator[Bound]:
     """Bounds of the plan's own policy: its lanes, the shared resources it draws on, its ring.
 
     The plan needs arenas, no ops: the ops are counted here, not read.
@@ -181,12 +181,12 @@ def policy_bounds(plan: Plan, cost: CostModel) -> Iterator[Bound]:
     yield from _ring(plan, work)
 
 
-def home_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> float:
+def home_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> float:
     """The way of the last gradient to the host's norm."""
     return seconds[Kind.OFFLOAD, 0] + seconds[Kind.NORM, 0]
 
 
-def _ring(plan: Plan, work: Work) -> Iterator[Bound]:
+def _ring(plan: Setup, work: Work) -> Iterator[Bound]:
     """The ring of a step: updates, the loads they allow, all that computing asks for, the last gradient's way home."""
     seconds, last_s = work.seconds, home_s(plan, work.seconds)
     phases = _phases(plan, work)
@@ -209,7 +209,7 @@ def _ring(plan: Plan, work: Work) -> Iterator[Bound]:
             yield from _deferred_ring(plan, work, phases, last_s)
 
 
-def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], last_s: float) -> Iterator[Bound]:
+def _deferred_ring(plan: Setup, work: Work, phases: tuple[float, float], last_s: float) -> Iterator[Bound]:
     """Updates that the next forward waits for. Block k is computed after the updates up to k, and only forwards of earlier blocks
     can come before."""
     blocks, seconds, compute_s = range(len(plan.workload.blocks)), work.seconds, work.total[Lane.GPU]
@@ -238,21 +238,21 @@ def _deferred_ring(plan: Plan, work: Work, phases: tuple[float, float], last_s: 
         yield Bound(until_s + after_s, binding, f"deferred, {first}, then {then}")
 
 
-def _updates_s(plan: Plan, seconds: Mapping[tuple[Kind, int], float]) -> list[float]:
+def _updates_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> list[float]:
     """Of every block, what is left to do once the norm is known."""
     early = set(plan.policy.speculate_blocks)
     return [seconds[Kind.SETTLE if b in early else Kind.UPDATE, b] for b in range(len(plan.workload.blocks))]
 
 
-def _phases(plan: Plan, work: Work) -> tuple[float, float]:
+def _phases(plan: Setup, work: Work) -> tuple[float, float]:
     """Seconds of all phases, and of those after the first way up."""
-    layers, phases, turns_s = range(1, plan.workload.n_layers + 1), work.phases, _backwards_s(plan, work)
-    buffers = buffers_of(plan, 1 if plan.policy.transfer_chunk_bytes is None else max(len(plan.chunks(b)) for b in layers))
+    phases, turns_s = work.phases, _backwards_s(plan, work)
+    buffers = buffers_of(plan)
     all_s = phases.loss_s + phases.up_s(buffers) + phases.back_s(buffers, turns_s)
     return all_s, phases.after_first_way_up_s(buffers, turns_s)
 
 
-def idle_in_turns(plan: Plan, phases: Phases) -> dict[Key, float]:
+def idle_in_turns(plan: Setup, phases: Phases) -> dict[Key, float]:
     """Seconds for which lanes do nothing, where gradients of single micro-batches leave: a vocabulary block's next one is computed
     when the last has left, leaves when that has been added, and is added when it has left. In no lane lies anything between."""
     if plan.reduced:
@@ -268,12 +268,12 @@ def _between_s(phases: Phases, kind: Kind, block: int) -> float:
     return (turns.n - phases.n_groups) * turns.shortest_s
 
 
-def is_first_gradient(plan: Plan, kind: Kind, block: int) -> bool:
+def is_first_gradient(plan: Setup, kind: Kind, block: int) -> bool:
     """Whether the first of these ops brings the step's first gradient home."""
     return (kind, block) == (Kind.OFFLOAD, plan.workload.n_layers + 1)
 
 
-def first_gradient_s(plan: Plan, phases: Phases) -> float:
+def first_gradient_s(plan: Setup, phases: Phases) -> float:
     """Seconds from the first loss to the first gradient on the host, the head's: all its losses come before if the device sums."""
     losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD))
     return (losses.total_s if plan.reduced else losses.shortest_s) + left.shortest_s
@@ -284,12 +284,12 @@ def early_fetches(group_micro_batches: int, n_spilled: int) -> int:
     return min(spill_ring_slots(group_micro_batches), group_micro_batches * n_spilled)
 
 
-def _backwards_s(plan: Plan, work: Work) -> float:
+def _backwards_s(plan: Setup, work: Work) -> float:
     """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
     return work.last_backwards_s if plan.policy.gradient_slots == 1 else 0.0
 
 
-def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterator[tuple[Kind, int, Demand, int]]:
+def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Iterator[tuple[Kind, int, Demand, int]]:
     """What a step of this policy contains at least: kind, block, demand, how often; of one block `only`, if given."""
     n_micro_batches, policy = plan.semantics.n_micro_batches, plan.policy
     n_groups = -(-n_micro_batches // policy.group_micro_batches)
@@ -297,10 +297,6 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
     # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
     n_turns = 2 * n_groups - 1
     spared = Counter(dict.fromkeys(_spared_layers(plan), n_turns))
-
-    def chunks(b: int) -> Sequence[int | None]:
-        n = 1 if policy.transfer_chunk_bytes is None else len(plan.chunks(b))
-        return range(n) if n > 1 else (None,)
 
     def each(kind: Kind, b: int) -> Iterator[tuple[Kind, int, Demand, int]]:
         for m, count in sizes:
@@ -315,8 +311,7 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
                 yield from each(Kind.FORWARD, b)
             case BlockKind.LAYER:
                 n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b])
-                for chunk in chunks(b):
-                    yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None, chunk), n_loads
+                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), n_loads
                 yield from each(Kind.FORWARD, b)
                 if b % policy.boundary_stride and b != n_layers:
                     yield from each(Kind.RECOMPUTE, b)
@@ -336,22 +331,21 @@ def ops_at_least(plan: Plan, cost: CostModel, only: int | None = None) -> Iterat
             yield Kind.SQUARE, b, _demand(plan, cost, Kind.SQUARE, b, None), 1
         norm = () if b in squared and b else (Kind.NORM,)
         for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), *norm, *updates):
-            for chunk in chunks(b):
-                yield kind, b, _demand(plan, cost, kind, b, None, chunk), 1
+            yield kind, b, _demand(plan, cost, kind, b, None), 1
 
 
-def of_each_size(plan: Plan, n: int) -> list[tuple[int, int]]:
+def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
     """One of each size among the first n micro-batches, and how many of them have it."""
     n_smaller = int(plan.semantics.is_smaller(n - 1))
     return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
 
 
-def _spared_layers(plan: Plan) -> list[int]:
+def _spared_layers(plan: Setup) -> list[int]:
     """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety."""
     n_slots = plan.policy.prefetch_depth + 1
     layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
     return sorted(layers, key=lambda b: (-plan.workload.blocks[b].slot_elements, b))[:n_slots]
 
 
-def _demand(plan: Plan, cost: CostModel, kind: Kind, block: int, micro_batch: int | None, chunk: int | None = None) -> Demand:
-    return cost.demand(plan, Op(kind, LANE_OF[kind], block, micro_batch, chunk=chunk))
+def _demand(plan: Setup, cost: CostModel, kind: Kind, block: int, micro_batch: int | None) -> Demand:
+    return cost.demand(plan, Op(kind, block, micro_batch))

@@ -20,7 +20,7 @@ from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame, short_of
 from planner.predict.simulate import Prediction, n_simulated, simulate
 from runtime.errors import PlanError
-from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Update
+from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Setup, Update
 from runtime.plan.workload import Model, Workload
 
 from .bounds import ops_at_least, policy_bound
@@ -29,13 +29,11 @@ from .estimate import Shorter
 from .remedy import most_ops, too_long
 from .space import (
     BASELINES,
-    CHUNKS_PER_LAYER,
     GRADIENT_SLOTS,
     OFFLOAD_LATE_BLOCKS,
     PREFETCH_DEPTHS,
     Family,
     baseline,
-    cut,
     families,
     family_of,
     filled,
@@ -98,7 +96,7 @@ class Trial:
         """Whether its plan has so many ops that it would take the time of all others: groups too large to repeat often."""
         return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
 
-    def frame(self, policy: Policy) -> Plan:
+    def frame(self, policy: Policy) -> Setup:
         return frame(self.model, self.workload, self.semantics, policy)
 
     def fits(self, policy: Policy) -> bool:
@@ -125,7 +123,7 @@ def _essence(policy: Policy) -> Policy:
     named = ("keep_blocks", "resident_blocks", "spill_blocks", "attention_blocks", "product_blocks")
     counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
     counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
-    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1, "offload_late_blocks": 0, "transfer_chunk_bytes": None}
+    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1, "offload_late_blocks": 0}
     return replace(policy, **buffers, square_blocks=(), **counts)
 
 
@@ -189,7 +187,6 @@ class Tree:
                     self._take(plan.policy)
         self._speculate_more_or_less()
         self._norm_elsewhere()
-        self._cut_transfers()
         self._climb()
         self._prefetch_less()
 
@@ -334,18 +331,6 @@ class Tree:
         if policy.group_micro_batches < self.trial.semantics.n_micro_batches:
             return []
         return [replace(policy, square_blocks=tuple(blocks)) for blocks in ((), can[:1], can)]
-
-    def _cut_transfers(self) -> None:
-        """See whether the best plan gains from smaller transfers: more than nothing, for they are more ops."""
-        best = self.best
-        if best is None or best.group_micro_batches < self.trial.semantics.n_micro_batches:
-            return
-        if self._close_to_best(self.bound_s):
-            return
-        for n in CHUNKS_PER_LAYER:
-            smaller = cut(best, self.trial.frame(best), n)
-            if self.trial.fits(smaller) and self.trial.step_s(smaller) < self.trial.step_s(best) * (1 - CLOSE_FRACTION):
-                self._take(smaller)
 
     def _climb(self) -> None:
         """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""

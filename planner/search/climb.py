@@ -9,15 +9,15 @@ from dataclasses import replace
 
 from planner.lower.arenas import can_square, refuse_illegal
 from runtime.errors import PlanError
-from runtime.plan import Plan, Policy, Update
+from runtime.plan import Policy, Setup, Update
 
-from .space import CHUNKS_PER_LAYER, cut, eager_is_legal, groups_alike
+from .space import eager_is_legal, groups_alike
 
 SAVING = ("attention_blocks", "product_blocks", "keep_blocks")  # what a layer may save, the least first
 STEPS = (1, -1, 2, -2, 4)  # so many slots more, or fewer
 
 
-def neighbours(plan: Plan) -> Iterator[Policy]:
+def neighbours(plan: Setup) -> Iterator[Policy]:
     """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at."""
     seen = {plan.policy}
     for policy in _near(plan):
@@ -30,7 +30,7 @@ def neighbours(plan: Plan) -> Iterator[Policy]:
             yield policy
 
 
-def _near(plan: Plan) -> Iterator[Policy]:
+def _near(plan: Setup) -> Iterator[Policy]:
     yield from _buffers(plan.policy)
     yield from _groups(plan)
     yield from _wholes(plan)
@@ -46,18 +46,18 @@ def _buffers(policy: Policy) -> Iterator[Policy]:
         yield replace(policy, offload_late_blocks=late)
 
 
-def _groups(plan: Plan) -> Iterator[Policy]:
+def _groups(plan: Setup) -> Iterator[Policy]:
     """Groups of other sizes: as many of them, or a few more or fewer."""
     policy, n = plan.policy, plan.semantics.n_micro_batches
     size = policy.group_micro_batches
     alike = groups_alike(size, n)
-    one_group = {"offload_late_blocks": 0, "transfer_chunk_bytes": None, "square_blocks": ()}
+    one_group = {"offload_late_blocks": 0, "square_blocks": ()}
     for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= other <= n and other != size:
             yield replace(policy, group_micro_batches=other, **({} if other == n else one_group))  # type: ignore[arg-type]
 
 
-def _wholes(plan: Plan) -> Iterator[Policy]:
+def _wholes(plan: Setup) -> Iterator[Policy]:
     """Everything of one sort done, or nothing."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     layers = tuple(range(1, n_layers + 1))
@@ -73,11 +73,9 @@ def _wholes(plan: Plan) -> Iterator[Policy]:
         yield replace(policy, square_blocks=tuple(squared))
     if eager_is_legal(plan.semantics):
         yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
-    whole = replace(policy, transfer_chunk_bytes=None)
-    yield from (whole, *(cut(whole, plan, n) for n in CHUNKS_PER_LAYER))
 
 
-def _blocks(plan: Plan) -> Iterator[Policy]:
+def _blocks(plan: Setup) -> Iterator[Policy]:
     """One block done otherwise."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):

@@ -13,7 +13,7 @@ from planner.lower.lower import lower
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import n_simulated, simulate
-from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Update
+from runtime.plan import LANE_OF, Lane, Policy, Semantics, Setup, Update
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
@@ -81,7 +81,7 @@ class Greedy:
     def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
         self.cost, self.shorter = CostModel(profile), Shorter(model, workload, semantics, profile)
-        self._frames: dict[Policy, Plan] = {}
+        self._frames: dict[Policy, Setup] = {}
         self._lanes_s: dict[Policy, float] = {}
         self._bounds_s: dict[Policy, float] = {}
 
@@ -165,7 +165,7 @@ class Greedy:
         spread evenly, so that between two uploads there is always something to compute."""
         return (lambda b: -b) if group == self.semantics.n_micro_batches else (lambda b: b * GOLDEN % 1.0)
 
-    def _fits(self, lean: Plan, policy: Policy) -> bool:
+    def _fits(self, lean: Setup, policy: Policy) -> bool:
         """Whether the device has room for what a lean plan that fits would save and keep besides."""
         of = self.profile.device
         plan = replace(lean, policy=policy)
@@ -188,14 +188,14 @@ class Greedy:
         """Bytes that a layer saves of a micro-batch, and seconds that it computes again."""
         ways: list[tuple[float, float, Saved | None]] = []
         for saved in tiers_of(block, family.boundary_stride):
-            again = None if saved is None else block.recompute(saved, lean.early_stop)
+            again = None if saved is None else block.recompute(saved)
             if again is not None:
                 ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
             elif not lean.spill_blocks:  # what keeps everything keeps its input
                 ways.append((block.kept_bytes, 0.0, None))
         return ways
 
-    def _frame(self, policy: Policy) -> Plan:
+    def _frame(self, policy: Policy) -> Setup:
         if policy not in self._frames:
             self._frames[policy] = frame(self.model, self.workload, self.semantics, policy)
         return self._frames[policy]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from planner.predict.cost import CostModel
-from runtime.plan import LANE_OF, Kind, Lane, Op, Plan
+from runtime.plan import LANE_OF, Kind, Lane, Op, Setup
 from runtime.plan.region import Demand, Region, Resource, Uses, shares
 from runtime.plan.workload import BlockKind
 
@@ -66,7 +66,7 @@ def add(total: dict[Key, float], load: Mapping[Key, float], count: float) -> Non
 class Facets:
     """The facets of the first plan, valid for all of them: plans of one workload and semantics, ops not needed."""
 
-    plans: Sequence[Plan]
+    plans: Sequence[Setup]
     cost: CostModel
     prices: dict[Kind, list[tuple[Meeting, float]]] = field(init=False)  # of a second of an op
 
@@ -96,7 +96,7 @@ class Facets:
         return load
 
 
-def _demands(plan: Plan, cost: CostModel, kind: Kind) -> Iterator[Demand]:
+def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     """One demand of each sort that ops of a kind have in the plan: speculation asks for what updates ask for."""
     reduced, last = plan.reduced, plan.semantics.n_micro_batches - 1
     if kind in (Kind.SPECULATE, Kind.SETTLE) or (kind is Kind.ACCUMULATE and reduced):
@@ -104,13 +104,11 @@ def _demands(plan: Plan, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     squared = set(plan.policy.square_blocks)
     several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD and not reduced)
     micro_batches = sorted({0, min(1, last), last}) if several else [None]
-    chunked = plan.policy.transfer_chunk_bytes is not None and kind in (Kind.LOAD, Kind.OFFLOAD, Kind.NORM, Kind.UPDATE)
     for b, block in enumerate(plan.workload.blocks):
         without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
         if kind not in (*_NOT_OF[block.kind], *without):
-            n_chunks = len(plan.chunks(b)) if chunked else 1
-            for micro_batch, chunk in product(micro_batches, range(n_chunks) if n_chunks > 1 else (None,)):
-                demand = cost.demand(plan, Op(kind, LANE_OF[kind], b, micro_batch, chunk=chunk))
+            for micro_batch in micro_batches:
+                demand = cost.demand(plan, Op(kind, b, micro_batch))
                 if demand.uses:
                     yield demand
 

@@ -77,7 +77,7 @@ def possible_sizes(
             break
         usual = replace(semantics, micro_batch=n)
         for of, workload in _by_loss_tiles(model, usual, profile, free):
-            lean = Policy(early_stop=True, spill_blocks=tuple(range(workload.n_layers)))
+            lean = Policy(spill_blocks=tuple(range(workload.n_layers)))
             if _device_bytes(model, of, workload, lean, profile) <= memory_bytes:
                 found[of] = workload
         if usual not in found:

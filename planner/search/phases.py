@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from planner.lower.arenas import N_STAGING_SLOTS
-from runtime.plan import LANE_OF, Kind, Plan
+from runtime.plan import LANE_OF, Kind, Setup
 from runtime.plan.workload import BlockKind
 
 from .facets import Key, add, nothing
@@ -168,7 +168,7 @@ def _largest_s(of: Mapping[int, Mapping[Key, float]], key: Key) -> float:
     return max((load[key] for load in of.values()), default=0.0)
 
 
-def phases_of(plan: Plan, groups: range) -> Phases:
+def phases_of(plan: Setup, groups: range) -> Phases:
     """The phases of the plan's groups, nothing counted yet; their size is any of `groups`, which make equally many."""
     n, n_layers = plan.semantics.n_micro_batches, plan.workload.n_layers
     smallest, largest = min(n % size or size for size in groups), groups[-1]
@@ -179,18 +179,18 @@ def phases_of(plan: Plan, groups: range) -> Phases:
     )
 
 
-def buffers_of(plan: Plan, n_loads_per_block: int) -> Buffers:
+def buffers_of(plan: Setup) -> Buffers:
     """What may slip from phase to phase with the plan's policy."""
     n_slots, n_staged = plan.policy.gradient_slots, staged_slots(plan)
-    return Buffers((plan.policy.prefetch_depth + 1) * n_loads_per_block, n_slots, n_staged)
+    return Buffers(plan.policy.prefetch_depth + 1, n_slots, n_staged)
 
 
-def staged_slots(plan: Plan) -> int:
+def staged_slots(plan: Setup) -> int:
     """Gradients of layers that may have left the device and are still to be added on the host."""
     return 0 if plan.reduced else N_STAGING_SLOTS
 
 
-def add_to_phases(phases: Phases, plan: Plan, kind: Kind, block: int, load: Mapping[Key, float], count: int) -> None:
+def add_to_phases(phases: Phases, plan: Setup, kind: Kind, block: int, load: Mapping[Key, float], count: int) -> None:
     """Count an op so many times where it belongs."""
     if plan.workload.blocks[block].kind is not BlockKind.LAYER:
         _add_vocab(phases, kind, block, load, count)

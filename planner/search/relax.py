@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from planner.lower.arenas import SLOT_ALIGN_BYTES, can_square, spill_ring_slots, state_bytes_per_param
+from planner.lower.arenas import SLOT_ALIGN_BYTES, can_square, spill_ring_slots
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
-from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Update
+from runtime.plan import Kind, Lane, Op, Policy, Semantics, Setup, Update
 from runtime.plan.region import Demand
 from runtime.plan.workload import BlockKind, Model, Saved, Workload
 
@@ -22,7 +22,7 @@ from .bounds import first_gradient_s as first_gradient_s_of
 from .facets import Facets, Key, add, nothing
 from .integer import Program
 from .phases import Buffers, add_to_phases, phases_of, staged_slots
-from .space import CHUNKS_PER_LAYER, GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, classes_of, cut, tiers_of
+from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, classes_of, tiers_of
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
@@ -62,24 +62,21 @@ class Relaxation:
             self.known[key] = _Builder(self, family, prefetch_depth, gradient_slots).solve()
         return self.known[key]
 
-    def frame(self, policy: Policy) -> Plan:
+    def frame(self, policy: Policy) -> Setup:
         return frame(self.model, self.workload, self.semantics, policy)
 
-    def facets_of(self, plan: Plan) -> Facets:
+    def facets_of(self, plan: Setup) -> Facets:
         """Facets that hold for every policy which sums gradients where this lean one does."""
         if plan.reduced not in self.facets:
             self.facets[plan.reduced] = Facets((plan, *self._others(plan)), self.cost)
         return self.facets[plan.reduced]
 
-    def _others(self, plan: Plan) -> Iterator[Plan]:
-        """The same policy where ops draw otherwise on what is shared: a master in one piece, squares on the device, smaller
-        transfers; and, where computing draws on the host's memory, other activations saved."""
+    def _others(self, plan: Setup) -> Iterator[Setup]:
+        """The same policy where ops draw otherwise on what is shared: squares on the device; and, where computing draws on the
+        host's memory, other activations saved."""
         lean = plan.policy
-        yield self.frame(replace(lean, storage="mirrored"))
         if plan.reduced:
             yield self.frame(replace(lean, square_blocks=tuple(can_square(self.workload))))
-            for n in CHUNKS_PER_LAYER:
-                yield self.frame(cut(lean, plan, n))
         if self.profile.device.kind == "cpu":
             for b in range(1, self.workload.n_layers + 1):
                 for tier in tiers_of(self.workload.blocks[b], 1):
@@ -300,9 +297,7 @@ class _Builder:
         updated_s = before_s = 0.0
         for b, load in enumerate(load_s):
             updated_s += update_s[b]
-            # Transfers in chunks begin before the block's last update; only the vocabulary blocks are never cut.
-            load_after_s = load if b in (0, blocks[-1]) else 0.0
-            self._at_least(step, last_s + updated_s + load_after_s + total[Lane.GPU] - before_s, computed | sooner)
+            self._at_least(step, last_s + updated_s + load + total[Lane.GPU] - before_s, computed | sooner)
             if b <= self.workload.n_layers:
                 before_s += sum(count * self._demand(Kind.FORWARD, b, m).uncontended_s for m, count in first)
         updates, first_loads = self._sum(Kind.UPDATE, blocks), self._sum(Kind.LOAD, blocks)
@@ -361,7 +356,7 @@ class _Builder:
         for key in self.keys:
             streamed = {self.resident[i]: -n_groups * first[i].get(key, 0.0) for i in self.layers}
             one_load_s = n_groups * phases.largest_load.get(key, 0.0)
-            # Loads take what is left of them when every slot is full; where chunks may be small, that still holds.
+            # Loads take what is left of them when every slot is full.
             loads_s = n_groups * phases.loads[key] - one_load_s
             with_loads = {**streamed, self.depth: -one_load_s}
             backward = {n: load.get(key, 0.0) for n, load in self.backward.items()}
@@ -386,7 +381,7 @@ class _Builder:
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
             plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
-            demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, Lane.GPU, b, m)), count) for m, count in last)
+            demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, b, m)), count) for m, count in last)
             backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
         return often * offloads[Lane.D2H], backward
@@ -399,7 +394,7 @@ class _Builder:
         return found
 
     def _demand(self, kind: Kind, block: int, micro_batch: int | None = None) -> Demand:
-        return self.of.cost.demand(self.plan, Op(kind, LANE_OF[kind], block, micro_batch))
+        return self.of.cost.demand(self.plan, Op(kind, block, micro_batch))
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -418,7 +413,7 @@ class _Builder:
             device[self.resident[i]] = blocks[of_class[0]].slot_elements * item
         for (i, tier), (n, used) in self.saving.items():
             block = blocks[self.classes[i][0]]
-            again = None if tier is None else block.recompute(tier, self.lean.early_stop)
+            again = None if tier is None else block.recompute(tier)
             kept_bytes = block.kept_bytes if again is None else again.saved_bytes
             device[n] = group * kept_bytes
             peak_bytes = block.transient_bytes if again is None else again.transient_bytes
@@ -427,7 +422,7 @@ class _Builder:
         fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - weights.slot_bytes[0]
         p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
         host: dict[int, float] = {self.n_spilled: boundary_bytes}
-        per_param = state_bytes_per_param(self.plan)
+        per_param = sum(self.plan.state_bytes().values())
         for s, of_class in zip(self.speculate, self.classes, strict=True):
             host[s] = blocks[of_class[0]].host_elements * per_param
         p.at_most({v: n / host_bytes for v, n in host.items()}, 1 - needs.host_peak_bytes / host_bytes + SLACK)

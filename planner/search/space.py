@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from hwprofiles.schema import Profile
-from planner.lower.arenas import can_split
 from planner.predict.memory import Footprint, footprint, frame
-from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan import Policy, Semantics, Setup, Update
 from runtime.plan.workload import Block, Model, Saved, Workload
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -22,7 +21,6 @@ PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: 
 GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last stands for more, too
 OFFLOAD_LATE_BLOCKS = (0, 1)
 STRIDES = (1, 2, 4)
-CHUNKS_PER_LAYER = (2, 4)  # about so many transfers, where a layer does not move in one
 MEGATRAIN_STRIDE = 4  # of its layers share a boundary
 
 
@@ -46,13 +44,11 @@ class Family:
         return replace(self, largest_group=middle), replace(self, group_micro_batches=middle + 1)
 
     def policy(self, semantics: Semantics) -> Policy:
-        """The leanest member that spills nothing. Split masters and an early stop are never worse where they are possible."""
+        """The leanest member that spills nothing."""
         return Policy(
             group_micro_batches=self.group_micro_batches,
             update=self.update,
             boundary_stride=self.boundary_stride,
-            storage="split" if can_split(semantics) else "mirrored",
-            early_stop=True,
         )
 
 
@@ -125,7 +121,7 @@ def groups_alike(size: int, n_micro_batches: int) -> range:
     return range(-(-n_micro_batches // n_groups), largest + 1)
 
 
-def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Plan, Footprint]]:
+def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Setup, Footprint]]:
     """Of each family the policies that ask least of the device, and of the host; if none fits, none of the space does."""
     for family in families(semantics, workload):
         lean = family.policy(semantics)
@@ -152,7 +148,7 @@ def tiers_of(block: Block, boundary_stride: int) -> list[Saved | None]:
     """The ways in which a layer may save activations; None: it keeps them all."""
     if boundary_stride > 1:
         return [Saved.BOUNDARY]
-    richer = [s for s in (Saved.ATTENTION, Saved.PRODUCTS) if block.recompute(s, True) is not None]
+    richer = [s for s in (Saved.ATTENTION, Saved.PRODUCTS) if block.recompute(s) is not None]
     return [Saved.BOUNDARY, *richer, None]
 
 
@@ -181,13 +177,6 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),
         spill_blocks=tuple([b for b in range(workload.n_layers) if b not in kept_inputs][: fill.n_spilled]),
     )
-
-
-def cut(policy: Policy, plan: Plan, n: int) -> Policy:
-    """The policy with layers moved in about n parts."""
-    weights = plan.arena("weights")
-    assert weights is not None, "every plan streams weights"
-    return replace(policy, transfer_chunk_bytes=weights.slot_bytes[0] // n)
 
 
 def speculated(n: int, n_blocks: int) -> tuple[int, ...]:

@@ -145,10 +145,6 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
         traits["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
     if policy.spill_blocks:
         traits["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
-    if policy.storage == "split":
-        traits["storage"] = "masters split into bf16 and 16 bits"
-    if policy.transfer_chunk_bytes is not None:
-        traits["transfers"] = f"layers moved {show_bytes(policy.transfer_chunk_bytes)} at a time"
     if policy.square_blocks:
         traits["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
     early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
@@ -174,8 +170,7 @@ def _saved(policy: Policy, n_layers: int) -> str:
     if n_recomputed:
         inputs = "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}"
         saved.append(f"{inputs} of {counted(n_recomputed, 'layer')}")
-    stop = ", up to the last product" if policy.early_stop else ""
-    again = "" if len(policy.keep_blocks) == n_layers else f"; the rest is computed again{stop}"
+    again = "" if len(policy.keep_blocks) == n_layers else "; the rest is computed again"
     return f"saved for backward: {', '.join(saved)}{again}"
 
 

@@ -16,7 +16,7 @@ from runtime.plan.workload import BlockKind
 
 from .report_step import Stretch
 
-STATE = frozenset({"masters", "remainders", "moments", "host_weights", "norm"})  # what one step leaves to the next
+STATE = frozenset({"state", "norm"})  # what one step leaves to the next
 KEPT, COMPUTED, CONTEXT, RUNTIME = "kept activations", "block being computed", "context", "runtime"
 OTHER = "other"
 SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are summed up
@@ -68,9 +68,9 @@ def _in_order(spans: Iterable[Span]) -> list[Span]:
 
 def begins_anew(op: Op, slot: Slot) -> bool:
     """Whether an op that writes the slot needs nothing of what was there."""
-    if slot in op.reads:
-        return op.kind is Kind.ACCUMULATE and op.micro_batch == 0  # declared as read, but the first sum begins with zero
-    return not op.chunk or op.kind is not Kind.LOAD  # later chunks of a load join those before them
+    if slot in op.reads:  # declared as read, but the first sum begins with zero
+        return op.micro_batch == 0 and (op.kind is Kind.ACCUMULATE or slot == op.get("sum"))
+    return True
 
 
 def _lives_of_slots(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
@@ -111,7 +111,7 @@ def _saved_bytes(plan: Plan) -> list[int]:
         if b in plan.policy.keep_blocks:
             result.append(block.kept_bytes)
         else:
-            again = block.recompute(plan.saved(b), plan.policy.early_stop) if block.kind is BlockKind.LAYER else None
+            again = block.recompute(plan.saved(b)) if block.kind is BlockKind.LAYER else None
             result.append(0 if again is None else again.saved_bytes)
     return result
 
@@ -125,7 +125,7 @@ def _transients(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
             continue
         block = blocks[op.block]
         if block.kind is BlockKind.LAYER and op.block not in policy.keep_blocks:
-            n_bytes = (block.recompute(plan.saved(op.block), policy.early_stop) or block).transient_bytes
+            n_bytes = (block.recompute(plan.saved(op.block)) or block).transient_bytes
         else:
             n_bytes = block.transient_bytes - (block.own_sum_bytes if block.kind is BlockKind.HEAD and not plan.reduced else 0)
         yield COMPUTED, n_bytes, span.start_s, span.end_s

@@ -1,6 +1,6 @@
 """How is a checkpoint written while training goes on?
 
-By a thread of its own, chunk by chunk, from a snapshot. It gets its name once the trainer has logged the step: a run that resumes
+By a thread of its own, block by block, from a snapshot. It gets its name once the trainer has logged the step: a run that resumes
 from it finds the log complete up to there. What goes wrong in the thread ends the run at the next step.
 """
 
@@ -146,13 +146,13 @@ class Saver:
         state = self._state
         with writing(self._folder, snapshot.step) as files:
             self._expect(files)
-            while (found := self.snapshots.next_chunk(snapshot)) is not None:
-                key, copy = found
-                for p in state.of_chunk(*key):
+            while (found := self.snapshots.next_block(snapshot)) is not None:
+                block, copy = found
+                for p in state.owned(block):
                     self.snapshots.look()
                     self._put(files, p, copy)
                 del copy, found
-                self.snapshots.is_written(snapshot, key)
+                self.snapshots.is_written(snapshot, block)
             fields = self._permission(snapshot.step)
             files.finish({**fields, "n_updates": snapshot.n_updates})
         if self._settings.keep is not None:

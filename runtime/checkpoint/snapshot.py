@@ -1,11 +1,11 @@
 """How does training go on while its state is saved, copy-on-write?
 
 A copy-on-write snapshot is the state between two steps. It begins when the last change by the first of them is done, and is
-written chunk by chunk while training goes on. An update first asks here: a chunk that is written may change; another is copied
+written block by block while training goes on. An update first asks here: a block that is written may change; another is copied
 aside, as far as memory for that goes, or the update waits until it is written. So no second copy of the state is needed, and what
 is written is the state between two steps to the last bit.
 
-A chunk that nobody copied is written before one that was: an update may be waiting for it, or will be soon. Where there is memory
+A block that nobody copied is written before one that was: an update may be waiting for it, or will be soon. Where there is memory
 for copies, blocks are written from the other end of the order, so that updates and writing meet only once.
 """
 
@@ -18,8 +18,6 @@ from runtime.host.chunks import Scratch
 from runtime.host.host_state import Copy, HostState
 from runtime.host.workers import Workers
 from runtime.plan import Kind, Plan
-
-Chunk = tuple[int, int]  # block, and which of its chunks
 
 
 class _Place(Enum):
@@ -37,10 +35,10 @@ class GivenUp(Exception):
 class Snapshot:
     """The state after `step` steps, for as long as it takes to write it."""
 
-    def __init__(self, step: int, n_updates: int, order: tuple[Chunk, ...]) -> None:
+    def __init__(self, step: int, n_updates: int, order: tuple[int, ...]) -> None:
         self.step, self.n_updates = step, n_updates
         self.places = dict.fromkeys(order, _Place.THERE)
-        self.copies: dict[Chunk, Copy] = {}
+        self.copies: dict[int, Copy] = {}
 
 
 class Snapshots:
@@ -62,7 +60,7 @@ class Snapshots:
         self._last: int | None = None  # the step of the last that was asked for
         self._is_over = False
         self._changed = threading.Condition()
-        self.n_begun_late = self.n_copied = self.n_waited_for = 0  # snapshots; chunks; chunks
+        self.n_begun_late = self.n_copied = self.n_waited_for = 0  # snapshots; blocks; blocks
 
     # -- the host's lane --------------------------------------------------------------------------------------------
 
@@ -71,34 +69,33 @@ class Snapshots:
         if self._is_due(step + 1):
             self.ask_for(step + 1)
 
-    def before_change(self, block: int, chunk: int, workers: Workers[Scratch]) -> None:
-        """Return when the chunk may change; until then `workers` may copy it."""
-        key = block, chunk
+    def before_change(self, block: int, workers: Workers[Scratch]) -> None:
+        """Return when the block's state may change; until then `workers` may copy it."""
         with self._changed:
             self._let_the_next_begin()
-            if self._now is None or self._now.places[key] in (_Place.COPIED, _Place.WRITTEN):
+            if self._now is None or self._now.places[block] in (_Place.COPIED, _Place.WRITTEN):
                 return
-            snapshot, n_bytes = self._now, self._state.n_bytes(*key)
-            if snapshot.places[key] is not _Place.THERE or n_bytes > self._room_bytes:
-                self._wait_until_written(snapshot, key)
+            snapshot, n_bytes = self._now, self._state.n_bytes(block)
+            if snapshot.places[block] is not _Place.THERE or n_bytes > self._room_bytes:
+                self._wait_until_written(snapshot, block)
                 return
-            snapshot.places[key] = _Place.COPYING
+            snapshot.places[block] = _Place.COPYING
             self._room_bytes -= n_bytes
         copy = None
         try:
             with suppress(MemoryError):  # there is less than there was when the run began: from now on, updates wait
-                copy = self._state.copied(*key, workers)
+                copy = self._state.copied(block, workers)
         finally:
             with self._changed:
                 if copy is None:
-                    snapshot.places[key], self._room_bytes = _Place.THERE, 0
+                    snapshot.places[block], self._room_bytes = _Place.THERE, 0
                 else:
-                    snapshot.places[key], snapshot.copies[key] = _Place.COPIED, copy
+                    snapshot.places[block], snapshot.copies[block] = _Place.COPIED, copy
                     self.n_copied += 1
                 self._changed.notify_all()
         if copy is None:
             with self._changed:
-                self._wait_until_written(snapshot, key)
+                self._wait_until_written(snapshot, block)
 
     def _let_the_next_begin(self) -> None:
         if self._next is not None:
@@ -111,9 +108,9 @@ class Snapshots:
             while self._next is not None:
                 self._changed.wait()
 
-    def _wait_until_written(self, snapshot: Snapshot, key: Chunk) -> None:
+    def _wait_until_written(self, snapshot: Snapshot, block: int) -> None:
         self.n_waited_for += 1
-        while self._now is snapshot and snapshot.places[key] is not _Place.WRITTEN:
+        while self._now is snapshot and snapshot.places[block] is not _Place.WRITTEN:
             self._changed.wait()
 
     # -- whoever writes ---------------------------------------------------------------------------------------------
@@ -140,43 +137,39 @@ class Snapshots:
                 self._changed.wait()
             return self._now
 
-    def next_chunk(self, snapshot: Snapshot) -> tuple[Chunk, Copy | None] | None:
-        """Which chunk to write now, and its copy where it has changed since; None when all are written."""
+    def next_block(self, snapshot: Snapshot) -> tuple[int, Copy | None] | None:
+        """Which block to write now, and its copy where it has changed since; None when all are written."""
         with self._changed:
             while True:
                 if self._is_over:
                     raise GivenUp
-                there = [key for key, place in snapshot.places.items() if place is _Place.THERE]
+                there = [block for block, place in snapshot.places.items() if place is _Place.THERE]
                 if there:
-                    key = self._next_of(there)
-                    snapshot.places[key] = _Place.IN_HAND
-                    return key, None
-                for key, copy in snapshot.copies.items():
-                    return key, copy
+                    block = self._next_of(there)
+                    snapshot.places[block] = _Place.IN_HAND
+                    return block, None
+                for block, copy in snapshot.copies.items():
+                    return block, copy
                 if all(place is _Place.WRITTEN for place in snapshot.places.values()):
                     self._let_go(snapshot)
                     return None
                 self._changed.wait()
 
-    def _next_of(self, there: list[Chunk]) -> Chunk:
-        """The one that is changed first, if it cannot be copied. Else one of the block that is changed last: an update that comes
-        while its chunk is in hand has to wait, and would meet the same again at every chunk that follows."""
-        first, (last_block, _) = there[0], there[-1]
-        if self._state.n_bytes(*first) > self._room_bytes:
-            return first
-        return next(key for key in there if key[0] == last_block)
+    def _next_of(self, there: list[int]) -> int:
+        """The one that is changed first, if it cannot be copied; else the one that is changed last."""
+        return there[0] if self._state.n_bytes(there[0]) > self._room_bytes else there[-1]
 
     def look(self) -> None:
         """GivenUp if there is no need to go on writing."""
         if self._is_over:
             raise GivenUp
 
-    def is_written(self, snapshot: Snapshot, key: Chunk) -> None:
-        """From now on the chunk may change."""
+    def is_written(self, snapshot: Snapshot, block: int) -> None:
+        """From now on the block may change."""
         with self._changed:
-            snapshot.places[key] = _Place.WRITTEN
-            if snapshot.copies.pop(key, None) is not None:
-                self._room_bytes += self._state.n_bytes(*key)
+            snapshot.places[block] = _Place.WRITTEN
+            if snapshot.copies.pop(block, None) is not None:
+                self._room_bytes += self._state.n_bytes(block)
             self._changed.notify_all()
 
     def _let_go(self, snapshot: Snapshot) -> None:
@@ -195,6 +188,6 @@ class Snapshots:
             self._changed.notify_all()
 
 
-def order_of_updates(plan: Plan) -> tuple[Chunk, ...]:
-    """All chunks, in the order in which a step of the plan changes them."""
-    return tuple((op.block, op.chunk or 0) for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE))
+def order_of_updates(plan: Plan) -> tuple[int, ...]:
+    """All blocks, in the order in which a step of the plan changes them."""
+    return tuple(op.block for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE))

@@ -10,13 +10,12 @@ from torch.autograd.graph import get_gradient_edge
 from runtime.batch import Batch
 from runtime.host.memory import Arenas
 from runtime.plan import Op, Plan, Slot
-from runtime.plan.workload import Saved
 
 from .blocks import LayerInputs, Templates, Weights, op_seed
 from .layer_inputs import NotedInputs
 from .recompute import Graph, Replay, kept
 from .tokens import MicroBatch, StepTokens
-from .views import WEIGHT_ARENAS, Views
+from .views import Views
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,12 @@ class Compute:
             self.losses[step] = Losses(batch.n_supervised, total)
         return self._tokens.of(m)
 
-    def _boundary(self, op: Op, slot: Slot) -> torch.Tensor:
+    def _activation(self, op: Op, name: str) -> torch.Tensor:
+        return self._at(op, op[name])
+
+    def _at(self, op: Op, slot: Slot) -> torch.Tensor:
         assert op.micro_batch is not None
-        return self._views.boundary(slot, op.micro_batch)
+        return self._views.activation(slot, op.micro_batch)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -71,8 +73,7 @@ class Compute:
         assert op.micro_batch is not None
         m = op.micro_batch
         self._seed(step, op)
-        weight_slot = op.slot(*WEIGHT_ARENAS)
-        assert weight_slot is not None
+        weight_slot = op["weights"]
         if op.block == 0:
             weights = _leaves(self._views.weights(op.block, weight_slot))
             tokens = self._micro_batch(step, m)
@@ -80,24 +81,24 @@ class Compute:
                 output_BTD = self.passed.embed(weights, m, tokens.input_ids_BT, tokens.documents)
             self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
         elif (remembering := self._remembering(op, step, weight_slot)) is None:
-            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._boundary(op, op.reads[1])
+            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._activation(op, "x")
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
         else:
             with remembering:
-                output_BTD = self._with_graph(op, weight_slot, op.reads[1])
-        self._boundary(op, op.writes[0]).copy_(output_BTD.detach())
+                output_BTD = self._with_graph(op)
+        self._activation(op, "y").copy_(output_BTD.detach())
 
     def _layer_inputs(self, op: Op) -> LayerInputs:
         """What the op's layer is passed besides the boundary."""
         assert op.micro_batch is not None
         return self.passed.of(op.block, op.micro_batch)
 
-    def _with_graph(self, op: Op, weight_slot: Slot, input_slot: Slot, again: bool = False) -> torch.Tensor:
-        """A layer's forward with its graph, which is remembered for the backward; with `again` for nothing but that."""
+    def _with_graph(self, op: Op) -> torch.Tensor:
+        """A layer's forward with its graph, which is remembered for the backward."""
         assert op.micro_batch is not None
-        weights, hidden_BTD = _leaves(self._views.weights(op.block, weight_slot)), self._boundary(op, input_slot).requires_grad_()
+        weights, hidden_BTD = _leaves(self._views.weights(op.block, op["weights"])), self._activation(op, "x").requires_grad_()
         with torch.enable_grad():
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again)
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
         graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
         self._graphs[op.block, op.micro_batch] = graph
         return output_BTD
@@ -109,9 +110,7 @@ class Compute:
             return None
         if op.block in policy.keep_blocks:
             return self._keeping(weight_slot)
-        if saved is Saved.BOUNDARY and not policy.early_stop:
-            return None
-        return Replay(saved, policy.early_stop, lambda: self._again(op, step)).recording()
+        return Replay(saved, lambda: self._again(op, step)).recording()
 
     def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
         def rebind(offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
@@ -131,7 +130,7 @@ class Compute:
         self._seed(step, op)
         weights, hidden_BTD = (
             _leaves(self._views.weights(op.block, self._site[0])),
-            self._boundary(op, self._site[1]).requires_grad_(),
+            self._at(op, self._site[1]).requires_grad_(),
         )
         self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
 
@@ -139,20 +138,14 @@ class Compute:
 
     def backward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
-        out_slot = op.slot("boundaries")
-        assert out_slot is not None
         if op.block:
-            weight_slot, _, input_slot = op.reads[:3]
-            self._site = (weight_slot, input_slot)
-            if (op.block, op.micro_batch) not in self._graphs:
-                self._seed(step, op)
-                self._with_graph(op, weight_slot, input_slot, again=True)
+            self._site = (op["weights"], op["x"])
         graph = self._graphs.pop((op.block, op.micro_batch))
-        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._boundary(op, out_slot), allow_unused=True)
+        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._activation(op, "y"), allow_unused=True)
         self._site = None
         if op.block:
             assert gradients[0] is not None
-            self._boundary(op, op.writes[0]).copy_(gradients[0])
+            self._activation(op, "x").copy_(gradients[0])
             gradients = gradients[1:]
         found = {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None}
         self._put_gradient(op, found)
@@ -160,28 +153,24 @@ class Compute:
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         self._seed(step, op)
-        weight_slot, boundary_slot = op.reads[:2]
-        weights = self._views.weights(op.block, weight_slot)
+        weights, hidden_BTD = self._views.weights(op.block, op["weights"]), self._activation(op, "x")
         targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
         losses = self.losses[step]
-        total = op.slot("vocab_sums") or op.slot("vocab_gradients")
-        assert total is not None
-        first = total not in op.reads
+        total, out = op.get("sum"), op.get("gradient")
+        first = total is None or op.micro_batch == 0
+        total = total or op["gradient"]
         running = self._views.parameters(op.block, total, "fp32")
         head = running["lm_head.weight"]
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
         own = head.zero_() if first else torch.zeros_like(head)
-        loss_sum, hidden_gradient, others = self.templates.loss(
-            weights, self._boundary(op, boundary_slot), targets_BT, losses.n_supervised, own
-        )
+        loss_sum, hidden_gradient, others = self.templates.loss(weights, hidden_BTD, targets_BT, losses.n_supervised, own)
         losses.total.add_(loss_sum)
-        self._boundary(op, boundary_slot).copy_(hidden_gradient)
+        hidden_BTD.copy_(hidden_gradient)
         if not first:
             head += own
         for name, gradient in others.items():
             running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
-        out = op.slot("vocab_gradients")
-        if out is not None and out in op.writes and out != total:
+        if out is not None and out != total:
             for name, view in self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block)).items():
                 view.copy_(running[name])
 
@@ -190,28 +179,23 @@ class Compute:
 
         A weight that nothing used (an expert without tokens) has gradient zero.
         """
-        total, out = op.slot("sums", "vocab_sums"), op.slot("gradients", "vocab_gradients")
-        dtype = self.plan.gradient_dtype(op.block)
-        if total is None:  # the slot is itself the sum, or there is only one micro-batch to put there
-            assert out is not None
-            first = out not in op.reads
-            for name, view in self._views.parameters(op.block, out, dtype).items():
+        total, out = op.get("sum"), op.get("gradient")
+        rounded = {} if out is None else self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block))
+        if total is None:  # there is only one micro-batch to put there
+            for name, view in rounded.items():
                 if name not in found:
-                    view.zero_() if first else None
-                elif first and view.dtype == found[name].dtype:
+                    view.zero_()
+                elif view.dtype == found[name].dtype:
                     view.copy_(found[name]).add_(0.0)  # the sum starts from zero: -0.0 becomes +0.0
-                elif first:
-                    view.copy_(found[name] + 0.0)  # before it is rounded
                 else:
-                    view += found[name]
+                    view.copy_(found[name] + 0.0)  # before it is rounded
             return
-        rounded = self._views.parameters(op.block, out, dtype) if out is not None and out in op.writes else None
         for name, view in self._views.parameters(op.block, total, "fp32").items():
-            if total not in op.reads:
+            if op.micro_batch == 0:
                 view.zero_()
             if name in found:
                 view += found[name]
-            if rounded is not None:
+            if rounded:
                 rounded[name].copy_(view)
 
 

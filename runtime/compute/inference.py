@@ -9,7 +9,6 @@ import torch
 from runtime.batch import Batch
 from runtime.executor import Stop, execute
 from runtime.host.copies import Copies
-from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.machine import Machine
 from runtime.plan import Kind, Lane, Op, Plan
@@ -17,7 +16,7 @@ from runtime.plan import Kind, Lane, Op, Plan
 from .blocks import Templates, Weights
 from .layer_inputs import NotedInputs
 from .tokens import StepTokens
-from .views import WEIGHT_ARENAS, Views
+from .views import Views
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,10 @@ def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None) -> N
 class Inference:
     """The ops of a forward plan. Nothing of a step of training is seen by it, nor is anything left behind."""
 
-    def __init__(
-        self, plan: Plan, arenas: Arenas, host: HostState, templates: Templates, batches: Callable[[int], Batch], head: Head
-    ) -> None:
+    def __init__(self, plan: Plan, arenas: Arenas, templates: Templates, batches: Callable[[int], Batch], head: Head) -> None:
         """`batches` gives a step's tokens on the device."""
         self.templates, self.head = templates, head
-        self._copies = Copies(plan, arenas, host)
+        self._copies = Copies(plan, arenas)
         self._views = Views(plan, arenas)
         self._tokens = StepTokens(plan.semantics, batches)
         self._inputs = NotedInputs(templates)
@@ -76,17 +73,15 @@ class Inference:
     def _forward(self, op: Op, step: int) -> None:
         m = op.micro_batch
         assert m is not None
-        weight_slot = op.slot(*WEIGHT_ARENAS)
-        assert weight_slot is not None
-        weights, views = self._views.weights(op.block, weight_slot), self._views
+        weights, views = self._views.weights(op.block, op["weights"]), self._views
         self._tokens.begin(step)
         if op.block == self._head_block:
-            hidden_BTD, targets_BT = views.boundary(op.reads[1], m), self._tokens.of(m).targets_BT
+            hidden_BTD, targets_BT = views.activation(op["x"], m), self._tokens.of(m).targets_BT
             self.head(LastHidden(self.templates, weights, hidden_BTD, targets_BT, step, m))
             return
         if op.block == 0:
             tokens = self._tokens.of(m)
             output_BTD = self._inputs.embed(weights, m, tokens.input_ids_BT, tokens.documents)
         else:
-            output_BTD = self.templates.layer(op.block, weights, views.boundary(op.reads[1], m), self._inputs.of(op.block, m))
-        views.boundary(op.writes[0], m).copy_(output_BTD)
+            output_BTD = self.templates.layer(op.block, weights, views.activation(op["x"], m), self._inputs.of(op.block, m))
+        views.activation(op["y"], m).copy_(output_BTD)

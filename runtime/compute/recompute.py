@@ -72,13 +72,13 @@ class Replay:
     """Autograd's memory of one forward, empty until its backward asks for the first tensor: then the forward runs again.
 
     That is inside a hook of autograd's, on the thread that runs backward: the lane's own, on a GPU too, and so on its stream and
-    with its random numbers. What the tier saves is not computed a second time. With an early stop the second run ends with the last
-    tensor that autograd asks for, and results that come after it are not saved.
+    with its random numbers. What the tier saves is not computed a second time. The second run ends with the last tensor that
+    autograd asks for, and results that come after it are not saved.
     """
 
-    def __init__(self, saved: Saved, early_stop: bool, again: Callable[[], object]) -> None:
+    def __init__(self, saved: Saved, again: Callable[[], object]) -> None:
         """`again` is the same forward, under grad, with the same random numbers, on what weights and input are by then."""
-        self._calls, self._early_stop, self._again = CALLS_SAVED[saved], early_stop, again
+        self._calls, self._again = CALLS_SAVED[saved], again
         self._n_saved = 0  # by autograd, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, as long as nobody has asked for it
         self._results: deque[Any] = deque()
@@ -89,7 +89,7 @@ class Replay:
         """Around the first run."""
         with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
             yield
-        while self._early_stop and len(self._results) > self._n_results_needed:
+        while len(self._results) > self._n_results_needed:
             self._results.pop()
 
     def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
@@ -110,7 +110,7 @@ class Replay:
 
         def fill(tensor: torch.Tensor) -> None:
             values[len(values)] = tensor.detach()
-            if self._early_stop and len(values) == self._n_saved:
+            if len(values) == self._n_saved:
                 raise _Enough
 
         try:

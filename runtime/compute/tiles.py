@@ -64,7 +64,7 @@ class TiledMlp(nn.Module):
         self.rows = nn.Sequential()
         for name, part in parts.items():
             self.rows.add_module(name, part)
-        self.tile_tokens, self.early_stop, self.again = tile_tokens, policy.early_stop, False
+        self.tile_tokens, self.again = tile_tokens, False
         self.kept = block in policy.keep_blocks
         self.saved = Saved.PRODUCTS if block in policy.product_blocks else Saved.BOUNDARY
 
@@ -85,11 +85,6 @@ class TiledMlp(nn.Module):
     def tiles(self, x_ND: torch.Tensor) -> Iterator[slice]:
         for start in range(0, len(x_ND), self.tile_tokens):
             yield slice(start, min(start + self.tile_tokens, len(x_ND)))
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a forward leaves the graph of each tile behind; else backward makes it when the tile's turn comes."""
-        return self.kept or self.early_stop or self.saved is not Saved.BOUNDARY
 
 
 @dataclass(slots=True)
@@ -127,8 +122,6 @@ class _ByTiles(torch.autograd.Function):
         ctx.mlp, ctx.site, ctx.remembered = mlp, _Site(), []
         if mlp.again:
             return x_ND.new_zeros(1).expand_as(x_ND)
-        if not mlp.remembers:
-            return mlp.output(x_ND, lambda at: mlp.rows(x_ND[at]))
         with unnoticed():  # of the whole layer's: a `Replay` of each tile notes them
             return mlp.output(x_ND, lambda at: _remembered(ctx, at, x_ND, weights))
 
@@ -140,7 +133,7 @@ class _ByTiles(torch.autograd.Function):
         towards_ND = torch.empty_like(x_ND)
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in weights]
         for at in ctx.mlp.tiles(x_ND):
-            tile = ctx.remembered.pop(0) if ctx.remembered else ctx.site.again(ctx.mlp, at)
+            tile = ctx.remembered.pop(0)
             towards_ND[at] = _add_gradients(tile, gradient_ND[at], sums)
         ctx.site.x_ND, ctx.site.weights = None, ()  # or they would be alive until all of the layer's backward is done
         return None, towards_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
@@ -149,7 +142,7 @@ class _ByTiles(torch.autograd.Function):
 def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The output of a tile, whose graph is remembered as that of the whole layer is."""
     mlp, site = ctx.mlp, ctx.site
-    replay = Replay(mlp.saved, mlp.early_stop, lambda: site.again(mlp, at))
+    replay = Replay(mlp.saved, lambda: site.again(mlp, at))
     how: AbstractContextManager[None] = nullcontext() if mlp.kept else replay.recording()
     with torch.enable_grad():
         rows_ND = x_ND[at]  # no leaf: a graph holds its leaves, and with them all of the input

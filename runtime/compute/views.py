@@ -1,4 +1,4 @@
-"""Which tensors lie in a slot of weights, gradients or boundaries?"""
+"""Which tensors lie in a slot of weights, gradients or activations?"""
 
 # B sequences, T tokens, D width
 import torch
@@ -7,8 +7,6 @@ from runtime.host.memory import Arenas
 from runtime.plan import Plan, Slot
 
 from .blocks import Weights
-
-WEIGHT_ARENAS = ("weights", "vocab_weights", "resident_weights")
 
 
 class Views:
@@ -28,7 +26,7 @@ class Views:
         at = self._offsets[block]
         return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].parameters}
 
-    def boundary(self, slot: Slot, m: int) -> torch.Tensor:
+    def activation(self, slot: Slot, m: int) -> torch.Tensor:
         """A block's output, or its gradient, (B, T, D) of micro-batch number m."""
         s = self._semantics
         return self._arenas.view(slot, s.compute_dtype, (s.n_sequences(m), s.seq_len, self._width))

@@ -8,11 +8,10 @@ Bytes per parameter that a loop moves between memory and cache, chunks being sma
 arguments outside of the scratch is read once and, if it changes, written once. For `adamw`
 
     split master    read  weight 2, remainder 2, moments 4 + 4, gradient 2; write weight 2, remainder 2, moments 4 + 4     26 B
-    fp32 master     read  master 4, moments 4 + 4, gradient 2; write master 4, moments 4 + 4, bf16 weight 2                28 B
+    fp32 master     read  master 4, moments 4 + 4, gradient 4; write master 4, moments 4 + 4                               28 B
     bf16 master     read  master 2, moments 4 + 4, gradient 2; write master 2, moments 4 + 4                               22 B
 
-with bf16 gradients. (A processor that reads a line before it writes it moves 2 B more for the bf16 weight beside an fp32 master,
-the only thing that is written without having been read.) Every loop has the signature that TorchScript can compile: no classes.
+with bf16 gradients, but fp32 ones where fp32 is computed. Every loop has a signature that TorchScript can compile: no classes.
 """
 
 import warnings
@@ -136,7 +135,6 @@ def adamw_chunks(
     remainder: torch.Tensor | None,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    weight_bits: torch.Tensor | None,
     before: list[torch.Tensor],
     parts: list[torch.Tensor],
     rounded: torch.Tensor | None,
@@ -198,8 +196,6 @@ def adamw_chunks(
             cut(wide, wide_bits, wide_bits, half, master_bits.narrow(0, at, n), remainder.narrow(0, at, n))
         elif not in_place:
             round_up_half(wide_bits, wide_bits, half, nan_of(wide), master_bits.narrow(0, at, n))
-        elif weight_bits is not None:
-            round_up_half(wide_bits, bits, half, nan_of(wide), weight_bits.narrow(0, at, n))
 
 
 def squares_of_chunks(

@@ -5,7 +5,7 @@ slot.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,6 @@ class Arenas:
         """Allocate every slab, zero-filled. PlanError when the machine has not that much memory."""
         self._slabs: dict[str, torch.UntypedStorage] = {}
         self._regions: dict[Slot, _Region] = {}
-        self._parts: dict[Slot, tuple[Slot, ...]] = {}  # of slots that were divided
         self._in_host_memory: dict[str, torch.Tensor] = {}  # by slab: the device's too, if that is the processor
         self._places: dict[str, Place] = {}
         self._arena_of: dict[str, str] = {}  # by slab
@@ -128,16 +127,6 @@ class Arenas:
         at = int(tensor.storage_offset()) * tensor.element_size() - region.offset_bytes
         return at if 0 <= at < region.n_bytes else None
 
-    def divide(self, slot: Slot, parts: Mapping[Slot, int]) -> None:
-        """Cut one slot into the slots of `parts`, of those bytes each, which is then only poisoned as a whole."""
-        whole = self._regions.pop(slot)
-        at = 0
-        for part, n_bytes in parts.items():
-            self._regions[part] = _Region(whole.slab, whole.offset_bytes + at, n_bytes)
-            at += n_bytes
-        assert at <= whole.n_bytes, f"parts of {at} bytes exceed {slot}"
-        self._parts[slot] = tuple(parts)
-
     def exchange(self, a: Slot, b: Slot) -> None:
         """From now on each of the two is where the other was. Nothing is copied."""
         regions = self._regions
@@ -146,8 +135,7 @@ class Arenas:
 
     def poison(self, slot: Slot) -> None:
         """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
-        for part in self._parts.get(slot, (slot,)):
-            self.raw(part).fill_(0xFF)
+        self.raw(slot).fill_(0xFF)
 
     def raw(self, slot: Slot) -> torch.Tensor:
         """The slot's bytes."""

@@ -24,11 +24,10 @@ class Squares:
 
     def square(self, op: Op) -> None:
         """Put one sum per parameter of the block into its slot of `squares`."""
-        (source,), (to,) = op.reads, op.writes
         dtype, parameters = self.plan.gradient_dtype(op.block), self.plan.workload.blocks[op.block].parameters
         at = self._offsets[op.block]
-        gradients = [self.arenas.view(source, dtype, (p.n_elements,), at[p.name]) for p in parameters]
-        out = self.arenas.view(to, "fp64", (len(parameters),))
+        gradients = [self.arenas.view(op["gradient"], dtype, (p.n_elements,), at[p.name]) for p in parameters]
+        out = self.arenas.view(op["squares"], "fp64", (len(parameters),))
         if out.device.type == "cpu":
             for i, gradient in enumerate(gradients):
                 out[i] = sum_of_squares(gradient)

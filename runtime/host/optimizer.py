@@ -134,12 +134,11 @@ def pieces_of(master: torch.Tensor | SplitMaster) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """The training state of one parameter, flat: its master, its moments (fp32), and the compute weight if that lies apart."""
+    """The training state of one parameter, flat: its master and its moments (fp32)."""
 
     master: torch.Tensor | SplitMaster
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    weight: torch.Tensor | None = None
 
 
 def adamw_tasks(
@@ -148,11 +147,10 @@ def adamw_tasks(
     """One AdamW step on one flat parameter: in place, or `start_from` what lies elsewhere and stays as it is.
 
     `gradient` (any dtype) is widened and multiplied by `factor` in scratch memory. The master is fp32, or bf16 and then
-    rounded half up, or split. Where the compute weight lies apart it is written too. `n_updates` counts from 1 (bias correction).
+    rounded half up, or split. `n_updates` counts from 1 (bias correction).
     """
     master, remainder = _halves(to.master)
     master_bits = master.view(torch.int32 if master.dtype is torch.float32 else torch.int16)
-    weight_bits = to.weight.view(torch.int16) if to.weight is not None and remainder is None else None
     before: list[torch.Tensor] = []
     if start_from is not None:
         before_master, before_remainder = _halves(start_from.master)
@@ -162,7 +160,7 @@ def adamw_tasks(
     def task(start: int, end: int) -> Task:
         def work(own: Scratch) -> None:
             run_adamw(
-                start, end, UPDATE_ELEMENTS, master, master_bits, remainder, to.exp_avg, to.exp_avg_sq, weight_bits, before,
+                start, end, UPDATE_ELEMENTS, master, master_bits, remainder, to.exp_avg, to.exp_avg_sq, before,
                 list(gradient.parts), _rounded(gradient, own), factor, torch.tensor(float(n_updates)),
                 settings.lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps,
                 own.wide, own.wide_bits, own.bits, own.gradient, [[own.wide], [own.wide], [own.wide], [own.wide]],
@@ -174,11 +172,8 @@ def adamw_tasks(
 
 
 def adamw_(
-    master: torch.Tensor | SplitMaster,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    to: ParamState,
     gradient: torch.Tensor | SummedGradient,
-    weight: torch.Tensor | None,
     factor: float,
     n_updates: int,
     settings: AdamW,
@@ -187,7 +182,6 @@ def adamw_(
 ) -> None:
     """The same, all on this thread."""
     own = scratch or Scratch()
-    to = ParamState(master, exp_avg, exp_avg_sq, weight)
     for task in adamw_tasks(to, _summed(gradient), factor, n_updates, settings, start_from):
         task(own)
 

@@ -9,7 +9,7 @@ from runtime.plan import Kind, Op, Plan, Slot, Update
 from runtime.plan.workload import Parameter
 
 from .chunks import Scratch
-from .host_state import SHADOW, HostState
+from .host_state import HostState
 from .memory import DTYPE, Arenas
 from .optimizer import AdamW, SummedGradient, adamw_tasks, add_tasks, added, clip_factor, squares_tasks
 from .workers import Workers
@@ -32,7 +32,7 @@ class Updates:
         self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
         self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
         changes = [op for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE)]
-        self._last_change = (changes[-1].block, changes[-1].chunk) if changes else None
+        self._last_change = changes[-1].block if changes else None
         self._norms: dict[int, float] = {}  # of steps' gradients
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
@@ -53,29 +53,27 @@ class Updates:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def accumulate(self, op: Op) -> None:
-        staging, total = op.reads
         n = self.plan.workload.blocks[op.block].slot_elements
-        part = self.arenas.view(staging, self.plan.gradient_dtype(op.block), (n,))
-        self.workers.run(add_tasks(self.arenas.view(total, "fp32", (n,)), part, is_first=op.micro_batch == 0))
+        part = self.arenas.view(op["staged"], self.plan.gradient_dtype(op.block), (n,))
+        self.workers.run(add_tasks(self.arenas.view(op["arrived"], "fp32", (n,)), part, is_first=op.micro_batch == 0))
 
     def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
         """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
         dtype = DTYPE[self.plan.semantics.gradient_dtype]
-        slots = [s for s in op.reads if s.arena == "host_gradients"]
-        at = self._offsets[op.block][p.name] - self.state.chunks[op.block][op.chunk or 0].start
-        own = self.arenas.view(slots[0], self.plan.host_gradient_dtype(op.block), (p.n_elements,), at)
+        at = self._offsets[op.block][p.name]
+        own = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), (p.n_elements,), at)
         tied = self._tied.get(p.name)
         if tied is None:
             return SummedGradient((own,), dtype)
         head = len(self._offsets) - 1
-        other = self.arenas.view(slots[1], self.plan.host_gradient_dtype(head), (p.n_elements,), self._offsets[head][tied])
+        other = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), (p.n_elements,), self._offsets[head][tied])
         return SummedGradient((other, own), dtype)
 
     def norm(self, index: int, op: Op, step: int) -> None:
-        sums = self.arenas.view(Slot("norm", 0), "fp64")
-        squares = dict(self._arrived(op))
+        sums = self.arenas.view(op["norm"], "fp64")
+        squares = {p: square for slot in op.every("squares") for p, square in self._squared(slot)}
         if op.block not in self.plan.policy.square_blocks:
-            owned = self.state.of_chunk(op.block, op.chunk)
+            owned = self.state.owned(op.block)
             shared = [squares_tasks(self._gradient(op, p)) for p in owned]
             done = iter(self.workers.run([task for tasks in shared for task in tasks]))
             for p, tasks in zip(owned, shared, strict=True):
@@ -86,12 +84,10 @@ class Updates:
         if index == self._last_norm:
             self._norms[step] = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
 
-    def _arrived(self, op: Op) -> Iterator[tuple[Parameter, float]]:
-        """The parameters of whose gradients the op reads sums that the device made, and these."""
-        for slot in op.reads:
-            if slot.arena == "host_squares":
-                owned = self.state.owned(self.plan.policy.square_blocks[slot.index])
-                yield from zip(owned, self.arenas.view(slot, "fp64", (len(owned),)).tolist(), strict=True)
+    def _squared(self, slot: Slot) -> Iterator[tuple[Parameter, float]]:
+        """The parameters of whose gradients the device has put sums of squares there, and these."""
+        owned = self.state.owned(self.plan.policy.square_blocks[slot.index - 1])
+        yield from zip(owned, self.arenas.view(slot, "fp64", (len(owned),)).tolist(), strict=True)
 
     def _refuse_infinite(self, p: Parameter, square: float, step: int) -> None:
         if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
@@ -114,17 +110,19 @@ class Updates:
 
     @contextmanager
     def _changing(self, op: Op, step: int) -> Iterator[None]:
-        """What is done within changes the state of the op's chunk, and counts the update: a checkpoint may still need both."""
+        """What is done within changes the state of the op's block, and counts the update: a checkpoint may still need both."""
         gate = self.state.gate
         if gate is not None:
-            gate.before_change(op.block, op.chunk or 0, self.workers)
+            gate.before_change(op.block, self.workers)
         yield
-        if gate is not None and (op.block, op.chunk) == self._last_change:
+        if gate is not None and op.block == self._last_change:
             gate.step_is_done(step)
 
     def update(self, op: Op, step: int) -> None:
-        for p, square in self._arrived(op):  # of an eager update, which comes before the norm
-            self._refuse_infinite(p, square, step)
+        own = op.get("norm")
+        if own is not None and own.index:  # of an eager update, which comes before the norm of all
+            for p, square in self._squared(own):
+                self._refuse_infinite(p, square, step)
         with self._changing(op, step):
             self._update(op, step)
 
@@ -133,7 +131,7 @@ class Updates:
         if factor is None:
             return
         tasks = []
-        for p in self.state.of_chunk(op.block, op.chunk):
+        for p in self.state.owned(op.block):
             settings = self.settings(step).of(p.name, p.shape)
             tasks += adamw_tasks(self.state.param_state(p), self._gradient(op, p), factor, self.state.n_updates, settings)
         self.workers.run(tasks)
@@ -143,8 +141,8 @@ class Updates:
         is_counted = self._factor is not None and self._factor[0] == step
         n_updates = self.state.n_updates + (0 if is_counted else 1)
         tasks = []
-        for p in self.state.of_chunk(op.block, op.chunk):
-            now, shadow = self.state.param_state(p), self.state.param_state(p, SHADOW)
+        for p in self.state.owned(op.block):
+            now, shadow = self.state.param_state(p), self.state.param_state(p, of_shadow=True)
             settings = self.settings(step).of(p.name, p.shape)
             tasks += adamw_tasks(shadow, self._gradient(op, p), 1.0, n_updates, settings, start_from=now)
         self.workers.run(tasks)
@@ -153,6 +151,6 @@ class Updates:
         """Take the shadow if it was right; else it was in vain."""
         with self._changing(op, step):  # also a shadow's taking: the next one is made where the state was
             if self._step_factor(step) == 1.0:
-                self.state.commit(op.block, op.chunk)
+                self.state.commit(op.block)
             else:
                 self._update(op, step)

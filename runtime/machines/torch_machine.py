@@ -36,9 +36,9 @@ from .stopwatch import Stopwatch
 class TrainingOps:
     """What each op of a plan that trains does."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, host: HostState, compute: Compute, updates: Updates) -> None:
+    def __init__(self, plan: Plan, arenas: Arenas, compute: Compute, updates: Updates) -> None:
         self._compute, self._updates = compute, updates
-        self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas, host)
+        self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas)
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
@@ -64,7 +64,7 @@ class TrainingOps:
             case Kind.OFFLOAD:
                 self._copies.offload(op)
             case Kind.SPILL | Kind.FETCH:
-                self._copies.move_boundary(op)
+                self._copies.move_activation(op)
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)
             case Kind.NORM:
@@ -188,7 +188,7 @@ class TorchMachine(LaneMachine):
             lanes.streams.lock(self.arenas)
             stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         updates = Updates(plan, self.arenas, self.host, settings, workers)
-        ops = TrainingOps(plan, self.arenas, self.host, self.compute, updates)
+        ops = TrainingOps(plan, self.arenas, self.compute, updates)
         super().__init__(plan, ops, lanes, workers, staging, stopwatch)
 
     def initialise(self, seed: int) -> None:
@@ -206,7 +206,7 @@ class TorchMachine(LaneMachine):
         with self.lanes.of[Lane.GPU].current():
             staging = _staging(plan, batches, self.lanes)
         on_device = batches if staging is None else staging.upload
-        ops = Inference(plan, self.arenas, self.host, self.compute.templates, on_device, head)
+        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head)
         return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # nobody asks how long which op took
 
     def device_peak_bytes(self) -> int | None:

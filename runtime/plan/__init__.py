@@ -1,10 +1,12 @@
 """What is a plan, and what is it about?"""
 
-from .ops import LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, Repeat, Slot, Wait
-from .plan import Arena, Place, Plan, PlanFile
+from .ops import CONTRACT, LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, Repeat, Slot, Wait
+from .plan import Plan, PlanFile
 from .policy import AttentionKernel, Kernel, Policy, Semantics, Update
+from .setup import Arena, Place, Setup
 
 __all__ = [
+    "CONTRACT",
     "LANE_OF",
     "MAX_REPETITIONS",
     "Arena",
@@ -19,6 +21,7 @@ __all__ = [
     "Policy",
     "Repeat",
     "Semantics",
+    "Setup",
     "Slot",
     "Update",
     "Wait",

@@ -6,7 +6,9 @@ out what a process has before a plan is begun: a GPU's context, and Python with 
 
 from typing import Any
 
-from .plan import Place, Plan, Semantics
+from .plan import Plan
+from .policy import Semantics
+from .setup import Place, Setup
 from .workload import ITEM_BYTES
 
 # Of the types whose attention can be a fused one, all can attend document by document
@@ -18,7 +20,7 @@ USUAL_WORKSPACE_BYTES = 2**30  # assumed, of a GPU whose profile is not at hand
 CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 
-def device_needs(plan: Plan, on_cuda: bool, workspace_bytes: float | None) -> dict[str, int]:
+def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> dict[str, int]:
     """Bytes of the device's memory at the peak, by what they are for.
 
     `workspace_bytes`: what kernels and libraries take once they have been used. None: a profile from before that was a number of
@@ -40,7 +42,7 @@ def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, i
     return device_needs(plan, of_cuda, None if workspace is None else workspace["value"])
 
 
-def host_needs(plan: Plan) -> dict[str, int]:
+def host_needs(plan: Setup) -> dict[str, int]:
     """Bytes of the host's memory, by arena."""
     return {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
 
@@ -50,7 +52,7 @@ def may_attend_by_document(config: dict[str, Any], semantics: Semantics) -> bool
     return config.get("model_type") in DOCUMENT_TYPES and semantics.attention == "sdpa"
 
 
-def document_bytes(plan: Plan, on_cuda: bool) -> int:
+def document_bytes(plan: Setup, on_cuda: bool) -> int:
     """Device memory that documents take at most beyond what a plan books, whatever their lengths.
 
     Of each layer under `keep`, for each micro-batch of a group, the cosines and sines of positions; and while a layer attends to
@@ -80,7 +82,7 @@ def document_bytes(plan: Plan, on_cuda: bool) -> int:
     return plan.policy.group_micro_batches * kept_bytes + turn_bytes
 
 
-def _calls_fused(plan: Plan, head_dim: int, on_cuda: bool) -> bool:
+def _calls_fused(plan: Setup, head_dim: int, on_cuda: bool) -> bool:
     """Whether the plan's documents have fused attention there."""
     if plan.model.config.get("attention_dropout"):
         return False

@@ -1,36 +1,32 @@
 """Which ops does a forward alone mean?
 
-Weights come as in training, chunk by chunk into the same slots, and each block computes all micro-batches of a group before the
-next: no gradient is made, so of each micro-batch only the input and the output of the block at work need a slot of `boundaries`,
+Weights come as in training, into the same slots, and each block computes all micro-batches of a group before the
+next: no gradient is made, so of each micro-batch only the input and the output of the block at work need a slot of `activations`,
 and a group is as large as half of these slots. A step of a forward plan has only the lanes h2d and gpu:
 
     load b        as in a training plan
-    forward b m   as in a training plan, but for its slots of `boundaries`; for the head: R the weight slot, the boundary of
-                  layer L.  W nothing: what is made of the logits is not the plan's affair
+    forward b m   as in a training plan, but for its slots of `activations`; that of the head has no y: what is made of the logits
+                  is not the plan's affair
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 
-from runtime.errors import PlanError
-
-from .plan import LANE_OF, Kind, Lane, Op, Plan, Slot, Wait
+from .ops import Kind, Lane, Op, Slot, Wait
+from .plan import Plan
 from .workload import BlockKind
 
 
 def most_micro_batches(plan: Plan) -> int:
     """How many micro-batches a group of a forward plan can have over the arenas of a training plan."""
-    arena = plan.arena("boundaries")
+    arena = plan.arena("activations")
     assert arena is not None
     return len(arena.slot_bytes) // 2
 
 
 def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -> Plan:
-    """The forward of so many micro-batches, over the arenas of a training plan; of shorter sequences, if `seq_len` says so.
-
-    PlanError where the training plan does not load every block.
-    """
+    """The forward of so many micro-batches, over the arenas of a training plan; of shorter sequences, if `seq_len` says so."""
     semantics = plan.semantics
     seq_len = seq_len or semantics.seq_len
     assert 0 < seq_len <= semantics.seq_len
@@ -46,37 +42,22 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
 
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
     """All ops of one step, in an order that is right one after the other."""
-    loads, resident, kinds = _loads(plan), plan.policy.resident_blocks, [b.kind for b in plan.workload.blocks]
+    resident, kinds = plan.policy.resident_blocks, [b.kind for b in plan.workload.blocks]
     n_slots = plan.policy.prefetch_depth + 1
     layers = [b for b, kind in enumerate(kinds) if kind is BlockKind.LAYER and b not in resident]
     in_turn = cycle([Slot("weights", i) for i in range(min(n_slots, len(layers)))])
     held: dict[Slot, int] = {}  # what the weight slots hold
     for first in range(0, n_micro_batches, group):
         for b, kind in enumerate(kinds):
-            if b in resident:
-                slot = Slot("resident_weights", resident.index(b))
-            else:
-                slot = next(in_turn) if kind is BlockKind.LAYER else Slot("vocab_weights", 0)
+            slot = next(in_turn) if kind is BlockKind.LAYER and b not in resident else plan.weights_slot(b)
             if held.get(slot) != b:
                 held[slot] = b
-                yield from (replace(load, writes=(slot,), waits=()) for load in loads[b])
+                state = [("state", Slot("state", b)), *([("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else [])]
+                yield Op(Kind.LOAD, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
-                places = [Slot("boundaries", 2 * (m - first) + parity % 2) for parity in (b - 1, b)]
-                reads = [slot, *places[:1]] if b else [slot]
-                writes = places[1:] if kind is not BlockKind.HEAD else []
-                yield Op(Kind.FORWARD, LANE_OF[Kind.FORWARD], b, m, tuple(reads), tuple(writes))
-
-
-def _loads(plan: Plan) -> dict[int, list[Op]]:
-    """The first load of each block, chunk by chunk."""
-    loads: dict[int, list[Op]] = {b: [] for b in range(len(plan.workload.blocks))}
-    for op in plan.ops:
-        if op.kind is Kind.LOAD and all(op.chunk != known.chunk for known in loads[op.block]):
-            loads[op.block].append(op)
-    for b, chunks in loads.items():
-        if not chunks:
-            raise PlanError(f"the plan never loads block {b}; make it again with `penstock plan`")
-    return loads
+                x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))
+                reads = [("weights", slot), *([("x", x)] if b else [])]
+                yield Op(Kind.FORWARD, b, m, (*reads, *([("y", y)] if kind is not BlockKind.HEAD else [])))
 
 
 def _waits(ops: Sequence[Op]) -> Iterator[tuple[Wait, ...]]:
@@ -91,9 +72,9 @@ def _waits(ops: Sequence[Op]) -> Iterator[tuple[Wait, ...]]:
     for at in range(2 * n):
         op = ops[at % n]
         other = Lane.H2D if op.lane is Lane.GPU else Lane.GPU
-        last = max(used.get((slot, other, True), -1) for slot in (*op.reads, *op.writes))
+        last = max(used.get((slot, other, True), -1) for _, slot in op.operands)
         last = max(last, *(used.get((slot, other, False), -1) for slot in op.writes), -1)
-        used |= {(slot, op.lane, slot in op.writes): at for slot in (*op.reads, *op.writes)}
+        used |= {(slot, op.lane, slot in op.writes): at for _, slot in op.operands}
         is_new, known[op.lane] = last > known[op.lane], max(last, known[op.lane])
         if at >= n:
             yield (Wait(last % n, 1 - last // n),) if is_new else ()

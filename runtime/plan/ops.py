@@ -1,7 +1,7 @@
 """What is one instruction of a plan?
 
-An op, on its lane, with the slots it reads and writes and the ops it waits for. What each kind reads and writes: `plan.py`. A plan
-may name ops once that a step performs many times: its `Repeat`.
+An op, with the slots it reads and writes, by name, and the ops it waits for. CONTRACT says for each kind where it runs and what its
+operands are. A plan may name ops once that a step performs many times: its `Repeat`.
 """
 
 import re
@@ -30,7 +30,7 @@ class Lane(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an op does; the module docstring says what each reads and writes."""
+    """What an op does; CONTRACT says where, and what it reads and writes."""
 
     __hash__ = str.__hash__
 
@@ -50,22 +50,51 @@ class Kind(StrEnum):
     SQUARE = "square"
 
 
-LANE_OF = {
-    Kind.LOAD: Lane.H2D,
-    Kind.FORWARD: Lane.GPU,
-    Kind.LOSS: Lane.GPU,
-    Kind.BACKWARD: Lane.GPU,
-    Kind.OFFLOAD: Lane.D2H,
-    Kind.ACCUMULATE: Lane.CPU,
-    Kind.NORM: Lane.CPU,
-    Kind.UPDATE: Lane.CPU,
-    Kind.SPILL: Lane.D2H,
-    Kind.FETCH: Lane.H2D,
-    Kind.SPECULATE: Lane.CPU,
-    Kind.SETTLE: Lane.CPU,
-    Kind.RECOMPUTE: Lane.GPU,
-    Kind.SQUARE: Lane.GPU,
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The lane of a kind of op, and its operands by name. What it reads and writes it changes in place.
+
+    Of some an op has none (`x?`) or any number (`squares*`): docs in `plan.py` say when.
+    """
+
+    lane: Lane
+    reads: frozenset[str]
+    writes: frozenset[str]
+    names: tuple[str, ...]  # of all, in the order in which an op has them
+    required: frozenset[str]
+    repeated: frozenset[str]
+
+    @staticmethod
+    def of(lane: Lane, reads: str, writes: str) -> "Signature":
+        every = [*reads.split(), *writes.split()]
+        return Signature(
+            lane,
+            frozenset(name.rstrip("?*") for name in reads.split()),
+            frozenset(name.rstrip("?*") for name in writes.split()),
+            tuple(dict.fromkeys(name.rstrip("?*") for name in every)),
+            frozenset(name for name in every if name[-1] not in "?*"),
+            frozenset(name[:-1] for name in every if name[-1] == "*"),
+        )
+
+
+# x is what a block computes from, y what it computes; backward finds the gradient of y in y's place and puts that of x in x's.
+CONTRACT = {
+    Kind.LOAD: Signature.of(Lane.H2D, "state tied?", "weights"),
+    Kind.FORWARD: Signature.of(Lane.GPU, "weights x?", "y?"),
+    Kind.RECOMPUTE: Signature.of(Lane.GPU, "weights x", "y"),
+    Kind.LOSS: Signature.of(Lane.GPU, "weights x sum?", "x sum? gradient?"),
+    Kind.BACKWARD: Signature.of(Lane.GPU, "weights? y x? sum?", "x? sum? gradient?"),
+    Kind.SQUARE: Signature.of(Lane.GPU, "gradient", "squares"),
+    Kind.SPILL: Signature.of(Lane.D2H, "y", "spilled"),
+    Kind.FETCH: Signature.of(Lane.H2D, "spilled", "y"),
+    Kind.OFFLOAD: Signature.of(Lane.D2H, "gradient squares?", "arrived norm?"),
+    Kind.ACCUMULATE: Signature.of(Lane.CPU, "staged arrived", "arrived"),
+    Kind.NORM: Signature.of(Lane.CPU, "arrived? tied? squares* norm", "norm"),
+    Kind.SPECULATE: Signature.of(Lane.CPU, "arrived tied? state", "shadow"),
+    Kind.UPDATE: Signature.of(Lane.CPU, "arrived tied? norm? state", "state"),
+    Kind.SETTLE: Signature.of(Lane.CPU, "arrived tied? norm state shadow", "state shadow"),
 }
+LANE_OF = {kind: signature.lane for kind, signature in CONTRACT.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -108,68 +137,94 @@ class Wait:
         return Wait(int(match[1]), int(match[2] or 0), int(match[3] or 0))
 
 
+Operand = tuple[str, Slot]
 _OP_LINE = re.compile(
-    r"(?P<kind>[a-z]+) (?P<lane>[a-z0-9]+) b(?P<block>[0-9]{1,9})(?: c(?P<chunk>[0-9]{1,9}))?(?: m(?P<micro_batch>[0-9]{1,9}))?"
-    r"(?: < (?P<reads>[^<>^]+?))?(?: > (?P<writes>[^<>^]+?))?(?: \^ (?P<waits>[0-9@~ ]+))?"
+    r"(?P<kind>[a-z]+) (?P<lane>[a-z0-9]+) b(?P<block>[0-9]{1,9})(?: m(?P<micro_batch>[0-9]{1,9}))?"
+    r"(?P<operands>(?: [a-z_]{1,40}=[^\s^]{1,60})*)(?: \^ (?P<waits>[0-9@~ ]+))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One instruction. Its line, `forward gpu b2 m0 < weights[1] boundaries[4] > boundaries[8] ^ 3 17@1`, parses back."""
+    """One instruction. Its line, `forward gpu b2 m0 weights=weights[1] x=activations[4] y=activations[8] ^ 3 17@1`, parses back."""
 
     kind: Kind
-    lane: Lane
     block: int
     micro_batch: int | None = None
-    reads: tuple[Slot, ...] = ()
-    writes: tuple[Slot, ...] = ()
+    operands: tuple[Operand, ...] = ()
     waits: tuple[Wait, ...] = ()
-    chunk: int | None = None
 
     def __str__(self) -> str:
-        parts = [self.name]
-        for mark, items in (("<", self.reads), (">", self.writes), ("^", self.waits)):
-            if items:
-                parts += [mark, *map(str, items)]
-        return " ".join(parts)
+        parts = [self.name, *(f"{name}={slot}" for name, slot in self.operands)]
+        return " ".join([*parts, "^", *map(str, self.waits)] if self.waits else parts)
 
     @property
     def name(self) -> str:
-        """The line without slots and waits: `forward gpu b2 m0`, or `load h2d b3 c1` for a chunk."""
-        chunk = "" if self.chunk is None else f" c{self.chunk}"
+        """The line without slots and waits: `forward gpu b2 m0`."""
         micro_batch = "" if self.micro_batch is None else f" m{self.micro_batch}"
-        return f"{self.kind} {self.lane} b{self.block}{chunk}{micro_batch}"
+        return f"{self.kind} {self.lane} b{self.block}{micro_batch}"
+
+    @property
+    def lane(self) -> Lane:
+        return LANE_OF[self.kind]
+
+    @property
+    def reads(self) -> tuple[Slot, ...]:
+        names = CONTRACT[self.kind].reads
+        return tuple([slot for name, slot in self.operands if name in names])
+
+    @property
+    def writes(self) -> tuple[Slot, ...]:
+        names = CONTRACT[self.kind].writes
+        return tuple([slot for name, slot in self.operands if name in names])
+
+    def get(self, name: str) -> Slot | None:
+        """The operand of that name, if the op has it; the first of several."""
+        for known, slot in self.operands:
+            if known == name:
+                return slot
+        return None
+
+    def __getitem__(self, name: str) -> Slot:
+        slot = self.get(name)
+        if slot is None:
+            raise PlanError(f"{self.name}: has no `{name}`; make the plan again with `penstock plan`")
+        return slot
+
+    def every(self, name: str) -> tuple[Slot, ...]:
+        """All operands of that name."""
+        return tuple([slot for known, slot in self.operands if known == name])
 
     @staticmethod
     def parse(line: str) -> "Op":
         """The op written as `line`; PlanError when it is not one."""
         match = _OP_LINE.fullmatch(line)
         if match is None:
-            raise PlanError(f"{line[:120]!r} is not an op; write for example: load h2d b3 < masters[3] > weights[1] ^ 12")
+            raise PlanError(f"{line[:120]!r} is not an op; write for example: load h2d b3 state=state[3] weights=weights[1] ^ 12")
         try:
             kind, lane = Kind(match["kind"]), Lane(match["lane"])
         except ValueError:
             raise PlanError(f"{line[:120]!r}: unknown kind or lane; kinds are {', '.join(Kind)}") from None
         if LANE_OF[kind] is not lane:
             raise PlanError(f"{line[:120]!r}: {kind} runs on lane {LANE_OF[kind]}, not {lane}")
+        operands = [text.partition("=") for text in match["operands"].split()]
+        _refuse_operands(kind, [name for name, _, _ in operands], line)
         return Op(
             kind,
-            lane,
             int(match["block"]),
             None if match["micro_batch"] is None else int(match["micro_batch"]),
-            tuple(map(Slot.parse, (match["reads"] or "").split())),
-            tuple(map(Slot.parse, (match["writes"] or "").split())),
+            tuple((name, Slot.parse(slot)) for name, _, slot in operands),
             tuple(map(Wait.parse, (match["waits"] or "").split())),
-            None if match["chunk"] is None else int(match["chunk"]),
         )
 
-    def slot(self, *arenas: str) -> Slot | None:
-        """The first slot this op reads or writes in one of the named arenas."""
-        for slot in (*self.reads, *self.writes):
-            if slot.arena in arenas:
-                return slot
-        return None
+
+def _refuse_operands(kind: Kind, names: list[str], line: str) -> None:
+    """The operands are those of the kind, in the contract's order."""
+    contract = CONTRACT[kind]
+    in_order = [known for known in contract.names for name in names if name == known]
+    twice = {name for name in names if names.count(name) > 1}
+    if names != in_order or not contract.required <= {*names} or not twice <= contract.repeated:
+        raise PlanError(f"{line[:120]!r}: operands of {kind} are {', '.join(contract.names)}, in this order")
 
 
 def _op_from_line(value: object) -> object:

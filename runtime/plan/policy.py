@@ -52,6 +52,11 @@ class Semantics:
         """Sequences of a last micro-batch that is smaller than the others; 0: all are alike."""
         return self.batch_size % self.micro_batch
 
+    @property
+    def splits_masters(self) -> bool:
+        """Whether an fp32 master is kept as the bf16 weight that is uploaded and the rest of it, 16 bits."""
+        return (self.compute_dtype, self.master_dtype) == ("bf16", "fp32")
+
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""
         return bool(self.n_left) and micro_batch == self.n_micro_batches - 1
@@ -88,14 +93,11 @@ class Policy:
     group_micro_batches: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     keep_blocks: tuple[Natural, ...] = ()  # layers whose activations are kept; the others keep their input and recompute
     update: Update = Update.BARRIER
-    storage: Literal["mirrored", "split"] = "mirrored"  # a bf16 copy beside the fp32 master, or the master cut in two halves
     resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
     spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward
-    early_stop: bool = False  # recompute ends with the last tensor that backward needs
     attention_blocks: tuple[Natural, ...] = ()  # layers that save what attention made, besides their input
     product_blocks: tuple[Natural, ...] = ()  # layers that save what attention and the matrix products made
     boundary_stride: Count = 1  # of so many layers only the last one's output stays; the others' are computed again in backward
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
-    transfer_chunk_bytes: Count | None = None  # compute weights per transfer of a layer; None: a layer at a time
     square_blocks: tuple[Natural, ...] = ()  # blocks of whose gradients the device sums the squares for the norm
     __pydantic_config__ = FILE

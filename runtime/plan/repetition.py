@@ -6,7 +6,8 @@ thousands is performed, simulated and checked as it is.
 
 from dataclasses import replace
 
-from .plan import Op, Plan, Repeat, Wait
+from .ops import Op, Repeat, Wait
+from .plan import Plan
 
 
 def unrolled(plan: Plan) -> Plan:

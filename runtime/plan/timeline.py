@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from .plan import Lane, Plan
+from .ops import Lane
+from .plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

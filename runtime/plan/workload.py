@@ -93,7 +93,6 @@ class Tier:
     """One way to recompute, as a plan stores it; `n_matmuls`: so many of `Block.matmuls` run again, the first ones."""
 
     saved: Saved
-    early_stop: bool
     saved_bytes: Natural
     transient_bytes: Natural
     n_matmuls: Natural
@@ -108,11 +107,10 @@ class Tier:
 class Recompute:
     """What a backward does before gradients flow, and what it needs for that.
 
-    With `early_stop` it ends as soon as the last tensor that autograd saves is there: the product after it is not run.
+    It ends as soon as the last tensor that autograd saves is there: the product after it is not run.
     """
 
     saved: Saved
-    early_stop: bool
     saved_bytes: int  # on the device from forward to backward, for one micro-batch, besides the input
     transient_bytes: int  # peak in the allocator during backward beyond `saved_bytes`, gradients of weights included
     matmuls: tuple[Matmul, ...]
@@ -151,20 +149,19 @@ class Block:
     def forward_flop(self) -> int:
         return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
 
-    def recompute(self, saved: Saved, early_stop: bool) -> Recompute | None:
+    def recompute(self, saved: Saved) -> Recompute | None:
         """What backward computes again if the forward leaves `saved` behind; None where the block has no such tier.
 
-        From the boundary, without early stop, that is the whole forward.
+        Where nothing is said of its input alone, that is the whole forward.
         """
-        if saved is Saved.BOUNDARY and not early_stop:
-            attends = self.attention is not None
-            work = self.pointwise_bytes, self.n_kernels, self.fused_bytes
-            return Recompute(saved, False, 0, self.transient_bytes, self.matmuls, attends, *work)
         for t in self.tiers:
-            if t.saved is saved and t.early_stop == early_stop:
+            if t.saved is saved:
                 again = self.matmuls[: t.n_matmuls]
                 work = t.pointwise_bytes, t.n_kernels, t.fused_bytes
-                return Recompute(saved, early_stop, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
+                return Recompute(saved, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
+        if saved is Saved.BOUNDARY:
+            work = self.pointwise_bytes, self.n_kernels, self.fused_bytes
+            return Recompute(saved, 0, self.transient_bytes, self.matmuls, self.attention is not None, *work)
         return None
 
     @property

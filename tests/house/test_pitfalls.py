@@ -78,7 +78,7 @@ def test_experts_without_a_token_have_gradients_of_zero_and_move_no_other(expert
 
 
 def test_the_number_of_threads_on_the_host_changes_no_bit():
-    """Neither of the norm nor of an update: each tensor's sum has one order, and a chunk's update reads nothing else's."""
+    """Neither of the norm nor of an update: each tensor's sum has one order, and an update reads nothing of another block."""
     semantics = clip_some_steps("llama", semantics_of("llama"))
 
     class ManyThreads(Remembering):
@@ -185,15 +185,12 @@ OTHER_POLICY = {
     "group_micro_batches": 2,
     "keep_blocks": (1,),
     "update": Update.BARRIER,
-    "storage": "split",
     "resident_blocks": (1,),
     "spill_blocks": (0,),
-    "early_stop": True,
     "attention_blocks": (1,),
     "product_blocks": (1,),
     "boundary_stride": 2,
     "speculate_blocks": (1,),
-    "transfer_chunk_bytes": 2048,
     "square_blocks": (1,),
 }
 

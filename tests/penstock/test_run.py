@@ -51,10 +51,7 @@ def test_every_policy_leaves_the_same_bytes(home, model_type):
         {
             "group_micro_batches": 2,
             "update": "deferred",
-            "storage": "split",
             "speculate_blocks": [0, 1, 3],
-            "transfer_chunk_bytes": 4096,
-            "early_stop": True,
             "spill_blocks": [0, 1],
             "product_blocks": [] if model_type == "gpt_oss" else [2],  # it adds biases to products in place
         },
@@ -88,11 +85,11 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit_under_another_policy(
     plan = plan_in(home, *of)
     assert train(home, plan, out="whole", steps=7).exit_code == 0
     assert train(home, plan, out="broken", steps=3).exit_code == 0
-    speculating = {"update": "deferred", "storage": "split", "speculate_blocks": [0, 2, 4], "transfer_chunk_bytes": 4096}
+    speculating = {"update": "deferred", "speculate_blocks": [0, 2, 4]}
     policies = {
         4: {"prefetch_depth": 3, "update": "deferred"},
         5: speculating | {"group_micro_batches": 2},
-        7: {"early_stop": True},
+        7: {"boundary_stride": 2},
     }
     for n_steps, policy in policies.items():
         (home / "policy.json").write_text(json.dumps(policy))

@@ -1,13 +1,26 @@
-"""Are the waits of a plan those that are needed, and no more?"""
+"""Does a plan have the ops and the waits that are needed, and no more?"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 
-from planner.lower.arenas import host_slots
 from planner.lower.lower import lower
+from planner.lower.passes import (
+    computed,
+    with_activations,
+    with_barrier,
+    with_gradients,
+    with_late_offloads,
+    with_squares,
+    with_updates,
+    with_weights,
+)
 from planner.lower.waits import waits_of
 from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Op, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Op, Policy, Semantics, Slot, Update, Wait
 from tests.strategies import MODEL, PROFILE, cases, small_workload
 
 
@@ -25,11 +38,11 @@ def test_the_waits_of_the_second_step_are_those_of_every_later_one(case):
 def test_an_op_waits_for_the_last_writer_and_a_writer_for_all_readers_once_each():
     a, b = Slot("a", 0), Slot("b", 0)
     ops = [
-        Op(Kind.LOAD, Lane.H2D, 0, None, (), (a,)),
-        Op(Kind.FORWARD, Lane.GPU, 0, 0, (a,), (b,)),
-        Op(Kind.SPILL, Lane.D2H, 0, 0, (b,), ()),
-        Op(Kind.LOAD, Lane.H2D, 0, None, (), (a,)),
-        Op(Kind.FORWARD, Lane.GPU, 0, 0, (a,), (b,)),
+        Op(Kind.LOAD, 0, None, (("weights", a),)),
+        Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
+        Op(Kind.SPILL, 0, 0, (("y", b),)),
+        Op(Kind.LOAD, 0, None, (("weights", a),)),
+        Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
     ]
     assert waits_of(ops, {}, 2) == [
         (Wait(4, 1),),  # the reader of `a` in the step before
@@ -40,29 +53,65 @@ def test_an_op_waits_for_the_last_writer_and_a_writer_for_all_readers_once_each(
     ]
 
 
-@pytest.mark.parametrize("name", ["boundary_stride", "transfer_chunk_bytes", "speculate_blocks", "product_blocks"])
+@pytest.mark.parametrize("name", ["boundary_stride", "square_blocks", "speculate_blocks", "product_blocks"])
 def test_what_does_not_go_together_is_refused_in_one_line(name):
     workload, semantics = small_workload(4, tied=False), Semantics(seq_len=4, batch_size=2, micro_batch=1)
     wrong = {
         "boundary_stride": Policy(boundary_stride=2, keep_blocks=(1,)),
-        "transfer_chunk_bytes": Policy(transfer_chunk_bytes=100),  # micro-batches one after another
+        "square_blocks": Policy(square_blocks=(1,)),  # micro-batches one after another
         "speculate_blocks": Policy(speculate_blocks=(1,)),  # barrier
         "product_blocks": Policy(product_blocks=(1,), keep_blocks=(1,)),
     }[name]
     with pytest.raises(PlanError) as raised:
         lower(MODEL, workload, semantics, wrong, PROFILE)
-    assert name in str(raised.value) or name == "transfer_chunk_bytes"
+    assert name in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_every_chunk_has_a_slot_of_its_own():
+def test_every_block_has_a_slot_of_its_own_for_its_state_and_after_them_every_shadow():
     workload, semantics = small_workload(4, tied=False), Semantics(seq_len=4, batch_size=1, micro_batch=1)
-    plan = lower(MODEL, workload, semantics, Policy(transfer_chunk_bytes=1), PROFILE)
-    numbers = [n for slots in host_slots(plan) for n in slots]
-    moments = plan.arena("moments")
-    assert moments is not None
-    assert numbers == list(range(len(moments.slot_bytes)))
-    assert len(numbers) > len(workload.blocks)
+    plan = lower(MODEL, workload, semantics, Policy(update=Update.DEFERRED, speculate_blocks=(1, 3)), PROFILE)
+    assert {op.block: op["state"] for op in plan.ops if op.get("state")} == {b: Slot("state", b) for b in range(6)}
+    assert {op.block: op["shadow"] for op in plan.ops if op.get("shadow")} == {1: Slot("state", 6), 3: Slot("state", 7)}
+
+
+PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
+    (with_weights, {Kind.LOAD}, {"weights"}),
+    (partial(with_activations, ring_goes_on=True), {Kind.SPILL, Kind.FETCH}, {"x", "y"}),
+    (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD, Kind.ACCUMULATE}, {"sum", "gradient"}),
+    (with_squares, {Kind.SQUARE}, {"squares", "norm"}),
+    (with_late_offloads, {Kind.OFFLOAD}, set()),
+    (with_updates, {Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE}, set()),
+    (with_barrier, set(), set()),
+]
+
+
+@given(cases())
+@settings(deadline=None)
+def test_a_pass_adds_what_it_is_for_and_leaves_all_else_as_it_was(case):
+    plan = case.plan
+
+    def written(ops, without=frozenset()):
+        return [(op.kind, op.block, op.micro_batch, *(o for o in op.op().operands if o[0] not in without)) for op in ops]
+
+    ops = list(computed(plan))
+    for one_pass, kinds, names in PASSES:
+        before = written(ops)
+        ops = list(one_pass(plan, ops))
+        after = written(ops, names)
+        assert [op for op in after if op[0] not in kinds] == [op for op in before if op[0] not in kinds]
+        assert Counter(before) <= Counter(after)
+        assert {op[0] for op in (Counter(after) - Counter(before))} <= kinds
+    assert [draft.op() for draft in ops] == [replace(op, waits=()) for op in plan.ops]
+
+
+@given(cases())
+@settings(deadline=None)
+def test_dtypes_decide_how_large_slots_are_and_never_which_ops_there_are(case):
+    for dtypes in (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "fp32", "fp32")):
+        compute, gradient, master = dtypes
+        semantics = replace(case.semantics, compute_dtype=compute, gradient_dtype=gradient, master_dtype=master)
+        assert replace(case, semantics=semantics).plan.ops == case.plan.ops
 
 
 def test_a_layer_whose_input_did_not_stay_is_computed_again_just_before_it_is_needed():

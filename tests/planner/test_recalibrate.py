@@ -66,7 +66,7 @@ WRONG = [
     ("h200-pcie5", {PRODUCTS: 0.7}),
     ("h200-pcie5", {PRODUCTS: 1.3}),
     ("h200-pcie5", {UP: 0.5, "optimizer": 1.3}),
-    ("h200-pcie5", {"device memory": 0.7, PRODUCTS: 1.2}),
+    ("h200-pcie5", {"device memory": 0.7, PRODUCTS: 1.25}),
     ("h200-pcie5", {"host DRAM": 0.6}),
     ("h200-pcie5", {"ops' overhead": 0.2}),
     ("h200-pcie5", {DOWN: 0.6}),

@@ -129,7 +129,7 @@ def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
 
 def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it():
     """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
-    model, profile = read_model("qwen2.5-32b"), read_profile("rtx4090-server")
+    model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
     semantics, workload = with_micro_batch(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
     fixed = baseline("megatrain", semantics, workload)
     needs = footprint(frame(model, workload, semantics, fixed), profile)

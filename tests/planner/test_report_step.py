@@ -85,7 +85,7 @@ def obviously_held(plan, spans, at_s):
     found = Counter()
     for arena in plan.arenas:
         for i, n_bytes in enumerate(arena.slot_bytes):
-            if arena.name in ("masters", "remainders", "moments", "host_weights", "norm"):
+            if arena.name in ("state", "norm"):
                 found[arena.name] += n_bytes
                 continue
             slot = Slot(arena.name, i)
@@ -93,9 +93,8 @@ def obviously_held(plan, spans, at_s):
             if not following:
                 continue
             span, op = following[0]
-            needs_what_is_there = slot in op.reads and not (op.kind is Kind.ACCUMULATE and op.micro_batch == 0)
-            goes_on = op.kind is Kind.LOAD and op.chunk
-            if needs_what_is_there or goes_on or span.start_s <= at_s:
+            begins_a_sum = op.micro_batch == 0 and (op.kind is Kind.ACCUMULATE or slot == op.get("sum"))
+            if (slot in op.reads and not begins_a_sum) or span.start_s <= at_s:
                 found[arena.name] += n_bytes
     return found
 
@@ -103,18 +102,21 @@ def obviously_held(plan, spans, at_s):
 @pytest.mark.parametrize(
     ("line", "anew"),
     [
-        ("load h2d b3 < host_weights[3] > weights[1]", True),
-        ("load h2d b3 c0 < host_weights[6] > weights[1]", True),
-        ("load h2d b3 c1 < host_weights[7] > weights[1]", False),  # joins what the first chunk began
-        ("offload d2h b3 c1 < gradients[0] > host_gradients[7]", True),  # each chunk has a slot of its own
-        ("accumulate cpu b3 m0 < staging[0] host_gradients[3] > host_gradients[3]", True),  # the sum begins with zero
-        ("accumulate cpu b3 m1 < staging[0] host_gradients[3] > host_gradients[3]", False),
-        ("backward gpu b3 m0 < weights[1] boundaries[3] boundaries[2] > boundaries[2]", False),
+        ("load h2d b3 state=state[3] weights=weights[1]", {"weights": True}),
+        ("offload d2h b3 gradient=gradients[0] squares=squares[2] arrived=host_gradients[3] norm=norm[3]", {"arrived": True}),
+        ("accumulate cpu b3 m0 staged=staging[0] arrived=host_gradients[3]", {"arrived": True}),  # the sum begins with zero
+        ("accumulate cpu b3 m1 staged=staging[0] arrived=host_gradients[3]", {"arrived": False}),
+        ("backward gpu b3 m0 weights=weights[1] y=activations[3] x=activations[2] sum=sums[0]", {"x": False, "sum": True}),
+        ("backward gpu b3 m1 weights=weights[1] y=activations[3] x=activations[2] sum=sums[0]", {"x": False, "sum": False}),
+        (
+            "backward gpu b3 m2 weights=weights[1] y=activations[3] x=activations[2] sum=sums[0] gradient=gradients[1]",
+            {"x": False, "sum": False, "gradient": True},
+        ),
     ],
 )
 def test_what_is_added_to_a_slot_prolongs_what_it_holds(line, anew):
     op = Op.parse(line)
-    assert begins_anew(op, op.writes[0]) == anew
+    assert {name: begins_anew(op, op[name]) for name in anew} == anew
 
 
 @settings(max_examples=60)
@@ -151,7 +153,7 @@ def test_activations_are_held_from_their_forward_to_their_backward_and_no_longer
                 if b in policy.keep_blocks:
                     kept += blocks[b].kept_bytes
                 elif b in (*policy.attention_blocks, *policy.product_blocks):
-                    kept += blocks[b].recompute(plan.saved(b), policy.early_stop).saved_bytes
+                    kept += blocks[b].recompute(plan.saved(b)).saved_bytes
             computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
         assert (
             device.series.get("kept activations", [0] * (at + 1))[at] == kept

@@ -44,12 +44,12 @@ def ways(workload, b, of, cost):
     block = workload.blocks[b]
     yield block.kept_bytes, block.transient_bytes, 0.0
     for saved in Saved:
-        again = block.recompute(saved, True) or block.recompute(saved, False)
+        again = block.recompute(saved)
         if again is not None:
             step_s = (of.batch_size // of.micro_batch) * cost.recompute_s(block, again, of)
             if of.n_left:
                 less = workload.smaller[b]
-                step_s += cost.recompute_s(less, less.recompute(saved, True) or less.recompute(saved, False), of)
+                step_s += cost.recompute_s(less, less.recompute(saved), of)
             yield again.saved_bytes, again.transient_bytes, step_s
 
 
@@ -174,7 +174,7 @@ def test_besides_state_memory_is_that_of_a_plan_that_keeps_as_much(model):
     keeping = Policy(keep_blocks=tuple(range(1, workload.n_layers + 1)))
     planned = footprint(frame(model, workload, replace(of, batch_size=2), keeping), profile).device
     assert planned["documents"] > 0
-    named = ("boundaries", "block being computed", "kernels and workspaces", "context", "documents", "kept activations")
+    named = ("activations", "block being computed", "kernels and workspaces", "context", "documents", "kept activations")
     assert sum(found.needs.device[name] for name in named) == sum(planned[name] for name in named)
     state = {"weights", "masters", "moments", "gradients"}
     assert set(found.needs.device) == {*named, *state}

@@ -82,8 +82,8 @@ def workloads(draw, semantics, most_layers=5):
                 kept_bytes=boundary * 3,
                 transient_bytes=boundary * 6,
                 tiers=(
-                    Tier(Saved.BOUNDARY, True, 0, boundary * 6, 1, True, boundary, 1),
-                    Tier(Saved.PRODUCTS, True, boundary * 2, boundary * 6, 0, False, boundary, 1),
+                    Tier(Saved.BOUNDARY, 0, boundary * 6, 1, True, boundary, 1),
+                    Tier(Saved.PRODUCTS, boundary * 2, boundary * 6, 0, False, boundary, 1),
                 ),
             )
         )
@@ -146,13 +146,10 @@ def members(draw, family, s, workload):
         keep_blocks=kept,
         product_blocks=tuple(b for b, how in enumerate(saving, 1) if how == "products"),
         update=family.update,
-        storage=draw(st.sampled_from(["mirrored", "split"])) if s.compute_dtype == "bf16" else "mirrored",
         resident_blocks=some(range(n_layers + 2)) if draw(st.booleans()) else (),
         spill_blocks=spilled,
-        early_stop="products" in saving or draw(st.booleans()),
         boundary_stride=family.boundary_stride,
         speculate_blocks=some(range(n_layers + 2)) if family.update is Update.DEFERRED and draw(st.booleans()) else (),
-        transfer_chunk_bytes=draw(st.sampled_from([None, 1, 10_000_000])) if one_group else None,
         square_blocks=some(can_square(workload)) if one_group and draw(st.booleans()) else (),
     )
 
@@ -301,7 +298,7 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     else:
         monkeypatch.setattr("planner.search.branch.MAX_SEARCHED_OPS", 0)
         monkeypatch.setattr("planner.search.branch.MOST_RELAXED", 0)
-    for name in ("_scout", "_climb", "_cut_transfers", "_prefetch_less"):
+    for name in ("_scout", "_climb", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
@@ -345,7 +342,7 @@ def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypat
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
-    one_group = Policy(group_micro_batches=8, storage="split", spill_blocks=tuple(range(24)))
+    one_group = Policy(group_micro_batches=8, spill_blocks=tuple(range(24)))
     needs = footprint(frame(model, workload, s, one_group), machine)
     profile = machine.with_memory(None, needs.host_peak_bytes + 10**7)
     monkeypatch.setattr("planner.search.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))

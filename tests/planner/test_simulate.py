@@ -172,9 +172,9 @@ def test_the_same_plan_gives_the_same_timeline(case):
 def test_two_lanes_that_share_one_core_take_turns_at_half_speed():
     """By hand: 2 s and 4 s of work on one core: both at half speed until 4 s, then the rest alone until 6 s."""
     ops = [
-        Op(Kind.LOAD, Lane.H2D, 0, waits=(Wait(2, 1),)),
-        Op(Kind.UPDATE, Lane.CPU, 0, waits=(Wait(2, 1),)),
-        Op(Kind.FORWARD, Lane.GPU, 0, waits=(Wait(0), Wait(1))),
+        Op(Kind.LOAD, 0, waits=(Wait(2, 1),)),
+        Op(Kind.UPDATE, 0, waits=(Wait(2, 1),)),
+        Op(Kind.FORWARD, 0, waits=(Wait(0), Wait(1))),
     ]
     plan = plan_of(ops)
     one_core = ((Resource.CORES, 1.0),)
@@ -184,7 +184,7 @@ def test_two_lanes_that_share_one_core_take_turns_at_half_speed():
 
 
 def test_an_overhead_draws_nothing():
-    plan = plan_of([Op(Kind.LOAD, Lane.H2D, 0), Op(Kind.UPDATE, Lane.CPU, 0)])
+    plan = plan_of([Op(Kind.LOAD, 0), Op(Kind.UPDATE, 0)])
     one_core = ((Resource.CORES, 1.0),)
     demands = [Demand(4.0, 1.0, one_core), Demand(0.0, 4.0, one_core)]
     spans = [s for s in simulate(plan, demands, Region(one_core), max_steps=2).timeline.spans if s.step == 0]
@@ -194,9 +194,9 @@ def test_an_overhead_draws_nothing():
 def test_steps_that_alternate_are_averaged_over_their_cycle():
     """By hand: a ring of three ops of 2 s over two steps; the steps end at 4, 6, 10, 12, 16 s."""
     ops = [
-        Op(Kind.FORWARD, Lane.GPU, 0, waits=(Wait(2, 1),)),
-        Op(Kind.UPDATE, Lane.CPU, 0, waits=(Wait(0, 1),)),
-        Op(Kind.OFFLOAD, Lane.D2H, 0, waits=(Wait(1),)),
+        Op(Kind.FORWARD, 0, waits=(Wait(2, 1),)),
+        Op(Kind.UPDATE, 0, waits=(Wait(0, 1),)),
+        Op(Kind.OFFLOAD, 0, waits=(Wait(1),)),
     ]
     prediction = simulate(plan_of(ops), [Demand(0.0, 2.0)] * 3, None)
     assert (prediction.periodic, prediction.n_cycle_steps) == (True, 2)
@@ -206,14 +206,14 @@ def test_steps_that_alternate_are_averaged_over_their_cycle():
 
 def test_lanes_that_drift_apart_are_no_rhythm():
     """The optimizer gains 0.01 s on the others in every step and never stands where it stood: averaged, and flagged."""
-    ops = [Op(Kind.FORWARD, Lane.GPU, 0), Op(Kind.UPDATE, Lane.CPU, 0)]
+    ops = [Op(Kind.FORWARD, 0), Op(Kind.UPDATE, 0)]
     prediction = simulate(plan_of(ops), [Demand(0.0, 1.0), Demand(0.0, 0.99)], None)
     assert not prediction.periodic
     assert prediction.step_s == pytest.approx(1.0)
 
 
 def test_a_plan_that_waits_in_a_ring_is_refused_with_the_ring():
-    ops = [Op(Kind.FORWARD, Lane.GPU, 1, waits=(Wait(1),)), Op(Kind.LOAD, Lane.H2D, 1, waits=(Wait(0),))]
+    ops = [Op(Kind.FORWARD, 1, waits=(Wait(1),)), Op(Kind.LOAD, 1, waits=(Wait(0),))]
     with pytest.raises(PlanError, match="forward gpu b1 waits for load h2d b1; load h2d b1 waits for forward gpu b1"):
         simulate(plan_of(ops), [Demand(0.0, 1.0)] * 2, None)
 

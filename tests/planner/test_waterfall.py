@@ -77,7 +77,7 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
     for m, b in product(range(case.semantics.n_micro_batches), range(1, case.workload.n_layers + 1)):
         blocks = case.plan.blocks_of(m)
         if b not in case.policy.keep_blocks:
-            again = blocks[b].recompute(case.plan.saved(b), case.policy.early_stop)
+            again = blocks[b].recompute(case.plan.saved(b))
             again_s += cost.recompute_s(blocks[b], again, case.plan.semantics)
         if b % case.policy.boundary_stride and b != case.workload.n_layers:
             again_s += cost.forward_s(blocks[b], case.plan.semantics)

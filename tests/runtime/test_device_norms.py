@@ -1,7 +1,7 @@
 """Is a norm that the device makes the host's, at no cost to the host?"""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from runtime.host.norms import squares_at_once
 from runtime.host.optimizer import CHUNK_ELEMENTS, sum_of_squares
 from runtime.plan import Kind, Lane, Policy, Semantics, Slot, Update, Wait
 from runtime.plan.region import Resource
-from tests.edits import error_of, index, small, with_op
+from tests.edits import error_of, index, small, with_op, with_slots
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import (
@@ -56,31 +56,28 @@ SPECULATING = Policy(
     group_micro_batches=4,
     update=Update.DEFERRED,
     speculate_blocks=(0, 2, 3),
-    transfer_chunk_bytes=2048,
-    storage="split",
 )
-EAGER = Policy(square_blocks=ALL, group_micro_batches=4, update=Update.EAGER, transfer_chunk_bytes=2048, gradient_slots=2)
+EAGER = Policy(square_blocks=ALL, group_micro_batches=4, update=Update.EAGER, gradient_slots=2)
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("update", list(Update))
-@pytest.mark.parametrize("chunk_bytes", [None, 1])
-def test_each_gradient_is_squared_once_it_is_whole_and_the_sums_leave_with_its_first_transfer(update, chunk_bytes):
-    knobs = {"update": update, "transfer_chunk_bytes": chunk_bytes, "gradient_slots": 2, "square_blocks": ALL_OF_SMALL}
-    plan = small(n_micro_batches=2, group_micro_batches=2, **knobs)
+def test_each_gradient_is_squared_once_it_is_whole_and_the_sums_leave_with_it(update):
+    plan = small(n_micro_batches=2, group_micro_batches=2, update=update, gradient_slots=2, square_blocks=ALL_OF_SMALL)
     check(plan)
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind in (Kind.BACKWARD, Kind.LOSS)}
     for b in range(5):
         (square,) = (i for i, op in enumerate(plan.ops) if (op.kind, op.block) == (Kind.SQUARE, b))
         assert square == last[b] + 1
-        first, *others = (op for op in plan.ops if (op.kind, op.block) == (Kind.OFFLOAD, b))
-        assert (first.reads[1:], first.writes[1:]) == ((Slot("squares", b),), (Slot("host_squares", b),))
-        assert all(len(op.reads) == len(op.writes) == 1 for op in others)
+        (offload,) = (op for op in plan.ops if (op.kind, op.block) == (Kind.OFFLOAD, b))
+        assert (offload["squares"], offload["norm"]) == (Slot("squares", b), Slot("norm", 1 + b))
+        assert plan.ops[square]["squares"] == offload["squares"]
+        assert plan.ops[square]["gradient"] == offload["gradient"]
     norms = [op for op in plan.ops if op.kind is Kind.NORM]
     assert [op.block for op in norms] == [0]
-    assert "host_gradients" not in {slot.arena for slot in norms[0].reads}
+    assert {slot.arena for _, slot in norms[0].operands} == {"norm"}
 
 
 def test_a_tied_weight_is_normed_where_its_gradient_is_made_whole_on_the_host():
@@ -88,54 +85,54 @@ def test_a_tied_weight_is_normed_where_its_gradient_is_made_whole_on_the_host():
     check(plan)
     assert [op.block for op in plan.ops if op.kind is Kind.SQUARE] == [3, 2, 1]
     head, zero = (op for op in plan.ops if op.kind is Kind.NORM)
-    assert [str(slot) for slot in head.reads] == ["host_gradients[4]", "norm[0]"]
-    assert [str(slot) for slot in zero.reads][:2] == ["host_gradients[0]", "host_gradients[4]"]
-    assert [str(slot) for slot in zero.reads][2:] == ["host_squares[0]", "host_squares[1]", "host_squares[2]", "norm[0]"]
+    assert str(replace(head, waits=())) == "norm cpu b4 arrived=host_gradients[4] norm=norm[0]"
+    squares = "squares=norm[1] squares=norm[2] squares=norm[3]"
+    assert str(replace(zero, waits=())) == f"norm cpu b0 arrived=host_gradients[0] tied=host_gradients[4] {squares} norm=norm[0]"
 
 
 def test_a_gradient_that_the_host_sums_is_not_whole_on_the_device():
     plan = small(n_micro_batches=2)
-    policy = dataclasses.replace(plan.policy, square_blocks=(1,))
+    policy = replace(plan.policy, square_blocks=(1,))
     with pytest.raises(PlanError, match="square_blocks need them in one group"):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "with square_blocks all micro-batches must be in one group" in error_of(dataclasses.replace(plan, policy=policy))
+    assert "with square_blocks all micro-batches must be in one group" in error_of(replace(plan, policy=policy))
 
 
 @pytest.mark.parametrize(("tied", "blocks"), [(True, (0,)), (True, (1, 4)), (False, (5,)), (False, (1, 1)), (False, (2, 1))])
 def test_blocks_are_squared_whose_gradients_are_whole_each_named_once(tied, blocks):
     plan = small(tied=tied)
-    policy = dataclasses.replace(plan.policy, square_blocks=blocks)
+    policy = replace(plan.policy, square_blocks=blocks)
     with pytest.raises(PlanError, match="square_blocks must be blocks"):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "policy: square_blocks must name blocks" in error_of(dataclasses.replace(plan, policy=policy))
+    assert "policy: square_blocks must name blocks" in error_of(replace(plan, policy=policy))
 
 
 def test_a_block_is_normed_on_one_side_of_the_link_and_the_embeddings_norm_ends_the_sum():
-    plan = small(square_blocks=(2, 4), transfer_chunk_bytes=1)
+    plan = small(square_blocks=(2, 4))
     check(plan)
-    normed = [(op.block, op.chunk) for op in plan.ops if op.kind is Kind.NORM]
-    assert normed == [(3, 0), (3, 1), (1, 0), (1, 1), (0, None)]
-    reads = [str(slot) for slot in plan.ops[index(plan, "norm cpu b0")].reads]
-    assert reads == ["host_gradients[0]", "host_squares[0]", "host_squares[1]", "norm[0]"]
+    assert [op.block for op in plan.ops if op.kind is Kind.NORM] == [3, 1, 0]
+    ends = replace(plan.ops[index(plan, "norm cpu b0")], waits=())
+    assert str(ends) == "norm cpu b0 arrived=host_gradients[0] squares=norm[1] squares=norm[2] norm=norm[0]"
 
 
 def test_what_is_squared_too_soon_or_left_behind_is_refused_and_named():
     plan = small(n_micro_batches=2, group_micro_batches=2, square_blocks=ALL_OF_SMALL, gradient_slots=2)
     square, backward = index(plan, "square gpu b2"), index(plan, "backward gpu b2 m1")
-    waits = tuple(
-        dataclasses.replace(w, op=backward) if w.op == square else w for w in plan.ops[index(plan, "offload d2h b2")].waits
-    )
+    waits = tuple(replace(w, op=backward) if w.op == square else w for w in plan.ops[index(plan, "offload d2h b2")].waits)
     assert "a race for squares[2]" in error_of(with_op(plan, "offload d2h b2", waits=waits))
     waits = (Wait(index(plan, "offload d2h b1")),)
-    assert "a race for host_" in error_of(with_op(plan, "norm cpu b0", waits=waits))  # whichever of what came with it is seen first
-    assert "must read host_squares[0] host_squares[1]" in error_of(with_op(plan, "norm cpu b0", reads=(Slot("norm", 0),)))
+    message = error_of(with_op(plan, "norm cpu b0", waits=waits))  # whichever of what came with it is seen first
+    assert "a race for norm[1]" in message or "a race for host_gradients[0]" in message
+    assert "must use squares=norm[1] squares=norm[2]" in error_of(
+        with_op(plan, "norm cpu b0", operands=(("norm", Slot("norm", 0)),))
+    )
     square = plan.ops[index(plan, "square gpu b2")]
-    other = plan.ops[index(plan, "square gpu b3")].reads
-    assert other != square.reads
-    message = error_of(with_op(plan, "square gpu b2", reads=other))
+    other = plan.ops[index(plan, "square gpu b3")]["gradient"]
+    assert other != square["gradient"]
+    message = error_of(with_slots(plan, "square gpu b2", gradient=other))
     assert "holds the gradient of block 3, step 0, not the gradient of block 2" in message or "a race" in message
-    assert "twice" in error_of(dataclasses.replace(plan, ops=(*plan.ops, square)))
-    missing = dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, square_blocks=()))
+    assert "twice" in error_of(replace(plan, ops=(*plan.ops, square)))
+    missing = replace(plan, policy=replace(plan.policy, square_blocks=()))
     assert "squares" in error_of(missing)
 
 
@@ -146,20 +143,19 @@ def test_a_square_of_a_sum_that_is_not_complete_is_refused():
     order = [i for i in range(len(plan.ops)) if i != square]
     order.insert(loss, square)
     at = {old: new for new, old in enumerate(order)}
-    ops = tuple(
-        dataclasses.replace(plan.ops[i], waits=tuple(dataclasses.replace(w, op=at[w.op]) for w in plan.ops[i].waits)) for i in order
-    )
-    message = error_of(dataclasses.replace(plan, ops=ops))
-    assert "square gpu b4" in message or "vocab_gradients[0]" in message
+    ops = tuple(replace(plan.ops[i], waits=tuple(replace(w, op=at[w.op]) for w in plan.ops[i].waits)) for i in order)
+    message = error_of(replace(plan, ops=ops))
+    assert "square gpu b4" in message or "gradients[1]" in message
 
 
 def test_an_eager_update_needs_the_sums_of_its_own_block():
     plan = small(update=Update.EAGER, square_blocks=ALL_OF_SMALL)
     check(plan)
     update = plan.ops[index(plan, "update cpu b2")]
-    assert update.reads[1] == Slot("host_squares", 2)
-    for reads in ((update.reads[0], *update.reads[2:]), (update.reads[0], Slot("host_squares", 1), *update.reads[2:])):
-        assert "must read host_gradients[any] host_squares[2]" in error_of(with_op(plan, "update cpu b2", reads=reads))
+    assert update["norm"] == Slot("norm", 3)
+    for norm in (None, Slot("norm", 2), Slot("norm", 0)):
+        message = error_of(with_slots(plan, "update cpu b2", norm=norm))
+        assert "must use arrived=host_gradients[any] norm=norm[3] state=state[2]" in message
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -206,7 +202,7 @@ def test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_woul
         squared[machine] = len(policy.square_blocks)
         assert policy.group_micro_batches == s.n_micro_batches
         for blocks in ((), (0,), tuple(can_square(workload))):
-            other = lower(model, workload, s, dataclasses.replace(policy, square_blocks=blocks), {})
+            other = lower(model, workload, s, replace(policy, square_blocks=blocks), {})
             other_s = simulate(other, CostModel(profile).demands(other), region_of(profile)).step_s
             assert answer.prediction.step_s <= other_s
     assert squared["gh200"] > model.config["num_hidden_layers"] // 2
@@ -233,10 +229,10 @@ def test_the_machine_bound_is_the_least_of_any_share_squared_on_the_device(data)
 def test_whatever_the_search_has_found_is_tried_with_more_squares_and_with_fewer():
     model, profile = read_model("qwen2.5-7b"), read_profile("h200-pcie5")
     s, workload = with_micro_batch(model, Semantics(4096, 2, 1), profile)
-    policy = Policy(prefetch_depth=2, gradient_slots=2, update=Update.DEFERRED, storage="split")
+    policy = Policy(prefetch_depth=2, gradient_slots=2, update=Update.DEFERRED)
     for blocks in ((), (0,), (3, 4, 5), tuple(can_square(workload))):
         tree = Tree(Trial(model, workload, s, profile, None))
-        tree._take(dataclasses.replace(policy, square_blocks=blocks))
+        tree._take(replace(policy, square_blocks=blocks))
         tree._norm_elsewhere()
         assert tree.best.square_blocks == (0,)
 
@@ -245,7 +241,7 @@ def test_whatever_the_search_has_found_is_tried_with_more_squares_and_with_fewer
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
     """Where the host's norms bind, so that it counts what they are spared; the others are in tests/planner/test_search.py."""
-    s = dataclasses.replace(data.draw(semantics()), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"])))
+    s = replace(data.draw(semantics()), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"])))
     workload = data.draw(workloads(s, most_layers=3))
     legal = can_square(workload)
     machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
@@ -253,7 +249,7 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
     n = s.n_micro_batches
     family = Family(data.draw(st.sampled_from(updates)), n, n, 1)
     speculates = family.update is Update.DEFERRED and data.draw(st.booleans())
-    policy = dataclasses.replace(
+    policy = replace(
         family.policy(s),
         prefetch_depth=data.draw(st.integers(1, 3)),
         gradient_slots=data.draw(st.integers(1, 2)),
@@ -296,7 +292,7 @@ def test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit(model_ty
     semantics = semantics_of(model_type, clip_norm=None)
     if policy.update is not Update.EAGER:
         semantics = clip_some_steps(model_type, semantics, key)
-    policy = dataclasses.replace(policy, square_blocks=(1, 2) if tied else ALL)
+    policy = replace(policy, square_blocks=(1, 2) if tied else ALL)
     machine = streamed(tiny_config(model_type, **dict(key)), semantics, policy, delay_seed=3)
     assert differences(machine, plain(model_type, semantics, key)) == []
 
@@ -313,7 +309,7 @@ def test_the_host_sums_squares_of_nothing_but_tied_weights(policy, tied, monkeyp
 
     monkeypatch.setattr(updates, "squares_tasks", listening)
     semantics = semantics_of("llama", clip_norm=None)
-    policy = dataclasses.replace(policy, square_blocks=(1, 2) if tied else ALL)
+    policy = replace(policy, square_blocks=(1, 2) if tied else ALL)
     machine = streamed(tiny_config("llama", tie_word_embeddings=tied), semantics, policy)
     vocab = {p.n_elements for b in (0, 3) for p in machine.host.owned(b)}
     assert set(summed) == (vocab if tied else set())
@@ -332,7 +328,7 @@ class PoisonedOnDevice(Hostile):
         if step == 1 and op.kind is Kind.SQUARE and op.block == self.poisoned_block:
             last = self.plan.workload.blocks[op.block].parameters[-1]
             at = self.plan.workload.blocks[op.block].offsets()[0][last.name]
-            self.arenas.view(op.reads[0], "bf16", (last.n_elements,), at)[-1] = float("inf")
+            self.arenas.view(op["gradient"], "bf16", (last.n_elements,), at)[-1] = float("inf")
         super().perform(index, op, step)
 
 

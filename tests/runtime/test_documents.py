@@ -45,9 +45,9 @@ TYPES = [t for t in MODEL_TYPES if t not in EAGER_ONLY]
 POLICIES = {
     "one by one": Policy(),
     "kept": Policy(keep_blocks=(1, 2, 3), group_micro_batches=4, resident_blocks=(0,)),
-    "attention": Policy(attention_blocks=(1, 2), early_stop=True, group_micro_batches=2),
+    "attention": Policy(attention_blocks=(1, 2), group_micro_batches=2),
     "products": Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
-    "strided": Policy(boundary_stride=2, early_stop=True, group_micro_batches=4, transfer_chunk_bytes=2048),
+    "strided": Policy(boundary_stride=2, group_micro_batches=4),
 }
 # Of the sequences of a step: long and short documents, single tokens, one that is the whole sequence, and the same twice
 CUTS = ((1, 7, 3, 5), (16,), (9, 1, 1, 5), (9, 1, 1, 5))

@@ -47,7 +47,7 @@ from tests.training import (
 POLICIES = {
     "one by one": Policy(),
     "kept": Policy(keep_blocks=(1,), group_micro_batches=4, resident_blocks=(0, 2)),
-    "chunks": Policy(group_micro_batches=4, transfer_chunk_bytes=2048, storage="split", prefetch_depth=2),
+    "one group": Policy(group_micro_batches=4, prefetch_depth=2),
     "strided": Policy(group_micro_batches=2, boundary_stride=2, update=Update.DEFERRED),
     "spilled": Policy(group_micro_batches=2, spill_blocks=(0, 1), resident_blocks=(3,)),
 }
@@ -188,7 +188,7 @@ def test_training_is_the_same_to_the_bit_with_evaluations_in_between(model_type,
     assert len(set(losses)) == N_STEPS + 1, "the weights changed in between"
 
 
-@pytest.mark.parametrize("policy", [Policy(keep_blocks=(1, 2)), Policy(early_stop=True)], ids=["kept", "again"])
+@pytest.mark.parametrize("policy", [Policy(keep_blocks=(1, 2)), Policy()], ids=["kept", "again"])
 def test_dropout_draws_the_same_with_evaluations_in_between(policy):
     semantics, config = semantics_of("llama"), tiny_config("llama", attention_dropout=0.3)
     alone, evaluated = machine_of(config, semantics, policy), machine_of(config, semantics, policy)
@@ -255,7 +255,7 @@ def test_no_more_than_a_tile_of_logits_exists(monkeypatch):
     assert max(rows) == 5
 
 
-def test_weights_are_streamed_once_for_as_many_sequences_as_boundaries_have_room():
+def test_weights_are_streamed_once_for_as_many_sequences_as_activations_have_room():
     semantics, config = semantics_of("llama", micro_batch=1), tiny_config("llama", num_hidden_layers=4)
     counts = {}
     for n in (4, 8, 9):

@@ -131,9 +131,7 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
 @pytest.mark.parametrize(
     ("kind", "step"), [(Kind.FORWARD, 3), (Kind.LOSS, 3), (Kind.BACKWARD, 3), (Kind.UPDATE, 2), (Kind.SETTLE, 2)]
 )
-@pytest.mark.parametrize(
-    "policy", [{"keep_blocks": (1, 2)}, {"product_blocks": (1, 2), "early_stop": True}], ids=["keeps", "saves"]
-)
+@pytest.mark.parametrize("policy", [{"keep_blocks": (1, 2)}, {"product_blocks": (1, 2)}], ids=["keeps", "saves"])
 def test_a_machine_that_goes_on_has_forgotten_the_step_in_which_it_failed(tmp_path, kind, step, policy):
     """Graphs of a step that is not the next one it performs; a clip factor and a count of updates of one that is."""
     policy = Policy(group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
@@ -200,8 +198,8 @@ def home(tmp_path_factory):
     sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 16]
     asked = [
         {"group_micro_batches": 1},
-        {"group_micro_batches": 2, "update": "deferred", "storage": "split", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
-        {"group_micro_batches": 2, "update": "deferred", "transfer_chunk_bytes": 4096, "spill_blocks": [0, 1]},
+        {"group_micro_batches": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+        {"group_micro_batches": 2, "update": "deferred", "spill_blocks": [0, 1]},
     ]
     for i, policy in enumerate(asked):
         (home / "policy.json").write_text(json.dumps(policy))

@@ -65,7 +65,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
     return set(machine.seen)
 
 
-REMEMBERING = [Policy(), Policy(keep_blocks=(1, 2)), Policy(product_blocks=(1,), early_stop=True), Policy(boundary_stride=2)]
+REMEMBERING = [Policy(), Policy(keep_blocks=(1, 2)), Policy(product_blocks=(1,)), Policy(boundary_stride=2)]
 
 
 @pytest.mark.parametrize("policy", REMEMBERING, ids=["boundaries", "kept", "products", "strided"])
@@ -162,12 +162,12 @@ class OnlyCopying(TorchDispatchMode):
 
 EVERY_COPY = [
     Policy(spill_blocks=(0, 1), group_micro_batches=2),
-    Policy(group_micro_batches=4, transfer_chunk_bytes=2048, resident_blocks=(1,), update=Update.DEFERRED, storage="split"),
+    Policy(group_micro_batches=4, resident_blocks=(1,), update=Update.DEFERRED),
 ]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "chunks"])
+@pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "resident"])
 def test_the_links_lanes_only_copy_between_arenas_and_nobody_waits_for_it(policy, tied):
     """On a GPU, memory that a side stream took from the allocator would be another's before the copy is done."""
     found = []

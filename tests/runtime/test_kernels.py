@@ -76,7 +76,7 @@ def test_a_rotary_embedding_in_one_node_has_the_bits_of_transformers_calls(data:
 def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: str) -> None:
     """Their field is in the semantics for what it says of memory and time: the plain loop is the eager one."""
     eager = semantics_of(model_type, compute_dtype=dtype)
-    policy = Policy(product_blocks=(1,), early_stop=True)
+    policy = Policy(product_blocks=(1,))
     machine = streamed(tiny_config(model_type), dataclasses.replace(eager, pointwise="fused"), policy)
     assert any(type(m).__name__ == "forward" or "forward" in vars(m) for m in machine.compute.templates.layers[0].modules())
     assert differences(machine, plain(model_type, eager)) == []
@@ -85,10 +85,10 @@ def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: s
 POLICIES = [
     Policy(),
     Policy(keep_blocks=(1, 2), group_micro_batches=4),
-    Policy(early_stop=True, group_micro_batches=2),
-    Policy(product_blocks=(1, 2), early_stop=True, spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
+    Policy(group_micro_batches=2),
+    Policy(product_blocks=(1, 2), spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
     Policy(attention_blocks=(1,), product_blocks=(2,), boundary_stride=1),
-    Policy(boundary_stride=2, early_stop=True),
+    Policy(boundary_stride=2),
 ]
 
 

@@ -23,7 +23,7 @@ from .test_replay import device_bytes
 NARROW = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 LONG, LONGER = 4096, 12288
 DEVICE_BYTES = 42 * 10**6
-LEAN = Policy(early_stop=True, spill_blocks=(0, 1))
+LEAN = Policy(spill_blocks=(0, 1))
 
 
 def config_of(inner: int, n_layers: int = 2) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_by_tiles_memory_grows_with_the_context_as_attention_and_one_layers_boun
 
 def test_boundaries_that_spill_take_no_more_of_the_device_for_more_layers() -> None:
     def arenas(n_layers: int, spill: bool) -> int:
-        policy = Policy(early_stop=True, spill_blocks=tuple(range(n_layers)) if spill else ())
+        policy = Policy(spill_blocks=tuple(range(n_layers)) if spill else ())
         return plan_of(config_of(512, n_layers), semantics_of(LONGER, 128), policy).device_arena_bytes
 
     assert arenas(4, spill=True) == arenas(40, spill=True) < arenas(4, spill=False) < arenas(40, spill=False) / 5

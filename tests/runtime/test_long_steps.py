@@ -210,7 +210,7 @@ POLICIES = {
     "barrier, groups of two": Policy(group_micro_batches=2, gradient_slots=2, prefetch_depth=2),
     "groups of three that spill": Policy(group_micro_batches=3, spill_blocks=(1, 2), update=Update.DEFERRED, gradient_slots=3),
     "kept, resident, speculating": Policy(
-        keep_blocks=(2,), resident_blocks=(1, 5), speculate_blocks=(0, 2), update=Update.DEFERRED, storage="split"
+        keep_blocks=(2,), resident_blocks=(1, 5), speculate_blocks=(0, 2), update=Update.DEFERRED
     ),
     "shared boundaries": Policy(boundary_stride=3, update=Update.DEFERRED),
 }

@@ -37,20 +37,20 @@ def test_slots_are_of_exactly_the_bytes_asked_for_and_never_overlap(slot_bytes):
 
 
 def test_a_slot_begins_zero_and_a_poisoned_one_is_nan_in_every_float_dtype():
-    arenas = Arenas([Arena("masters", Place.HOST, (256, 512))], CPU)
-    assert not arenas.raw(Slot("masters", 1)).any()
-    arenas.poison(Slot("masters", 1))
+    arenas = Arenas([Arena("state", Place.HOST, (256, 512))], CPU)
+    assert not arenas.raw(Slot("state", 1)).any()
+    arenas.poison(Slot("state", 1))
     for dtype in ("bf16", "fp32", "fp64"):
-        assert bool(arenas.view(Slot("masters", 1), dtype).isnan().all())
-        assert not arenas.view(Slot("masters", 0), dtype).any(), "the neighbour was poisoned too"
+        assert bool(arenas.view(Slot("state", 1), dtype).isnan().all())
+        assert not arenas.view(Slot("state", 0), dtype).any(), "the neighbour was poisoned too"
 
 
 def test_a_view_beyond_its_slot_is_refused():
-    arenas = Arenas([Arena("masters", Place.HOST, (256, 256))], CPU)
-    assert arenas.view(Slot("masters", 0), "fp32", (8, 8)).shape == (8, 8)
+    arenas = Arenas([Arena("state", Place.HOST, (256, 256))], CPU)
+    assert arenas.view(Slot("state", 0), "fp32", (8, 8)).shape == (8, 8)
     for shape, offset in (((65,), 0), ((8, 8), 1), ((129,), 0)):
         with pytest.raises(AssertionError, match="exceeds"):
-            arenas.view(Slot("masters", 0), "fp32", shape, offset)
+            arenas.view(Slot("state", 0), "fp32", shape, offset)
 
 
 def test_a_tensor_is_found_in_its_own_slot_only():
@@ -64,8 +64,8 @@ def test_a_tensor_is_found_in_its_own_slot_only():
 
 
 def test_writing_one_view_does_not_invalidate_what_autograd_saved_of_another():
-    arenas = Arenas([Arena("boundaries", Place.DEVICE, (256,))], CPU)
-    slot = Slot("boundaries", 0)
+    arenas = Arenas([Arena("activations", Place.DEVICE, (256,))], CPU)
+    slot = Slot("activations", 0)
     x = arenas.view(slot, "fp32", (4,)).fill_(3.0).requires_grad_()
     y = (x * x).sum()
     arenas.view(slot, "fp32", (4,)).fill_(5.0)
@@ -73,8 +73,8 @@ def test_writing_one_view_does_not_invalidate_what_autograd_saved_of_another():
 
 
 def test_an_arena_that_cannot_be_had_is_one_line():
-    with pytest.raises(PlanError, match=r"arena masters of \d+ bytes cannot be allocated"):
-        Arenas([Arena("masters", Place.HOST, (2**52,))], CPU)
+    with pytest.raises(PlanError, match=r"arena state of \d+ bytes cannot be allocated"):
+        Arenas([Arena("state", Place.HOST, (2**52,))], CPU)
 
 
 def test_what_is_free_is_less_than_what_there_is():

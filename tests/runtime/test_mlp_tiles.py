@@ -16,7 +16,6 @@ from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 
 DENSE_TYPES = [t for t in MODEL_TYPES if t not in EXPERT_TYPES]
 BATCH, SEQ_LEN = 2, 80
-NEEDS_OUTPUT = "its norm after the MLP needs what the last product makes"
 PACKED_BYTES = 64 * 1024  # the CPU's bf16 products rearrange their operands aside; nothing beside real sizes
 # Weights that weigh more than a tile, and weights that weigh less
 SHAPES = [{"hidden_size": 128, "intermediate_size": 352}, {"hidden_size": 32, "intermediate_size": 512}]
@@ -71,15 +70,15 @@ class Tiled:
                 torch.add(flat(hidden)[at], self.of_rows(flat(normed)[at]), out=flat(out)[at])
         return out
 
-    def backward(self, gradient: torch.Tensor, early_stop: bool = False) -> list[torch.Tensor]:
+    def backward(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Gradients of the input and of the weights that are not tiled; those of the others go to `slots`."""
         hidden, normed = self.until_the_mlp()
         sums = [torch.zeros(w.shape) for w in self.tiled]
         towards = torch.empty_like(normed)
         for at in self.tiles():
             rows = flat(normed).detach()[at].requires_grad_()
-            back = self.back_early if early_stop else self.back_whole
-            of_rows, *of_weights = back(rows, flat(hidden).detach()[at], flat(gradient)[at])
+            back = self.back_after_the_norm if self.sandwich else self.back
+            of_rows, *of_weights = back(rows, flat(gradient)[at])
             flat(towards)[at] = of_rows
             for total, of_weight in zip(sums, of_weights, strict=True):
                 for row_sum, of_row in zip(total, of_weight, strict=True):
@@ -89,11 +88,11 @@ class Tiled:
             slot.copy_(total)
         return list(torch.autograd.grad([hidden, normed], [self.x, *self.others], [gradient, towards]))
 
-    def back_whole(self, rows: torch.Tensor, hidden: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = hidden + self.of_rows(rows)
-        return torch.autograd.grad(out, [rows, *self.tiled], gradient)
+    def back_after_the_norm(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Its norm after the MLP needs what the last product makes."""
+        return torch.autograd.grad(self.of_rows(rows), [rows, *self.tiled], gradient)
 
-    def back_early(self, rows: torch.Tensor, hidden: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def back(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mlp = self.layer.mlp
         out = Unrun.apply(mlp.act_fn(mlp.gate_proj(rows)) * mlp.up_proj(rows), mlp.down_proj.weight)
         return torch.autograd.grad(out, [rows, *self.tiled], gradient)
@@ -133,15 +132,12 @@ def test_the_products_calls_and_traffic_of_a_forward_by_tiles_are_those_of_the_l
 
 
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
-@pytest.mark.parametrize("early_stop", [False, True])
-def test_each_tile_is_computed_again_once_in_backward(model_type: str, early_stop: bool) -> None:
-    if early_stop and model_type == "gemma2":
-        pytest.skip(NEEDS_OUTPUT)
+def test_each_tile_is_computed_again_once_in_backward(model_type: str) -> None:
     for block, loop in tiled_layers(model_type, "fp32", 48, SHAPES[0]):
-        again = block.recompute(Saved.BOUNDARY, early_stop)
+        again = block.recompute(Saved.BOUNDARY)
         assert again is not None
         with Work() as work:
-            loop.backward(torch.randn_like(loop.x), early_stop)
+            loop.backward(torch.randn_like(loop.x))
         a = block.attention
         assert a is not None
         squares = 4 * a.n_sequences * a.n_heads * a.head_dim * SEQ_LEN**2
@@ -150,15 +146,12 @@ def test_each_tile_is_computed_again_once_in_backward(model_type: str, early_sto
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
-@pytest.mark.parametrize("early_stop", [False, True])
-def test_a_backward_by_tiles_stays_within_its_transient_bytes_and_not_far_below(model_type: str, early_stop: bool) -> None:
-    if early_stop and model_type == "gemma2":
-        pytest.skip(NEEDS_OUTPUT)
+def test_a_backward_by_tiles_stays_within_its_transient_bytes_and_not_far_below(model_type: str) -> None:
     for dtype, shape in itertools.product(DTYPES, SHAPES):
         for block, loop in itertools.islice(tiled_layers(model_type, dtype, 48, shape), 1):
-            gradient, again = torch.randn_like(loop.x), block.recompute(Saved.BOUNDARY, early_stop)
+            gradient, again = torch.randn_like(loop.x), block.recompute(Saved.BOUNDARY)
             assert again is not None
-            peak = peak_bytes(lambda: loop.backward(gradient, early_stop))  # noqa: B023
+            peak = peak_bytes(lambda: loop.backward(gradient))  # noqa: B023
             aside = PACKED_BYTES if dtype == "bf16" else 0
             assert peak - aside <= again.transient_bytes <= 1.3 * peak
 
@@ -189,7 +182,7 @@ def test_tiles_do_the_same_work_keep_the_same_bytes_and_add_their_sums(model_typ
         weights = sum(p.n_elements for p in tiled.parameters if ".mlp." in p.name or "post_feedforward" in p.name)
         assert (whole.tile_sum_bytes, tiled.tile_sum_bytes) == (0, weights * (4 + 4 * (4 + 8)))  # four tiles, fp32
         for tier in whole.tiers:
-            same = tiled.recompute(tier.saved, tier.early_stop)
+            same = tiled.recompute(tier.saved)
             assert same is not None
             assert same.saved_bytes == tier.saved_bytes
             assert sum(m.flop for m in same.matmuls) == sum(m.flop for m in whole.matmuls[: tier.n_matmuls])

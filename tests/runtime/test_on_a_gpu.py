@@ -192,7 +192,7 @@ def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(mode
     for policy in (
         Policy(keep_blocks=(1, 2, 3), group_micro_batches=4),
         Policy(),
-        Policy(attention_blocks=(1, 2), early_stop=True, group_micro_batches=2),
+        Policy(attention_blocks=(1, 2), group_micro_batches=2),
         Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
     ):
         machines.append(machine_for_both(config, semantics, policy, batches))
@@ -223,7 +223,7 @@ class NeverWaits(CudaStreams):
         super().finish(stream)
 
 
-@pytest.mark.parametrize("policy", [Policy(), EVERYTHING, Policy(keep_blocks=(1, 2)), Policy(early_stop=True, boundary_stride=2)])
+@pytest.mark.parametrize("policy", [Policy(), EVERYTHING, Policy(keep_blocks=(1, 2)), Policy(boundary_stride=2)])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
     semantics = semantics_of(model_type, experts="grouped_mm" if model_type in EXPERT_TYPES else "eager")
@@ -310,7 +310,7 @@ def test_fused_attention_is_saved_by_whichever_name_this_gpu_has_for_it(dtype, m
     q = torch.randn(1, 4, 128, 64, device="cuda", dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1, 128, 128, device="cuda", dtype=torch.bool).tril() if masked else None
     assert FUSED_ATTENTION
-    replay = Replay(Saved.ATTENTION, False, lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked))
+    replay = Replay(Saved.ATTENTION, lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked))
     with replay.recording():
         out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked)
     assert len(replay._results) == 1

@@ -19,7 +19,7 @@ from tests.reference import half_up
 from tests.tiny import tiny_config
 from tests.training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
 
-KINDS = ("split", "mirrored", "bf16", "fp32")
+KINDS = ("split", "bf16", "fp32")
 SETTINGS = AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)
 ODD = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -3e38, 3.4e38, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8)
 SIZES = (1, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
@@ -36,9 +36,7 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
         case "split":
             master = SplitMaster(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
             master.cut(slice(None), wide)
-            return ParamState(master, m, v, master.weight)
-        case "mirrored":
-            return ParamState(wide, m, v, torch.zeros(n, dtype=torch.bfloat16))
+            return ParamState(master, m, v)
         case "bf16":
             return ParamState(wide.bfloat16(), m, v)
         case _:
@@ -48,9 +46,8 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
 def copied(of: ParamState) -> ParamState:
     if isinstance(of.master, SplitMaster):
         master = SplitMaster(of.master.weight.clone(), of.master.remainder.clone())
-        return ParamState(master, of.exp_avg.clone(), of.exp_avg_sq.clone(), master.weight)
-    weight = None if of.weight is None else of.weight.clone()
-    return ParamState(of.master.clone(), of.exp_avg.clone(), of.exp_avg_sq.clone(), weight)
+        return ParamState(master, of.exp_avg.clone(), of.exp_avg_sq.clone())
+    return ParamState(of.master.clone(), of.exp_avg.clone(), of.exp_avg_sq.clone())
 
 
 def wide_master(of: ParamState) -> torch.Tensor:
@@ -87,14 +84,14 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
     wide, m, v = plainly(before, gradient, 0.25, 3)
     to = random_state(kind, n, seed=99) if elsewhere else copied(before)
     kept = copied(before)
-    adamw_(to.master, to.exp_avg, to.exp_avg_sq, gradient, to.weight, 0.25, 3, SETTINGS, before if elsewhere else None)
+    adamw_(to, gradient, 0.25, 3, SETTINGS, before if elsewhere else None)
     same = equal_but_for_nans_payload if odd else same_bits
     expected_weight = torch.where(wide.isnan(), wide, half_up(wide).float()).bfloat16()
     assert same(to.exp_avg, m)
     assert same(to.exp_avg_sq, v)
     assert same(wide_master(to), expected_weight.float() if kind == "bf16" else wide)
-    if to.weight is not None:
-        assert same(to.weight, expected_weight)
+    if isinstance(to.master, SplitMaster):
+        assert same(to.master.weight, expected_weight)
     if elsewhere:
         assert same(wide_master(before), wide_master(kept)), "what it started from was changed"
         assert same_bits(before.exp_avg, kept.exp_avg)
@@ -110,10 +107,10 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled_in_this_order(n_parts, 
     generator = torch.Generator().manual_seed(2)
     parts = tuple(torch.randn(n, generator=generator).to(types[found]) for _ in range(n_parts))
     whole = (parts[0] + parts[1] if n_parts == 2 else parts[0]).to(types[dtype]).float()
-    state = random_state("mirrored", n, seed=5)
+    state = random_state("fp32", n, seed=5)
     wide, m, _ = plainly(state, whole, factor, 1)
     gradient = SummedGradient(parts, types[dtype])
-    adamw_(state.master, state.exp_avg, state.exp_avg_sq, gradient, state.weight, factor, 1, SETTINGS)
+    adamw_(state, gradient, factor, 1, SETTINGS)
     assert same_bits(state.master, wide)
     assert same_bits(state.exp_avg, m)
     assert sum_of_squares(gradient) == float(whole.square().sum())
@@ -134,7 +131,7 @@ def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
         monkeypatch.setattr(optimizer, "run_adamw", loop)
         state = random_state(kind, n, seed=8)
         for i, gradient in enumerate(gradients):  # TorchScript compiles anew after the first calls
-            adamw_(state.master, state.exp_avg, state.exp_avg_sq, gradient, state.weight, 0.5, i + 1, SETTINGS)
+            adamw_(state, gradient, 0.5, i + 1, SETTINGS)
         found.append(state)
     assert same_bits(wide_master(found[0]), wide_master(found[1]))
     assert same_bits(found[0].exp_avg, found[1].exp_avg)
@@ -169,18 +166,18 @@ def test_the_number_of_workers_changes_no_bit(n_threads):
     n = 3 * optimizer.TASK_ELEMENTS + chunks.CHUNK_ELEMENTS + 77
     gradient = torch.randn(n, generator=torch.Generator().manual_seed(0))
     summed = SummedGradient((gradient,), torch.float32)
-    expected, total = random_state("mirrored", n, seed=1), torch.zeros(n)
+    expected, total = random_state("split", n, seed=1), torch.zeros(n)
     state, running = copied(expected), torch.ones(n)
-    adamw_(expected.master, expected.exp_avg, expected.exp_avg_sq, gradient, expected.weight, 0.5, 2, SETTINGS)
+    adamw_(expected, gradient, 0.5, 2, SETTINGS)
     total += gradient
     workers = Workers(n_threads, Scratch)
     with workers.helped(no_grad):
         workers.run(adamw_tasks(state, summed, 0.5, 2, SETTINGS))
         squares = workers.run(optimizer.squares_tasks(summed))
         workers.run(optimizer.add_tasks(running, gradient, is_first=True))
-    assert same_bits(state.master, expected.master)
+    assert same_bits(state.master.weight, expected.master.weight)
+    assert same_bits(wide_master(state), wide_master(expected))
     assert same_bits(state.exp_avg_sq, expected.exp_avg_sq)
-    assert same_bits(state.weight, expected.weight)
     assert same_bits(running, total)
     assert optimizer.added(s for chunk in squares for s in chunk) == sum_of_squares(gradient)
     obvious = 0.0
@@ -200,7 +197,7 @@ def no_grad():
 POLICIES = {
     "barrier, summed on the host": Policy(),
     "deferred, on speculation": Policy(update=Update.DEFERRED, group_micro_batches=4, speculate_blocks=(0, 1, 2)),
-    "split, in chunks": Policy(storage="split", group_micro_batches=4, transfer_chunk_bytes=4096),
+    "barrier, summed on the device": Policy(group_micro_batches=4),
 }
 
 

@@ -71,16 +71,20 @@ class Cache(TorchDispatchMode):
         return self.read_bytes + self.written_bytes
 
 
-def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch, cache_bytes: int = 4 * 2**20) -> float:
+def moved_per_param(
+    kind: str, gradient_dtype: torch.dtype, monkeypatch, cache_bytes: int = 4 * 2**20, elsewhere: bool = False
+) -> float:
+    """`elsewhere`: the update starts from what lies in another place."""
     monkeypatch.setattr(optimizer, "run_adamw", chunks.adamw_chunks)
     n, own = 8 * chunks.UPDATE_ELEMENTS, Scratch()
     state, gradient = random_state(kind, n, seed=1), torch.randn(n).to(gradient_dtype)
+    start_from = random_state(kind, n, seed=2) if elsewhere else None
     with torch.no_grad(), Cache(cache_bytes, own) as cache:
-        adamw_(state.master, state.exp_avg, state.exp_avg_sq, gradient, state.weight, 0.5, 2, SETTINGS, None, own)
+        adamw_(state, gradient, 0.5, 2, SETTINGS, start_from, own)
         return cache.moved_bytes() / n
 
 
-MOVED_BYTES = {"split": 26, "mirrored": 28, "bf16": 22, "fp32": 28}  # the last with fp32 gradients, as fp32 compute has
+MOVED_BYTES = {"split": 26, "bf16": 22, "fp32": 28}  # the last with fp32 gradients, as fp32 compute has
 SEMANTICS = {"bf16": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32", "gradient_dtype": "fp32"}}
 
 
@@ -88,16 +92,16 @@ SEMANTICS = {"bf16": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32",
 def test_an_update_moves_the_bytes_per_parameter_that_the_planner_counts(kind, monkeypatch):
     """Counted from what the loop's calls read and write: 26 for a split master."""
     semantics = semantics_of("llama", **SEMANTICS.get(kind, {}))
-    policy = Policy(storage="split" if kind == "split" else "mirrored", group_micro_batches=4)
-    plan = plan_of(tiny_config("llama"), semantics, policy)
+    plan = plan_of(tiny_config("llama"), semantics, Policy(group_micro_batches=4))
     layer = next(b for b, block in enumerate(plan.workload.blocks) if block.kind is BlockKind.LAYER)
     assert moved_per_param(kind, torch.float32 if kind == "fp32" else torch.bfloat16, monkeypatch) == MOVED_BYTES[kind]
     assert update_bytes_per_param(plan, layer) == MOVED_BYTES[kind]
 
 
 def test_the_count_sees_a_cache_that_is_too_small(monkeypatch):
-    """The master is then fetched again to be rounded."""
-    assert moved_per_param("mirrored", torch.bfloat16, monkeypatch, cache_bytes=2**18) > 30
+    """The moments that were copied are then fetched again to be changed."""
+    assert moved_per_param("split", torch.bfloat16, monkeypatch, elsewhere=True) == MOVED_BYTES["split"]
+    assert moved_per_param("split", torch.bfloat16, monkeypatch, cache_bytes=2**18, elsewhere=True) > 30
 
 
 def test_every_parameters_own_memory_is_touched_in_one_pass_over_the_norm_and_the_sum(monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.compute.blocks import Templates
-from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, adamw_, clip_factor, round_half_up, sum_of_squares
+from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, ParamState, adamw_, clip_factor, round_half_up, sum_of_squares
 from runtime.plan import Policy
 from tests import reference
 from tests.tiny import MODEL_TYPES, tiny_config
@@ -61,7 +61,7 @@ def test_adamw_is_that_of_torch():
     plain = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
     for step, gradient in enumerate(gradients, start=1):
-        adamw_(master, m, v, gradient, None, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
+        adamw_(ParamState(master, m, v), gradient, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
         plain.grad = gradient.clone()
         optimizer.step()
     assert torch.allclose(master, plain.data, rtol=1e-6, atol=1e-7)
@@ -75,7 +75,7 @@ def test_adamw_in_chunks_is_adamw_on_the_whole_tensor(n):
     whole = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([whole], lr=1e-2, weight_decay=0.1, fused=True)
     for step in (1, 2, 3):
-        adamw_(master, m, v, gradient, None, 1.0, step, AdamW(1e-2, weight_decay=0.1))
+        adamw_(ParamState(master, m, v), gradient, 1.0, step, AdamW(1e-2, weight_decay=0.1))
         whole.grad = gradient.clone()
         optimizer.step()
     assert same_bits(master, whole.data)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import PenstockError, PlanError
-from runtime.plan import LANE_OF, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import CONTRACT, LANE_OF, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
 from runtime.plan.timeline import Span, Timeline, chrome_trace
 from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 from runtime.units import GB, TB, GiB, MiB, parse_bytes, show_bytes, show_rate, show_seconds
 
+LOAD = "load h2d b1 state=state[1] weights=weights[0]"
 LINES = (
-    "load h2d b1 < host_weights[1] > weights[0] ^ 7@1",
-    "forward gpu b0 m0 > boundaries[0] ^ 0",
-    "forward gpu b1 m0 < weights[0] boundaries[0] > boundaries[1]",
-    "loss gpu b2 m0 < vocab_weights[0] boundaries[1] > boundaries[1] vocab_gradients[0]",
-    "backward gpu b1 m0 < weights[0] boundaries[1] boundaries[0] > boundaries[0] gradients[0]",
-    "offload d2h b1 < gradients[0] > host_gradients[1] ^ 4",
-    "norm cpu b1 < host_gradients[1] norm[0] > norm[0] ^ 5",
-    "update cpu b1 < host_gradients[1] norm[0] masters[1] moments[1] > masters[1] moments[1] host_weights[1]",
+    f"{LOAD} ^ 7@1",
+    "forward gpu b0 m0 weights=weights[2] y=activations[0] ^ 0",
+    "forward gpu b1 m0 weights=weights[0] x=activations[0] y=activations[1]",
+    "loss gpu b2 m0 weights=weights[2] x=activations[1] sum=gradients[1]",
+    "backward gpu b1 m0 weights=weights[0] y=activations[1] x=activations[0] gradient=gradients[0]",
+    "offload d2h b1 gradient=gradients[0] arrived=host_gradients[1] ^ 4",
+    "norm cpu b1 arrived=host_gradients[1] norm=norm[0] ^ 5",
+    "update cpu b1 arrived=host_gradients[1] norm=norm[0] state=state[1]",
 )
 
 
@@ -45,17 +47,16 @@ def small_plan() -> Plan:
     embedding = Block("model.embed_tokens", BlockKind.EMBEDDING, (Parameter("embed", (96, 8)),), boundary_bytes=64)
     head = Block("lm_head", BlockKind.HEAD, (Parameter("lm_head", (96, 8), tied_to="embed"),))
     sizes: dict[Place, dict[str, tuple[int, ...]]] = {
-        Place.DEVICE: {"weights": (512, 512), "vocab_weights": (1536,), "boundaries": (64, 64), "gradients": (512,)},
-        Place.HOST: dict.fromkeys(("host_weights", "host_gradients", "masters", "moments", "norm"), (1, 2, 3)),
+        Place.DEVICE: {"weights": (512, 512, 1536), "activations": (64, 64), "gradients": (512, 3072)},
+        Place.HOST: {"state": (1, 2, 3), "host_gradients": (1, 2, 3), "norm": (1, 2, 3)},
     }
-    sizes[Place.DEVICE]["vocab_gradients"] = (1536,)
     return Plan(
         Semantics(8, 4, 2, clip_norm=None, mlp_tile_tokens=16, gradient_dtype="fp32"),
         Policy(2, 1, 1, 2, (1,), Update.DEFERRED),
         Model({"model_type": "llama", "hidden_size": 8, "rope": {"theta": 1e4}, "note": "ø"}, "models/small", "small"),
         Workload((embedding, layer, head)),
-        {"name": "h", "device": {"memory_bytes": {"value": 1e9, "spread_fraction": 0.0, "source": "a"}}},
         tuple(Arena(name, place, slots) for place, arenas in sizes.items() for name, slots in arenas.items()),
+        {"name": "h", "device": {"memory_bytes": {"value": 1e9, "spread_fraction": 0.0, "source": "a"}}},
         tuple(map(Op.parse, LINES)),
     )
 
@@ -67,14 +68,25 @@ slots = st.builds(Slot, st.from_regex(r"[a-z_]{1,40}", fullmatch=True), naturals
 waits = st.builds(Wait, naturals, st.integers(0, 1))
 
 
+def operands_of(kind: Kind, places: st.SearchStrategy[Slot]) -> st.SearchStrategy[tuple[tuple[str, Slot], ...]]:
+    """Operands that the contract allows an op of the kind."""
+    contract = CONTRACT[kind]
+    of_name = [
+        st.lists(
+            places.map(lambda slot, name=name: (name, slot)),  # type: ignore[misc]
+            min_size=int(name in contract.required),
+            max_size=3 if name in contract.repeated else 1,
+        )
+        for name in contract.names
+    ]
+    return st.tuples(*of_name).map(lambda lists: tuple(operand for found in lists for operand in found))
+
+
 @st.composite
 def ops(draw: st.DrawFn) -> Op:
     kind = draw(st.sampled_from(Kind))
-    some_slots = st.lists(slots, max_size=4).map(tuple)
-    micro_batch = draw(st.none() | naturals)
-    reads, writes = draw(some_slots), draw(some_slots)
-    some_waits = tuple(draw(st.lists(waits, max_size=4)))
-    return Op(kind, LANE_OF[kind], draw(naturals), micro_batch, reads, writes, some_waits, draw(st.none() | naturals))
+    micro_batch, some_waits = draw(st.none() | naturals), tuple(draw(st.lists(waits, max_size=4)))
+    return Op(kind, draw(naturals), micro_batch, draw(operands_of(kind, slots)), some_waits)
 
 
 @st.composite
@@ -96,13 +108,10 @@ def plans(draw: st.DrawFn) -> Plan:
         steps.append(
             Op(
                 kind,
-                LANE_OF[kind],
                 draw(st.integers(0, n_layers + 1)),
                 draw(st.none() | st.integers(0, n_micro_batches - 1)),
-                tuple(draw(st.lists(places, max_size=3))),
-                tuple(draw(st.lists(places, max_size=3))),
+                draw(operands_of(kind, places)),
                 tuple(draw(some_waits)) if others else (),
-                draw(st.none() | st.integers(0, 3)),
             )
         )
     semantics = Semantics(
@@ -116,16 +125,14 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.integers(1, 9)),
         update=draw(st.sampled_from(Update)),
         keep_blocks=tuple(range(n_layers)),
-        early_stop=draw(st.booleans()),
         attention_blocks=(1,),
         product_blocks=tuple(range(draw(st.integers(0, n_layers)))),
         boundary_stride=draw(st.integers(1, 9)),
         speculate_blocks=tuple(range(draw(st.integers(0, n_layers)))),
-        transfer_chunk_bytes=draw(st.none() | st.integers(1, 2**40)),
     )
     model = Model({"text": draw(st.text(max_size=9)), "n": draw(st.floats(allow_nan=False, allow_infinity=False))})
     workload = Workload(blocks, blocks if semantics.n_left else ())
-    return Plan(semantics, policy, model, workload, {"name": draw(st.text(max_size=5))}, arenas, tuple(steps))
+    return Plan(semantics, policy, model, workload, arenas, {"name": draw(st.text(max_size=5))}, tuple(steps))
 
 
 # The text
@@ -158,68 +165,169 @@ def test_text_and_json_hold_the_same_ops(plan: Plan, tmp_path_factory: pytest.Te
 
 
 def test_the_line_of_an_op_is_the_one_in_the_documentation() -> None:
-    line = "forward gpu b2 m0 < weights[1] boundaries[4] > boundaries[8] ^ 3 17@1"
+    line = "forward gpu b2 m0 weights=weights[1] x=activations[4] y=activations[8] ^ 3 17@1"
+    assert line in (Op.__doc__ or "")
     op = Op.parse(line)
     assert str(op) == line
     assert (op.kind, op.lane, op.block, op.micro_batch) == (Kind.FORWARD, Lane.GPU, 2, 0)
-    assert op.reads == (Slot("weights", 1), Slot("boundaries", 4))
-    assert op.writes == (Slot("boundaries", 8),)
+    assert op.name == "forward gpu b2 m0"
+    assert op.reads == (Slot("weights", 1), Slot("activations", 4))
+    assert op.writes == (Slot("activations", 8),)
     assert op.waits == (Wait(3), Wait(17, 1))
-    assert op.slot("boundaries") == Slot("boundaries", 4)
-    assert op.slot("sums") is None
-
-
-def test_the_name_of_an_op_says_its_chunk() -> None:
-    op = Op.parse("settle cpu b3 c1 < masters[4] shadows[1] > masters[4] shadows[1] ^ 3@1")
-    assert (op.kind, op.lane, op.block, op.chunk, op.micro_batch) == (Kind.SETTLE, Lane.CPU, 3, 1, None)
-    assert op.name == "settle cpu b3 c1"
-    assert Op.parse("offload d2h b3 c0 m2").name == "offload d2h b3 c0 m2"
-    assert op != Op.parse(str(op).replace(" c1", ""))
+    assert op["x"] == op.get("x") == Slot("activations", 4)
+    assert op.get("sum") is None
+    with pytest.raises(PlanError, match=r"^forward gpu b2 m0: has no `sum`; .*penstock plan") as caught:
+        op["sum"]
+    _assert_one_line(caught.value)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "",
-        "load h2d b1 c",
-        "load h2d b1 c-1",
-        "load h2d b1 m0 c1",
-        "load h2d c1 b1",
-        "load h2d b1 c1 c2",
-        "load h2d b1 c99999999999",
-        "recompute h2d b1 m0",
-        "speculate gpu b1",
-        "settle d2h b1",
         "load",
         "load h2d",
         "load h2d 3",
-        "load h2d b-1",
-        "load h2d b1 m",
-        "load gpu b1",
-        "fly gpu b1",
-        "load sky b1",
-        "load h2d b1 <",
-        "load h2d b1 < weights",
-        "load h2d b1 < weights[x]",
-        "load h2d b1 < weights[-1]",
-        "load h2d b1 < Weights[1]",
-        "load h2d b1 > weights[1] < masters[1]",
-        "load h2d b1 ^ 3@2",
-        "load h2d b1 ^ -3",
-        "load h2d b1 ^ x",
-        "load h2d b1 ^ ",
-        "load h2d b1\n",
-        "load  h2d b1",
-        "load h2d b99999999999999999999",
-        "load h2d b1 < weights[99999999999]",
-        "load h2d b\u0661",
-        "forward gpu b1" + " m0" * 5000,
+        LOAD.replace("b1", "b-1"),
+        LOAD.replace("b1", "b1 m"),
+        LOAD.replace("b1", "b1 c1"),
+        LOAD.replace("b1", "m0 b1"),
+        LOAD.replace("b1", "b1 m0 m0"),
+        LOAD.replace("h2d", "gpu"),
+        LOAD.replace("h2d", "sky"),
+        LOAD.replace("load h2d", "fly gpu"),
+        "recompute h2d b1 m0 weights=weights[0] x=activations[0] y=activations[1]",
+        "speculate gpu b1 arrived=host_gradients[1] state=state[1] shadow=state[3]",
+        "settle d2h b1 arrived=host_gradients[1] norm=norm[0] state=state[1] shadow=state[3]",
+        "load h2d b1 < state[1] > weights[0]",  # of an older Penstock
+        "load h2d b1 state=state[1] weights=",
+        "load h2d b1 state=state[1] weights",
+        "load h2d b1 state=state[1] weights[0]",
+        "load h2d b1 state=state[1] =weights[0]",
+        "load h2d b1 state=state[1] weights=weights",
+        "load h2d b1 state=state[1] weights=weights[]",
+        "load h2d b1 state=state[1] weights=weights[x]",
+        "load h2d b1 state=state[1] weights=weights[-1]",
+        "load h2d b1 state=state[1] weights=Weights[1]",
+        "load h2d b1 state=state[1] weights=weights[1]=weights[1]",
+        "load h2d b1 state=state[1] weights=weights[99999999999]",
+        "load h2d b1 state=state[1] Weights=weights[1]",
+        "load h2d b1 state=state[1],weights=weights[1]",
+        "load h2d b1 state = state[1] weights = weights[1]",
+        f"{LOAD} ^ 3@2",
+        f"{LOAD} ^ 3@0",
+        f"{LOAD} ^ 3~2",
+        f"{LOAD} ^ 3@1~1",
+        f"{LOAD} ^ -3",
+        f"{LOAD} ^ x",
+        f"{LOAD} ^ ",
+        f"{LOAD} ^",
+        f"{LOAD}\n",
+        LOAD.replace(" weights", "\tweights"),
+        LOAD.replace(" weights", "\u2003weights"),
+        f"{LOAD} ",
+        f" {LOAD}",
+        LOAD.replace(" ", "  ", 1),
+        LOAD.replace(" state", "  state"),
+        LOAD.replace("b1", "b99999999999999999999"),
+        LOAD.replace("b1", "b\u0661"),
+        LOAD.replace("b1", "b1" + " m0" * 5000),
+        LOAD + " weights=weights[0]" * 5000,
+        f"{LOAD} {'a' * 5000}=weights[0]",
     ],
 )
 def test_a_line_that_is_no_op_is_refused_in_one_line(line: str) -> None:
     with pytest.raises(PlanError) as caught:
         Op.parse(line)
     _assert_one_line(caught.value)
+
+
+def test_the_line_of_which_the_others_are_edits_is_an_op() -> None:
+    assert str(Op.parse(LOAD)) == LOAD
+
+
+# What each kind reads and changes at once, and what its ops may lack or have several of
+CHANGED = {
+    Kind.LOSS: {"x", "sum"},
+    Kind.BACKWARD: {"x", "sum"},
+    Kind.ACCUMULATE: {"arrived"},
+    Kind.NORM: {"norm"},
+    Kind.UPDATE: {"state"},
+    Kind.SETTLE: {"state", "shadow"},
+}
+OPTIONAL = {
+    Kind.LOAD: {"tied"},
+    Kind.FORWARD: {"x", "y"},
+    Kind.LOSS: {"sum", "gradient"},
+    Kind.BACKWARD: {"weights", "x", "sum", "gradient"},
+    Kind.OFFLOAD: {"squares", "norm"},
+    Kind.NORM: {"arrived", "tied", "squares"},
+    Kind.SPECULATE: {"tied"},
+    Kind.UPDATE: {"tied", "norm"},
+    Kind.SETTLE: {"tied"},
+}
+
+
+def line_of(kind: Kind, names: Sequence[str]) -> str:
+    """An op with these operands, each in an arena of its own name."""
+    return " ".join([f"{kind} {LANE_OF[kind]} b1", *(f"{name}={name}s[{i}]" for i, name in enumerate(names))])
+
+
+def legal_operands(kind: Kind) -> Iterator[tuple[str, ...]]:
+    """All the names that an op of the kind can have, with repeated ones up to twice."""
+    contract = CONTRACT[kind]
+    counts = [range(name in contract.required, 2 + (name in contract.repeated)) for name in contract.names]
+    for chosen in product(*counts):
+        yield tuple(name for name, n in zip(contract.names, chosen, strict=True) for _ in range(n))
+
+
+def test_the_contract_says_of_every_kind_where_it_runs_and_what_it_reads_and_writes() -> None:
+    assert {*CONTRACT} == {*Kind} == {*LANE_OF}
+    for kind, contract in CONTRACT.items():
+        assert LANE_OF[kind] is contract.lane
+        assert {*contract.names} == contract.reads | contract.writes
+        assert len({*contract.names}) == len(contract.names)
+        assert contract.reads & contract.writes == CHANGED.get(kind, set()), kind
+        assert {*contract.names} - contract.required == OPTIONAL.get(kind, set()), kind
+        assert contract.repeated == ({"squares"} if kind is Kind.NORM else set())
+        assert contract.reads
+        assert contract.writes
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_operands_of_every_kind_are_parsed_and_printed(kind: Kind) -> None:
+    contract = CONTRACT[kind]
+    for names in legal_operands(kind):
+        line = line_of(kind, names)
+        op = Op.parse(line)
+        assert str(op) == line
+        assert op.operands == tuple((name, Slot(f"{name}s", i)) for i, name in enumerate(names))
+        assert op.reads == tuple(slot for name, slot in op.operands if name in contract.reads)
+        assert op.writes == tuple(slot for name, slot in op.operands if name in contract.writes)
+        assert {*op.reads} | {*op.writes} == {slot for _, slot in op.operands}
+        for name in contract.names:
+            every = op.every(name)
+            assert len(every) == names.count(name)
+            assert op.get(name) == (every[0] if every else None)
+            if every:
+                assert op[name] == every[0]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_operands_that_the_contract_does_not_have_are_refused_with_those_it_has(kind: Kind) -> None:
+    """Unknown, missing, out of order, repeated."""
+    contract, others = CONTRACT[kind], {name for of in CONTRACT.values() for name in of.names} | {"surprise"}
+    whole = contract.names
+    wrong = [(*whole[:at], name, *whole[at:]) for name in others - {*whole} for at in range(len(whole) + 1)]
+    wrong += [tuple(n for n in whole if n != name) for name in contract.required]
+    wrong += [tuple(order) for order in permutations(whole) if order != whole]
+    wrong += [(*whole[: at + 1], *whole[at:]) for at, name in enumerate(whole) if name not in contract.repeated]
+    Op.parse(line_of(kind, whole))
+    for names in wrong:
+        with pytest.raises(PlanError) as caught:
+            Op.parse(line_of(kind, names))
+        _assert_one_line(caught.value)
+        assert f"operands of {kind} are {', '.join(whole)}, in this order" in str(caught.value)
 
 
 @given(st.text(max_size=200))
@@ -354,8 +462,14 @@ def _nested(depth: int) -> list[Any]:
     return outer
 
 
+TIER = {
+    "saved": "boundary", "saved_bytes": 0, "transient_bytes": 9, "n_matmuls": 1, "attention": True, "pointwise_bytes": 9,
+    "n_kernels": 3,
+}  # fmt: skip
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "version": _put("format_version", value=2),
+    "version": _put("format_version", value=3),
+    "version of before": _put("format_version", value=1),
+    "version as text": _put("format_version", value="2"),
     "fingerprint": _put("fingerprint", value="0" * 64),
     "configuration": _put("model", "config", "hidden_size", value=9),
     "configuration kind": _put("model", "config", value=[]),
@@ -374,8 +488,8 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "rounding": _put("semantics", "weight_rounding", value="nearest"),
     "depth zero": _put("policy", "prefetch_depth", value=0),
     "stride zero": _put("policy", "boundary_stride", value=0),
-    "chunk of no bytes": _put("policy", "transfer_chunk_bytes", value=0),
-    "early stop as number": _put("policy", "early_stop", value=1),
+    "a choice that is gone": _put("policy", "storage", value="split"),
+    "truth as number": _put("workload", "blocks", 1, "tiers", value=[TIER | {"attention": 1}]),
     "speculating block below none": _put("policy", "speculate_blocks", value=[-1]),
     "update": _put("policy", "update", value="sometimes"),
     "no blocks": _put("workload", "blocks", value=[]),
@@ -392,15 +506,17 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "arena endless": _put("arenas", 0, "slot_bytes", value=[2**60]),
     "op kind": _put("ops", 0, value={"kind": "load"}),
     "op text": _put("ops", 0, value="load it"),
-    "op lane": _put("ops", 0, value="load gpu b1"),
-    "op block": _put("ops", 0, value="load h2d b3"),
-    "op micro-batch": _put("ops", 1, value="forward gpu b0 m2"),
-    "slot out of range": _put("ops", 0, value="load h2d b1 < host_weights[1] > weights[2]"),
-    "slot of no arena": _put("ops", 0, value="load h2d b1 < host_weights[1] > clouds[0]"),
-    "wait out of range": _put("ops", 0, value="load h2d b1 ^ 8"),
-    "wait on its own lane": _put("ops", 2, value="forward gpu b1 m0 ^ 1"),
-    "wait on itself": _put("ops", 0, value="load h2d b1 ^ 0@1"),
-    "wait two steps back": _put("ops", 0, value="load h2d b1 ^ 7@2"),
+    "op lane": _put("ops", 0, value=LOAD.replace("h2d", "gpu")),
+    "op block": _put("ops", 0, value=LOAD.replace("b1", "b3")),
+    "op micro-batch": _put("ops", 1, value="forward gpu b0 m2 weights=weights[2] y=activations[0]"),
+    "slot out of range": _put("ops", 0, value=LOAD.replace("weights[0]", "weights[3]")),
+    "slot of no arena": _put("ops", 0, value=LOAD.replace("weights[0]", "clouds[0]")),
+    "op operand missing": _put("ops", 0, value="load h2d b1 weights=weights[0]"),
+    "op operand unknown": _put("ops", 0, value=f"{LOAD} surprise=weights[0]"),
+    "wait out of range": _put("ops", 0, value=f"{LOAD} ^ 8"),
+    "wait on its own lane": _put("ops", 2, value=f"{LINES[2]} ^ 1"),
+    "wait on itself": _put("ops", 0, value=f"{LOAD} ^ 0@1"),
+    "wait two steps back": _put("ops", 0, value=f"{LOAD} ^ 7@2"),
     "deep": _put("ops", 0, value=_nested(300)),
     "deep profile": _put("profile", "device", value=_nested(800)),
     "deep configuration": _put("model", "config", "hidden_size", value=_nested(400)),
@@ -413,6 +529,39 @@ def test_a_hand_edited_plan_is_refused_in_one_line(tmp_path: Path, edit: Callabl
     edit(fields)
     (tmp_path / "plan.json").write_text(json.dumps(fields))
     _refused(tmp_path / "plan.json")
+
+
+def test_what_a_hand_edited_plan_is_refused_for_is_the_edit_alone(tmp_path: Path) -> None:
+    """Where most of it stays, what else is there must be right."""
+    for edit in (
+        _put("ops", 0, value=LOAD),
+        _put("ops", 0, value=f"{LOAD} ^ 7@1 6"),
+        _put("ops", 0, value=LOAD.replace("weights[0]", "weights[2]")),
+        _put("ops", 1, value="forward gpu b0 m1 weights=weights[2] y=activations[0]"),
+        _put("workload", "blocks", 1, "tiers", value=[TIER]),
+    ):
+        fields = _fields(tmp_path)
+        edit(fields)
+        (tmp_path / "plan.json").write_text(json.dumps(fields))
+        PlanFile.read(tmp_path / "plan.json")
+
+
+def test_a_plan_of_an_older_penstock_is_refused_in_one_line_that_says_to_plan_again(tmp_path: Path) -> None:
+    """Whatever else it holds: the version is read first."""
+    fields = _fields(tmp_path) | {"format_version": 1}
+    fields["policy"] |= {"storage": "split", "early_stop": True, "transfer_chunk_bytes": None}
+    fields["ops"] = ["load h2d b1 < host_weights[1] > weights[0] ^ 7@1"]
+    (tmp_path / "old.json").write_text(json.dumps(fields))
+    refusal = _refused(tmp_path / "old.json")
+    assert "a plan of format 1" in refusal
+    assert "plan again with `penstock plan`" in refusal
+
+
+def test_a_plan_text_of_an_older_penstock_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(str(PLAN).replace("penstock-plan 2", "penstock-plan 1", 1))
+    _assert_one_line(caught.value)
+    assert "format_version" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["number of many digits", "nesting without end", "half a character"])
@@ -471,33 +620,6 @@ def test_parameters_lie_in_a_slot_in_order_aligned_and_apart(shapes: list[list[i
         starts = [*[offsets[p.name] for p in inside][1:], n_elements]
         assert all(end <= start < end + ALIGN_ELEMENTS for end, start in zip(ends, starts if inside else [], strict=True))
     assert block.n_params == sum(p.n_elements for p in parameters if not p.tied_to)
-
-
-@given(st.lists(st.lists(st.integers(1, 40), max_size=3), max_size=6), st.integers(1, 10**5), st.sampled_from(("bf16", "fp32")))
-def test_chunks_hold_every_weight_of_a_layer_once_and_whole(shapes: list[list[int]], most_bytes: int, dtype: Any) -> None:
-    """As many as fit, and at least one; vocabulary blocks are one chunk, and so is all without a policy."""
-    layer = Block("layer", BlockKind.LAYER, tuple(Parameter(f"p{i}", tuple(shape)) for i, shape in enumerate(shapes)))
-    workload = Workload((PLAN.workload.blocks[0], layer, PLAN.workload.blocks[2]))
-    plan = dataclasses.replace(PLAN, workload=workload, semantics=dataclasses.replace(PLAN.semantics, compute_dtype=dtype))
-    assert [plan.chunks(b) for b in range(3)] == [(range(block.slot_elements),) for block in workload.blocks]
-    plan = dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, transfer_chunk_bytes=most_bytes))
-    assert [plan.chunks(b) for b in (0, 2)] == [(range(workload.blocks[b].slot_elements),) for b in (0, 2)]
-
-    chunks = plan.chunks(1)
-    assert [at for chunk in chunks for at in chunk] == list(range(layer.slot_elements))
-    assert all(chunks) or (len(chunks) == 1 and layer.slot_elements == 0)
-    offsets = layer.offsets()[0]
-    sizes: dict[range, list[int]] = {}  # of the weights in each chunk, with what pads them
-    for p in layer.parameters:
-        (inside,) = (c for c in chunks if offsets[p.name] in c)
-        assert offsets[p.name] + p.n_elements - 1 in inside
-        sizes.setdefault(inside, []).append(-(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS)
-    item_bytes = {"bf16": 2, "fp32": 4}[dtype]
-    for n, (chunk, weights) in enumerate(sizes.items()):
-        assert len(chunk) == sum(weights)
-        assert len(chunk) * item_bytes <= most_bytes or len(weights) == 1
-        if n + 1 < len(chunks):
-            assert (len(chunk) + sizes[chunks[n + 1]][0]) * item_bytes > most_bytes  # the next one did not fit
 
 
 @given(st.integers(1, 40), st.none() | st.integers(1, 50))

@@ -17,7 +17,6 @@ from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
 FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
 STORED = {Saved.BOUNDARY: set[str](), Saved.ATTENTION: FUSED, Saved.PRODUCTS: WITH_WEIGHTS | FUSED}
-WAYS = [(saved, early_stop) for saved in Saved for early_stop in (False, True)]
 
 Case = tuple[str, str, str, str]
 
@@ -61,9 +60,9 @@ def inside(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any
 
 
 def checkpointed(
-    layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection, early_stop: bool, work: Work | None = None
+    layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection, work: Work | None = None
 ) -> torch.Tensor:
-    """The layer's output under PyTorch's checkpointing; `work` sees what the recompute really runs."""
+    """The layer's output under PyTorch's checkpointing, which stops early; `work` sees what the recompute really runs."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         watch: AbstractContextManager[Any] = work or nullcontext()
@@ -73,7 +72,7 @@ def checkpointed(
         return inside(selection, first), inside(watch, again)
 
     return checkpoint(  # type: ignore[no-any-return]
-        layer, x, use_reentrant=False, context_fn=contexts, early_stop=early_stop, **kwargs
+        layer, x, use_reentrant=False, context_fn=contexts, early_stop=True, **kwargs
     )
 
 
@@ -82,16 +81,16 @@ def gradients(y: torch.Tensor, x: torch.Tensor, layer: Any) -> list[torch.Tensor
     return list(torch.autograd.grad(y, [x, *layer.parameters()], torch.randn(y.shape, generator=generator).to(y.dtype)))
 
 
-def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection, early_stop: bool) -> Work:
+def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Selection) -> Work:
     """What the recompute of one backward really does."""
     work = Work()
-    gradients(checkpointed(layer, x, kwargs, selection, early_stop, work), x, layer)
+    gradients(checkpointed(layer, x, kwargs, selection, work), x, layer)
     return work
 
 
-def n_reached(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], early_stop: bool) -> int:
+def n_reached(layer: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> int:
     """Products with weights that recompute from the boundary really makes."""
-    calls = watched(layer, x, kwargs, Selection(Saved.BOUNDARY, 0), early_stop).calls
+    calls = watched(layer, x, kwargs, Selection(Saved.BOUNDARY, 0)).calls
     return sum(calls[name] for name in WITH_WEIGHTS)
 
 
@@ -108,11 +107,11 @@ def ways_of(
     """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
     for size in sizes:
         for block, layer, x, kwargs in layers_of(case, *size, **overrides):
-            for saved, early_stop in WAYS:
-                recompute = block.recompute(saved, early_stop)
+            for saved in Saved:
+                recompute = block.recompute(saved)
                 assert (recompute is not None) == can(case, saved)
                 if recompute is not None:
-                    reached = n_reached(layer, x, kwargs, early_stop) if saved is Saved.PRODUCTS else 0
+                    reached = n_reached(layer, x, kwargs) if saved is Saved.PRODUCTS else 0
                     yield block, recompute, Selection(saved, reached), layer, x, kwargs
 
 
@@ -122,7 +121,7 @@ def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(
     model_type, attention, _, experts = case
     looped = model_type in EXPERT_TYPES and experts == "eager"
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES):
-        work = watched(layer, x, kwargs, selection, ours.early_stop)
+        work = watched(layer, x, kwargs, selection)
         assert ours.saved_bytes == selection.n_bytes
         n_calls = work.calls.total()
         assert abs(ours.n_kernels - n_calls) <= (0.1 * n_calls if looped else 1), work.calls
@@ -160,7 +159,7 @@ def stays_within(
     gradient, weights = torch.randn_like(x), list(layer.parameters())
 
     def work() -> object:
-        y = checkpointed(layer, x, kwargs, selection, ours.early_stop)
+        y = checkpointed(layer, x, kwargs, selection)
         return torch.autograd.grad(y, [x, *weights], gradient)
 
     peak = peak_bytes(work) - block.boundary_bytes  # the output, which lies in an arena

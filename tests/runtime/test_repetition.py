@@ -41,7 +41,7 @@ def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Pl
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
     """The case with so many groups, and some micro-batches more."""
     n = n_groups * case.policy.group_micro_batches + n_more % case.policy.group_micro_batches
-    one_group: dict[str, Any] = {"offload_late_blocks": 0, "transfer_chunk_bytes": None, "square_blocks": ()}
+    one_group: dict[str, Any] = {"offload_late_blocks": 0, "square_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing)
     found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)
@@ -107,10 +107,10 @@ def test_written_out_every_op_has_its_micro_batch_and_its_waits() -> None:
     """Two ops repeat three times: of three lanes, between one before them and one after."""
     plan = small()
     a, b, c, d = (
-        Op(Kind.LOAD, Lane.H2D, 1, waits=(Wait(3, 1),)),
-        Op(Kind.FORWARD, Lane.GPU, 1, 1, waits=(Wait(0), Wait(2, 0, 1), Wait(3, 1))),
-        Op(Kind.OFFLOAD, Lane.D2H, 1, 1, waits=(Wait(1),)),
-        Op(Kind.LOAD, Lane.H2D, 1, waits=(Wait(1), Wait(2, 1))),
+        Op(Kind.LOAD, 1, waits=(Wait(3, 1),)),
+        Op(Kind.FORWARD, 1, 1, waits=(Wait(0), Wait(2, 0, 1), Wait(3, 1))),
+        Op(Kind.OFFLOAD, 1, 1, waits=(Wait(1),)),
+        Op(Kind.LOAD, 1, waits=(Wait(1), Wait(2, 1))),
     )
     written = unrolled(replace(plan, ops=(a, b, c, d), repeat=Repeat(1, 3, 3, 2)))
     assert [op.name for op in written.ops] == [
@@ -356,7 +356,7 @@ PLANS = {
     "groups of two that spill": small(11, n_layers=2, group_micro_batches=2, spill_blocks=(0, 1), gradient_slots=2),
     "two groups a repetition": small(9, n_layers=3, boundary_stride=3, prefetch_depth=1),
     "barrier": small(6, n_layers=3, update=Update.BARRIER, prefetch_depth=2, gradient_slots=2, resident_blocks=(1, 4)),
-    "speculating": small(6, n_layers=2, speculate_blocks=(0, 2), storage="split", keep_blocks=(2,)),
+    "speculating": small(6, n_layers=2, speculate_blocks=(0, 2), keep_blocks=(2,)),
 }
 
 

@@ -24,8 +24,8 @@ from tests.training import ADAMW, batches_of, plan_of, semantics_of
 from .test_recompute import Case, Selection, checkpointed, gradients, watched, ways_of
 
 
-def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved, early_stop: bool) -> tuple[torch.Tensor, Replay]:
-    replay = Replay(saved, early_stop, lambda: layer(x, **kwargs))
+def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) -> tuple[torch.Tensor, Replay]:
+    replay = Replay(saved, lambda: layer(x, **kwargs))
     with replay.recording():
         return layer(x, **kwargs), replay
 
@@ -35,28 +35,26 @@ def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case
     """In bytes, calls and gradients, which are those of a plain backward."""
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
         again = Selection(ours.saved, selection.n_products)
-        wanted = gradients(checkpointed(layer, x, kwargs, selection, ours.early_stop), x, layer)
-        y, replay = replayed(layer, x, kwargs, ours.saved, ours.early_stop)
+        wanted = gradients(checkpointed(layer, x, kwargs, selection), x, layer)
+        y, replay = replayed(layer, x, kwargs, ours.saved)
         assert sum(t.nbytes for t in tensors(list(replay._results))) == ours.saved_bytes
         assert all(map(torch.equal, wanted, gradients(y, x, layer)))
         assert all(map(torch.equal, wanted, gradients(layer(x, **kwargs), x, layer)))
         assert not replay._results
-        y, replay = replayed(layer, x, kwargs, ours.saved, ours.early_stop)
+        y, replay = replayed(layer, x, kwargs, ours.saved)
         with Work() as work:
             replay._run_again()
-        assert work.calls == watched(layer, x, kwargs, again, ours.early_stop).calls, block.name
+        assert work.calls == watched(layer, x, kwargs, again).calls, block.name
 
 
 REMEMBERING = {
     "keep": Policy(keep_blocks=(1, 2)),
     "boundaries": Policy(),
-    "early stop": Policy(early_stop=True),
-    "strided": Policy(early_stop=True, boundary_stride=2),
+    "strided": Policy(boundary_stride=2),
     "products": Policy(product_blocks=(1, 2)),
-    "products, early stop": Policy(product_blocks=(1, 2), early_stop=True),
     "attention": Policy(attention_blocks=(1, 2)),
-    "attention, early stop": Policy(attention_blocks=(1, 2), early_stop=True, spill_blocks=(0, 1)),
-    "all ways at once": Policy(keep_blocks=(1,), product_blocks=(2,), attention_blocks=(3,), early_stop=True),
+    "attention, spilled": Policy(attention_blocks=(1, 2), spill_blocks=(0, 1)),
+    "all ways at once": Policy(keep_blocks=(1,), product_blocks=(2,), attention_blocks=(3,)),
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 4}
 
@@ -114,9 +112,7 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
 @pytest.mark.parametrize("way", REMEMBERING)
 def test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves(way: str) -> None:
     """No graph, and nothing that was saved for one, outlives its step; speculation leaves nothing either."""
-    policy = replace(
-        REMEMBERING[way], group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(0, 1), transfer_chunk_bytes=4096
-    )
+    policy = replace(REMEMBERING[way], group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
     plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
     batches = batches_of(96, 4, 16)
     machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)

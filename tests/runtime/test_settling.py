@@ -9,9 +9,8 @@ import torch
 from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import execute
-from runtime.host.host_state import SHADOW
 from runtime.host.optimizer import clip_factor
-from runtime.plan import Kind, Policy, Slot, Update
+from runtime.plan import Kind, Policy, Update
 from tests import reference
 from tests.tiny import tiny_config
 from tests.training import (
@@ -68,11 +67,11 @@ def test_a_norm_just_at_the_threshold_is_clipped_as_torch_clips_it():
     assert clip_factor(1.0, 1.0) == float(gradient.grad) < 1.0
 
 
-SPECULATING = [  # each arena that a state can have, whole and in chunks
+SPECULATING = [  # each way in which a state can lie in its slot
     (Policy(speculate_blocks=(0, 1, 2, 3)), {}),
-    (Policy(speculate_blocks=(1, 3), storage="split"), {}),
-    (Policy(speculate_blocks=(0, 2), storage="split", transfer_chunk_bytes=2048), {}),
-    (Policy(speculate_blocks=(1, 2), transfer_chunk_bytes=2048), {"master_dtype": "bf16"}),
+    (Policy(speculate_blocks=(1, 3)), {}),
+    (Policy(speculate_blocks=(0, 2)), {}),
+    (Policy(speculate_blocks=(1, 2)), {"master_dtype": "bf16"}),
     (Policy(speculate_blocks=(1, 2, 3)), {"compute_dtype": "fp32"}),
 ]
 
@@ -101,18 +100,17 @@ class Settling(Hostile):
         if op.kind is not Kind.SETTLE:
             super().perform(index, op, step)
             return
-        slots = [slot for slot in op.writes if slot.arena != "shadows"]
-        state = [(self.arenas.raw(slot), self.arenas.raw(slot).clone()) for slot in slots]
-        shadow = [self.arenas.raw(Slot(SHADOW + slot.arena, slot.index)).clone() for slot in slots]
+        state, shadow = self.arenas.raw(op["state"]), self.arenas.raw(op["shadow"])
+        state_before, shadow_before = state.clone(), shadow.clone()
         super().perform(index, op, step)
-        now = [self.arenas.raw(slot) for slot in slots]
-        moved = [new.data_ptr() != old.data_ptr() for new, (old, _) in zip(now, state, strict=True)]
-        assert all(moved) or not any(moved), "a part of the state was left behind"
-        if any(moved):
-            assert all(map(torch.equal, now, shadow))
-            poisoned = op.slot("shadows") in self.released[index]
-            assert all(bool((old == 0xFF).all()) if poisoned else torch.equal(old, copy) for old, copy in state)
-        self.settled.append((step, op.block, any(moved)))
+        now = self.arenas.raw(op["state"])
+        moved = now.data_ptr() != state.data_ptr()
+        if moved:
+            assert now.data_ptr() == shadow.data_ptr()
+            assert torch.equal(now, shadow_before)
+            poisoned = op["shadow"] in self.released[index]
+            assert bool((state == 0xFF).all()) if poisoned else torch.equal(state, state_before)
+        self.settled.append((step, op.block, moved))
 
 
 @pytest.mark.parametrize("block", [0, 1, 3])
@@ -122,7 +120,7 @@ class Settling(Hostile):
         Policy(update=Update.BARRIER),
         Policy(update=Update.DEFERRED),
         Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3)),
-        Policy(update=Update.DEFERRED, speculate_blocks=(1, 2), storage="split", transfer_chunk_bytes=4000),
+        Policy(update=Update.DEFERRED, speculate_blocks=(1, 2)),
     ],
     ids=asked,
 )

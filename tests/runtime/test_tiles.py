@@ -68,9 +68,7 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit(mo
     assert differences(machine, (kept_whole if dropout else plain)(model_type, how, key)) == []
 
 
-@pytest.mark.parametrize(
-    "policy", [Policy(), Policy(keep_blocks=(1, 2)), Policy(early_stop=True, product_blocks=(1, 2))], ids=asked
-)
+@pytest.mark.parametrize("policy", [Policy(), Policy(keep_blocks=(1, 2)), Policy(product_blocks=(1, 2))], ids=asked)
 def test_of_many_tiles_the_gradients_are_added_in_ascending_order(policy: Policy) -> None:
     """In fp32, where sums of three and more depend on it."""
     how = semantics_of("llama", micro_batch=2, mlp_tile_tokens=3, compute_dtype="fp32")
@@ -116,7 +114,7 @@ def test_the_products_that_are_run_by_tiles_are_those_of_the_plan(model_type: st
         a, products = block.attention, sum(m.flop for m in block.matmuls)
         squares = 4 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 if model_type in EAGER_ONLY else 0
         if op.kind is Kind.BACKWARD and op.block not in plan.policy.keep_blocks:
-            recompute = block.recompute(plan.saved(op.block), plan.policy.early_stop)
+            recompute = block.recompute(plan.saved(op.block))
             assert recompute is not None
         again = sum(m.flop for m in recompute.matmuls) + squares * recompute.attention if recompute else 0
         assert work.flop == again + (products + squares) * (2 if op.kind is Kind.BACKWARD else 1), op
@@ -171,7 +169,7 @@ def test_one_tile_for_all_tokens_is_no_tile_to_the_last_bit_and_smaller_ones_onl
             assert torch.dist(m, whole[name]) <= tolerance * whole[name].norm(), (tile, name)
 
 
-@pytest.mark.parametrize("way", ["keep", "boundaries", "strided", "products, early stop"])
+@pytest.mark.parametrize("way", ["keep", "boundaries", "strided", "products"])
 def test_nothing_of_a_tile_outlives_its_step_even_one_that_fails(way: str) -> None:
     plan = plan_by_tiles("llama", way)
     machine = machine_of(plan)
@@ -211,5 +209,5 @@ def test_experts_by_tiles_are_refused_by_the_runtime_too(model_type: str) -> Non
 def test_a_type_with_experts_runs_by_tiles_where_no_layer_has_any() -> None:
     overrides = (("decoder_sparse_step", 9), ("num_hidden_layers", 2))
     how = semantics_of("qwen3_moe", mlp_tile_tokens=7)
-    machine = streamed(tiny_config("qwen3_moe", **dict(overrides)), how, Policy(early_stop=True, product_blocks=(2,)))
+    machine = streamed(tiny_config("qwen3_moe", **dict(overrides)), how, Policy(product_blocks=(2,)))
     assert differences(machine, plain("qwen3_moe", how, overrides)) == []

@@ -181,7 +181,7 @@ def test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_t
     done = len(lines(tmp_path))
     assert done in (at[0] + 1, at[0] + 2), "the step in progress, or that which some lane had begun already"
     state = load_state(tmp_path / f"checkpoint-{done}")
-    second = training(tmp_path, Policy(storage="split", group_micro_batches=4), save_every=save_every)
+    second = training(tmp_path, Policy(group_micro_batches=4), save_every=save_every)
     second.resume(state)
     second.run(state.step, 6, lambda metrics: None)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]

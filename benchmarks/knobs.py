@@ -1,0 +1,125 @@
+"""What is each choice of the search worth?
+
+    python -m benchmarks.knobs > docs/benchmarks/knobs_DATE.md
+
+Each cell is searched as `penstock plan` does it, and once more without each of the choices that were suspected of giving nothing:
+then no plan that makes it is suggested, bounded or climbed to. Cells are those of `grid.py`, and machines that are short of memory:
+host memory 2 % above the least with which anything fits, with boundaries that are shared and with boundaries that are not. Nothing
+is measured. An hour and a half of one core.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from unittest.mock import patch
+
+from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
+from hwprofiles.schema import read_profile
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, read_model, supported_attention
+from planner.search import branch, space
+from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.search import search
+from runtime.errors import DoesNotFitError
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Block, Saved
+from runtime.units import TB, show_bytes, show_count, show_seconds
+
+KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the choice
+    "boundary_stride": lambda policy: policy.boundary_stride > 1,
+    "transfer_chunk_bytes": lambda policy: policy.transfer_chunk_bytes is not None,
+    "attention_blocks": lambda policy: bool(policy.attention_blocks),
+}
+TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS = ("qwen3-8b", "qwen2.5-14b"), ("rtx4090-desktop", "h100-sxm"), (4096, 65536, 131072)
+ENOUGH = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model, a machine with so much host memory, and a step."""
+
+    model: str
+    machine: str
+    seq_len: int
+    n_tokens: int
+    host_bytes: int = 2 * TB
+
+    def row(self, found: dict[str, float | None]) -> str:
+        known = found[""]
+        sizes = f"{show_count(self.n_tokens)} of {show_count(self.seq_len)} | {show_bytes(self.host_bytes)}"
+        head = f"| {self.model} | {self.machine} | {sizes} |"
+        if known is None:
+            return f"{head} does not fit |" + " |" * len(KNOBS)
+        worth = (
+            "does not fit" if without is None else f"{without / known - 1:+.2%}" for knob in KNOBS for without in [found[knob]]
+        )
+        return f"{head} {show_seconds(known)} | {' | '.join(worth)} |"
+
+
+def step_s(cell: Cell, knob: str) -> float | None:
+    """Seconds of a step of the best plan found without a choice ("": with all of them); None where none fits."""
+    model, profile = read_model(cell.model), read_profile(cell.machine).with_memory(None, cell.host_bytes)
+    semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+    semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
+    with ExitStack() as stack:
+        if knob:
+            fits, is_made = branch.Trial.fits, KNOBS[knob]
+            stack.enter_context(patch.object(branch.Trial, "fits", lambda self, policy: not is_made(policy) and fits(self, policy)))
+            stack.enter_context(patch.object(branch, "CHUNKS_PER_LAYER", () if knob == "transfer_chunk_bytes" else (2, 4)))
+        if knob == "boundary_stride":
+            stack.enter_context(patch.object(space, "STRIDES", (1,)))
+        if knob == "attention_blocks":
+            recompute = Block.recompute
+            others = lambda self, saved, early: None if saved is Saved.ATTENTION else recompute(self, saved, early)  # noqa: E731
+            stack.enter_context(patch.object(Block, "recompute", others))
+        try:
+            return search(model, workload, semantics, profile, free=SIZES).step_s
+        except DoesNotFitError:
+            return None
+
+
+def searched(cell: Cell) -> dict[str, float | None]:
+    """With all choices, and without each of them."""
+    return {knob: step_s(cell, knob) for knob in ("", *KNOBS)}
+
+
+def tight() -> Iterator[Cell]:
+    """Machines with hardly more host memory than a step needs."""
+    for model_name, machine, seq_len in product(TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS):
+        model, profile = read_model(model_name), read_profile(machine).with_memory(None, 2 * TB)
+        semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+        semantics = with_kernels(model, semantics, profile)
+        workload = build_workload(model, semantics)
+        lean = list(space.leanest(model, workload, semantics, profile))
+        for strides in ([1], space.STRIDES):
+            needs = [n.host_peak_bytes for plan, n in lean if n.fits and plan.policy.boundary_stride in strides]
+            if needs:
+                yield Cell(model_name, machine, seq_len, seq_len, round(min(needs) * ENOUGH))
+
+
+def main() -> None:
+    cells = [Cell(m, machine, SEQ_LEN, n) for m, machine, n in product(MODELS, MACHINES, TOKENS_PER_STEP)]
+    cells = list(dict.fromkeys([*tight(), *cells]))
+    rows: list[tuple[Cell, dict[str, float | None]]] = []
+    with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 2) as processes:
+        for cell, found in zip(cells, processes.map(searched, cells), strict=True):
+            rows.append((cell, found))
+            print(cell.row(found), file=sys.stderr, flush=True)
+    print("# What is each choice of the search worth?\n")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    for knob in KNOBS:
+        worth = [f[knob] / f[""] - 1 for _, f in rows if f[""] is not None and f[knob] is not None]  # type: ignore[operator]
+        n_unfit = sum(f[""] is not None and f[knob] is None for _, f in rows)
+        spread = f"median {statistics.median(worth):+.2%}, worst {max(worth):+.2%}, best {min(worth):+.2%}"
+        print(f"- Without `{knob}`: {spread}; {n_unfit} fit no more.")
+    print(f"\n| model | machine | tokens | host memory | step | {' | '.join(f'no `{knob}`' for knob in KNOBS)} |")
+    print("|---" * 4 + "|---:" * (1 + len(KNOBS)) + "|")
+    print("\n".join(cell.row(found) for cell, found in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Which ops does a policy mean, concern by concern?
+
+A step begins as what is computed (`computed`), in an order that would be right if ops ran one after the other. Each pass then adds
+what one concern needs: ops of its own and operands of those that are there. Overlap comes last, from the slots alone (`waits.py`).
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from runtime.plan import CONTRACT, Kind, Op, Setup, Slot, Update
+from runtime.plan.ops import Operand
+from runtime.plan.workload import BlockKind
+
+from .arenas import N_STAGING_SLOTS, eager_ring, spill_ring_slots, staying, sums_layers, vocab_slot_is_sum
+
+
+@dataclass(slots=True)
+class Draft:
+    """An op that is being written."""
+
+    kind: Kind
+    block: int
+    micro_batch: int | None = None
+    operands: list[Operand] = field(default_factory=list)
+    after: "tuple[Draft, int] | None" = None  # what it follows besides what slots ask for, so many steps before
+
+    def uses(self, **operands: Slot | None) -> "Draft":
+        """Add operands, those that are there."""
+        self.operands += [(name, slot) for name, slot in operands.items() if slot is not None]
+        return self
+
+    def slot(self, name: str) -> Slot:
+        return next(slot for known, slot in self.operands if known == name)
+
+    def op(self) -> Op:
+        """The op without its waits, operands in the contract's order."""
+        order = CONTRACT[self.kind].names
+        return Op(
+            self.kind, self.block, self.micro_batch, tuple(sorted(self.operands, key=lambda operand: order.index(operand[0])))
+        )
+
+
+def drafts(plan: Setup, rings_go_on: bool = True) -> list[Draft]:
+    """All ops of one step. Rings of slots go on from one group of micro-batches to the next, or each group begins anew, so that all
+    take the same slots."""
+    ops: Iterable[Draft] = computed(plan)
+    ops = with_weights(plan, ops)
+    ops = with_activations(plan, ops, rings_go_on)
+    ops = with_gradients(plan, ops, rings_go_on)
+    for one_pass in (with_squares, with_late_offloads, with_updates, with_barrier):
+        ops = one_pass(plan, ops)
+    return list(ops)
+
+
+def computed(plan: Setup) -> Iterator[Draft]:
+    """Forward, loss and backward: group by group of micro-batches, layer by layer within a group."""
+    n, group, head = plan.semantics.n_micro_batches, plan.policy.group_micro_batches, plan.workload.n_layers + 1
+    walk = [*((Kind.FORWARD, b) for b in range(head)), (Kind.LOSS, head), *_backward_walk(plan), (Kind.BACKWARD, 0)]
+    for first in range(0, n, group):
+        for kind, block in walk:
+            yield from (Draft(kind, block, m) for m in range(first, min(first + group, n)))
+
+
+def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
+    """Layers from the last to the first, each backward; before a run of layers whose inputs did not stay, their recompute."""
+    stride, top = plan.policy.boundary_stride, plan.workload.n_layers
+    for below in range((top - 1) // stride * stride, -1, -stride):
+        yield from ((Kind.RECOMPUTE, b) for b in range(below + 1, min(below + stride, top)))
+        yield from ((Kind.BACKWARD, b) for b in range(min(below + stride, top), below, -1))
+
+
+def with_weights(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+    """A load before each use of weights that are not there."""
+    blocks, resident = plan.workload.blocks, plan.policy.resident_blocks
+    uses = [(key[1], list(run)) for key, run in groupby(ops, key=lambda op: (op.kind, op.block))]
+    streamed = [b for b, _ in uses if blocks[b].kind is BlockKind.LAYER and b not in resident]
+    slots, there = _WeightSlots(plan.policy.prefetch_depth + 1, streamed), set[int]()
+    for block, run in uses:
+        if block == 0 and run[0].kind is Kind.BACKWARD:
+            yield from run  # a table's gradient needs no table
+            continue
+        if blocks[block].kind is BlockKind.LAYER and block not in resident:
+            index, is_fresh = slots.use(block)
+            slot = Slot("weights", index)
+        else:
+            slot, is_fresh = plan.weights_slot(block), block not in there
+            there |= {block} & {*resident}
+        if is_fresh:
+            tied = Slot("state", 0) if block and blocks[block].tied else None
+            yield Draft(Kind.LOAD, block).uses(state=Slot("state", block), tied=tied, weights=slot)
+        for op in run:
+            yield op.uses(weights=slot)
+
+
+class _WeightSlots:
+    """Which block each weight slot holds. A load takes the slot whose content is needed last (Belady's algorithm)."""
+
+    def __init__(self, n_slots: int, uses: list[int]) -> None:
+        self.held: list[int | None] = [None] * n_slots
+        self.last_use = [-1] * n_slots
+        self.n_uses, self.at = len(uses), 0
+        self.positions: dict[int, list[int]] = {}
+        for position, block in enumerate(uses):
+            self.positions.setdefault(block, []).append(position)
+
+    def use(self, block: int) -> tuple[int, bool]:
+        """The slot for the next use, which is of `block`, and whether it must be loaded first."""
+        is_fresh = block not in self.held
+        index = self._victim() if is_fresh else self.held.index(block)
+        self.held[index] = block
+        self.last_use[index] = self.at
+        self.at += 1
+        return index, is_fresh
+
+    def _victim(self) -> int:
+        def needed_again(index: int) -> int:
+            block = self.held[index]
+            if block is None:
+                return self.n_uses
+            positions = self.positions[block]
+            later = bisect.bisect_left(positions, self.at)
+            return positions[later] if later < len(positions) else self.n_uses
+
+        return max(range(len(self.held)), key=lambda i: (needed_again(i), -self.last_use[i], -i))
+
+
+def with_activations(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> Iterator[Draft]:
+    """Each output in a slot of its own; in one that it shares until it is computed again; or, where it spills, in a ring, until it
+    has left and when it is back."""
+    group, stride = plan.policy.group_micro_batches, plan.policy.boundary_stride
+    stays, spilled = {b: i for i, b in enumerate(staying(plan))}, {b: i for i, b in enumerate(plan.policy.spill_blocks)}
+    ring, passing = _Ring("activations", len(stays) * group, spill_ring_slots(group)), dict[tuple[int, int], Slot]()
+
+    def at(block: int, m: int) -> Slot | None:
+        if block < 0:
+            return None
+        if block in spilled:
+            return passing[block, m]
+        place = stays[block] if block in stays else len(stays) + block % stride - 1
+        return Slot("activations", place * group + m % group)
+
+    def comes(block: int, m: int) -> Slot | None:
+        if block in spilled:
+            passing[block, m] = ring.next()
+        return at(block, m)
+
+    def on_host(block: int, m: int) -> Slot:
+        return Slot("spilled", spilled[block] * group + m % group)
+
+    for (kind, block), of_kind in groupby(ops, key=lambda op: (op.kind, op.block)):
+        run = list(of_kind)
+        if kind is Kind.BACKWARD and block - 1 in spilled:
+            for m in [op.micro_batch or 0 for op in run]:
+                yield Draft(Kind.FETCH, block - 1, m).uses(spilled=on_host(block - 1, m), y=comes(block - 1, m))
+        for op in run:
+            m = op.micro_batch or 0
+            match kind:
+                case Kind.FORWARD | Kind.RECOMPUTE:
+                    if kind is Kind.FORWARD and block == 0 and m % group == 0 and not ring_goes_on:
+                        ring.begin_anew()
+                    yield op.uses(x=at(block - 1, m), y=comes(block, m))
+                    if kind is Kind.FORWARD and block in spilled:
+                        yield Draft(Kind.SPILL, block, m).uses(y=at(block, m), spilled=on_host(block, m))
+                case Kind.LOSS:
+                    yield op.uses(x=at(block - 1, m))
+                case Kind.BACKWARD:
+                    yield op.uses(y=at(block, m), x=at(block - 1, m))
+                case _:
+                    yield op
+
+
+def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iterator[Draft]:
+    """Where each micro-batch's gradient goes on the device, and its way to the host."""
+    blocks, head, last = plan.workload.blocks, plan.workload.n_layers + 1, plan.semantics.n_micro_batches - 1
+    on_device, staging = _Ring("gradients", 0, plan.policy.gradient_slots), _Ring("staging", 0, N_STAGING_SLOTS)
+    of_vocabulary, on_host = Slot("gradients", plan.policy.gradient_slots), _host_gradients(plan)
+    layer_sum, vocabulary_sum = Slot("sums", 0), of_vocabulary if vocab_slot_is_sum(plan) else Slot("sums", int(sums_layers(plan)))
+    out: dict[int, Slot] = {}
+    for op in ops:
+        b, m = op.block, op.micro_batch
+        if op.kind not in (Kind.LOSS, Kind.BACKWARD) or m is None:
+            yield op
+            continue
+        if op.kind is Kind.LOSS and m % plan.policy.group_micro_batches == 0 and not rings_go_on:
+            on_device.begin_anew()
+            staging.begin_anew()
+        is_layer = blocks[b].kind is BlockKind.LAYER
+        if not is_layer:
+            out[b] = of_vocabulary
+        elif m == 0 or not plan.reduced:
+            out[b] = on_device.next()
+        total = layer_sum if is_layer else vocabulary_sum
+        is_its_own_sum = total == out[b]
+        has_sum = plan.reduced and (last > 0 or b == head or is_its_own_sum)
+        makes_gradient = not plan.reduced or (m == last and not is_its_own_sum)
+        yield op.uses(sum=total if has_sum else None, gradient=out[b] if makes_gradient else None)
+        if not plan.reduced:
+            to, staged = Slot("host_gradients", b), staging.next() if is_layer else Slot("staging", N_STAGING_SLOTS)
+            yield Draft(Kind.OFFLOAD, b, m).uses(gradient=out[b], arrived=staged)
+            yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to)
+        elif m == last:
+            yield Draft(Kind.OFFLOAD, b).uses(gradient=out[b], arrived=on_host(b))
+
+
+def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
+    """The slot for a block's gradient on the host: its own, or with eager updates one of a few that layers share."""
+    if not eager_ring(plan):
+        return lambda block: Slot("host_gradients", block)
+    arena = plan.arena("host_gradients")
+    assert arena is not None
+    last = len(arena.slot_bytes) - 1
+    ring, own = _Ring("host_gradients", 1, last - 1), {0: 0, plan.workload.n_layers + 1: last}
+    return lambda block: Slot("host_gradients", own[block]) if block in own else ring.next()
+
+
+def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+    """The device squares a gradient that is whole there; the sums leave with it."""
+    place = {b: i for i, b in enumerate(plan.policy.square_blocks)}
+    for op in ops:
+        if op.kind is Kind.OFFLOAD and op.block in place:
+            sums = Slot("squares", place[op.block])
+            yield Draft(Kind.SQUARE, op.block).uses(gradient=op.slot("gradient"), squares=sums)
+            op.uses(squares=sums, norm=Slot("norm", 1 + place[op.block]))
+        yield op
+
+
+def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+    """A layer's gradient leaves when the backward some layers further on is done; the first layers', who have none, with the
+    embedding's."""
+    late, waiting = plan.policy.offload_late_blocks, list[Draft]()
+    backward: Draft | None = None
+    for op in ops:
+        if op.kind is Kind.BACKWARD:
+            backward = op
+        if not late or op.kind is not Kind.OFFLOAD:
+            yield op
+        elif plan.workload.blocks[op.block].kind is BlockKind.LAYER and backward is not None:
+            waiting.append(op)
+            if waiting[0].block - late >= op.block:
+                waiting[0].after = backward, 0
+                yield waiting.pop(0)
+        else:
+            yield from waiting
+            waiting = []
+            yield op
+
+
+def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+    """The host's norm of each gradient that is whole, and its update: at once, early on a guess, or when all norms are known."""
+    last, is_eager = plan.semantics.n_micro_batches - 1, plan.policy.update is Update.EAGER
+    squared, shadows = (
+        plan.policy.square_blocks,
+        {b: Slot("state", len(plan.workload.blocks) + i) for i, b in enumerate(plan.policy.speculate_blocks)},
+    )
+    arrived: dict[int, Slot] = {}
+    norm = Slot("norm", 0)
+
+    def of(kind: Kind, block: int) -> Draft:
+        """An op that needs the block's gradient: of a tied weight, the head's part too."""
+        return Draft(kind, block).uses(
+            arrived=arrived[block], tied=arrived[len(plan.workload.blocks) - 1] if block == 0 and plan.workload.tied else None
+        )
+
+    for op in ops:
+        yield op
+        b = op.block
+        if not ((op.kind is Kind.OFFLOAD and plan.reduced) or (op.kind is Kind.ACCUMULATE and op.micro_batch == last)):
+            continue
+        arrived[b] = op.slot("arrived")
+        if b not in squared or b == 0:
+            sums = [("squares", Slot("norm", 1 + i)) for i in range(len(squared)) if b == 0]
+            draft = Draft(Kind.NORM, b) if b in squared else of(Kind.NORM, b)
+            draft.operands += sums
+            yield draft.uses(norm=norm)
+        if is_eager:
+            own = Slot("norm", 1 + squared.index(b)) if b in squared else None
+            yield of(Kind.UPDATE, b).uses(norm=own, state=Slot("state", b))
+        elif b in shadows:
+            yield of(Kind.SPECULATE, b).uses(state=Slot("state", b), shadow=shadows[b])
+    if not is_eager:
+        for b in range(len(plan.workload.blocks)):  # the order in which the next forward needs them
+            kind = Kind.SETTLE if b in shadows else Kind.UPDATE
+            yield of(kind, b).uses(norm=norm, state=Slot("state", b), shadow=shadows.get(b))
+
+
+def with_barrier(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+    """Under `barrier` the next step's first load waits for this step's last update."""
+    found = list(ops)
+    if plan.policy.update is Update.BARRIER:
+        next(op for op in found if op.kind is Kind.LOAD).after = found[-1], 1
+    yield from found
+
+
+class _Ring:
+    """Slots that are taken one after the other, and then again."""
+
+    def __init__(self, arena: str, first: int, n_slots: int) -> None:
+        self.slots = [Slot(arena, first + i) for i in range(n_slots)]
+        self.n_taken = 0
+
+    def next(self) -> Slot:
+        self.n_taken += 1
+        return self.slots[(self.n_taken - 1) % len(self.slots)]
+
+    def begin_anew(self) -> None:
+        self.n_taken = 0

@@ -1,0 +1,130 @@
+"""What is a plan about?
+
+A model cut into blocks, what is to be computed, how it is scheduled, and the memory that follows from these. Everything but the
+ops: sizes, bounds and legality ask for no more.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from .ops import Slot
+from .policy import Policy, Semantics
+from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Saved, Workload
+
+MOMENT_BYTES = 8  # AdamW's two, fp32
+REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
+
+
+class Place(StrEnum):
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Slots allocated once, before the first step. `slot_bytes` holds the exact size of each slot."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
+    place: Place
+    slot_bytes: tuple[Natural, ...]
+    __pydantic_config__ = FILE
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.slot_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a plan is about, with the arenas its ops will use."""
+
+    semantics: Semantics
+    policy: Policy
+    model: Model
+    workload: Workload
+    arenas: tuple[Arena, ...]
+
+    def arena(self, name: str) -> Arena | None:
+        for arena in self.arenas:
+            if arena.name == name:
+                return arena
+        return None
+
+    def blocks_of(self, micro_batch: int | None) -> tuple[Block, ...]:
+        """The blocks with the sizes of this micro-batch; None: of what all have in common."""
+        return self.workload.smaller if self.semantics.is_smaller(micro_batch) else self.workload.blocks
+
+    def alike(self, micro_batches: range) -> list[tuple[int, int]]:
+        """One of each sort of these micro-batches, and how many are of that sort: the first and the last of a step move their
+        gradients differently from those between, and the last may be smaller."""
+        last = self.semantics.n_micro_batches - 1
+        n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
+        counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
+        return [(m, count) for m, count in counts if count]
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the device sums the micro-batches: all are in one group, and a gradient crosses the link once a step."""
+        return self.policy.group_micro_batches >= self.semantics.n_micro_batches
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes per parameter of what a slot of `state` holds, in order. What is uploaded comes first: the master, or the bf16 half
+        of a split one."""
+        of = self.semantics
+        if of.splits_masters:
+            return {"weight": ITEM_BYTES[of.compute_dtype], "remainder": REMAINDER_BYTES, "moments": MOMENT_BYTES}
+        return {"master": ITEM_BYTES[of.master_dtype], "moments": MOMENT_BYTES}
+
+    def weights_slot(self, block: int) -> Slot:
+        """Where the weights of a resident block lie, or of the embedding or the head."""
+        resident, n_streaming = self.policy.resident_blocks, self.policy.prefetch_depth + 1
+        return Slot("weights", n_streaming + 1 + resident.index(block) if block in resident else n_streaming)
+
+    def saved(self, block: int) -> Saved:
+        """What a layer saves for its backward; meaningless for the blocks under `keep`."""
+        if block in self.policy.product_blocks:
+            return Saved.PRODUCTS
+        return Saved.ATTENTION if block in self.policy.attention_blocks else Saved.BOUNDARY
+
+    def gradient_dtype(self, block: int) -> Dtype:
+        """Dtype of the block's gradient on the device and on the link."""
+        if self.workload.blocks[block].kind is BlockKind.LAYER:
+            return self.semantics.gradient_dtype if self.reduced else self.semantics.compute_dtype
+        return "fp32" if self.workload.tied or not self.reduced else self.semantics.gradient_dtype
+
+    def host_gradient_dtype(self, block: int) -> Dtype:
+        """Dtype of the block's gradient on the host: fp32 where the host sums, what was sent elsewhere."""
+        return self.gradient_dtype(block) if self.reduced else "fp32"
+
+    @property
+    def device_arena_bytes(self) -> int:
+        return sum(a.n_bytes for a in self.arenas if a.place is Place.DEVICE)
+
+    @property
+    def host_arena_bytes(self) -> int:
+        return sum(a.n_bytes for a in self.arenas if a.place is Place.HOST)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept at its peak, of one group of micro-batches: by autograd under `keep`, and what the others save."""
+        blocks, policy = self.workload.blocks, self.policy
+        kept = sum(blocks[b].kept_bytes for b in policy.keep_blocks)
+        saving = (blocks[b].recompute(self.saved(b)) for b in (*policy.attention_blocks, *policy.product_blocks))
+        return policy.group_micro_batches * (kept + sum(r.saved_bytes for r in saving if r is not None))
+
+    @property
+    def transient_bytes(self) -> int:
+        """Peak of the block being computed, in the allocator."""
+        blocks, whole = self.workload.blocks, set(self.policy.keep_blocks)
+        again = (None if b in whole else blocks[b].recompute(self.saved(b)) for b in range(1, len(blocks) - 1))
+        layers = ((r or b).transient_bytes for b, r in zip(blocks[1:-1], again, strict=True))
+        return max(self.vocab_transient_bytes, *layers)
+
+    @property
+    def vocab_transient_bytes(self) -> int:
+        """Peak of the embedding or the head. Where the host sums micro-batches, the device has no sum of earlier ones."""
+        embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
+        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes))
