@@ -195,11 +195,11 @@ def home(tmp_path_factory):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
     (home / "data").mkdir()
     (home / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 30)
-    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "--loss-tile-tokens", 16]
+    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 1, "--loss-tile-tokens", 16]
     asked = [
         {"group_micro_batches": 1},
-        {"group_micro_batches": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
-        {"group_micro_batches": 2, "update": "deferred", "spill_blocks": [0, 1]},
+        {"group_micro_batches": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+        {"group_micro_batches": 4, "update": "deferred", "spill_blocks": [0, 1]},
     ]
     for i, policy in enumerate(asked):
         (home / "policy.json").write_text(json.dumps(policy))
