@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
-from planner.lower.arenas import can_square, refuse_illegal
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -23,6 +22,7 @@ from planner.search.relax import Relaxation
 from planner.search.space import eager_is_legal, family_of
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
+from runtime.plan.legality import can_square, refuse_illegal
 from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop", "cpu-2core", "gb10")

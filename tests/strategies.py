@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from planner.lower.arenas import can_square
 from planner.lower.lower import lower
 from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan.legality import can_square
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")

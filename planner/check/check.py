@@ -58,7 +58,7 @@ def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
     """
     check_workload(plan)
     shape = Shape.of(plan)
-    check_policy(plan, shape)
+    check_policy(plan)
     check_arenas(plan, shape)
     if plan.repeat is None:
         _check_step(plan, shape)

@@ -1,78 +1,14 @@
-"""Which policies are legal, and which memory do they need?"""
+"""Which memory does a policy need?"""
 
 from collections.abc import Iterator
 
-from runtime.errors import PlanError
-from runtime.plan import Arena, Place, Policy, Semantics, Setup, Update
-from runtime.plan.workload import ITEM_BYTES, Saved, Workload
+from runtime.plan import Arena, Place, Setup, Update
+from runtime.plan.workload import ITEM_BYTES
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
 SLOT_ALIGN_BYTES = 256
 SQUARE_BYTES = 8  # the sum of a tensor's squares, fp64
-
-
-def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
-    if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
-        raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
-    if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
-        raise PlanError("eager updates need --clip-norm none and --on-nonfinite stop: the norm is known only after backward")
-    if policy.speculate_blocks and policy.update is not Update.DEFERRED:
-        raise PlanError("speculate_blocks are settled when the norm is known; they need update deferred")
-    _refuse_gradients(semantics, policy)
-    _refuse_blocks(workload, policy)
-
-
-def can_square(workload: Workload) -> range:
-    """The blocks whose gradients are whole on the device: where a weight is tied, the host adds up what its two uses give."""
-    return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
-
-
-def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
-    """How gradients move must suit the groups of micro-batches."""
-    if policy.group_micro_batches > semantics.n_micro_batches:
-        raise PlanError(f"a group of {policy.group_micro_batches} micro-batches, but a step has {semantics.n_micro_batches}")
-    if policy.gradient_slots <= policy.offload_late_blocks:
-        raise PlanError(
-            f"gradients leave {policy.offload_late_blocks} blocks late, so {policy.gradient_slots} gradient slots are too few"
-        )
-    if policy.group_micro_batches < semantics.n_micro_batches:
-        if policy.offload_late_blocks:
-            raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
-        if policy.square_blocks:
-            raise PlanError("gradients that are summed on the host are only whole there; square_blocks need them in one group")
-
-
-def _refuse_blocks(workload: Workload, policy: Policy) -> None:
-    """What the policy says of single blocks."""
-    n_layers = workload.n_layers
-    layers = range(1, n_layers + 1)
-    saving = {
-        "keep_blocks": policy.keep_blocks,
-        "attention_blocks": policy.attention_blocks,
-        "product_blocks": policy.product_blocks,
-    }
-    for name, blocks, legal in (
-        *((name, blocks, layers) for name, blocks in saving.items()),
-        ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
-        ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
-        ("spill_blocks", policy.spill_blocks, range(n_layers)),
-        ("square_blocks", policy.square_blocks, can_square(workload)),
-    ):
-        if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
-            raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
-    if any(b - 1 in policy.spill_blocks for b in policy.keep_blocks):
-        raise PlanError("a block that keeps its activations keeps its input too: the block before it cannot spill")
-    if len({b for blocks in saving.values() for b in blocks}) < sum(map(len, saving.values())):
-        raise PlanError("a layer saves its activations in one way: keep_blocks, attention_blocks and product_blocks must not meet")
-    for saved, blocks in ((Saved.ATTENTION, policy.attention_blocks), (Saved.PRODUCTS, policy.product_blocks)):
-        if any(workload.blocks[b].recompute(saved) is None for b in blocks):
-            raise PlanError(f"this model's layers cannot save only {saved}; leave {saved.removesuffix('s')}_blocks empty")
-    if policy.boundary_stride > 1 and (policy.spill_blocks or any(saving.values())):
-        raise PlanError("with boundary_stride above 1 layers keep nothing and no boundary spills")
-    if policy.boundary_stride > n_layers:
-        raise PlanError(f"boundary_stride is {policy.boundary_stride}, but there are {n_layers} layers")
 
 
 def staying(plan: Setup) -> list[int]:

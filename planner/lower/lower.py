@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from runtime.plan import MAX_REPETITIONS, Kind, Plan, Policy, Semantics, Wait
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.workload import Model, Workload
 
-from .arenas import arenas_of, refuse_illegal
+from .arenas import arenas_of
 from .fold import N_SHOWN, fold
 from .passes import drafts
 from .waits import with_waits

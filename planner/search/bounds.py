@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import inf
 
-from planner.lower.arenas import can_square, spill_ring_slots
+from planner.lower.arenas import spill_ring_slots
 from planner.predict.cost import CostModel, update_bytes_per_param
 from runtime.plan import Kind, Lane, Op, Policy, Setup, Update
+from runtime.plan.legality import can_square
 from runtime.plan.region import Demand, Resource
 from runtime.plan.workload import ITEM_BYTES, BlockKind
 

@@ -14,13 +14,13 @@ from itertools import chain, product
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.lower.arenas import can_square
 from planner.lower.lower import lower, plan_ops
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame, short_of
 from planner.predict.simulate import Prediction, n_simulated, simulate
 from runtime.errors import PlanError
 from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Setup, Update
+from runtime.plan.legality import can_square
 from runtime.plan.workload import Model, Workload
 
 from .bounds import ops_at_least, policy_bound

@@ -7,9 +7,9 @@ come in the order in which they are most likely to gain: buffers, sizes of group
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.lower.arenas import can_square, refuse_illegal
 from runtime.errors import PlanError
 from runtime.plan import Policy, Setup, Update
+from runtime.plan.legality import can_square, refuse_illegal
 
 from .space import eager_is_legal, groups_alike
 

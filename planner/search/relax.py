@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from planner.lower.arenas import SLOT_ALIGN_BYTES, can_square, spill_ring_slots
+from planner.lower.arenas import SLOT_ALIGN_BYTES, spill_ring_slots
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
 from runtime.plan import Kind, Lane, Op, Policy, Semantics, Setup, Update
+from runtime.plan.legality import can_square
 from runtime.plan.region import Demand
 from runtime.plan.workload import BlockKind, Model, Saved, Workload
 

@@ -6,12 +6,12 @@ from itertools import islice
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.lower.arenas import refuse_illegal
 from planner.lower.lower import MOST_ALIKE_GROUPS, is_long
 from planner.model.workload import build_workload
 from planner.predict.memory import Footprint, footprint, frame, short_of
 from runtime.errors import DoesNotFitError, PlanError
 from runtime.plan import Policy, Semantics
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.workload import Model, Workload
 from runtime.units import GB
 

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.lower.arenas import refuse_illegal
 from planner.predict.arithmetic import arithmetic
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.resident import Resident, resident
 from planner.predict.simulate import Prediction
 from runtime.plan import Plan, Policy, Semantics
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.region import Resource
 from runtime.plan.workload import Model, Workload
 

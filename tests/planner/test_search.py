@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
 from planner.check.check import check
-from planner.lower.arenas import can_square
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -27,6 +26,7 @@ from planner.search.search import search
 from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
 from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
+from runtime.plan.legality import can_square
 from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
 from tests.strategies import with_smaller
 

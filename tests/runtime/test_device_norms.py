@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import Profile, read_profile
 from planner.check.check import check
-from planner.lower.arenas import can_square
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import EAGER_FRACTION, NORM_CHUNK_ELEMENTS, CostModel, region_of
@@ -30,6 +29,7 @@ from runtime.host import updates
 from runtime.host.norms import squares_at_once
 from runtime.host.optimizer import CHUNK_ELEMENTS, sum_of_squares
 from runtime.plan import Kind, Lane, Policy, Semantics, Slot, Update, Wait
+from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
 from tests.edits import error_of, index, small, with_op, with_slots
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
