@@ -77,7 +77,7 @@ def attacked(number: int) -> Tally:
     for policy in (policy for policy in policies if of.needs(policy).fits):
         found = held(of, policy, relaxation)
         tally.n_cases += bool(found)
-        groups = "one group" if policy.group_micro_batches == of.semantics.n_micro_batches else "groups"
+        groups = "one group" if policy.accumulation_group == of.semantics.n_micro_batches else "groups"
         for one in found:
             tally.rows[f"{one.name} | {policy.update}, {groups}"].add(one, number)
     if number % SEARCHED_CELLS == 0 and 8 * of.semantics.n_micro_batches * (of.workload.n_layers + 2) <= MOST_SEARCHED_OPS:

@@ -37,7 +37,7 @@ def plans() -> dict[str, Plan]:
         workload = build_workload(model, semantics)
         policies = {
             "row-major": Policy(update=Update.DEFERRED),
-            "layer-major": Policy(update=Update.DEFERRED, group_micro_batches=N_MICRO_BATCHES),
+            "layer-major": Policy(update=Update.DEFERRED, accumulation_group=N_MICRO_BATCHES),
         }
         for order, policy in policies.items():
             found[f"{len(workload.blocks) - 2} layers, {order}"] = lower(model, workload, semantics, policy, profile)

@@ -53,10 +53,10 @@ CONFIG = {
 }
 SIZES = {"seq_len": 64, "batch_size": 4, "micro_batch": 2, "loss_tile_tokens": 32}
 POLICIES: tuple[dict[str, Any], ...] = (
-    {"group_micro_batches": 2},
-    {"group_micro_batches": 1},
-    {"group_micro_batches": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
-    {"group_micro_batches": 2, "update": "deferred", "spill_blocks": [0, 1]},
+    {"accumulation_group": 2},
+    {"accumulation_group": 1},
+    {"accumulation_group": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+    {"accumulation_group": 2, "update": "deferred", "spill_blocks": [0, 1]},
 )
 SAVE_EVERY, KEEP = 2, 3
 # How checkpoints are written: while training goes on, with memory for copies or without, and with lanes drained.

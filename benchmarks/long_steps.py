@@ -83,7 +83,7 @@ def row(model: str, machine: str, millions: int, micro_batch: int | None, more: 
     step_s, gap = claim["prediction"]["step_s"], claim["certificate"]["gap_fraction"]
     semantics, plan = file.plan.semantics, file.plan
     return (
-        f"{name}| {semantics.n_micro_batches} of {semantics.micro_batch} | {plan.policy.group_micro_batches} | "
+        f"{name}| {semantics.n_micro_batches} of {semantics.micro_batch} | {plan.policy.accumulation_group} | "
         f"{plan.n_performed:,} | {len(plan.ops):,} | {planned.wall_s:.1f} ({planned.cpu_s:.1f}) | {planned.peak_bytes / MB:.0f} | "
         f"{checked.wall_s:.2f} ({checked.cpu_s:.2f}) | {checked.peak_bytes / MB:.0f} | {show_seconds(step_s)} | {gap:.1%} |"
     )

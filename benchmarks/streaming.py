@@ -106,7 +106,7 @@ def streamed(case: Case, batch: Batch) -> CpuMachine:
     """The model cut into blocks, with seeded weights."""
     model = Model(CONFIG)
     semantics = case.semantics
-    policy = replace(POLICY, group_micro_batches=semantics.n_micro_batches)
+    policy = replace(POLICY, accumulation_group=semantics.n_micro_batches)
     plan = lower(model, build_workload(model, semantics), semantics, policy, read_profile("cpu-2core").to_json())
     check(plan)
     cores = (list(case.compute_cores), list(case.host_cores))

@@ -192,7 +192,7 @@ def drawn_policy(rng: random.Random, of: Cell) -> Policy:
     policy = Policy(
         prefetch_depth=rng.choice((1, 1, 2, 3, n_layers + 1)),
         gradient_slots=rng.choice((1, 2, 3, 5, 8)),
-        group_micro_batches=rng.choice((1, n, rng.randint(1, n), rng.randint(1, n))),
+        accumulation_group=rng.choice((1, n, rng.randint(1, n), rng.randint(1, n))),
         update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
         boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
     )
@@ -223,11 +223,9 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     layers, everything = range(1, n_layers + 1), range(n_layers + 2)
 
     def group(rng: random.Random) -> Policy:
-        size = rng.choice(
-            (1, n, max(1, policy.group_micro_batches // 2), min(n, policy.group_micro_batches * 2), rng.randint(1, n))
-        )
+        size = rng.choice((1, n, max(1, policy.accumulation_group // 2), min(n, policy.accumulation_group * 2), rng.randint(1, n)))
         whole = {"square_blocks": (), "offload_late_blocks": 0} if size < n else {}
-        return replace(policy, group_micro_batches=size, **whole)
+        return replace(policy, accumulation_group=size, **whole)
 
     def update(rng: random.Random) -> Policy:
         return replace(policy, update=rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED, speculate_blocks=())
@@ -255,7 +253,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     yield from (group, update, saving, saving, buffers, buffers)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
-    if policy.group_micro_batches == n:
+    if policy.accumulation_group == n:
         yield toggled("square_blocks", can_square(workload))
         yield lambda rng: replace(policy, offload_late_blocks=rng.randint(0, policy.gradient_slots - 1))
     if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
@@ -272,7 +270,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
     found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
     if relaxation is not None:
         family = family_of(policy, of.semantics)
-        one_size = replace(family, group_micro_batches=policy.group_micro_batches, largest_group=policy.group_micro_batches)
+        one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
         sizes = policy.prefetch_depth, policy.gradient_slots
         for name, part, buffers in (("family", family, (None, None)), ("buffers", one_size, sizes)):
             relaxed = relaxation.solve(part, *buffers)

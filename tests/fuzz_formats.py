@@ -88,9 +88,9 @@ def sample_plans() -> list[Plan]:
     """Small plans that differ in most knobs, of made-up and of real model types."""
     policies = (
         Policy(),
-        Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), group_micro_batches=2),
+        Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), accumulation_group=2),
         Policy(spill_blocks=(0, 1), resident_blocks=(2,), gradient_slots=2, offload_late_blocks=0),
-        Policy(boundary_stride=2, square_blocks=(1, 2), group_micro_batches=2),
+        Policy(boundary_stride=2, square_blocks=(1, 2), accumulation_group=2),
     )
     plans = [lower(MODEL, small_workload(3, tied), SEMANTICS, p, PROFILE) for p, tied in zip(policies, (0, 1, 0, 0), strict=True)]
     for model_type in ("qwen3", "gpt_oss"):
@@ -146,7 +146,7 @@ def honest_plan_files() -> list[bytes]:
     """Plans of a real model whose claims are true."""
     model, profile = Model(tiny_config("qwen3"), name="qwen3"), Profile.from_json(PROFILE)
     workload, made = build_workload(model, SEMANTICS), []
-    for policy in (Policy(), Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), keep_blocks=(1,), group_micro_batches=2)):
+    for policy in (Policy(), Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), keep_blocks=(1,), accumulation_group=2)):
         answer = search(model, workload, SEMANTICS, profile, policy, clipped_fraction=0.25)
         fields = json.loads(_plan_json(answer.plan))
         made.append(as_json(fields | {"claim": answer.claim()}))

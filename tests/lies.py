@@ -35,7 +35,7 @@ SEARCH = ("check",)
 AGAIN = ("run", FOUND, "--data", "text", "--out", "run", "--steps", "3", "--resume")
 DRAW = ("report", FOUND, "run", "-o", "page.html")
 POLICY = {
-    "prefetch_depth": 2, "gradient_slots": 2, "group_micro_batches": 4, "update": "deferred", "keep_blocks": [24],
+    "prefetch_depth": 2, "gradient_slots": 2, "accumulation_group": 4, "update": "deferred", "keep_blocks": [24],
     "product_blocks": [3, 4], "spill_blocks": [0, 1], "resident_blocks": [2], "speculate_blocks": [5, 6], "square_blocks": [7],
 }  # fmt: skip
 ASKED_OF = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4", "--micro-batch", "1")

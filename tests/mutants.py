@@ -151,11 +151,11 @@ def _with_operand(op: Op, n: int, *operands: Operand) -> Op:
 def _fetch_early(plan: Plan) -> Mutants:
     """A fetch as the first op of its lane, waiting for nothing; or before the spill that it returns, which waits for it."""
     for i, op in enumerate(plan.ops):
-        if op.kind is Kind.FETCH:
+        if op.kind is Kind.FETCH_ACTIVATION:
             first = next(j for j, other in enumerate(plan.ops) if other.lane is op.lane)
             bare = _with_op(plan, i, replace(op, waits=()))
             yield f"first in its lane: op {i}: {op}", _moved(bare, i, first)
-            key = Kind.SPILL, op.block, op.micro_batch
+            key = Kind.OFFLOAD_ACTIVATION, op.block, op.micro_batch
             for spill, other in enumerate(plan.ops):
                 if (other.kind, other.block, other.micro_batch) == key:
                     later = replace(other, waits=(*other.waits, Wait(i)))
@@ -172,15 +172,15 @@ def _moved(plan: Plan, i: int, j: int) -> Plan:
 
 def _other_stay(plan: Plan) -> Mutants:
     """An output passes through another slot of the ring on its way out, or on its way back: every op says so."""
-    ring = plan.policy.group_micro_batches * (plan.workload.n_layers + 1 - len(plan.policy.spill_blocks))
+    ring = plan.policy.accumulation_group * (plan.workload.n_layers + 1 - len(plan.policy.spill_blocks))
     n_slots = next(len(a.slot_bytes) for a in plan.arenas if a.name == "activations")
     for op in plan.ops:
-        if op.kind not in (Kind.SPILL, Kind.FETCH):
+        if op.kind not in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
             continue
-        b, m, out = op.block, op.micro_batch, op.kind is Kind.SPILL
-        users = {(Kind.FORWARD, b, m), (Kind.SPILL, b, m), (Kind.FORWARD, b + 1, m)}
+        b, m, out = op.block, op.micro_batch, op.kind is Kind.OFFLOAD_ACTIVATION
+        users = {(Kind.FORWARD, b, m), (Kind.OFFLOAD_ACTIVATION, b, m), (Kind.FORWARD, b + 1, m)}
         if not out:
-            users = {(Kind.FETCH, b, m), (Kind.BACKWARD, b + 1, m), (Kind.BACKWARD, b, m)}
+            users = {(Kind.FETCH_ACTIVATION, b, m), (Kind.BACKWARD, b + 1, m), (Kind.BACKWARD, b, m)}
         slot = op["y"]
         for index in range(ring, n_slots):
             new = {slot: Slot("activations", index)}
@@ -388,14 +388,23 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "drop a wait": _drop_wait,
     "wait for an earlier op of that lane": _weaken_wait,
     "wait for the step before": _delay_wait,
-    "drop a load": _drops({Kind.LOAD}),
-    "drop an offload": _drops({Kind.OFFLOAD}),
-    "drop a spill": _drops({Kind.SPILL}),
-    "drop a fetch": _drops({Kind.FETCH}),
-    "drop a recompute": _drops({Kind.RECOMPUTE}),
+    "drop load": _drops({Kind.LOAD}),
+    "drop offload_gradient": _drops({Kind.OFFLOAD_GRADIENT}),
+    "drop offload_activation": _drops({Kind.OFFLOAD_ACTIVATION}),
+    "drop fetch_activation": _drops({Kind.FETCH_ACTIVATION}),
+    "drop recompute": _drops({Kind.RECOMPUTE}),
     "drop a speculate or a settle": _drops({Kind.SPECULATE, Kind.SETTLE}),
     "drop any other op": _drops(
-        set(Kind) - {Kind.LOAD, Kind.OFFLOAD, Kind.SPILL, Kind.FETCH, Kind.RECOMPUTE, Kind.SPECULATE, Kind.SETTLE}
+        set(Kind)
+        - {
+            Kind.LOAD,
+            Kind.OFFLOAD_GRADIENT,
+            Kind.OFFLOAD_ACTIVATION,
+            Kind.FETCH_ACTIVATION,
+            Kind.RECOMPUTE,
+            Kind.SPECULATE,
+            Kind.SETTLE,
+        }
     ),
     "fetch before the spill": _fetch_early,
     "another slot of the ring for one stay": _other_stay,
@@ -413,7 +422,7 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "another slot for all ops of a block": _rename_slot,
     "load into another weight slot": _move_load,
     "read or write another slot": _change_slot,
-    "spill or fetch through another slot": lambda plan: _other_slots(plan, {Kind.SPILL, Kind.FETCH}),
+    "spill or fetch through another slot": lambda plan: _other_slots(plan, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}),
     "a slot of another arena": _other_arena,
     "another policy": _other_policy,
     "change the block": _change_block,
@@ -447,9 +456,9 @@ def is_killed(mutant: Plan) -> bool:
 _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, micro-batches, tied, compute dtype, policy
     (3, 1, False, "bf16", {"keep_blocks": (2,)}),
     (4, 1, True, "fp32", {"keep_blocks": (2,), "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.DEFERRED}),
-    (3, 2, False, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 2, "update": Update.EAGER}),
-    (5, 2, True, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 3, "offload_late_blocks": 2}),
-    (3, 3, False, "bf16", {"keep_blocks": (2,), "group_micro_batches": 2, "gradient_slots": 2, "update": Update.DEFERRED}),
+    (3, 2, False, "bf16", {"keep_blocks": (2,), "accumulation_group": 2, "gradient_slots": 2, "update": Update.EAGER}),
+    (5, 2, True, "bf16", {"keep_blocks": (2,), "accumulation_group": 2, "gradient_slots": 3, "offload_late_blocks": 2}),
+    (3, 3, False, "bf16", {"keep_blocks": (2,), "accumulation_group": 2, "gradient_slots": 2, "update": Update.DEFERRED}),
     (3, 2, True, "fp32", {"keep_blocks": (2,), "update": Update.EAGER}),
     (3, 1, False, "bf16", {"update": Update.DEFERRED, "resident_blocks": (0, 2, 4), "spill_blocks": (0, 2)}),
     (
@@ -457,19 +466,19 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         3,
         True,
         "bf16",
-        {"group_micro_batches": 2, "update": Update.DEFERRED, "resident_blocks": (0, 1, 4), "spill_blocks": (0, 2)},
+        {"accumulation_group": 2, "update": Update.DEFERRED, "resident_blocks": (0, 1, 4), "spill_blocks": (0, 2)},
     ),
     (
         4,
         2,
         False,
         "bf16",
-        {"group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.EAGER}
+        {"accumulation_group": 2, "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.EAGER}
         | {"resident_blocks": (3,), "spill_blocks": (0, 2, 3)},
     ),
     (3, 2, False, "fp32", {"keep_blocks": (2,), "spill_blocks": (0,)}),
-    (5, 2, False, "bf16", {"group_micro_batches": 2, "update": Update.DEFERRED, "boundary_stride": 3}),
-    (4, 3, True, "fp32", {"group_micro_batches": 2, "boundary_stride": 2, "resident_blocks": (1, 4)}),
+    (5, 2, False, "bf16", {"accumulation_group": 2, "update": Update.DEFERRED, "boundary_stride": 3}),
+    (4, 3, True, "fp32", {"accumulation_group": 2, "boundary_stride": 2, "resident_blocks": (1, 4)}),
     (
         3,
         1,
@@ -484,7 +493,7 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         2,
         False,
         "bf16",
-        {"square_blocks": (0, 1, 2, 3, 4), "group_micro_batches": 2, "gradient_slots": 2, "offload_late_blocks": 1},
+        {"square_blocks": (0, 1, 2, 3, 4), "accumulation_group": 2, "gradient_slots": 2, "offload_late_blocks": 1},
     ),
     (2, 1, False, "bf16", {"square_blocks": (1, 3), "update": Update.EAGER, "gradient_slots": 2}),
     (

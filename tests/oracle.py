@@ -64,7 +64,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
         return names.setdefault(term, len(names))
 
     last, n_blocks = plan.semantics.n_micro_batches - 1, len(plan.workload.blocks)
-    reduced = plan.policy.group_micro_batches > last
+    reduced = plan.policy.accumulation_group > last
     held: dict[Slot, Any] = {Slot("state", b): name("initial", b) for b in range(n_blocks)}
     # Of a block that the device squares only block 0 has a norm, which ends the sum.
     n_norms = sum(b == 0 or b not in plan.policy.square_blocks for b in range(n_blocks))
@@ -90,11 +90,11 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 new["gradient"] = name("rounded", total) if reduced else total
             case Kind.SQUARE:
                 new["squares"] = name("squared", b, values["gradient"])
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD_GRADIENT:
                 new = {"arrived": values["gradient"], "norm": values.get("squares")}
-            case Kind.SPILL:
+            case Kind.OFFLOAD_ACTIVATION:
                 new["spilled"] = values["y"]
-            case Kind.FETCH:
+            case Kind.FETCH_ACTIVATION:
                 new["y"] = values["spilled"]
             case Kind.ACCUMULATE:
                 new["arrived"] = name("add", values["arrived"] if m else name("zero"), values["staged"])
@@ -123,7 +123,7 @@ def _norms(plan: Plan, graph: "nx.DiGraph[Node]", node: Node) -> list[int]:
 
 def _misplaced(original: Plan, mutant: Plan) -> str | None:
     """A slot that is too small for what goes into it, or that starts where tensors do not."""
-    blocks, group, spill = original.workload.blocks, original.policy.group_micro_batches, original.policy.spill_blocks
+    blocks, group, spill = original.workload.blocks, original.policy.accumulation_group, original.policy.spill_blocks
     stride, last = original.policy.boundary_stride, len(blocks) - 2
     again = {i for i in range(last) if i % stride}
     staying = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i not in {*spill, *again} for _ in range(group)]

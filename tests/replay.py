@@ -28,10 +28,10 @@ PENSTOCK = Path(sys.executable).with_name("penstock")
 # Ways to train the demo's model that touch every part of a step
 POLICIES: dict[str, dict[str, Any]] = {
     "searched": {},
-    "lean": {"group_micro_batches": 2, "spill_blocks": [0, 1, 2, 3], "prefetch_depth": 1, "gradient_slots": 1},
+    "lean": {"accumulation_group": 2, "spill_blocks": [0, 1, 2, 3], "prefetch_depth": 1, "gradient_slots": 1},
     "early": {
         "update": "deferred",
-        "group_micro_batches": 4,
+        "accumulation_group": 4,
         "keep_blocks": [11, 12],
         "speculate_blocks": [2, 5],
         "square_blocks": [3],

@@ -238,7 +238,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
         # Unreduced gradients leave at once.
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
         square_blocks=_some(draw, can_square(workload)) if one_group else (),
-        group_micro_batches=group,
+        accumulation_group=group,
         update=update,
         speculate_blocks=_some(draw, range(n + 2)) if update is Update.DEFERRED else (),
         resident_blocks=_some(draw, range(n + 2)),

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 EVERYTHING = Policy(
     product_blocks=(1,),
     spill_blocks=(2, 3),
-    group_micro_batches=4,
+    accumulation_group=4,
     update=Update.DEFERRED,
     speculate_blocks=(0, 2),
     gradient_slots=2,
@@ -189,7 +189,7 @@ def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> 
     """The same steps by a plan that keeps everything and computes nothing twice: what the plain loop is where dropout is drawn."""
     config = tiny_config(model_type, **dict(overrides))
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
-    machine = streamed(config, semantics, Policy(keep_blocks=layers, group_micro_batches=semantics.n_micro_batches))
+    machine = streamed(config, semantics, Policy(keep_blocks=layers, accumulation_group=semantics.n_micro_batches))
     results = [machine.results[step] for step in range(N_STEPS)]
     return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results])
 

@@ -38,21 +38,21 @@ KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "eager, pointwise fused": ({"pointwise": "fused"}, "eager"),
     "fused": ({"norm": "fused", "loss": "fused", "pointwise": "fused"}, None),
 }
-KEPT_WHOLE = Policy(keep_blocks=(1, 2, 3, 4), group_micro_batches=4)
+KEPT_WHOLE = Policy(keep_blocks=(1, 2, 3, 4), accumulation_group=4)
 POLICIES = {
     "inputs only": Policy(),
-    "attention saved, two groups": Policy(attention_blocks=(1, 2, 3), group_micro_batches=2),
+    "attention saved, two groups": Policy(attention_blocks=(1, 2, 3), accumulation_group=2),
     "products saved, spilled, speculated": Policy(
         product_blocks=(1,),
         spill_blocks=(2, 3),
-        group_micro_batches=4,
+        accumulation_group=4,
         update=Update.DEFERRED,
         speculate_blocks=(0, 2),
         gradient_slots=2,
     ),
     "every second input": Policy(boundary_stride=2),
     "resident": Policy(resident_blocks=(1, 3), keep_blocks=(2,), update=Update.DEFERRED, prefetch_depth=2),
-    "squared on the device": Policy(square_blocks=(1, 2), group_micro_batches=4),
+    "squared on the device": Policy(square_blocks=(1, 2), accumulation_group=4),
 }
 
 

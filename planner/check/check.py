@@ -92,7 +92,7 @@ def summary(plan: Plan) -> str:
     )
     return (
         f"right: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
-        f"groups of {policy.group_micro_batches}, {policy.update} update; {memory}"
+        f"groups of {policy.accumulation_group}, {policy.update} update; {memory}"
     )
 
 
@@ -209,7 +209,7 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
         late, last = policy.offload_late_blocks, shape.n_micro_batches - 1
         backward = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.BACKWARD and op.micro_batch == last}
         for i, op in enumerate(plan.ops):
-            if op.kind is Kind.OFFLOAD and late < op.block < shape.head:
+            if op.kind is Kind.OFFLOAD_GRADIENT and late < op.block < shape.head:
                 j = backward[op.block - late]
                 if not clocks.ordered(j, 0, i, 0):
                     raise wrong(i, op, f"leaves before op {j} ({plan.ops[j].name})")
@@ -274,10 +274,13 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
             raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
     # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
     n_elements = [sum(p.n_elements for p in block.parameters) for block in plan.workload.blocks]  # without padding
-    for direction, kinds in (("h2d", (Kind.LOAD, Kind.FETCH)), ("d2h", (Kind.OFFLOAD, Kind.SPILL))):
+    for direction, kinds in (
+        ("h2d", (Kind.LOAD, Kind.FETCH_ACTIVATION)),
+        ("d2h", (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_ACTIVATION)),
+    ):
         n_bytes = 0
         for i, op in enumerate(plan.ops):
-            if op.kind in (Kind.SPILL, Kind.FETCH) and op.kind in kinds:
+            if op.kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION) and op.kind in kinds:
                 n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
             elif op.kind in kinds:
                 n_bytes += plan.often(i) * n_elements[op.block] * _item_bytes(plan, shape, op)
@@ -290,7 +293,7 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
 def _item_bytes(plan: Plan, shape: Shape, op: Op) -> int:
     """Bytes of one element of what a load or offload moves."""
     vocab, semantics = shape.vocab(op.block), plan.semantics
-    if op.kind is Kind.OFFLOAD and vocab and shape.vocab_slot_is_sum:
+    if op.kind is Kind.OFFLOAD_GRADIENT and vocab and shape.vocab_slot_is_sum:
         return FP32
     of_weights = op.kind is Kind.LOAD or not shape.reduced
     return ITEM_BYTES[semantics.compute_dtype if of_weights else semantics.gradient_dtype]

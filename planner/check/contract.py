@@ -141,9 +141,9 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             return [*([weights] if b else []), *above, *below, *_expected_sums(shape, op, gradient)]
         case Kind.SQUARE:
             return [gradient, *squares]
-        case Kind.OFFLOAD if not shape.reduced:
+        case Kind.OFFLOAD_GRADIENT if not shape.reduced:
             return [gradient, ("arrived", _staged(shape, sizes, b))]
-        case Kind.OFFLOAD:
+        case Kind.OFFLOAD_GRADIENT:
             return [gradient, *squares, ("arrived", _arrived(shape, sizes, b)), *sums]
         case Kind.ACCUMULATE:
             return [("staged", _staged(shape, sizes, b)), ("arrived", _arrived(shape, sizes, b))]
@@ -156,9 +156,9 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             return [*arrived, state, *shadow]
         case Kind.SETTLE:
             return [*arrived, norm, state, *shadow]
-        case Kind.SPILL:
+        case Kind.OFFLOAD_ACTIVATION:
             return [*above, ("spilled", shape.spill(b, m))]
-        case Kind.FETCH:
+        case Kind.FETCH_ACTIVATION:
             return [("spilled", shape.spill(b, m)), *above]
         case _:
             assert_never(op.kind)
@@ -197,7 +197,7 @@ def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Ope
 
 
 _Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a step are alike in all of them
-_ONCE_A_STEP = (Kind.LOAD, Kind.OFFLOAD, Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE, Kind.SQUARE)
+_ONCE_A_STEP = (Kind.LOAD, Kind.OFFLOAD_GRADIENT, Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE, Kind.SQUARE)
 
 
 def _expected_ops(shape: Shape) -> Iterator[_Key]:
@@ -210,7 +210,7 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
         if b in shape.resident:
             yield Kind.LOAD, b, None
         if shape.reduced:
-            yield Kind.OFFLOAD, b, None
+            yield Kind.OFFLOAD_GRADIENT, b, None
         if b in shape.squared:
             yield Kind.SQUARE, b, None
         for m in range(shape.n_micro_batches):
@@ -222,10 +222,10 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
             if b in shape.shared:
                 yield Kind.RECOMPUTE, b, m
             if b in shape.spilled:
-                yield Kind.SPILL, b, m
-                yield Kind.FETCH, b, m
+                yield Kind.OFFLOAD_ACTIVATION, b, m
+                yield Kind.FETCH_ACTIVATION, b, m
             if not shape.reduced:
-                yield Kind.OFFLOAD, b, m
+                yield Kind.OFFLOAD_GRADIENT, b, m
                 yield Kind.ACCUMULATE, b, m
 
 
@@ -258,7 +258,7 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
     b, kind = op.block, op.kind
     if (kind is Kind.LOSS) != (b == shape.head) and kind in (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS):
         raise wrong(i, op, "the head has a loss op, the other blocks forward and backward")
-    if kind in (Kind.SPILL, Kind.FETCH) and b not in shape.spilled:
+    if kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION) and b not in shape.spilled:
         raise wrong(i, op, "under this policy the output of the block does not spill")
     if kind is Kind.RECOMPUTE and b not in shape.shared:
         raise wrong(i, op, "under this policy the output of the block stays, or is recomputed by its backward")
@@ -270,7 +270,7 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
         raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the host")
     if kind is Kind.NORM and not shape.has_norm(b):
         raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the device")
-    has_micro_batch = kind not in _ONCE_A_STEP or (kind is Kind.OFFLOAD and not shape.reduced)
+    has_micro_batch = kind not in _ONCE_A_STEP or (kind is Kind.OFFLOAD_GRADIENT and not shape.reduced)
     if (op.micro_batch is not None) != has_micro_batch or (kind is Kind.ACCUMULATE and shape.reduced):
         raise wrong(i, op, f"no such op in a plan with groups of {shape.group} micro-batches")
 

@@ -65,16 +65,16 @@ class _Memory:
                 self.need("weights", "weights", b)
                 self.need("x", self.come_back(b - 1), b - 1, m)
                 self.put("y", "recomputed output", m)
-            case Kind.SPILL:
+            case Kind.OFFLOAD_ACTIVATION:
                 self.need("y", "output", b, m)
                 self.put("spilled", "spilled output", m)
-            case Kind.FETCH:
+            case Kind.FETCH_ACTIVATION:
                 self.need("spilled", "spilled output", b, m)
                 self.put("y", "fetched output", m)
             case Kind.SQUARE:
                 self.need("gradient", "gradient", b)
                 self.put("squares", "squares")
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD_GRADIENT:
                 self.need("gradient", "gradient", b, m)
                 self.put("arrived", "gradient", m)
                 if op.get("squares") is not None:

@@ -46,7 +46,7 @@ class Shape:
         policy, n_blocks = plan.policy, len(plan.workload.blocks)
         head, stride, spills = n_blocks - 1, policy.boundary_stride, frozenset(policy.spill_blocks)
         shared = {b: b % stride - 1 for b in range(head - 1) if b % stride}
-        n_micro_batches, group = plan.semantics.n_micro_batches, policy.group_micro_batches
+        n_micro_batches, group = plan.semantics.n_micro_batches, policy.accumulation_group
         return Shape(
             n_blocks=n_blocks,
             head=head,

@@ -61,7 +61,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     yield Arena(
         "weights", Place.DEVICE, (*(layer_elements * item,) * (policy.prefetch_depth + 1), vocab_elements * item, *resident)
     )
-    group, activation_bytes = policy.group_micro_batches, _activation_bytes(plan)
+    group, activation_bytes = policy.accumulation_group, _activation_bytes(plan)
     activations = [activation_bytes[b] for b in staying(plan) for _ in range(group)]
     if policy.spill_blocks:
         activations += [max(activation_bytes[b] for b in policy.spill_blocks)] * spill_ring_slots(group)
@@ -103,6 +103,6 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * ITEM_BYTES["fp32"]))
     if policy.spill_blocks:
         sizes = _activation_bytes(plan)
-        yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.group_micro_batches)))
+        yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)))
     n_parameters = sum(len(b.parameters) for b in blocks)
     yield Arena("norm", Place.HOST, (_aligned(SQUARE_BYTES * n_parameters), *_squares_bytes(plan)))

@@ -39,14 +39,14 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
     """Whether a step has so many groups that what repeats is to be said once."""
     n = semantics.n_micro_batches
-    is_worth_it = n >= FEWEST_FOLDED_GROUPS * policy.group_micro_batches and n * len(workload.blocks) >= FEWEST_FOLDED
+    is_worth_it = n >= FEWEST_FOLDED_GROUPS * policy.accumulation_group and n * len(workload.blocks) >= FEWEST_FOLDED
     return is_worth_it and n <= MAX_REPETITIONS
 
 
 def plan_ops(workload: Workload, semantics: Semantics, policy: Policy) -> int:
     """About how many ops the plan has that computing asks for, counted before it is made. Of a long step the first groups, one
     repetition and the last count."""
-    n, group = semantics.n_micro_batches, policy.group_micro_batches
+    n, group = semantics.n_micro_batches, policy.accumulation_group
     n_written = min(n, FOLDED_GROUPS * group) if is_long(workload, semantics, policy) else n
     per_micro_batch = 2 if group >= n else 4  # forward, backward, and where the host adds up gradients, offload and accumulate
     per_micro_batch += 1 if policy.boundary_stride > 1 else 0
@@ -62,7 +62,7 @@ def lower_written_out(model: Model, workload: Workload, semantics: Semantics, po
 def lower_folded(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan | None:
     """The plan in which groups of micro-batches that do the same are said once; None when there are too few."""
     frame = _frame(model, workload, semantics, policy, profile)
-    group, n_micro_batches = policy.group_micro_batches, semantics.n_micro_batches
+    group, n_micro_batches = policy.accumulation_group, semantics.n_micro_batches
     for n_alike in range(1, MOST_ALIKE_GROUPS + 1):
         times, n_before = divmod(-(-n_micro_batches // group) - 1, n_alike)
         if n_before == 0:  # the first group finds every slot empty
@@ -101,6 +101,6 @@ def _group_starts(plan: Plan) -> list[int]:
     firsts = [
         i
         for i, op in enumerate(plan.ops)
-        if op.kind is Kind.FORWARD and op.block == 0 and (op.micro_batch or 0) % plan.policy.group_micro_batches == 0
+        if op.kind is Kind.FORWARD and op.block == 0 and (op.micro_batch or 0) % plan.policy.accumulation_group == 0
     ]
     return [i - (i > 0 and plan.ops[i - 1].kind is Kind.LOAD) for i in firsts]

@@ -56,7 +56,7 @@ def drafts(plan: Setup, rings_go_on: bool = True) -> list[Draft]:
 
 def computed(plan: Setup) -> Iterator[Draft]:
     """Forward, loss and backward: group by group of micro-batches, layer by layer within a group."""
-    n, group, head = plan.semantics.n_micro_batches, plan.policy.group_micro_batches, plan.workload.n_layers + 1
+    n, group, head = plan.semantics.n_micro_batches, plan.policy.accumulation_group, plan.workload.n_layers + 1
     walk = [*((Kind.FORWARD, b) for b in range(head)), (Kind.LOSS, head), *_backward_walk(plan), (Kind.BACKWARD, 0)]
     for first in range(0, n, group):
         for kind, block in walk:
@@ -129,7 +129,7 @@ class _WeightSlots:
 def with_activations(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> Iterator[Draft]:
     """Each output in a slot of its own; in one that it shares until it is computed again; or, where it spills, in a ring, until it
     has left and when it is back."""
-    group, stride = plan.policy.group_micro_batches, plan.policy.boundary_stride
+    group, stride = plan.policy.accumulation_group, plan.policy.boundary_stride
     stays, spilled = {b: i for i, b in enumerate(staying(plan))}, {b: i for i, b in enumerate(plan.policy.spill_blocks)}
     ring, passing = _Ring("activations", len(stays) * group, spill_ring_slots(group)), dict[tuple[int, int], Slot]()
 
@@ -153,7 +153,7 @@ def with_activations(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> I
         run = list(of_kind)
         if kind is Kind.BACKWARD and block - 1 in spilled:
             for m in [op.micro_batch or 0 for op in run]:
-                yield Draft(Kind.FETCH, block - 1, m).uses(spilled=on_host(block - 1, m), y=comes(block - 1, m))
+                yield Draft(Kind.FETCH_ACTIVATION, block - 1, m).uses(spilled=on_host(block - 1, m), y=comes(block - 1, m))
         for op in run:
             m = op.micro_batch or 0
             match kind:
@@ -162,7 +162,7 @@ def with_activations(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> I
                         ring.begin_anew()
                     yield op.uses(x=at(block - 1, m), y=comes(block, m))
                     if kind is Kind.FORWARD and block in spilled:
-                        yield Draft(Kind.SPILL, block, m).uses(y=at(block, m), spilled=on_host(block, m))
+                        yield Draft(Kind.OFFLOAD_ACTIVATION, block, m).uses(y=at(block, m), spilled=on_host(block, m))
                 case Kind.LOSS:
                     yield op.uses(x=at(block - 1, m))
                 case Kind.BACKWARD:
@@ -183,7 +183,7 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
         if op.kind not in (Kind.LOSS, Kind.BACKWARD) or m is None:
             yield op
             continue
-        if op.kind is Kind.LOSS and m % plan.policy.group_micro_batches == 0 and not rings_go_on:
+        if op.kind is Kind.LOSS and m % plan.policy.accumulation_group == 0 and not rings_go_on:
             on_device.begin_anew()
             staging.begin_anew()
         is_layer = blocks[b].kind is BlockKind.LAYER
@@ -198,10 +198,10 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
         yield op.uses(sum=total if has_sum else None, gradient=out[b] if makes_gradient else None)
         if not plan.reduced:
             to, staged = Slot("host_gradients", b), staging.next() if is_layer else Slot("staging", N_STAGING_SLOTS)
-            yield Draft(Kind.OFFLOAD, b, m).uses(gradient=out[b], arrived=staged)
+            yield Draft(Kind.OFFLOAD_GRADIENT, b, m).uses(gradient=out[b], arrived=staged)
             yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to)
         elif m == last:
-            yield Draft(Kind.OFFLOAD, b).uses(gradient=out[b], arrived=on_host(b))
+            yield Draft(Kind.OFFLOAD_GRADIENT, b).uses(gradient=out[b], arrived=on_host(b))
 
 
 def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
@@ -219,7 +219,7 @@ def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     """The device squares a gradient that is whole there; the sums leave with it."""
     place = {b: i for i, b in enumerate(plan.policy.square_blocks)}
     for op in ops:
-        if op.kind is Kind.OFFLOAD and op.block in place:
+        if op.kind is Kind.OFFLOAD_GRADIENT and op.block in place:
             sums = Slot("squares", place[op.block])
             yield Draft(Kind.SQUARE, op.block).uses(gradient=op.slot("gradient"), squares=sums)
             op.uses(squares=sums, norm=Slot("norm", 1 + place[op.block]))
@@ -234,7 +234,7 @@ def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     for op in ops:
         if op.kind is Kind.BACKWARD:
             backward = op
-        if not late or op.kind is not Kind.OFFLOAD:
+        if not late or op.kind is not Kind.OFFLOAD_GRADIENT:
             yield op
         elif plan.workload.blocks[op.block].kind is BlockKind.LAYER and backward is not None:
             waiting.append(op)
@@ -266,7 +266,7 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     for op in ops:
         yield op
         b = op.block
-        if not ((op.kind is Kind.OFFLOAD and plan.reduced) or (op.kind is Kind.ACCUMULATE and op.micro_batch == last)):
+        if not ((op.kind is Kind.OFFLOAD_GRADIENT and plan.reduced) or (op.kind is Kind.ACCUMULATE and op.micro_batch == last)):
             continue
         arrived[b] = op.slot("arrived")
         if b not in squared or b == 0:

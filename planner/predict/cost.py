@@ -109,13 +109,13 @@ class CostModel:
         match op.kind:
             case Kind.LOAD:
                 return self._copy("h2d", block.slot_elements * item)
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD_GRADIENT:
                 with_squares = op.block in plan.policy.square_blocks
                 n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
-            case Kind.SPILL:
+            case Kind.OFFLOAD_ACTIVATION:
                 return self._copy("d2h", block.boundary_bytes)
-            case Kind.FETCH:
+            case Kind.FETCH_ACTIVATION:
                 return self._copy("h2d", block.boundary_bytes)
             case Kind.FORWARD | Kind.RECOMPUTE:
                 return self._compute(self.forward_s(block, plan.semantics), block.pointwise_bytes)

@@ -208,7 +208,7 @@ def _documents_bytes(plan: Setup, profile: Profile) -> int:
 
 def _gradient_bytes(plan: Setup) -> list[int]:
     """Block by block; sums of several micro-batches are fp32."""
-    whole = replace(plan, policy=Policy(group_micro_batches=plan.semantics.n_micro_batches))
+    whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
     summed, head = plan.semantics.n_micro_batches > 1, len(plan.workload.blocks) - 1
     layer, vocab = (FP32_BYTES if summed else ITEM_BYTES[whole.gradient_dtype(b)] for b in (1, 0))
     return [block.slot_elements * (vocab if b in (0, head) else layer) for b, block in enumerate(plan.workload.blocks)]
@@ -220,7 +220,7 @@ def _computing_s(plan: Setup, cost: CostModel) -> float:
     kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(head)]
     total_s = 0.0
     for kind, b in kinds:
-        keeping = replace(plan, policy=Policy(group_micro_batches=n, keep_blocks=(b,)))
+        keeping = replace(plan, policy=Policy(accumulation_group=n, keep_blocks=(b,)))
         for m, count in plan.alike(range(n)):
             total_s += count * cost.demand(keeping, Op(kind, b, m)).alone_s
     return total_s

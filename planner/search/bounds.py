@@ -28,7 +28,7 @@ FACET = {
     Resource.DRAM: "host DRAM",
     Resource.CORES: "host cores",
 }
-ARRIVING = (Kind.OFFLOAD, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)  # what is done with gradients that are there
+ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)  # what is done with gradients that are there
 MEETING_NAME = "copies and host work that slow each other"
 LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
 
@@ -125,7 +125,7 @@ class Work:
 
 def work_of(plan: Setup, cost: CostModel) -> Work:
     """Counted, not read off ops: the plan needs arenas only."""
-    n_first = plan.policy.group_micro_batches
+    n_first = plan.policy.accumulation_group
     work = Work(phases_of(plan, range(n_first, n_first + 1)))
     facets = Facets((plan,), cost)
     n_left: dict[tuple[Kind, int], int] = defaultdict(lambda: n_first)  # micro-batches of the first group yet to be counted
@@ -137,20 +137,20 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
             add(work.updates, load, count)
         elif kind is Kind.LOAD:
             add(work.first_loads, load, 1)
-        elif kind in (Kind.FORWARD, Kind.SPILL):
+        elif kind in (Kind.FORWARD, Kind.OFFLOAD_ACTIVATION):
             n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
             n_left[kind, block] -= n_in_first
             add(work.first_forwards, load, n_in_first)
             if kind is Kind.FORWARD:
                 work.first_forward_s[block] += n_in_first * demand.uncontended_s
-        elif kind is Kind.FETCH:
+        elif kind is Kind.FETCH_ACTIVATION:
             largest = {key: max(s, work.early_fetches[key]) for key, s in load.items()}
             work.early_fetches |= largest
         if kind in ARRIVING:
             add(work.arriving, load, count - is_first_gradient(plan, kind, block))
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
         work.seconds[kind, block] = earlier_s + demand.uncontended_s
-        leaves = kind in (Kind.SQUARE, Kind.OFFLOAD) or (kind is Kind.BACKWARD and not plan.reduced)
+        leaves = kind in (Kind.SQUARE, Kind.OFFLOAD_GRADIENT) or (kind is Kind.BACKWARD and not plan.reduced)
         if leaves and plan.workload.blocks[block].kind is BlockKind.LAYER:
             work.last_backwards_s += count * demand.uncontended_s
     for lane, idle_s in idle_in_turns(plan, work.phases).items():
@@ -184,7 +184,7 @@ def policy_bounds(plan: Setup, cost: CostModel) -> Iterator[Bound]:
 
 def home_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> float:
     """The way of the last gradient to the host's norm."""
-    return seconds[Kind.OFFLOAD, 0] + seconds[Kind.NORM, 0]
+    return seconds[Kind.OFFLOAD_GRADIENT, 0] + seconds[Kind.NORM, 0]
 
 
 def _ring(plan: Setup, work: Work) -> Iterator[Bound]:
@@ -258,8 +258,11 @@ def idle_in_turns(plan: Setup, phases: Phases) -> dict[Key, float]:
     when the last has left, leaves when that has been added, and is added when it has left. In no lane lies anything between."""
     if plan.reduced:
         return {}
-    between = {kind: sum(_between_s(phases, kind, block) for block in (0, phases.head)) for kind in (Kind.OFFLOAD, Kind.ACCUMULATE)}
-    leaving_s, adding_s = between[Kind.OFFLOAD], between[Kind.ACCUMULATE]
+    between = {
+        kind: sum(_between_s(phases, kind, block) for block in (0, phases.head))
+        for kind in (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE)
+    }
+    leaving_s, adding_s = between[Kind.OFFLOAD_GRADIENT], between[Kind.ACCUMULATE]
     return {Lane.GPU: leaving_s, Lane.D2H: adding_s, Lane.CPU: leaving_s}
 
 
@@ -271,18 +274,18 @@ def _between_s(phases: Phases, kind: Kind, block: int) -> float:
 
 def is_first_gradient(plan: Setup, kind: Kind, block: int) -> bool:
     """Whether the first of these ops brings the step's first gradient home."""
-    return (kind, block) == (Kind.OFFLOAD, plan.workload.n_layers + 1)
+    return (kind, block) == (Kind.OFFLOAD_GRADIENT, plan.workload.n_layers + 1)
 
 
 def first_gradient_s(plan: Setup, phases: Phases) -> float:
     """Seconds from the first loss to the first gradient on the host, the head's: all its losses come before if the device sums."""
-    losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD))
+    losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD_GRADIENT))
     return (losses.total_s if plan.reduced else losses.shortest_s) + left.shortest_s
 
 
-def early_fetches(group_micro_batches: int, n_spilled: int) -> int:
+def early_fetches(accumulation_group: int, n_spilled: int) -> int:
     """Boundaries that may be back on the device before the first loss, at most: each has a slot of the ring from then on."""
-    return min(spill_ring_slots(group_micro_batches), group_micro_batches * n_spilled)
+    return min(spill_ring_slots(accumulation_group), accumulation_group * n_spilled)
 
 
 def _backwards_s(plan: Setup, work: Work) -> float:
@@ -293,7 +296,7 @@ def _backwards_s(plan: Setup, work: Work) -> float:
 def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Iterator[tuple[Kind, int, Demand, int]]:
     """What a step of this policy contains at least: kind, block, demand, how often; of one block `only`, if given."""
     n_micro_batches, policy = plan.semantics.n_micro_batches, plan.policy
-    n_groups = -(-n_micro_batches // policy.group_micro_batches)
+    n_groups = -(-n_micro_batches // policy.accumulation_group)
     n_layers, squared, sizes = plan.workload.n_layers, set(policy.square_blocks), of_each_size(plan, n_micro_batches)
     # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
     n_turns = 2 * n_groups - 1
@@ -319,19 +322,19 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
             case BlockKind.HEAD:
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
         if b in policy.spill_blocks:
-            for moved in (Kind.SPILL, Kind.FETCH):
+            for moved in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
                 yield from each(moved, b)
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
         for m, count in plan.alike(range(n_micro_batches)):
             yield kind, b, _demand(plan, cost, kind, b, m), count
         if not plan.reduced:
-            yield Kind.OFFLOAD, b, _demand(plan, cost, Kind.OFFLOAD, b, 0), n_micro_batches
+            yield Kind.OFFLOAD_GRADIENT, b, _demand(plan, cost, Kind.OFFLOAD_GRADIENT, b, 0), n_micro_batches
             yield Kind.ACCUMULATE, b, _demand(plan, cost, Kind.ACCUMULATE, b, 0), n_micro_batches
         updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
         if b in squared:
             yield Kind.SQUARE, b, _demand(plan, cost, Kind.SQUARE, b, None), 1
         norm = () if b in squared and b else (Kind.NORM,)
-        for kind in (*((Kind.OFFLOAD,) if plan.reduced else ()), *norm, *updates):
+        for kind in (*((Kind.OFFLOAD_GRADIENT,) if plan.reduced else ()), *norm, *updates):
             yield kind, b, _demand(plan, cost, kind, b, None), 1
 
 

@@ -203,14 +203,14 @@ class Tree:
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, begin with one of each promising family."""
-        one_group = Policy(group_micro_batches=self.trial.semantics.n_micro_batches)
+        one_group = Policy(accumulation_group=self.trial.semantics.n_micro_batches)
         if most_ops(self.trial.workload, self.trial.semantics, one_group) <= LONGEST_UNSCOUTED_OPS:
             return
         for node in sorted(self.open)[:SCOUTED_FAMILIES]:
             fitting = [
                 policy
                 for buffers in SCOUTED_BUFFERS
-                for policy in self._suggested(replace(node.family, largest_group=node.family.group_micro_batches), *buffers)
+                for policy in self._suggested(replace(node.family, largest_group=node.family.accumulation_group), *buffers)
                 if self.trial.fits(policy) and not self.trial.is_too_long(policy)
             ]
             for policy in fitting[:1]:
@@ -278,7 +278,7 @@ class Tree:
         if relaxed is None:
             return
         lean = family.policy(self.trial.semantics)
-        one_group = family.group_micro_batches == self.trial.semantics.n_micro_batches
+        one_group = family.accumulation_group == self.trial.semantics.n_micro_batches
         found: dict[Policy, None] = {}
         for late in OFFLOAD_LATE_BLOCKS:
             if late < gradient_slots and (late == 0 or one_group):
@@ -328,7 +328,7 @@ class Tree:
     def _squared(self, policy: Policy) -> list[Policy]:
         """The policy with no gradient squared on the device, with the one that comes last, and with all that may be."""
         can = can_square(self.trial.workload)
-        if policy.group_micro_batches < self.trial.semantics.n_micro_batches:
+        if policy.accumulation_group < self.trial.semantics.n_micro_batches:
             return []
         return [replace(policy, square_blocks=tuple(blocks)) for blocks in ((), can[:1], can)]
 
@@ -356,7 +356,7 @@ class Tree:
 
     def _refilled(self, best: Policy) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
-        n, size = self.trial.semantics.n_micro_batches, best.group_micro_batches
+        n, size = self.trial.semantics.n_micro_batches, best.accumulation_group
         depth, n_slots, update = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics).update
         buffers = [(depth, n_slots + more) for more in REFILLED_STEPS] + [(depth + more, n_slots) for more in REFILLED_STEPS]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]

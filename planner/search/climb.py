@@ -49,12 +49,12 @@ def _buffers(policy: Policy) -> Iterator[Policy]:
 def _groups(plan: Setup) -> Iterator[Policy]:
     """Groups of other sizes: as many of them, or a few more or fewer."""
     policy, n = plan.policy, plan.semantics.n_micro_batches
-    size = policy.group_micro_batches
+    size = policy.accumulation_group
     alike = groups_alike(size, n)
     one_group = {"offload_late_blocks": 0, "square_blocks": ()}
     for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= other <= n and other != size:
-            yield replace(policy, group_micro_batches=other, **({} if other == n else one_group))  # type: ignore[arg-type]
+            yield replace(policy, accumulation_group=other, **({} if other == n else one_group))  # type: ignore[arg-type]
 
 
 def _wholes(plan: Setup) -> Iterator[Policy]:

@@ -42,7 +42,7 @@ class Shorter:
 
     def sizes(self, policy: Policy) -> tuple[int, ...]:
         """Batches of the steps that one is told from: two shorter ones, or its own where it is short."""
-        of, group = self.semantics, policy.group_micro_batches
+        of, group = self.semantics, policy.accumulation_group
         n_groups = -(-of.n_micro_batches // group)
         n, shorter, each = (n_groups, SHORTER_GROUPS, group) if n_groups > 1 else (of.n_micro_batches, SHORTER, 1)
         if of.n_micro_batches <= FEW_MICRO_BATCHES or n <= max(shorter):
@@ -59,7 +59,7 @@ class Shorter:
         return self._known_s[policy]
 
     def _simulated_s(self, policy: Policy, of: Semantics) -> float:
-        policy = replace(policy, group_micro_batches=min(policy.group_micro_batches, of.n_micro_batches))
+        policy = replace(policy, accumulation_group=min(policy.accumulation_group, of.n_micro_batches))
         plan = lower(self.model, self.workload, of, policy, {})
         self.n_ops += n_simulated(plan)
         cost = self._costs.setdefault(of.batch_size, CostModel(self.profile))

@@ -28,7 +28,7 @@ class Meeting:
 
 
 Key = Lane | Resource | Meeting
-_OF_LANE = {Lane.H2D: (Kind.LOAD,), Lane.D2H: (Kind.OFFLOAD,), Lane.CPU: (Kind.UPDATE, Kind.ACCUMULATE)}
+_OF_LANE = {Lane.H2D: (Kind.LOAD,), Lane.D2H: (Kind.OFFLOAD_GRADIENT,), Lane.CPU: (Kind.UPDATE, Kind.ACCUMULATE)}
 
 
 def _meetings() -> Iterator[Meeting]:
@@ -38,15 +38,23 @@ def _meetings() -> Iterator[Meeting]:
             for met in product(*others):
                 if any(met):
                     yield Meeting((kind, *(other for other in met if other is not None)))
-    yield Meeting((Kind.ACCUMULATE, Kind.UPDATE, Kind.NORM, Kind.LOAD, Kind.OFFLOAD))
+    yield Meeting((Kind.ACCUMULATE, Kind.UPDATE, Kind.NORM, Kind.LOAD, Kind.OFFLOAD_GRADIENT))
 
 
 MEETINGS = tuple(_meetings())
-_WITH_MICRO_BATCH = (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.RECOMPUTE, Kind.SPILL, Kind.FETCH, Kind.ACCUMULATE)
+_WITH_MICRO_BATCH = (
+    Kind.FORWARD,
+    Kind.LOSS,
+    Kind.BACKWARD,
+    Kind.RECOMPUTE,
+    Kind.OFFLOAD_ACTIVATION,
+    Kind.FETCH_ACTIVATION,
+    Kind.ACCUMULATE,
+)
 _NOT_OF = {
     BlockKind.EMBEDDING: (Kind.LOSS, Kind.RECOMPUTE),
     BlockKind.LAYER: (Kind.LOSS,),
-    BlockKind.HEAD: (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.SPILL, Kind.FETCH),
+    BlockKind.HEAD: (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION),
 }
 KEYS: tuple[Key, ...] = (*Lane, *Resource, *MEETINGS)
 
@@ -102,7 +110,7 @@ def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     if kind in (Kind.SPECULATE, Kind.SETTLE) or (kind is Kind.ACCUMULATE and reduced):
         return
     squared = set(plan.policy.square_blocks)
-    several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD and not reduced)
+    several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD_GRADIENT and not reduced)
     micro_batches = sorted({0, min(1, last), last}) if several else [None]
     for b, block in enumerate(plan.workload.blocks):
         without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()

@@ -91,7 +91,7 @@ class Phases:
         """From when all gradients of layers have left to when the embedding's last has."""
         computing, left_s, added_s = self._turn(Kind.BACKWARD, 0)
         if (Kind.ACCUMULATE, 0) not in self.vocab:
-            return self.n_groups * self.vocab[Kind.OFFLOAD, 0].shortest_s
+            return self.n_groups * self.vocab[Kind.OFFLOAD_GRADIENT, 0].shortest_s
         return computing.n * left_s + (computing.n - self.n_groups) * max(computing.shortest_s, added_s)
 
     def _turn(self, kind: Kind, block: int) -> tuple[Turns, float, float]:
@@ -100,7 +100,7 @@ class Phases:
             return self.vocab[kind, block], 0.0, 0.0
         return (
             self.vocab[kind, block],
-            self.vocab[Kind.OFFLOAD, block].shortest_s,
+            self.vocab[Kind.OFFLOAD_GRADIENT, block].shortest_s,
             self.vocab[Kind.ACCUMULATE, block].shortest_s,
         )
 
@@ -142,7 +142,7 @@ class Phases:
     def back_s(self, buffers: Buffers, turns_s: float) -> float:
         """From the last losses to the ends of the embedding's last backwards. `turns_s`: of layers' backwards and gradients that
         leave, one after the other."""
-        late_s = self.n_groups * _largest_s(self.one_leaving, LANE_OF[Kind.OFFLOAD])
+        late_s = self.n_groups * _largest_s(self.one_leaving, LANE_OF[Kind.OFFLOAD_GRADIENT])
         computed_s = max(turns_s - late_s, self.down_s(buffers)) + self.embedding_s
         if not self.takes_turns:
             return computed_s
@@ -203,7 +203,7 @@ def add_to_phases(phases: Phases, plan: Setup, kind: Kind, block: int, load: Map
         case Kind.LOAD if block not in plan.policy.resident_blocks:
             add(phases.loads, load, 1)
             phases.largest_load |= {key: max(s, phases.largest_load.get(key, 0.0)) for key, s in load.items()}
-        case Kind.OFFLOAD | Kind.ACCUMULATE:
+        case Kind.OFFLOAD_GRADIENT | Kind.ACCUMULATE:
             add(phases.leaving, load, count)
             add(phases.one_leaving.setdefault(block, nothing()), load, 1)
             add(phases.one_staged.setdefault(block, nothing()), load, int(kind is Kind.ACCUMULATE))
@@ -216,5 +216,5 @@ def _add_vocab(phases: Phases, kind: Kind, block: int, load: Mapping[Key, float]
     turns.n += count
     turns.total_s += count * load[LANE_OF[kind]]
     turns.shortest_s = min(turns.shortest_s, load[LANE_OF[kind]])
-    if block and kind in (Kind.OFFLOAD, Kind.ACCUMULATE):
+    if block and kind in (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE):
         add(phases.head_leaving, load, 1)

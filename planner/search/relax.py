@@ -96,7 +96,7 @@ class _Builder:
         self.facets = of.facets_of(self.plan)
         self.keys = self.facets.keys
         self.groups = family.groups
-        self.n_groups = -(-of.semantics.n_micro_batches // family.group_micro_batches)
+        self.n_groups = -(-of.semantics.n_micro_batches // family.accumulation_group)
         is_many = gradient_slots is None or gradient_slots >= max(GRADIENT_SLOTS)
         self.n_slots = (
             self.workload.n_layers * of.semantics.n_micro_batches if gradient_slots is None or is_many else gradient_slots
@@ -136,7 +136,7 @@ class _Builder:
         squared = self.of.frame(replace(self.lean, square_blocks=(block,)))
         for plan, sign in ((squared, 1), (self.plan, -1)):
             for kind, _, demand, count in ops_at_least(plan, self.of.cost, only=block):
-                if kind in (Kind.SQUARE, Kind.OFFLOAD, Kind.NORM):
+                if kind in (Kind.SQUARE, Kind.OFFLOAD_GRADIENT, Kind.NORM):
                     add(more, self.facets.of(kind, demand), sign * count)
                     add(square, self.facets.of(kind, demand), kind is Kind.SQUARE)
                     home_s += sign * demand.uncontended_s * (kind is not Kind.SQUARE)
@@ -213,7 +213,7 @@ class _Builder:
         largest = {key: max(first[i].get(key, 0.0) for i in self.layers) for key in {k for i in self.layers for k in first[i]}}
         variable[self.spared] = {key: -seconds for key, seconds in largest.items()}
         moved = dict.fromkeys(total, 0.0)
-        for kind in (Kind.SPILL, Kind.FETCH):
+        for kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
             for m, count in of_each_size(self.plan, self.of.semantics.n_micro_batches):
                 add(moved, self.facets.of(kind, self._demand(kind, 0, m)), count)
         variable[self.n_spilled] = moved
@@ -266,7 +266,7 @@ class _Builder:
         update_s = [self._demand(Kind.UPDATE, b).uncontended_s for b in blocks]
         load_s = [self._demand(Kind.LOAD, b).uncontended_s for b in blocks]
         last_s = self._demand(Kind.NORM, 0).uncontended_s
-        last_s += self._demand(Kind.OFFLOAD, 0, None if self.plan.reduced else 0).uncontended_s
+        last_s += self._demand(Kind.OFFLOAD_GRADIENT, 0, None if self.plan.reduced else 0).uncontended_s
         computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
         match self.family.update:
             case Update.EAGER:
@@ -305,8 +305,8 @@ class _Builder:
         forwards, spills = nothing(), nothing()
         for m, count in first:
             add(forwards, self._sum(Kind.FORWARD, blocks[:-1], m), count)
-            add(spills, self.facets.of(Kind.SPILL, self._demand(Kind.SPILL, 0, m)), count)
-        fetch = self.facets.of(Kind.FETCH, self._demand(Kind.FETCH, 0, 0))
+            add(spills, self.facets.of(Kind.OFFLOAD_ACTIVATION, self._demand(Kind.OFFLOAD_ACTIVATION, 0, m)), count)
+        fetch = self.facets.of(Kind.FETCH_ACTIVATION, self._demand(Kind.FETCH_ACTIVATION, 0, 0))
         untils: list[tuple[float, dict[int, float]]] = [(updated_s + load_s[-1], sooner)]
         # The way of the first micro-batches to the loss: at least so many are in the first group.
         first_s = update_s[0] + load_s[0] + before_s * self.groups[0] / self.groups[-1]
@@ -351,7 +351,9 @@ class _Builder:
         ends = [(self.back, buffers.n_slots, phases.embedding_s), (self.left, 0, phases.home_s)]
         ends += [(self.back, 0, phases.embedding_after_layers_s)] if phases.takes_turns else []
         if self.take_turns:  # one gradient may still be leaving when the next phase begins
-            largest_s = max(self._demand(Kind.OFFLOAD, b[0], None if self.plan.reduced else 0).uncontended_s for b in self.classes)
+            largest_s = max(
+                self._demand(Kind.OFFLOAD_GRADIENT, b[0], None if self.plan.reduced else 0).uncontended_s for b in self.classes
+            )
             for end, late, more_s in ends:
                 self._at_least(end, self.turns_s - late * n_groups * largest_s + more_s, self.turns)
         for key in self.keys:
@@ -378,7 +380,7 @@ class _Builder:
         n_micro_batches = self.of.semantics.n_micro_batches
         last = [(n_micro_batches - 1, 1)] if self.plan.reduced else of_each_size(self.plan, n_micro_batches)
         often = 1 if self.plan.reduced else n_micro_batches
-        offloads = self._sum(Kind.OFFLOAD, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
+        offloads = self._sum(Kind.OFFLOAD_GRADIENT, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
             plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
@@ -401,7 +403,7 @@ class _Builder:
 
     def _memory(self) -> None:
         """A row for the device and one for the host, each in shares of what the machine has."""
-        p, blocks, group = self.program, self.workload.blocks, self.family.group_micro_batches
+        p, blocks, group = self.program, self.workload.blocks, self.family.accumulation_group
         needs = footprint(self.plan, self.of.profile)
         weights = self.plan.arena("weights")
         assert weights is not None

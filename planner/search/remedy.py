@@ -31,7 +31,7 @@ def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = N
     """
     policy, n_written = policy or Policy(), semantics.n_micro_batches
     if is_long(workload, semantics, policy):
-        n_written = min(n_written, (2 * MOST_ALIKE_GROUPS + 1) * policy.group_micro_batches)
+        n_written = min(n_written, (2 * MOST_ALIKE_GROUPS + 1) * policy.accumulation_group)
     return sum(8 * n_written + 6 * len(block.parameters) for block in workload.blocks)
 
 

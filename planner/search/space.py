@@ -30,23 +30,23 @@ class Family:
     the larger, both of which make as many."""
 
     update: Update
-    group_micro_batches: int
+    accumulation_group: int
     largest_group: int
     boundary_stride: int
 
     @property
     def groups(self) -> range:
-        return range(self.group_micro_batches, self.largest_group + 1)
+        return range(self.accumulation_group, self.largest_group + 1)
 
     def halves(self) -> "tuple[Family, Family]":
         """The smaller sizes and the larger ones, of several."""
-        middle = (self.group_micro_batches + self.largest_group) // 2
-        return replace(self, largest_group=middle), replace(self, group_micro_batches=middle + 1)
+        middle = (self.accumulation_group + self.largest_group) // 2
+        return replace(self, largest_group=middle), replace(self, accumulation_group=middle + 1)
 
     def policy(self, semantics: Semantics) -> Policy:
         """The leanest member that spills nothing."""
         return Policy(
-            group_micro_batches=self.group_micro_batches,
+            accumulation_group=self.accumulation_group,
             update=self.update,
             boundary_stride=self.boundary_stride,
         )
@@ -102,7 +102,7 @@ def families(semantics: Semantics, workload: Workload) -> list[Family]:
 def family_of(policy: Policy, semantics: Semantics) -> Family:
     """The family, of those searched, whose bound is the policy's, too."""
     update = Update.EAGER if policy.update is Update.EAGER else Update.DEFERRED
-    sizes = groups_alike(policy.group_micro_batches, semantics.n_micro_batches)
+    sizes = groups_alike(policy.accumulation_group, semantics.n_micro_batches)
     return Family(update, sizes[0], sizes[-1], policy.boundary_stride)
 
 

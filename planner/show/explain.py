@@ -155,10 +155,10 @@ def _order(policy: Policy, n_micro_batches: int) -> str:
     """How micro-batches go through the layers."""
     if n_micro_batches == 1:
         return "one micro-batch"
-    if policy.group_micro_batches >= n_micro_batches:
+    if policy.accumulation_group >= n_micro_batches:
         return "layer by layer over all micro-batches"
-    if policy.group_micro_batches > 1:
-        return f"layer by layer over groups of {policy.group_micro_batches} micro-batches"
+    if policy.accumulation_group > 1:
+        return f"layer by layer over groups of {policy.accumulation_group} micro-batches"
     return "one micro-batch after another"
 
 

@@ -38,5 +38,5 @@ class Copies:
     def move_activation(self, op: Op) -> None:
         """Spill or fetch: activation offload, and its prefetch."""
         n_bytes = self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
-        there, here = ("y", "spilled") if op.kind is Kind.FETCH else ("spilled", "y")
+        there, here = ("y", "spilled") if op.kind is Kind.FETCH_ACTIVATION else ("spilled", "y")
         self.arenas.raw(op[there])[:n_bytes].copy_(self.arenas.raw(op[here])[:n_bytes], non_blocking=True)

@@ -61,9 +61,9 @@ class TrainingOps:
                 self._compute.backward(op, step)
             case Kind.SQUARE:
                 self._squares.square(op)
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD_GRADIENT:
                 self._copies.offload(op)
-            case Kind.SPILL | Kind.FETCH:
+            case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
                 self._copies.move_activation(op)
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)

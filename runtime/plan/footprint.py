@@ -79,7 +79,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
         token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
         turn_bytes = max(turn_bytes, n_computed * token_bytes)
-    return plan.policy.group_micro_batches * kept_bytes + turn_bytes
+    return plan.policy.accumulation_group * kept_bytes + turn_bytes
 
 
 def _calls_fused(plan: Setup, head_dim: int, on_cuda: bool) -> bool:

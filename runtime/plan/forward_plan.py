@@ -36,7 +36,7 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     ops = tuple(replace(op, waits=waits) for op, waits in zip(program, _waits(program), strict=True))
     workload = replace(plan.workload, smaller=())  # all micro-batches are whole
     return replace(
-        plan, semantics=semantics, workload=workload, policy=replace(plan.policy, group_micro_batches=group), ops=ops, repeat=None
+        plan, semantics=semantics, workload=workload, policy=replace(plan.policy, accumulation_group=group), ops=ops, repeat=None
     )
 
 

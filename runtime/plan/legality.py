@@ -25,13 +25,13 @@ def can_square(workload: Workload) -> range:
 
 def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
     """How gradients move must suit the groups of micro-batches."""
-    if policy.group_micro_batches > semantics.n_micro_batches:
-        raise PlanError(f"a group of {policy.group_micro_batches} micro-batches, but a step has {semantics.n_micro_batches}")
+    if policy.accumulation_group > semantics.n_micro_batches:
+        raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
     if policy.gradient_slots <= policy.offload_late_blocks:
         raise PlanError(
             f"gradients leave {policy.offload_late_blocks} blocks late, so {policy.gradient_slots} gradient slots are too few"
         )
-    if policy.group_micro_batches < semantics.n_micro_batches:
+    if policy.accumulation_group < semantics.n_micro_batches:
         if policy.offload_late_blocks:
             raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
         if policy.square_blocks:

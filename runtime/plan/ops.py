@@ -38,12 +38,12 @@ class Kind(StrEnum):
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
-    OFFLOAD = "offload"
+    OFFLOAD_GRADIENT = "offload_gradient"
     ACCUMULATE = "accumulate"
     NORM = "norm"
     UPDATE = "update"
-    SPILL = "spill"
-    FETCH = "fetch"
+    OFFLOAD_ACTIVATION = "offload_activation"
+    FETCH_ACTIVATION = "fetch_activation"
     SPECULATE = "speculate"
     SETTLE = "settle"
     RECOMPUTE = "recompute"
@@ -85,9 +85,9 @@ CONTRACT = {
     Kind.LOSS: Signature.of(Lane.GPU, "weights x sum?", "x sum? gradient?"),
     Kind.BACKWARD: Signature.of(Lane.GPU, "weights? y x? sum?", "x? sum? gradient?"),
     Kind.SQUARE: Signature.of(Lane.GPU, "gradient", "squares"),
-    Kind.SPILL: Signature.of(Lane.D2H, "y", "spilled"),
-    Kind.FETCH: Signature.of(Lane.H2D, "spilled", "y"),
-    Kind.OFFLOAD: Signature.of(Lane.D2H, "gradient squares?", "arrived norm?"),
+    Kind.OFFLOAD_ACTIVATION: Signature.of(Lane.D2H, "y", "spilled"),
+    Kind.FETCH_ACTIVATION: Signature.of(Lane.H2D, "spilled", "y"),
+    Kind.OFFLOAD_GRADIENT: Signature.of(Lane.D2H, "gradient squares?", "arrived norm?"),
     Kind.ACCUMULATE: Signature.of(Lane.CPU, "staged arrived", "arrived"),
     Kind.NORM: Signature.of(Lane.CPU, "arrived? tied? squares* norm", "norm"),
     Kind.SPECULATE: Signature.of(Lane.CPU, "arrived tied? state", "shadow"),
@@ -139,7 +139,7 @@ class Wait:
 
 Operand = tuple[str, Slot]
 _OP_LINE = re.compile(
-    r"(?P<kind>[a-z]+) (?P<lane>[a-z0-9]+) b(?P<block>[0-9]{1,9})(?: m(?P<micro_batch>[0-9]{1,9}))?"
+    r"(?P<kind>[a-z_]+) (?P<lane>[a-z0-9]+) b(?P<block>[0-9]{1,9})(?: m(?P<micro_batch>[0-9]{1,9}))?"
     r"(?P<operands>(?: [a-z_]{1,40}=[^\s^]{1,60})*)(?: \^ (?P<waits>[0-9@~ ]+))?"
 )
 

@@ -8,20 +8,20 @@ while another lane is still in step n-1, as far as the waits allow.
 `arena[index]`. Below, b is the block, m the micro-batch, L the number of decoder layers; block 0 is the embedding, blocks 1..L the
 layers, block L+1 the head (final norm and output matrix).
 
-    load b          the host's `state` of b, that of block 0 too where b uses a weight tied to it (`tied`), into `weights`
-    forward b m     `weights`, the activation x of b-1 (not for block 0): the activation y of b
-    loss b m        the head, forward and backward. x becomes its gradient
-    backward b m    y holds its gradient. x becomes its gradient (block 0 has no x, and needs no weights)
-    recompute b m   forward once more, of an activation whose slot was given to another
-    spill b m       y goes to the host (`spilled`)
-    fetch b m       y comes back, to where backward b+1 m finds it as its x
-    square b        the squares of a gradient, summed
-    offload b       the gradient goes to the host. Where the host adds up (`offload b m`) it `arrives` in a slot of `staging`
-    accumulate b m  what is `staged` is added to `arrived` (fp32, ascending m)
-    norm b          the squares of what has arrived join the `norm`. Block 0, which comes last, ends the sum
-    speculate b     the update, as if the norm asked for no clipping, into the block's `shadow`
-    update b        AdamW on the block's `state`
-    settle b        where the clip factor is one, the shadow becomes the state and the state the next shadow; else the update
+    load b                  the host's `state` of b, that of block 0 too where b uses a weight tied to it (`tied`), into `weights`
+    forward b m             `weights`, the activation x of b-1 (not for block 0): the activation y of b
+    loss b m                the head, forward and backward. x becomes its gradient
+    backward b m            y holds its gradient. x becomes its gradient (block 0 has no x, and needs no weights)
+    recompute b m           forward once more, of an activation whose slot was given to another
+    offload_activation b m  y goes to the host (`spilled`)
+    fetch_activation b m    y comes back, to where backward b+1 m finds it as its x
+    square b                the squares of a gradient, summed
+    offload_gradient b      the gradient goes to the host. Where the host adds up (with m) it arrives in a slot of `staging`
+    accumulate b m          what is `staged` is added to `arrived` (fp32, ascending m)
+    norm b                  the squares of what has arrived join the `norm`. Block 0, which comes last, ends the sum
+    speculate b             the update, as if the norm asked for no clipping, into the block's `shadow`
+    update b                AdamW on the block's `state`
+    settle b                where the clip factor is one, the shadow becomes the state, the state the next shadow; else the update
 
 An arena is a role, and its slots have sizes of their own, in this order:
 

@@ -90,7 +90,7 @@ class Policy:
     offload_late_blocks: Natural = (
         0  # a layer's gradient leaves when the backward this many layers further on is done, if there is one
     )
-    group_micro_batches: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
+    accumulation_group: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     keep_blocks: tuple[Natural, ...] = ()  # layers whose activations are kept; the others keep their input and recompute
     update: Update = Update.BARRIER
     resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step

@@ -68,7 +68,7 @@ class Setup:
     @property
     def reduced(self) -> bool:
         """Whether the device sums the micro-batches: all are in one group, and a gradient crosses the link once a step."""
-        return self.policy.group_micro_batches >= self.semantics.n_micro_batches
+        return self.policy.accumulation_group >= self.semantics.n_micro_batches
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes per parameter of what a slot of `state` holds, in order. What is uploaded comes first: the master, or the bf16 half
@@ -113,7 +113,7 @@ class Setup:
         blocks, policy = self.workload.blocks, self.policy
         kept = sum(blocks[b].kept_bytes for b in policy.keep_blocks)
         saving = (blocks[b].recompute(self.saved(b)) for b in (*policy.attention_blocks, *policy.product_blocks))
-        return policy.group_micro_batches * (kept + sum(r.saved_bytes for r in saving if r is not None))
+        return policy.accumulation_group * (kept + sum(r.saved_bytes for r in saving if r is not None))
 
     @property
     def transient_bytes(self) -> int:

@@ -42,7 +42,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.NORM])
 def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
     """Graphs of forwards without a backward, inputs of layers, half a sum."""
-    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(group_micro_batches=4, keep_blocks=(1, 2)))
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4, keep_blocks=(1, 2)))
     last = max(i for i, op in enumerate(plan.ops) if op.kind is kind)
 
     class Fails(CpuMachine):
@@ -70,7 +70,7 @@ def test_experts_without_a_token_have_gradients_of_zero_and_move_no_other(expert
     """Two tokens choose two experts each: of eight at least four get none, and others in every micro-batch."""
     semantics = semantics_of("mixtral", seq_len=2, experts=experts, clip_norm=None, on_nonfinite="stop")
     overrides = {"num_local_experts": 8}
-    machine = streamed(tiny_config("mixtral", **overrides), semantics, Policy(group_micro_batches=4))
+    machine = streamed(tiny_config("mixtral", **overrides), semantics, Policy(accumulation_group=4))
     expected = plain("mixtral", semantics, tuple(overrides.items()))
     assert differences(machine, expected) == []
     moments = [m for name, m in state_of(machine)[2].items() if "experts" in name]
@@ -177,12 +177,12 @@ OTHER_SEMANTICS = {
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
 OF_ONE_VALUE = {"weight_rounding"}
-POLICY = Policy(group_micro_batches=4, update=Update.DEFERRED)
+POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
     "prefetch_depth": 2,
     "gradient_slots": 2,
     "offload_late_blocks": 1,
-    "group_micro_batches": 2,
+    "accumulation_group": 2,
     "keep_blocks": (1,),
     "update": Update.BARRIER,
     "resident_blocks": (1,),
@@ -208,7 +208,7 @@ def test_every_field_of_the_semantics_is_read(name):
     of = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
     assert asdict(of)[name] != OTHER_SEMANTICS[name]
     other = replace(of, **{name: OTHER_SEMANTICS[name]})
-    plans = [planned(model_type, s, replace(POLICY, group_micro_batches=s.n_micro_batches)) for s in (of, other)]
+    plans = [planned(model_type, s, replace(POLICY, accumulation_group=s.n_micro_batches)) for s in (of, other)]
     assert plans[0] != plans[1]
 
 

@@ -150,7 +150,7 @@ def test_a_wrong_plan_is_named(home: Path) -> None:
         ({"kernels": "fast"}, "no kernels 'fast'; give one of eager, fused"),
         ({"clipped_fraction": 7.0}, "a share of the steps"),
         ({"policy": penstock.Policy(prefetch_depth=-1)}, "policy: prefetch_depth: "),
-        ({"policy": penstock.Policy(group_micro_batches="all")}, "policy: group_micro_batches: "),
+        ({"policy": penstock.Policy(accumulation_group="all")}, "policy: accumulation_group: "),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict[str, object], said: str) -> None:

@@ -247,7 +247,7 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
         '{"gradient_slots": 1, "offload_late_blocks": 1}',
         '{"keep_blocks": [99]}',
         '{"keep_blocks": [3, 2]}',
-        '{"group_micro_batches": 64}',
+        '{"accumulation_group": 64}',
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(tmp_path, text):

@@ -46,10 +46,10 @@ def test_a_run_learns_logs_and_leaves_a_checkpoint_that_transformers_loads(home)
 def test_every_policy_leaves_the_same_bytes(home, model_type):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
     policies = [
-        {"prefetch_depth": 1, "group_micro_batches": 1},
-        {"prefetch_depth": 2, "group_micro_batches": 2, "keep_blocks": [1], "update": "deferred"},
+        {"prefetch_depth": 1, "accumulation_group": 1},
+        {"prefetch_depth": 2, "accumulation_group": 2, "keep_blocks": [1], "update": "deferred"},
         {
-            "group_micro_batches": 2,
+            "accumulation_group": 2,
             "update": "deferred",
             "speculate_blocks": [0, 1, 3],
             "spill_blocks": [0, 1],
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit_under_another_policy(
     speculating = {"update": "deferred", "speculate_blocks": [0, 2, 4]}
     policies = {
         4: {"prefetch_depth": 3, "update": "deferred"},
-        5: speculating | {"group_micro_batches": 2},
+        5: speculating | {"accumulation_group": 2},
         7: {"boundary_stride": 2},
     }
     for n_steps, policy in policies.items():

@@ -80,7 +80,7 @@ def test_a_repetition_that_no_timeline_keeps_is_refused() -> None:
 
 PLANS = {
     "deferred": small(40, update=Update.DEFERRED),
-    "spilling groups": small(41, group_micro_batches=2, spill_blocks=(0, 1, 2), update=Update.BARRIER),
+    "spilling groups": small(41, accumulation_group=2, spill_blocks=(0, 1, 2), update=Update.BARRIER),
     "shared boundaries": small(40, boundary_stride=3, speculate_blocks=(1,)),
 }
 

@@ -76,7 +76,7 @@ def test_what_was_wrong_is_caught(monkeypatch):
         return right(self, key, buffers) + more * self.head_leaving[key]
 
     monkeypatch.setattr(Phases, "left_s", left_s)
-    policy = Policy(prefetch_depth=3, gradient_slots=2, group_micro_batches=16)
+    policy = Policy(prefetch_depth=3, gradient_slots=2, accumulation_group=16)
     assert [h.name for h in held(of, policy) if h.is_broken]
 
 

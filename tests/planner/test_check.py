@@ -91,17 +91,17 @@ HARMLESS = {
     "norm norm": "the norm adds the squares of all weights in their own order, whatever the order of ops",
     "norm": "as above; or the arena, whose last slot is rounded up, and still holds what goes into it",
     "norm update": "eager: another block's norm",
-    "offload": "gradients in different slots",
-    "offload offload": "as above",
+    "offload_gradient": "gradients in different slots",
+    "offload_gradient offload_gradient": "as above",
     "update": "different blocks",
     "update update": "as above",
     "accumulate": "the sum of another block",
-    "fetch fetch": "different slots on the host and of the ring, both soon enough",
-    "fetch load": "an output and a weight, both soon enough",
-    "offload spill": "a gradient and an output, from different slots",
-    "spill spill": "different slots, both gone before they are overwritten",
-    "fetch": "a fetch that comes soon enough; or a ring slot that no other output has at that time, in any timing",
-    "spill": "as above",
+    "fetch_activation fetch_activation": "different slots on the host and of the ring, both soon enough",
+    "fetch_activation load": "an output and a weight, both soon enough",
+    "offload_activation offload_gradient": "a gradient and an output, from different slots",
+    "offload_activation offload_activation": "different slots, both gone before they are overwritten",
+    "fetch_activation": "a fetch that comes soon enough; or a ring slot that no other output has at that time, in any timing",
+    "offload_activation": "as above",
     "loss": "different micro-batches",
     "backward square": "the gradient of another block, in another slot",
     "square": "before its gradient's slot is written again; or the sums of different blocks",
@@ -227,7 +227,7 @@ def test_an_output_that_did_not_come_back_is_not_the_input_of_the_backward_pass(
     plan = small(spill_blocks=(0,))
     went, came = Slot("activations", 3), Slot("activations", 4)
     assert went == plan.ops[index(plan, "forward gpu b0 m0")]["y"]
-    assert came == plan.ops[index(plan, "fetch h2d b0 m0")]["y"]
+    assert came == plan.ops[index(plan, "fetch_activation h2d b0 m0")]["y"]
     plan = with_slots(plan, "backward gpu b1 m0", x=went)
     plan = with_slots(plan, "backward gpu b0 m0", y=went)
     assert "holds the output of block 0, micro-batch 0, step 0, not the fetched output" in error_of(plan)
@@ -235,7 +235,7 @@ def test_an_output_that_did_not_come_back_is_not_the_input_of_the_backward_pass(
 
 def test_a_fetch_that_does_not_wait_for_its_spill_is_a_race_for_the_slot_on_the_host() -> None:
     plan = small(spill_blocks=(0,))
-    assert "a race for spilled[0]" in error_of(with_op(plan, "fetch h2d b0 m0", waits=()))
+    assert "a race for spilled[0]" in error_of(with_op(plan, "fetch_activation h2d b0 m0", waits=()))
 
 
 def test_a_fetch_ahead_of_its_spill_finds_nothing_in_the_first_step() -> None:
@@ -244,26 +244,31 @@ def test_a_fetch_ahead_of_its_spill_finds_nothing_in_the_first_step() -> None:
     assert "spilled[0] holds nothing, not the spilled output of block 0, micro-batch 0, step 0" in error_of(outrun)
 
 
-@pytest.mark.parametrize(("kind", "what"), [("spill", "0, micro-batch 0"), ("fetch", "0, micro-batch 0"), ("load", "2")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("offload_activation", "0, micro-batch 0"), ("fetch_activation", "0, micro-batch 0"), ("load", "2")]
+)
 def test_a_step_has_every_spill_and_fetch_and_each_load_of_a_weight_that_stays(kind: str, what: str) -> None:
     plan = small(spill_blocks=(0,), resident_blocks=(2,))
-    without = [mutant for name, mutant in MUTATIONS[f"drop a {kind}"](plan) if f" b{what[0]} " in name]
+    without = [mutant for name, mutant in MUTATIONS[f"drop {kind}"](plan) if f" b{what[0]} " in name]
     assert [f"no {kind} of block {what}; " in error_of(mutant) for mutant in without] == [True]
 
 
 def test_a_spill_that_is_not_waited_for_is_a_race_for_the_ring() -> None:
     """Four blocks pass through a ring of three: the fourth overwrites what the first left, which must be on the host."""
     plan = small(n_layers=5, spill_blocks=(0, 1, 2, 3))
-    i, spill = index(plan, "forward gpu b3 m0"), index(plan, "spill d2h b0 m0")
-    waits = tuple(w for w in plan.ops[i].waits if plan.ops[w.op].kind is not Kind.SPILL)
+    i, spill = index(plan, "forward gpu b3 m0"), index(plan, "offload_activation d2h b0 m0")
+    waits = tuple(w for w in plan.ops[i].waits if plan.ops[w.op].kind is not Kind.OFFLOAD_ACTIVATION)
     message = error_of(with_op(plan, "forward gpu b3 m0", waits=waits))
-    assert f"op {spill} (spill d2h b0 m0): a race for activations" in message or f"with op {spill} (spill d2h b0 m0)" in message
+    assert (
+        f"op {spill} (offload_activation d2h b0 m0): a race for activations" in message
+        or f"with op {spill} (offload_activation d2h b0 m0)" in message
+    )
 
 
-@pytest.mark.parametrize("name", ["spill d2h b2 m0", "fetch h2d b2 m0"])
+@pytest.mark.parametrize("name", ["offload_activation d2h b2 m0", "fetch_activation h2d b2 m0"])
 def test_each_output_that_spills_has_a_slot_of_its_own_on_the_host(name: str) -> None:
     """The second block of two, in groups of two: spilled[2] and [3]."""
-    plan = small(n_micro_batches=2, group_micro_batches=2, spill_blocks=(0, 2))
+    plan = small(n_micro_batches=2, accumulation_group=2, spill_blocks=(0, 2))
     assert plan.ops[index(plan, name)]["spilled"] == Slot("spilled", 2)
     for other in (0, 1, 3):
         wanted, _, found = error_of(with_slots(plan, name, spilled=Slot("spilled", other))).partition(", not ")
@@ -287,7 +292,7 @@ def test_an_output_does_not_replace_the_input_it_is_made_from() -> None:
 
 def test_a_spill_of_a_block_that_does_not_spill_is_refused() -> None:
     plan = small(spill_blocks=(0,))
-    for kind in ("spill d2h", "fetch h2d"):
+    for kind in ("offload_activation d2h", "fetch_activation h2d"):
         assert "does not spill" in error_of(with_op(plan, f"{kind} b0 m0", block=1))
 
 
@@ -361,7 +366,7 @@ def test_gradients_leave_as_late_as_the_policy_says() -> None:
     plan = small(gradient_slots=2, offload_late_blocks=1)
     check(plan)
     for b in (2, 3):  # the bottom layer has no backward to wait for
-        early, late = plan.ops[index(plan, f"offload d2h b{b}")], plan.ops[index(plan, f"offload d2h b{b - 1}")]
+        early, late = plan.ops[index(plan, f"offload_gradient d2h b{b}")], plan.ops[index(plan, f"offload_gradient d2h b{b - 1}")]
         mutant = with_op(plan, early.name, waits=(Wait(index(plan, f"backward gpu b{b} m0")),))
         mutant = with_op(mutant, late.name, waits=(*late.waits, *early.waits))
         assert f"leaves before op {index(plan, f'backward gpu b{b - 1} m0')}" in error_of(mutant)
@@ -369,7 +374,7 @@ def test_gradients_leave_as_late_as_the_policy_says() -> None:
 
 def test_groups_come_one_after_another() -> None:
     """The data would be right: micro-batch 2 takes the boundary slots that micro-batch 0 has left."""
-    plan = small(n_micro_batches=4, group_micro_batches=2)
+    plan = small(n_micro_batches=4, accumulation_group=2)
     last, first = index(plan, "backward gpu b0 m1"), index(plan, "forward gpu b0 m2")
     swapped = dict(MUTATIONS["swap neighbours in a lane"](plan))
     mutant = swapped[f"swapped {last}: {plan.ops[last]} with {first}: {plan.ops[first]}"]
@@ -383,8 +388,8 @@ def test_groups_come_one_after_another() -> None:
         {"prefetch_depth": 2},
         {"prefetch_depth": 2**52},
         {"gradient_slots": 2},
-        {"group_micro_batches": 2},
-        {"group_micro_batches": 2**52},
+        {"accumulation_group": 2},
+        {"accumulation_group": 2**52},
         {"keep_blocks": (0,)},
         {"keep_blocks": (4,)},
         {"keep_blocks": (1, 1)},
@@ -407,7 +412,7 @@ def test_a_block_whose_input_spills_recomputes(kept: int) -> None:
     """The last one could keep: nothing but the policy speaks against it."""
     plan = small(spill_blocks=(0, 2))
     check(replace(plan, policy=replace(plan.policy, keep_blocks=(2,))))
-    assert f"block {kept} keeps" in error_of(replace(plan, policy=replace(plan.policy, keep_blocks=(kept,))))
+    assert "the block before it cannot spill" in error_of(replace(plan, policy=replace(plan.policy, keep_blocks=(kept,))))
 
 
 @pytest.mark.parametrize(
@@ -456,7 +461,7 @@ def test_state_on_the_host_lies_in_slots_of_exactly_its_size(name: str, first: i
 
 def test_outputs_that_pass_through_the_ring_fit_in_each_of_its_slots_and_on_the_host() -> None:
     """Outputs of different sizes: each slot holds the largest that may come there."""
-    plan = small(n_micro_batches=2, group_micro_batches=2, spill_blocks=(0, 2))
+    plan = small(n_micro_batches=2, accumulation_group=2, spill_blocks=(0, 2))
     blocks = tuple(replace(b, boundary_bytes=n) for b, n in zip(plan.workload.blocks, (100, 300, 200, 100, 0), strict=True))
     plan = replace(plan, workload=replace(plan.workload, blocks=blocks))
     needed = {"activations": [300] * 2 + [100] * 2 + [200] * 5, "spilled": [100] * 2 + [200] * 2}
@@ -525,14 +530,14 @@ def test_a_claim_of_other_memory_than_the_plan_takes_is_refused(place: Place) ->
         assert f"{place}_peak_bytes" in error_of(plan, claim)
 
 
-@pytest.mark.parametrize(("direction", "kind"), [("h2d", Kind.LOAD), ("d2h", Kind.OFFLOAD)])
+@pytest.mark.parametrize(("direction", "kind"), [("h2d", Kind.LOAD), ("d2h", Kind.OFFLOAD_GRADIENT)])
 def test_a_claim_faster_than_the_link_is_refused(direction: str, kind: Kind) -> None:
     """Payload over the best rate of the direction: two bytes an element, a block as often as it is moved."""
     plan = with_profile(small(), f"link.{direction}.bytes_per_s", [{"n_bytes": 1, "rate": {"value": 1000.0}}])
     blocks = plan.workload.blocks
     n_bytes = sum(2 * sum(p.n_elements for p in blocks[op.block].parameters) for op in plan.ops if op.kind is kind)
     check(plan, claim_of(plan, step_s=n_bytes / 1000))
-    what = "its load and fetch ops alone" if kind is Kind.LOAD else "its offload and spill ops alone"
+    what = "its load and fetch_activation ops" if kind is Kind.LOAD else "its offload_gradient and offload_activation ops"
     assert what in error_of(plan, claim_of(plan, step_s=n_bytes / 1000 * 0.999, machine_bound_s=0.1))
 
 
@@ -541,9 +546,9 @@ def test_what_spills_is_on_the_link_too(direction: str) -> None:
     """Two blocks of 64 bytes each way, twice; all else there as without."""
     least_s = {}
     for spill in ((), (0, 2)):
-        plan = small(n_micro_batches=2, group_micro_batches=2, spill_blocks=spill)
+        plan = small(n_micro_batches=2, accumulation_group=2, spill_blocks=spill)
         plan = with_profile(plan, f"link.{direction}.bytes_per_s", [{"n_bytes": 1, "rate": {"value": 1000.0}}])
-        moved = {"h2d": Kind.LOAD, "d2h": Kind.OFFLOAD}[direction]
+        moved = {"h2d": Kind.LOAD, "d2h": Kind.OFFLOAD_GRADIENT}[direction]
         n_elements = [sum(p.n_elements for p in b.parameters) for b in plan.workload.blocks]
         least_s[spill] = sum(2 * n_elements[op.block] for op in plan.ops if op.kind is moved) / 1000 + len(spill) * 2 * 64 / 1000
         check(plan, claim_of(plan, step_s=least_s[spill]))
@@ -577,9 +582,9 @@ def test_numbers_beyond_all_measure_are_refused_at_once() -> None:
         wide = replace(blocks[1], parameters=(Parameter("w", shape),))
         assert error_of(replace(plan, workload=replace(plan.workload, blocks=(blocks[0], wide, *blocks[2:]))))
     assert error_of(replace(plan, semantics=sized))
-    assert error_of(replace(plan, semantics=sized, policy=replace(plan.policy, group_micro_batches=2**52)))
-    check(replace(plan, policy=replace(plan.policy, offload_late_blocks=2**52)))
-    spilling = replace(plan.policy, group_micro_batches=2**52, spill_blocks=tuple(range(2)))
+    assert error_of(replace(plan, semantics=sized, policy=replace(plan.policy, accumulation_group=2**52)))
+    assert "too few" in error_of(replace(plan, policy=replace(plan.policy, offload_late_blocks=2**52)))
+    spilling = replace(plan.policy, accumulation_group=2**52, spill_blocks=tuple(range(2)))
     assert error_of(replace(plan, semantics=sized, policy=spilling))
     for many in (tuple(range(10**5)), tuple(range(2**52, 2**52 + 10**5))):
         assert error_of(replace(plan, policy=replace(plan.policy, spill_blocks=many)))

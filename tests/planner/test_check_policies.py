@@ -13,7 +13,7 @@ from tests.edits import error_of, index, small, with_op, with_profile, with_slot
 from tests.mutants import MUTATIONS
 from tests.strategies import MODEL, PROFILE, small_workload
 
-STRIDED: dict[str, Any] = {"n_layers": 5, "n_micro_batches": 2, "group_micro_batches": 2, "boundary_stride": 3}
+STRIDED: dict[str, Any] = {"n_layers": 5, "n_micro_batches": 2, "accumulation_group": 2, "boundary_stride": 3}
 SPECULATING: dict[str, Any] = {"n_micro_batches": 2, "speculate_blocks": (0, 1, 3)}
 
 
@@ -96,7 +96,7 @@ def test_a_way_to_recompute_is_asked_of_layers_that_do() -> None:
 def test_what_a_layer_saves_besides_its_input_is_counted_and_does_not_forbid_that_the_input_spills() -> None:
     """Two layers, 1000 bytes each for both micro-batches of the group."""
     ways = Saved.ATTENTION, Saved.PRODUCTS
-    saves = {"group_micro_batches": 2, "spill_blocks": (0, 1), "attention_blocks": (1,), "product_blocks": (2,)}
+    saves = {"accumulation_group": 2, "spill_blocks": (0, 1), "attention_blocks": (1,), "product_blocks": (2,)}
     plan = tiered(*ways, **saves)
     check(plan)
     needed_bytes = plan.device_arena_bytes + 2 * 2 * 1000 + plan.transient_bytes + 1000
@@ -289,7 +289,7 @@ def test_an_output_that_stays_is_not_computed_again() -> None:
 
 def test_a_step_computes_every_shared_output_again() -> None:
     plan = small(**STRIDED)
-    messages = [error_of(mutant) for _, mutant in MUTATIONS["drop a recompute"](plan)]
+    messages = [error_of(mutant) for _, mutant in MUTATIONS["drop recompute"](plan)]
     assert [
         f"no recompute of block {b}, micro-batch {m}; " in text
         for text, (b, m) in zip(sorted(messages), ((1, 0), (1, 1), (2, 0), (2, 1), (4, 0), (4, 1)), strict=True)

@@ -32,7 +32,7 @@ def copy_rates(name: str) -> dict[Kind, tuple[float, float]]:
     whole = lower(model, build_workload(model, semantics), semantics, Policy(), {})
     cost = CostModel(profile)
     found = {}
-    for kind, other in ((Kind.LOAD, Kind.OFFLOAD), (Kind.OFFLOAD, Kind.LOAD)):
+    for kind, other in ((Kind.LOAD, Kind.OFFLOAD_GRADIENT), (Kind.OFFLOAD_GRADIENT, Kind.LOAD)):
         n_bytes = whole.workload.blocks[SMALL].slot_elements * 2  # bf16
         per_s = []
         for ops in ((Op(kind, SMALL),), (Op(kind, SMALL), Op(other, LARGE))):
@@ -46,7 +46,7 @@ def copy_rates(name: str) -> dict[Kind, tuple[float, float]]:
 
 def test_a_gb300_halves_each_direction_when_both_are_busy():
     """Measured on a DGX Station: 359.1 and 377.2 GB/s alone, 175.4 and 171.8 together."""
-    measured = {Kind.LOAD: (359.1e9, 175.4e9), Kind.OFFLOAD: (377.2e9, 171.8e9)}
+    measured = {Kind.LOAD: (359.1e9, 175.4e9), Kind.OFFLOAD_GRADIENT: (377.2e9, 171.8e9)}
     for kind, (alone, together) in copy_rates("gb300").items():
         assert alone == pytest.approx(measured[kind][0], rel=0.01)
         assert together == pytest.approx(measured[kind][1], rel=0.04)
@@ -79,7 +79,7 @@ def smallest_hiding_batch(profile, model=MODEL, seq_len=1024):
     def computing_fraction(n):
         semantics = Semantics(seq_len=seq_len, batch_size=n, micro_batch=1)
         workload = build_workload(model, semantics)
-        policy = Policy(prefetch_depth=3, gradient_slots=3, group_micro_batches=n, update=Update.DEFERRED)
+        policy = Policy(prefetch_depth=3, gradient_slots=3, accumulation_group=n, update=Update.DEFERRED)
         plan = lower(model, workload, semantics, policy, {})
         demands = CostModel(profile).demands(plan)
         compute_s = sum(d.uncontended_s for d, op in zip(demands, plan.ops, strict=True) if op.lane is Lane.GPU)

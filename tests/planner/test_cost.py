@@ -23,7 +23,7 @@ UNTIED = read_model("qwen2.5-7b")
 SEMANTICS = Semantics(seq_len=1024, batch_size=4, micro_batch=1)
 
 
-def plan_of(policy=Policy(group_micro_batches=4), semantics=SEMANTICS, model=UNTIED):  # noqa: B008
+def plan_of(policy=Policy(accumulation_group=4), semantics=SEMANTICS, model=UNTIED):  # noqa: B008
     return frame(model, build_workload(model, semantics), semantics, policy)
 
 
@@ -50,7 +50,7 @@ def test_no_op_asks_for_more_than_the_machine_has():
         for model in (MODEL, UNTIED):
             for group in (1, 4):
                 workload = build_workload(model, SEMANTICS)
-                for d in costs(lower(model, workload, SEMANTICS, Policy(group_micro_batches=group), {}), profile):
+                for d in costs(lower(model, workload, SEMANTICS, Policy(accumulation_group=group), {}), profile):
                     # But for the link's sum, which may lie below one direction alone.
                     assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses if r is not Resource.DUPLEX), name
 
@@ -78,7 +78,7 @@ def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
 def test_a_copy_takes_host_cores_only_where_the_cpu_copies():
     plan = plan_of()
     cores = {
-        name: dict(demand(CostModel(read_profile(name)), plan, Kind.OFFLOAD, 1).uses).get(Resource.CORES)
+        name: dict(demand(CostModel(read_profile(name)), plan, Kind.OFFLOAD_GRADIENT, 1).uses).get(Resource.CORES)
         for name in ("h200-pcie5", "cpu-2core")
     }
     assert cores == {"h200-pcie5": None, "cpu-2core": 1.0}
@@ -92,7 +92,7 @@ def test_computing_draws_on_host_memory_only_where_it_is_the_device_memory():
 
 def test_a_backward_with_recompute_costs_one_forward_more_than_one_that_kept_but_for_the_last_product(profile):
     cost = CostModel(profile)
-    recomputes, keeps = plan_of(), plan_of(Policy(group_micro_batches=4, keep_blocks=(1,)))
+    recomputes, keeps = plan_of(), plan_of(Policy(accumulation_group=4, keep_blocks=(1,)))
     keeps = replace(keeps, workload=recomputes.workload)
     forward = demand(cost, recomputes, Kind.FORWARD, 1, 1)
     more_s = demand(cost, recomputes, Kind.BACKWARD, 1, 1).alone_s - demand(cost, keeps, Kind.BACKWARD, 1, 1).alone_s
@@ -152,9 +152,16 @@ def test_a_smaller_last_micro_batch_costs_what_such_a_one_costs_elsewhere(profil
     """67 sequences by sixteen: the last three as in a batch of threes, all others as in a batch of sixteens."""
     cost = CostModel(profile)
     of = {n: replace(SEMANTICS, batch_size=n_all, micro_batch=n) for n, n_all in ((16, 67), (3, 15))}
-    uneven, small = (plan_of(Policy(group_micro_batches=5, spill_blocks=(3,)), of[n]) for n in (16, 3))
+    uneven, small = (plan_of(Policy(accumulation_group=5, spill_blocks=(3,)), of[n]) for n in (16, 3))
     large = plan_of(uneven.policy, replace(of[16], batch_size=80))
-    for kind, b in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 2), (Kind.LOSS, 29), (Kind.SPILL, 3), (Kind.FETCH, 3)):
+    for kind, b in (
+        (Kind.FORWARD, 0),
+        (Kind.FORWARD, 1),
+        (Kind.BACKWARD, 2),
+        (Kind.LOSS, 29),
+        (Kind.OFFLOAD_ACTIVATION, 3),
+        (Kind.FETCH_ACTIVATION, 3),
+    ):
         last = demand(cost, uneven, kind, b, 4)
         assert last == demand(CostModel(profile), small, kind, b, 4), kind
         assert last.uncontended_s < demand(cost, uneven, kind, b, 3).uncontended_s

@@ -40,7 +40,7 @@ def test_an_op_waits_for_the_last_writer_and_a_writer_for_all_readers_once_each(
     ops = [
         Op(Kind.LOAD, 0, None, (("weights", a),)),
         Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
-        Op(Kind.SPILL, 0, 0, (("y", b),)),
+        Op(Kind.OFFLOAD_ACTIVATION, 0, 0, (("y", b),)),
         Op(Kind.LOAD, 0, None, (("weights", a),)),
         Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
     ]
@@ -77,10 +77,10 @@ def test_every_block_has_a_slot_of_its_own_for_its_state_and_after_them_every_sh
 
 PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
     (with_weights, {Kind.LOAD}, {"weights"}),
-    (partial(with_activations, ring_goes_on=True), {Kind.SPILL, Kind.FETCH}, {"x", "y"}),
-    (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD, Kind.ACCUMULATE}, {"sum", "gradient"}),
+    (partial(with_activations, ring_goes_on=True), {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
+    (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "gradient"}),
     (with_squares, {Kind.SQUARE}, {"squares", "norm"}),
-    (with_late_offloads, {Kind.OFFLOAD}, set()),
+    (with_late_offloads, {Kind.OFFLOAD_GRADIENT}, set()),
     (with_updates, {Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE}, set()),
     (with_barrier, set(), set()),
 ]

@@ -163,7 +163,7 @@ def test_greedy_plans_are_right_and_as_long_as_is_said_of_them(cell: int) -> Non
     workload = build_workload(model, of)
     greedy = Greedy(model, workload, of, profile)
     found = greedy.policies()
-    assert {1} < {policy.group_micro_batches for policy in found}
+    assert {1} < {policy.accumulation_group for policy in found}
     for policy in found:
         plan = lower(model, workload, of, policy, profile.to_json())
         check(plan)

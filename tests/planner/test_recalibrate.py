@@ -38,7 +38,7 @@ def real_plan(machine="h200-pcie5", policy=None, seq_len=1024):
     model = Model(read_model("qwen2.5-0.5b").config | {"num_hidden_layers": N_LAYERS})
     semantics = Semantics(seq_len=seq_len, batch_size=16, micro_batch=8)
     profile = read_profile(machine)
-    policy = policy or Policy(group_micro_batches=2, update=Update.DEFERRED)
+    policy = policy or Policy(accumulation_group=2, update=Update.DEFERRED)
     return lower(model, build_workload(model, semantics), semantics, policy, profile.to_json()), profile
 
 
@@ -150,7 +150,7 @@ def test_noise_of_ops_does_not_hide_what_is_wrong():
 
 
 def test_updates_that_are_done_again_because_norms_are_clipped_are_no_slow_machine():
-    policy = Policy(group_micro_batches=2, update=Update.DEFERRED, speculate_blocks=tuple(range(1, N_LAYERS + 1)))
+    policy = Policy(accumulation_group=2, update=Update.DEFERRED, speculate_blocks=tuple(range(1, N_LAYERS + 1)))
     plan, profile = real_plan(policy=policy)
     found = recalibrate(plan, performed(plan, profile, clipped=True).timeline, RUN, DAY)
     assert found.changes == ()

@@ -122,7 +122,7 @@ def test_no_change_resets_a_size_that_the_user_named(named):
 def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
     """Other sizes may have fewer micro-batches than the policy has in a group."""
     semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
-    request = Request(MODEL, semantics, DESKTOP.with_memory(10**12, 10**12), Policy(group_micro_batches=4), SIZES)
+    request = Request(MODEL, semantics, DESKTOP.with_memory(10**12, 10**12), Policy(accumulation_group=4), SIZES)
     assert request.fits()
     assert not replace(request, semantics=replace(semantics, micro_batch=32)).fits()
 
@@ -148,7 +148,7 @@ def test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by(case):
     assert len(case.plan.ops) <= most_ops(case.workload, case.semantics, case.policy)
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(spill_blocks=(0, 1, 2), group_micro_batches=3), Policy(boundary_stride=3)])
+@pytest.mark.parametrize("policy", [Policy(), Policy(spill_blocks=(0, 1, 2), accumulation_group=3), Policy(boundary_stride=3)])
 def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
     workload = small_workload(3, tied=False)
     for n in (400, 2000, MAX_REPETITIONS):

@@ -226,7 +226,7 @@ def test_a_plan_of_ten_thousand_ops_makes_a_page_of_less_than_two_megabytes():
     model = read_model("qwen2.5-32b")
     of = Semantics(seq_len=1024, batch_size=64, micro_batch=1)
     workload = build_workload(model, of)
-    policy = replace(baseline("megatrain-plus", of, workload), group_micro_batches=64)
+    policy = replace(baseline("megatrain-plus", of, workload), accumulation_group=64)
     plan = lower(model, workload, of, policy, read_profile("gh200").to_json())
     assert len(plan.ops) > 8_000
     spans = predicted(plan, read_profile("gh200")).timeline

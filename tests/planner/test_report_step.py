@@ -103,7 +103,10 @@ def obviously_held(plan, spans, at_s):
     ("line", "anew"),
     [
         ("load h2d b3 state=state[3] weights=weights[1]", {"weights": True}),
-        ("offload d2h b3 gradient=gradients[0] squares=squares[2] arrived=host_gradients[3] norm=norm[3]", {"arrived": True}),
+        (
+            "offload_gradient d2h b3 gradient=gradients[0] squares=squares[2] arrived=host_gradients[3] norm=norm[3]",
+            {"arrived": True},
+        ),
         ("accumulate cpu b3 m0 staged=staging[0] arrived=host_gradients[3]", {"arrived": True}),  # the sum begins with zero
         ("accumulate cpu b3 m1 staged=staging[0] arrived=host_gradients[3]", {"arrived": False}),
         ("backward gpu b3 m0 weights=weights[1] y=activations[3] x=activations[2] sum=sums[0]", {"x": False, "sum": True}),

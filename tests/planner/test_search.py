@@ -132,7 +132,7 @@ def members(draw, family, s, workload):
         for _ in range(n_layers)
     ]
     kept = tuple(b for b, how in enumerate(saving, 1) if how == "keep")
-    one_group = family.group_micro_batches == s.n_micro_batches
+    one_group = family.accumulation_group == s.n_micro_batches
 
     def some(blocks):
         return tuple(b for b in blocks if draw(st.booleans()))
@@ -142,7 +142,7 @@ def members(draw, family, s, workload):
         prefetch_depth=draw(st.integers(1, 5)),
         gradient_slots=n_slots,
         offload_late_blocks=draw(st.integers(0, n_slots - 1)) if one_group else 0,
-        group_micro_batches=family.group_micro_batches,
+        accumulation_group=family.accumulation_group,
         keep_blocks=kept,
         product_blocks=tuple(b for b, how in enumerate(saving, 1) if how == "products"),
         update=family.update,
@@ -233,7 +233,7 @@ def every_policy(s, workload):
     """The whole space of a model so small that it can be listed, but for what memory that is not short makes pointless."""
     layers = range(1, workload.n_layers + 1)
     for family, depth, n_slots in product(families(s, workload), (1, 2, 3, 4), (1, 2, 3)):
-        one_group = family.group_micro_batches == s.n_micro_batches
+        one_group = family.accumulation_group == s.n_micro_batches
         lean = replace(family.policy(s), prefetch_depth=depth, gradient_slots=n_slots)
         ways = (
             product(("boundary", "products", "keep"), repeat=len(layers))
@@ -316,7 +316,7 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
         lowest_s = inf
         for family, family_s in below_s.items():
             for size, n_slots in product(family.groups, GRADIENT_SLOTS):
-                relaxed = relaxation.solve(replace(family, group_micro_batches=size, largest_group=size), None, n_slots)
+                relaxed = relaxation.solve(replace(family, accumulation_group=size, largest_group=size), None, n_slots)
                 lowest_s = min(lowest_s, max(family_s, relaxed.bound_s) if relaxed else inf)
     assert answer.certificate.policy_bound_s == max(machine_bound(answer.plan, CostModel(profile)).seconds, lowest_s)
     assert answer.certificate.gap_fraction == pytest.approx(answer.step_s / answer.certificate.policy_bound_s - 1)
@@ -334,7 +334,7 @@ def test_a_policy_whose_plan_is_too_long_keeps_its_bound(monkeypatch):
     best_s = min(whole.step_s, found.step_s)
     assert found.certificate.policy_bound_s <= best_s * (1 + 1e-9)
     assert found.certificate.n_simulated < whole.certificate.n_simulated
-    assert found.plan.policy.group_micro_batches == 1
+    assert found.plan.policy.accumulation_group == 1
 
 
 def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypatch):
@@ -342,12 +342,12 @@ def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypat
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
-    one_group = Policy(group_micro_batches=8, spill_blocks=tuple(range(24)))
+    one_group = Policy(accumulation_group=8, spill_blocks=tuple(range(24)))
     needs = footprint(frame(model, workload, s, one_group), machine)
     profile = machine.with_memory(None, needs.host_peak_bytes + 10**7)
     monkeypatch.setattr("planner.search.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     found = search(model, workload, s, profile)
-    assert found.plan.policy.group_micro_batches > 1
+    assert found.plan.policy.accumulation_group > 1
     monkeypatch.setattr("planner.search.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
     with pytest.raises(PlanError, match="use a larger --micro-batch"):
         search(model, workload, s, profile)

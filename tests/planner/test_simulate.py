@@ -16,7 +16,7 @@ from runtime.plan.region import Demand, Region, Resource, rates
 from runtime.plan.workload import Model, Workload
 
 ROUNDING = 1e-9
-KINDS = [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE]  # one per lane
+KINDS = [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD_GRADIENT, Kind.UPDATE]  # one per lane
 REGION = Region(((Resource.H2D, 1.0), (Resource.DUPLEX, 1.5), (Resource.DRAM, 2.0), (Resource.CORES, 1.0)))
 
 durations = st.floats(0.001, 10.0)
@@ -196,7 +196,7 @@ def test_steps_that_alternate_are_averaged_over_their_cycle():
     ops = [
         Op(Kind.FORWARD, 0, waits=(Wait(2, 1),)),
         Op(Kind.UPDATE, 0, waits=(Wait(0, 1),)),
-        Op(Kind.OFFLOAD, 0, waits=(Wait(1),)),
+        Op(Kind.OFFLOAD_GRADIENT, 0, waits=(Wait(1),)),
     ]
     prediction = simulate(plan_of(ops), [Demand(0.0, 2.0)] * 3, None)
     assert (prediction.periodic, prediction.n_cycle_steps) == (True, 2)

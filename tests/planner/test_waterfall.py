@@ -139,21 +139,21 @@ def plan_of(policy, n_layers=6, n_micro_batches=2):
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_the_edges_are_the_way_to_the_first_layer_and_the_way_home_from_it(group):
-    plan = plan_of(Policy(group_micro_batches=group))
+    plan = plan_of(Policy(accumulation_group=group))
     assert [(plan.ops[i].kind, plan.ops[i].block) for i in _edges(plan)] == [
         (Kind.LOAD, 0),
         (Kind.LOAD, 1),
-        (Kind.OFFLOAD, 1),
-        (Kind.OFFLOAD, 0),
+        (Kind.OFFLOAD_GRADIENT, 1),
+        (Kind.OFFLOAD_GRADIENT, 0),
     ]
 
 
 def test_copies_that_computing_hides_are_no_part_and_those_at_the_edges_are_fill_and_drain():
-    plan = plan_of(Policy(prefetch_depth=2, gradient_slots=2, group_micro_batches=2))
+    plan = plan_of(Policy(prefetch_depth=2, gradient_slots=2, accumulation_group=2))
     machine = without(faster(MADE_UP, dict.fromkeys(COMPUTE, 1e-5)), DRAM, OPTIMIZER, LAUNCH)
     parts = waterfall(plan, machine)
     by_op = {(op.kind, op.block): d.uncontended_s for op, d in zip(plan.ops, costs(plan, machine), strict=True)}
-    edges_s = sum(by_op[kind, block] for kind in (Kind.LOAD, Kind.OFFLOAD) for block in (0, 1))
+    edges_s = sum(by_op[kind, block] for kind in (Kind.LOAD, Kind.OFFLOAD_GRADIENT) for block in (0, 1))
     assert parts.link_s == 0
     # The first layer's copies overlap with the embedding's computing.
     assert 0.5 * edges_s < parts.fill_drain_and_launch_s <= edges_s * (1 + 1e-9)

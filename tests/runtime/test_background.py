@@ -27,22 +27,22 @@ from tests.tiny import tiny_config
 from tests.training import Hostile, plan_of, same_bits, scheduled, semantics_of, state_of
 
 N_STEPS = 4
-SPECULATING = Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3), group_micro_batches=4)
-ONE_GROUP = Policy(update=Update.DEFERRED, group_micro_batches=4)
+SPECULATING = Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3), accumulation_group=4)
+ONE_GROUP = Policy(update=Update.DEFERRED, accumulation_group=4)
 WAYS = {
     "barrier": ("llama", Policy(), {}),
     "deferred": ("llama", Policy(update=Update.DEFERRED), {}),
-    "eager": ("llama", Policy(update=Update.EAGER, group_micro_batches=4), {"clip_norm": None}),
+    "eager": ("llama", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),
     "deferred, one group": ("llama", ONE_GROUP, {}),
     "on speculation, in vain": ("llama", SPECULATING, {}),
     "on speculation, taken": ("llama", SPECULATING, {"clip_norm": 100.0}),
-    "barrier, one group": ("llama", Policy(group_micro_batches=4), {}),
+    "barrier, one group": ("llama", Policy(accumulation_group=4), {}),
     "layers on speculation, taken": ("llama", replace(ONE_GROUP, speculate_blocks=(1, 2)), {"clip_norm": 100.0}),
-    "tied": ("gemma2", Policy(update=Update.DEFERRED, group_micro_batches=4), {}),
+    "tied": ("gemma2", Policy(update=Update.DEFERRED, accumulation_group=4), {}),
     "bf16 master": ("llama", ONE_GROUP, {"master_dtype": "bf16"}),
     "fp32": ("llama", SPECULATING, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}),
     "experts": ("mixtral", replace(ONE_GROUP, speculate_blocks=(1,)), {"clip_norm": 100.0}),
-    "experts, eager": ("qwen3_moe", Policy(update=Update.EAGER, group_micro_batches=4), {"clip_norm": None}),
+    "experts, eager": ("qwen3_moe", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),
 }
 
 

@@ -185,7 +185,7 @@ def test_all_that_a_machine_computes_is_issued_by_one_thread_which_ends_with_the
     execute(machine.plan, machine, 2)
     Evaluator(machine, Several(sequences(config["vocab_size"], 3)), 3).run()
     generate(machine, [[1, 2, 3]], 2)
-    for kind in (Kind.BACKWARD, Kind.OFFLOAD):  # in the lane itself, and in another
+    for kind in (Kind.BACKWARD, Kind.OFFLOAD_GRADIENT):  # in the lane itself, and in another
         machine.fails_at = (kind, 2)
         with pytest.raises(OpError, match=rf"step 3, lane .*: {kind} .* failed: OSError: the disk is gone"):
             execute(machine.plan, machine, 1, 2)
@@ -221,7 +221,7 @@ def test_when_a_run_ends_every_stream_has_ended_whatever_ended_the_run():
         assert [len(stream.todo) for stream in machine.streams.streams] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.BACKWARD, Kind.OFFLOAD, Kind.LOSS])
+@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.BACKWARD, Kind.OFFLOAD_GRADIENT, Kind.LOSS])
 def test_what_a_kernel_did_wrong_stops_the_run_and_is_said(kind):
     class Faulty(Poisoned):
         def work(self, index, op, step):

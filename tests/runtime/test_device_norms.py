@@ -50,14 +50,14 @@ from tests.training import (
 )
 
 ALL, ALL_OF_SMALL = (0, 1, 2, 3), (0, 1, 2, 3, 4)  # blocks of a model of two layers, and of one of three
-BARRIER = Policy(square_blocks=ALL, group_micro_batches=4, gradient_slots=2, offload_late_blocks=1)
+BARRIER = Policy(square_blocks=ALL, accumulation_group=4, gradient_slots=2, offload_late_blocks=1)
 SPECULATING = Policy(
     square_blocks=ALL,
-    group_micro_batches=4,
+    accumulation_group=4,
     update=Update.DEFERRED,
     speculate_blocks=(0, 2, 3),
 )
-EAGER = Policy(square_blocks=ALL, group_micro_batches=4, update=Update.EAGER, gradient_slots=2)
+EAGER = Policy(square_blocks=ALL, accumulation_group=4, update=Update.EAGER, gradient_slots=2)
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -65,13 +65,13 @@ EAGER = Policy(square_blocks=ALL, group_micro_batches=4, update=Update.EAGER, gr
 
 @pytest.mark.parametrize("update", list(Update))
 def test_each_gradient_is_squared_once_it_is_whole_and_the_sums_leave_with_it(update):
-    plan = small(n_micro_batches=2, group_micro_batches=2, update=update, gradient_slots=2, square_blocks=ALL_OF_SMALL)
+    plan = small(n_micro_batches=2, accumulation_group=2, update=update, gradient_slots=2, square_blocks=ALL_OF_SMALL)
     check(plan)
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind in (Kind.BACKWARD, Kind.LOSS)}
     for b in range(5):
         (square,) = (i for i, op in enumerate(plan.ops) if (op.kind, op.block) == (Kind.SQUARE, b))
         assert square == last[b] + 1
-        (offload,) = (op for op in plan.ops if (op.kind, op.block) == (Kind.OFFLOAD, b))
+        (offload,) = (op for op in plan.ops if (op.kind, op.block) == (Kind.OFFLOAD_GRADIENT, b))
         assert (offload["squares"], offload["norm"]) == (Slot("squares", b), Slot("norm", 1 + b))
         assert plan.ops[square]["squares"] == offload["squares"]
         assert plan.ops[square]["gradient"] == offload["gradient"]
@@ -116,11 +116,11 @@ def test_a_block_is_normed_on_one_side_of_the_link_and_the_embeddings_norm_ends_
 
 
 def test_what_is_squared_too_soon_or_left_behind_is_refused_and_named():
-    plan = small(n_micro_batches=2, group_micro_batches=2, square_blocks=ALL_OF_SMALL, gradient_slots=2)
+    plan = small(n_micro_batches=2, accumulation_group=2, square_blocks=ALL_OF_SMALL, gradient_slots=2)
     square, backward = index(plan, "square gpu b2"), index(plan, "backward gpu b2 m1")
-    waits = tuple(replace(w, op=backward) if w.op == square else w for w in plan.ops[index(plan, "offload d2h b2")].waits)
-    assert "a race for squares[2]" in error_of(with_op(plan, "offload d2h b2", waits=waits))
-    waits = (Wait(index(plan, "offload d2h b1")),)
+    waits = tuple(replace(w, op=backward) if w.op == square else w for w in plan.ops[index(plan, "offload_gradient d2h b2")].waits)
+    assert "a race for squares[2]" in error_of(with_op(plan, "offload_gradient d2h b2", waits=waits))
+    waits = (Wait(index(plan, "offload_gradient d2h b1")),)
     message = error_of(with_op(plan, "norm cpu b0", waits=waits))  # whichever of what came with it is seen first
     assert "a race for norm[1]" in message or "a race for host_gradients[0]" in message
     assert "must use squares=norm[1] squares=norm[2]" in error_of(
@@ -138,7 +138,7 @@ def test_what_is_squared_too_soon_or_left_behind_is_refused_and_named():
 
 def test_a_square_of_a_sum_that_is_not_complete_is_refused():
     """Of the head, whose gradient lies where the last micro-batch rounds it."""
-    plan = small(n_micro_batches=2, group_micro_batches=2, square_blocks=ALL_OF_SMALL)
+    plan = small(n_micro_batches=2, accumulation_group=2, square_blocks=ALL_OF_SMALL)
     loss, square = index(plan, "loss gpu b4 m1"), index(plan, "square gpu b4")
     order = [i for i in range(len(plan.ops)) if i != square]
     order.insert(loss, square)
@@ -170,7 +170,7 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert workload.tied == tied
     drawn, seconds = {}, {}
     for squares in (False, True):
-        policy = Policy(group_micro_batches=2, square_blocks=tuple(can_square(workload)) if squares else ())
+        policy = Policy(accumulation_group=2, square_blocks=tuple(can_square(workload)) if squares else ())
         plan = lower(model, workload, semantics, policy, {})
         demands = CostModel(profile).demands(plan)
         drawn[squares] = sum(dict(d.uses).get(Resource.DRAM, 0.0) * d.alone_s for d in demands)
@@ -200,7 +200,7 @@ def test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_woul
         answer = search(model, workload, s, profile)
         policy = answer.plan.policy
         squared[machine] = len(policy.square_blocks)
-        assert policy.group_micro_batches == s.n_micro_batches
+        assert policy.accumulation_group == s.n_micro_batches
         for blocks in ((), (0,), tuple(can_square(workload))):
             other = lower(model, workload, s, replace(policy, square_blocks=blocks), {})
             other_s = simulate(other, CostModel(profile).demands(other), region_of(profile)).step_s

@@ -44,10 +44,10 @@ from .test_replay import WIDE, device_bytes
 TYPES = [t for t in MODEL_TYPES if t not in EAGER_ONLY]
 POLICIES = {
     "one by one": Policy(),
-    "kept": Policy(keep_blocks=(1, 2, 3), group_micro_batches=4, resident_blocks=(0,)),
-    "attention": Policy(attention_blocks=(1, 2), group_micro_batches=2),
-    "products": Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
-    "strided": Policy(boundary_stride=2, group_micro_batches=4),
+    "kept": Policy(keep_blocks=(1, 2, 3), accumulation_group=4, resident_blocks=(0,)),
+    "attention": Policy(attention_blocks=(1, 2), accumulation_group=2),
+    "products": Policy(product_blocks=(1, 3), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
+    "strided": Policy(boundary_stride=2, accumulation_group=4),
 }
 # Of the sequences of a step: long and short documents, single tokens, one that is the whole sequence, and the same twice
 CUTS = ((1, 7, 3, 5), (16,), (9, 1, 1, 5), (9, 1, 1, 5))
@@ -103,7 +103,7 @@ def test_several_sequences_in_a_micro_batch_and_mlps_by_tiles_change_nothing_of_
     batches = packed_batches(CUTS, OTHERS, CUTS)
     expected = plainly(config, semantics, batches)
     for policy in (POLICIES["kept"], POLICIES["attention"]):
-        policy = replace(policy, group_micro_batches=2)
+        policy = replace(policy, accumulation_group=2)
         assert differences(trained(config, semantics, policy, batches), expected) == [], policy
 
 
@@ -238,7 +238,7 @@ def on_processor(plan: Plan) -> Plan:
 )
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept(model_type, way):
-    policy = replace(way, group_micro_batches=2)
+    policy = replace(way, accumulation_group=2)
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
     plan = on_processor(plan_of(tiny_config(model_type, **WIDE), semantics, policy))
     batches = [Batch(b.input_ids, b.targets, ((48, 30, 17, 1), (10,) * 9 + (6,))) for b in batches_of(96, 2, 96)]

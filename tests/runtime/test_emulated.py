@@ -138,11 +138,11 @@ def test_a_step_of_the_emulated_machine_takes_what_the_simulator_says():
     profile = read_profile("h200-pcie5")
     config = stand_in_config(read_model("qwen2.5-0.5b").config) | {"num_hidden_layers": 4}
     small = Semantics(seq_len=16, batch_size=2, micro_batch=1)
-    plan = lower(Model(config), build_workload(Model(config), small), small, Policy(group_micro_batches=2), profile.to_json())
+    plan = lower(Model(config), build_workload(Model(config), small), small, Policy(accumulation_group=2), profile.to_json())
     large = read_model("qwen2.5-0.5b")
     large = Model(large.config | {"num_hidden_layers": 4})
     real = Semantics(seq_len=4096, batch_size=8, micro_batch=4)
-    planned = lower(large, build_workload(large, real), real, Policy(group_micro_batches=2), profile.to_json())
+    planned = lower(large, build_workload(large, real), real, Policy(accumulation_group=2), profile.to_json())
     assert [str(op) for op in plan.ops] == [str(op) for op in planned.ops], "the stand-in's plan has the planned model's ops"
     demands, region = costs(planned, profile), region_of(profile)
     batches = batches_of(320, 2, 16)

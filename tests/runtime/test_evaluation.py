@@ -46,10 +46,10 @@ from tests.training import (
 
 POLICIES = {
     "one by one": Policy(),
-    "kept": Policy(keep_blocks=(1,), group_micro_batches=4, resident_blocks=(0, 2)),
-    "one group": Policy(group_micro_batches=4, prefetch_depth=2),
-    "strided": Policy(group_micro_batches=2, boundary_stride=2, update=Update.DEFERRED),
-    "spilled": Policy(group_micro_batches=2, spill_blocks=(0, 1), resident_blocks=(3,)),
+    "kept": Policy(keep_blocks=(1,), accumulation_group=4, resident_blocks=(0, 2)),
+    "one group": Policy(accumulation_group=4, prefetch_depth=2),
+    "strided": Policy(accumulation_group=2, boundary_stride=2, update=Update.DEFERRED),
+    "spilled": Policy(accumulation_group=2, spill_blocks=(0, 1), resident_blocks=(3,)),
 }
 LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -136,7 +136,7 @@ def loss_of_transformers(config, semantics, weights, batch: Batch) -> float:
 def test_the_loss_is_that_of_transformers_on_the_same_weights_and_dropout_is_off(model_type):
     """Eleven sequences of four a batch, on arenas for two micro-batches of two: whole passes, a part of one, and padding."""
     semantics, config = exact(model_type, micro_batch=2), tiny_config(model_type, attention_dropout=0.5)
-    machine = machine_of(config, semantics, Policy(group_micro_batches=2), delay_seed=1)
+    machine = machine_of(config, semantics, Policy(accumulation_group=2), delay_seed=1)
     whole = sequences(config["vocab_size"], 12)
     data = Several(*(Batch(whole.input_ids[i : i + 4], whole.targets[i : i + 4]) for i in (0, 4, 8)))
     first = Batch(whole.input_ids[:11], whole.targets[:11])
@@ -221,7 +221,7 @@ def test_streams_that_dawdle_evaluate_and_train_the_same(model_type):
 def test_what_layers_remember_of_training_an_evaluation_does_not_see():
     """Neither masks of another length, nor graphs, results or modes are left over, also after a failure."""
     semantics, config = semantics_of("gemma2"), tiny_config("gemma2")
-    machine = machine_of(config, semantics, Policy(group_micro_batches=4))
+    machine = machine_of(config, semantics, Policy(accumulation_group=4))
     execute(machine.plan, machine, 1)
     modules = [m for layer in (*machine.compute.templates.layers, machine.compute.templates.model) for m in layer.modules()]
     before = [id(machine.compute.passed.first), list(machine.results), len(machine.compute._graphs)]
@@ -259,7 +259,7 @@ def test_weights_are_streamed_once_for_as_many_sequences_as_activations_have_roo
     semantics, config = semantics_of("llama", micro_batch=1), tiny_config("llama", num_hidden_layers=4)
     counts = {}
     for n in (4, 8, 9):
-        machine = machine_of(config, semantics, Policy(group_micro_batches=2), CpuMachine)
+        machine = machine_of(config, semantics, Policy(accumulation_group=2), CpuMachine)
         assert most_micro_batches(machine.plan) == 5
         done = []
         watch_forwards(machine, lambda op, step, done=done: done.append(op))

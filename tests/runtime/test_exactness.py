@@ -106,7 +106,7 @@ def test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then(
     config, semantics = tiny_config(model_type, **overrides), semantics_of(model_type)
     if policy.attention_blocks and semantics.attention == "eager":
         policy = dataclasses.replace(policy, attention_blocks=(), product_blocks=policy.attention_blocks)
-    plan = plan_of(config, semantics, dataclasses.replace(policy, group_micro_batches=4))
+    plan = plan_of(config, semantics, dataclasses.replace(policy, accumulation_group=4))
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD and op.block in (1, 2)}
     other = {Slot("weights", 0): Slot("weights", 1), Slot("weights", 1): Slot("weights", 0)}
 
@@ -177,16 +177,16 @@ def test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop(compute_d
         )
         updates = [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]
         for update in updates:
-            policy = Policy(group_micro_batches=group, prefetch_depth=3, update=update, keep_blocks=(1,) if number > 1 else ())
+            policy = Policy(accumulation_group=group, prefetch_depth=3, update=update, keep_blocks=(1,) if number > 1 else ())
             machine = streamed(tiny_config("llama", **overrides), semantics, policy)
             assert differences(machine, plain("llama", semantics, tuple(overrides.items()))) == [], policy
 
 
 UNEVEN = [
     Policy(),
-    Policy(group_micro_batches=2, keep_blocks=(2, 4), spill_blocks=(0, 2), update=Update.DEFERRED),
-    Policy(group_micro_batches=3, spill_blocks=(0, 1, 2, 3), product_blocks=(1, 3)),
-    Policy(group_micro_batches=3, boundary_stride=3),
+    Policy(accumulation_group=2, keep_blocks=(2, 4), spill_blocks=(0, 2), update=Update.DEFERRED),
+    Policy(accumulation_group=3, spill_blocks=(0, 1, 2, 3), product_blocks=(1, 3)),
+    Policy(accumulation_group=3, boundary_stride=3),
 ]
 
 
@@ -208,7 +208,7 @@ def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
 def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type, attention):
     config = tiny_config(model_type, attention_dropout=0.2)
     semantics = semantics_of(model_type, attention=attention)
-    kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=4))
+    kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), accumulation_group=4))
     tier = {"attention_blocks": (1,)} if attention == "sdpa" else {}
     others = [
         Policy(prefetch_depth=2),
@@ -227,7 +227,7 @@ def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
     """The laws above can fail: take away the wait of every layer's forward for its weights, and slow the loads."""
     semantics = semantics_of("llama")
     config = tiny_config("llama", num_hidden_layers=4)
-    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    plan = plan_of(config, semantics, Policy(accumulation_group=4))
     ops = tuple(dataclasses.replace(op, waits=()) if op.kind is Kind.FORWARD and op.block > 1 else op for op in plan.ops)
 
     class SlowLoads(Hostile):
@@ -257,9 +257,9 @@ def test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothi
     config, semantics = tiny_config("llama"), semantics_of("llama")
     policies = [
         Policy(keep_blocks=(1, 2)),
-        Policy(keep_blocks=(1, 2), group_micro_batches=4),
+        Policy(keep_blocks=(1, 2), accumulation_group=4),
         Policy(product_blocks=(1,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
-        Policy(attention_blocks=(2,), group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(1,)),
+        Policy(attention_blocks=(2,), accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,)),
     ]
     plan = plan_of(config, semantics, data.draw(st.sampled_from(policies)))
     last = next(i for i, op in enumerate(plan.ops) if op.kind in (Kind.UPDATE, Kind.SETTLE))
@@ -290,7 +290,7 @@ class FailsOnce(Hostile):
 def test_the_norm_is_of_this_step_whichever_block_comes_last():
     """The checker allows the host any order of the blocks: swap the last two norms, whose gradients have both to arrive."""
     config, semantics = tiny_config("llama"), semantics_of("llama")
-    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    plan = plan_of(config, semantics, Policy(accumulation_group=4))
     (a, b) = [i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM][-2:]
     assert plan.ops[b].block == 0
     order = list(range(len(plan.ops)))

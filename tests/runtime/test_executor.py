@@ -259,9 +259,7 @@ def test_a_lane_is_woken_only_for_what_it_waits_for(monkeypatch):
             return found
 
     monkeypatch.setattr(executor, "SimpleQueue", Counted)
-    plan = plan_of(
-        tiny_config("llama", num_hidden_layers=8), semantics_of("llama"), Policy(prefetch_depth=4, group_micro_batches=4)
-    )
+    plan = plan_of(tiny_config("llama", num_hidden_layers=8), semantics_of("llama"), Policy(prefetch_depth=4, accumulation_group=4))
     execute(plan, Jittery(Lane.GPU), 10)
     lanes = [thread for thread in woken if thread is not threading.main_thread()]
     n_waits = sum(10 - wait.distance for op in plan.ops for wait in op.waits)
@@ -320,7 +318,7 @@ def test_a_lane_that_is_long_in_an_op_is_named_after_a_while_and_not_killed(monk
     for line in lines:
         assert "no op has ended for" in line
         assert "gpu: is at loss gpu b5 m0" in line
-        assert "d2h: offload d2h b5 m0 waits for loss gpu b5 m0" in line
+        assert "d2h: offload_gradient d2h b5 m0 waits for loss gpu b5 m0" in line
 
 
 def test_an_error_comes_out_though_another_lane_hangs(monkeypatch, capsys):

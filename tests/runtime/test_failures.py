@@ -134,7 +134,7 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
 @pytest.mark.parametrize("policy", [{"keep_blocks": (1, 2)}, {"product_blocks": (1, 2)}], ids=["keeps", "saves"])
 def test_a_machine_that_goes_on_has_forgotten_the_step_in_which_it_failed(tmp_path, kind, step, policy):
     """Graphs of a step that is not the next one it performs; a clip factor and a count of updates of one that is."""
-    policy = Policy(group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
+    policy = Policy(accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
     of_kind = [i for i, op in enumerate(plan_of(tiny_config("llama"), semantics_of("llama"), policy).ops) if op.kind is kind]
 
     class Breaks(Struck):
@@ -197,9 +197,9 @@ def home(tmp_path_factory):
     (home / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 30)
     sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 1, "--loss-tile-tokens", 16]
     asked = [
-        {"group_micro_batches": 1},
-        {"group_micro_batches": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
-        {"group_micro_batches": 4, "update": "deferred", "spill_blocks": [0, 1]},
+        {"accumulation_group": 1},
+        {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+        {"accumulation_group": 4, "update": "deferred", "spill_blocks": [0, 1]},
     ]
     for i, policy in enumerate(asked):
         (home / "policy.json").write_text(json.dumps(policy))

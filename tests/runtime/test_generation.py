@@ -109,7 +109,7 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
 
 def test_only_as_many_tokens_are_computed_as_there_are_and_weights_come_once_for_all_prompts():
     config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=4 * STEP_TOKENS, batch_size=8)
-    machine = machine_of(config, semantics, Policy(group_micro_batches=8))
+    machine = machine_of(config, semantics, Policy(accumulation_group=8))
     shapes, loads, layer = [], [], machine.compute.templates.layer
 
     def noted(block, weights, hidden_BTD, inputs, again=False):

@@ -161,8 +161,8 @@ class OnlyCopying(TorchDispatchMode):
 
 
 EVERY_COPY = [
-    Policy(spill_blocks=(0, 1), group_micro_batches=2),
-    Policy(group_micro_batches=4, resident_blocks=(1,), update=Update.DEFERRED),
+    Policy(spill_blocks=(0, 1), accumulation_group=2),
+    Policy(accumulation_group=4, resident_blocks=(1,), update=Update.DEFERRED),
 ]
 
 
@@ -183,6 +183,6 @@ def test_the_links_lanes_only_copy_between_arenas_and_nobody_waits_for_it(policy
 
     machine = machine_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy, machine_type=Watched)
     execute(machine.plan, machine, 2)
-    assert {op.kind for op in machine.plan.ops if op.lane in (Lane.H2D, Lane.D2H)} >= {Kind.LOAD, Kind.OFFLOAD}
+    assert {op.kind for op in machine.plan.ops if op.lane in (Lane.H2D, Lane.D2H)} >= {Kind.LOAD, Kind.OFFLOAD_GRADIENT}
     assert all(copying.n_copies for copying in found)
     assert {odd for copying in found for odd in copying.odd} == set()

@@ -84,8 +84,8 @@ def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: s
 
 POLICIES = [
     Policy(),
-    Policy(keep_blocks=(1, 2), group_micro_batches=4),
-    Policy(group_micro_batches=2),
+    Policy(keep_blocks=(1, 2), accumulation_group=4),
+    Policy(accumulation_group=2),
     Policy(product_blocks=(1, 2), spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
     Policy(attention_blocks=(1,), product_blocks=(2,), boundary_stride=1),
     Policy(boundary_stride=2),

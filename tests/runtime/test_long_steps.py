@@ -207,8 +207,8 @@ def trained(plan, config, seed=0, machine_type=Delayed):
 
 POLICIES = {
     "lean": Policy(update=Update.DEFERRED),
-    "barrier, groups of two": Policy(group_micro_batches=2, gradient_slots=2, prefetch_depth=2),
-    "groups of three that spill": Policy(group_micro_batches=3, spill_blocks=(1, 2), update=Update.DEFERRED, gradient_slots=3),
+    "barrier, groups of two": Policy(accumulation_group=2, gradient_slots=2, prefetch_depth=2),
+    "groups of three that spill": Policy(accumulation_group=3, spill_blocks=(1, 2), update=Update.DEFERRED, gradient_slots=3),
     "kept, resident, speculating": Policy(
         keep_blocks=(2,), resident_blocks=(1, 5), speculate_blocks=(0, 2), update=Update.DEFERRED
     ),

@@ -98,7 +98,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(model_type, keep):
     """No graph, tensor, result or thread is left over, whether activations are kept or not."""
     semantics = semantics_of(model_type)
     config = tiny_config(model_type, num_hidden_layers=2)
-    plan = plan_of(config, semantics, Policy(keep_blocks=keep, group_micro_batches=3, update=Update.DEFERRED))
+    plan = plan_of(config, semantics, Policy(keep_blocks=keep, accumulation_group=3, update=Update.DEFERRED))
     batches = batches_of(config["vocab_size"], 4, 16)
     machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
     machine.initialise(0)
@@ -128,7 +128,7 @@ def tensors_in(thing):
 def test_what_layers_are_passed_is_held_once_for_all_micro_batches():
     semantics = semantics_of("gemma2")
     config = tiny_config("gemma2")
-    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    plan = plan_of(config, semantics, Policy(accumulation_group=4))
     machine = CpuMachine(plan, lambda step: batches_of(config["vocab_size"], 4, 16)[step], lambda step: ADAMW)
     machine.initialise(0)
     execute(plan, machine, 1)
@@ -141,7 +141,7 @@ def test_memory_does_not_grow_with_the_steps():
     """Autograd's graphs are out of Python's sight: had 40 steps left theirs, the process would hold 40 times `kept_bytes` more."""
     semantics = semantics_of("llama", seq_len=128)
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
-    plan = plan_of(config, semantics, Policy(keep_blocks=(1, 2), group_micro_batches=4))
+    plan = plan_of(config, semantics, Policy(keep_blocks=(1, 2), accumulation_group=4))
     batches = batches_of(2000, 4, 128)
     machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
     machine.initialise(0)

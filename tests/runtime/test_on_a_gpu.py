@@ -121,7 +121,7 @@ def differences(a: Remembering, b: Remembering) -> list[str]:
 def kept_whole(config, semantics: Semantics) -> Remembering:
     """Everything resident and nothing computed twice."""
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
-    return run(config, semantics, Policy(keep_blocks=layers, group_micro_batches=semantics.n_micro_batches))
+    return run(config, semantics, Policy(keep_blocks=layers, accumulation_group=semantics.n_micro_batches))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -190,10 +190,10 @@ def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(mode
     config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
     batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
     for policy in (
-        Policy(keep_blocks=(1, 2, 3), group_micro_batches=4),
+        Policy(keep_blocks=(1, 2, 3), accumulation_group=4),
         Policy(),
-        Policy(attention_blocks=(1, 2), group_micro_batches=2),
-        Policy(product_blocks=(1, 3), spill_blocks=(0, 1), group_micro_batches=4, update=Update.DEFERRED),
+        Policy(attention_blocks=(1, 2), accumulation_group=2),
+        Policy(product_blocks=(1, 3), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
     ):
         machines.append(machine_for_both(config, semantics, policy, batches))
         execute(machines[-1].plan, machines[-1], N_STEPS)
@@ -283,7 +283,7 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
     class Slow(CudaMachine):
         def work(self, index, op, step):
             super().work(index, op, step)
-            if op.kind is Kind.OFFLOAD and op.block == 1:
+            if op.kind is Kind.OFFLOAD_GRADIENT and op.block == 1:
                 torch.cuda._sleep(50 * LONGEST_SLEEP_CYCLES)
 
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
@@ -300,8 +300,8 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
             before = at.get((step - wait.distance, wait.op))
             if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
                 assert span.start_s >= before.end_s - resolution_s
-    slow = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD and plan.ops[s.op].block == 1]
-    others = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD and plan.ops[s.op].block == 2]
+    slow = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD_GRADIENT and plan.ops[s.op].block == 1]
+    others = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD_GRADIENT and plan.ops[s.op].block == 2]
     assert min(slow) > 5 * sorted(others)[len(others) // 2]
 
 

@@ -196,8 +196,8 @@ def no_grad():
 
 POLICIES = {
     "barrier, summed on the host": Policy(),
-    "deferred, on speculation": Policy(update=Update.DEFERRED, group_micro_batches=4, speculate_blocks=(0, 1, 2)),
-    "barrier, summed on the device": Policy(group_micro_batches=4),
+    "deferred, on speculation": Policy(update=Update.DEFERRED, accumulation_group=4, speculate_blocks=(0, 1, 2)),
+    "barrier, summed on the device": Policy(accumulation_group=4),
 }
 
 
@@ -283,7 +283,7 @@ def test_a_helper_that_cannot_begin_is_an_error_and_leaves_no_thread():
 @pytest.mark.parametrize("in_helper", [False, True], ids=["in the lane's own thread", "in a helper"])
 def test_an_error_in_a_worker_is_the_ops_error_and_every_thread_ends(in_helper, monkeypatch):
     semantics, config = semantics_of("llama"), tiny_config("llama")
-    plan = plan_of(config, semantics, Policy(group_micro_batches=4))
+    plan = plan_of(config, semantics, Policy(accumulation_group=4))
     machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled, n_workers=2)
     machine.initialise(0)
     asked = threading.Event()

@@ -92,7 +92,7 @@ SEMANTICS = {"bf16": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32",
 def test_an_update_moves_the_bytes_per_parameter_that_the_planner_counts(kind, monkeypatch):
     """Counted from what the loop's calls read and write: 26 for a split master."""
     semantics = semantics_of("llama", **SEMANTICS.get(kind, {}))
-    plan = plan_of(tiny_config("llama"), semantics, Policy(group_micro_batches=4))
+    plan = plan_of(tiny_config("llama"), semantics, Policy(accumulation_group=4))
     layer = next(b for b, block in enumerate(plan.workload.blocks) if block.kind is BlockKind.LAYER)
     assert moved_per_param(kind, torch.float32 if kind == "fp32" else torch.bfloat16, monkeypatch) == MOVED_BYTES[kind]
     assert update_bytes_per_param(plan, layer) == MOVED_BYTES[kind]

@@ -24,7 +24,7 @@ LINES = (
     "forward gpu b1 m0 weights=weights[0] x=activations[0] y=activations[1]",
     "loss gpu b2 m0 weights=weights[2] x=activations[1] sum=gradients[1]",
     "backward gpu b1 m0 weights=weights[0] y=activations[1] x=activations[0] gradient=gradients[0]",
-    "offload d2h b1 gradient=gradients[0] arrived=host_gradients[1] ^ 4",
+    "offload_gradient d2h b1 gradient=gradients[0] arrived=host_gradients[1] ^ 4",
     "norm cpu b1 arrived=host_gradients[1] norm=norm[0] ^ 5",
     "update cpu b1 arrived=host_gradients[1] norm=norm[0] state=state[1]",
 )
@@ -260,7 +260,7 @@ OPTIONAL = {
     Kind.FORWARD: {"x", "y"},
     Kind.LOSS: {"sum", "gradient"},
     Kind.BACKWARD: {"weights", "x", "sum", "gradient"},
-    Kind.OFFLOAD: {"squares", "norm"},
+    Kind.OFFLOAD_GRADIENT: {"squares", "norm"},
     Kind.NORM: {"arrived", "tied", "squares"},
     Kind.SPECULATE: {"tied"},
     Kind.UPDATE: {"tied", "norm"},

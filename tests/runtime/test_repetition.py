@@ -34,13 +34,13 @@ law = settings(deadline=None, max_examples=25, suppress_health_check=list(Health
 @st.composite
 def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Plan:
     """A plan in which something repeats, of any legal policy that has groups."""
-    case = draw(cases(max_layers, max_micro_batches=4).filter(lambda case: case.policy.group_micro_batches < 4))
+    case = draw(cases(max_layers, max_micro_batches=4).filter(lambda case: case.policy.accumulation_group < 4))
     return folding(case, draw(st.integers(10, 10 + 2 * max_repetitions)), draw(st.integers(0, 2)))
 
 
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
     """The case with so many groups, and some micro-batches more."""
-    n = n_groups * case.policy.group_micro_batches + n_more % case.policy.group_micro_batches
+    n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
     one_group: dict[str, Any] = {"offload_late_blocks": 0, "square_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing)
@@ -109,15 +109,15 @@ def test_written_out_every_op_has_its_micro_batch_and_its_waits() -> None:
     a, b, c, d = (
         Op(Kind.LOAD, 1, waits=(Wait(3, 1),)),
         Op(Kind.FORWARD, 1, 1, waits=(Wait(0), Wait(2, 0, 1), Wait(3, 1))),
-        Op(Kind.OFFLOAD, 1, 1, waits=(Wait(1),)),
+        Op(Kind.OFFLOAD_GRADIENT, 1, 1, waits=(Wait(1),)),
         Op(Kind.LOAD, 1, waits=(Wait(1), Wait(2, 1))),
     )
     written = unrolled(replace(plan, ops=(a, b, c, d), repeat=Repeat(1, 3, 3, 2)))
     assert [op.name for op in written.ops] == [
         "load h2d b1",
-        "forward gpu b1 m1", "offload d2h b1 m1",
-        "forward gpu b1 m3", "offload d2h b1 m3",
-        "forward gpu b1 m5", "offload d2h b1 m5",
+        "forward gpu b1 m1", "offload_gradient d2h b1 m1",
+        "forward gpu b1 m3", "offload_gradient d2h b1 m3",
+        "forward gpu b1 m5", "offload_gradient d2h b1 m5",
         "load h2d b1",
     ]  # fmt: skip
     assert [" ".join(map(str, op.waits)) for op in written.ops] == [
@@ -203,7 +203,7 @@ def test_only_long_steps_are_folded() -> None:
         plan = lower(MODEL, workload, Semantics(seq_len=4, batch_size=n, micro_batch=1), Policy(), PROFILE)
         assert (plan.repeat is not None) == repeats
         assert plan.n_performed == len(unrolled(plan).ops)
-    reduced = Policy(group_micro_batches=n_long)
+    reduced = Policy(accumulation_group=n_long)
     assert lower(MODEL, workload, Semantics(seq_len=4, batch_size=n_long, micro_batch=1), reduced, PROFILE).repeat is None
 
 
@@ -353,7 +353,7 @@ def test_a_folded_mutant_passes_only_if_it_passes_written_out(plan: Plan, kind: 
 
 PLANS = {
     "layers": small(6, n_layers=2),
-    "groups of two that spill": small(11, n_layers=2, group_micro_batches=2, spill_blocks=(0, 1), gradient_slots=2),
+    "groups of two that spill": small(11, n_layers=2, accumulation_group=2, spill_blocks=(0, 1), gradient_slots=2),
     "two groups a repetition": small(9, n_layers=3, boundary_stride=3, prefetch_depth=1),
     "barrier": small(6, n_layers=3, update=Update.BARRIER, prefetch_depth=2, gradient_slots=2, resident_blocks=(1, 4)),
     "speculating": small(6, n_layers=2, speculate_blocks=(0, 2), keep_blocks=(2,)),

@@ -63,7 +63,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hid
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
 def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
     """Of the device's memory beyond the arenas, as the allocator's own records tell, op by op."""
-    policy = replace(REMEMBERING[way], group_micro_batches=2)
+    policy = replace(REMEMBERING[way], accumulation_group=2)
     if policy.attention_blocks and model_type in EAGER_ONLY:
         pytest.skip("attention that is spelled out has no one result to save")
     plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), policy)
@@ -75,7 +75,7 @@ def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(mode
 @cache
 def masks_bytes(model_type: str) -> int:
     """What is left where nothing is saved."""
-    plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), Policy(group_micro_batches=2))
+    plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), Policy(accumulation_group=2))
     return device_bytes(plan)[0]
 
 
@@ -112,7 +112,7 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
 @pytest.mark.parametrize("way", REMEMBERING)
 def test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves(way: str) -> None:
     """No graph, and nothing that was saved for one, outlives its step; speculation leaves nothing either."""
-    policy = replace(REMEMBERING[way], group_micro_batches=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
+    policy = replace(REMEMBERING[way], accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
     plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
     batches = batches_of(96, 4, 16)
     machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)

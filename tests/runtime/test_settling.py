@@ -35,7 +35,7 @@ def test_an_infinite_loss_is_skipped_by_both():
     """One logit overflows in the second step: the plain loop finds the same norm and skips the same step."""
     semantics = semantics_of("llama", on_nonfinite="skip", compute_dtype="fp32", batch_size=2)
     config = tiny_config("llama", vocab_size=97)
-    plan = plan_of(config, semantics, Policy(update=Update.DEFERRED, group_micro_batches=2))
+    plan = plan_of(config, semantics, Policy(update=Update.DEFERRED, accumulation_group=2))
     batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in batches_of(96, 2, 16)]
     batches[1].input_ids[1, 3] = 96  # a token that no other step has
     machine = Hostile(plan, lambda step: batches[step], scheduled)
@@ -79,7 +79,7 @@ SPECULATING = [  # each way in which a state can lie in its slot
 @pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=asked)
 def test_a_speculation_is_taken_by_exchanging_places_or_left_and_either_way_it_is_the_plain_loop(policy, fields):
     semantics = clip_some_steps("llama", semantics_of("llama", **fields))
-    policy = dataclasses.replace(policy, update=Update.DEFERRED, group_micro_batches=4)
+    policy = dataclasses.replace(policy, update=Update.DEFERRED, accumulation_group=4)
     machine = streamed(tiny_config("llama"), semantics, policy, machine_type=Settling)
     clipped = {step for step in range(N_STEPS) if machine.results[step].grad_norm > semantics.clip_norm}
     assert 0 < len(clipped) < N_STEPS
@@ -132,9 +132,9 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(po
     class Poisoned(PoisonedSecondStep):
         poisoned_block = block
 
-    policy = dataclasses.replace(policy, group_micro_batches=4)
+    policy = dataclasses.replace(policy, accumulation_group=4)
     machine = streamed(config, semantics, policy, machine_type=Poisoned)
-    undisturbed = streamed(config, semantics, Policy(group_micro_batches=4), machine_type=WithoutSecondStep)
+    undisturbed = streamed(config, semantics, Policy(accumulation_group=4), machine_type=WithoutSecondStep)
     assert machine.host.n_updates == 2
     assert [machine.results[i].skipped for i in range(3)] == [False, True, False]
     for x, y in zip(state_of(machine), state_of(undisturbed), strict=True):
@@ -148,7 +148,7 @@ class PoisonedSecondStep(Hostile):
 
     def perform(self, index, op, step):
         super().perform(index, op, step)
-        if step == 1 and op.kind is Kind.OFFLOAD and op.block == self.poisoned_block:
+        if step == 1 and op.kind is Kind.OFFLOAD_GRADIENT and op.block == self.poisoned_block:
             self.arenas.view(op.writes[0], "bf16")[0] = float("inf")
 
 

@@ -35,11 +35,11 @@ PAGE_BYTES = resource.getpagesize()
 CPU = torch.device("cpu")
 POLICIES = {
     "barrier, summed on the host": Policy(),
-    "deferred, on speculation": Policy(update=Update.DEFERRED, group_micro_batches=4, speculate_blocks=(0, 1, 2)),
-    "deferred": Policy(update=Update.DEFERRED, group_micro_batches=4),
-    "barrier": Policy(group_micro_batches=4),
-    "speculating on one block": Policy(update=Update.DEFERRED, group_micro_batches=4, speculate_blocks=(1,)),
-    "boundaries spilled": Policy(group_micro_batches=4, spill_blocks=(1,)),
+    "deferred, on speculation": Policy(update=Update.DEFERRED, accumulation_group=4, speculate_blocks=(0, 1, 2)),
+    "deferred": Policy(update=Update.DEFERRED, accumulation_group=4),
+    "barrier": Policy(accumulation_group=4),
+    "speculating on one block": Policy(update=Update.DEFERRED, accumulation_group=4, speculate_blocks=(1,)),
+    "boundaries spilled": Policy(accumulation_group=4, spill_blocks=(1,)),
 }
 
 
@@ -329,7 +329,7 @@ def test_an_arena_that_no_driver_takes_whole_has_several_slabs_and_no_call_is_re
 def test_an_arena_of_several_slabs_trains_the_same_bits(monkeypatch):
     semantics = semantics_of("llama")
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), spill_blocks=(0,))
-    policy = replace(policy, group_micro_batches=4)
+    policy = replace(policy, accumulation_group=4)
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2048)
     machine = streamed(tiny_config("llama"), semantics, policy)
     several = {"state": 6, "host_gradients": 4, "spilled": 2}  # slabs of each

@@ -25,7 +25,7 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
 
     class Slow(Poisoned):
         def work(self, index, op, step):
-            if op.kind is Kind.OFFLOAD and op.block == 2:
+            if op.kind is Kind.OFFLOAD_GRADIENT and op.block == 2:
                 time.sleep(slow_s)
             super().work(index, op, step)
 
@@ -43,7 +43,7 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
             before = at.get((step - wait.distance, wait.op))
             if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
                 assert span.start_s >= before.end_s - 1e-6
-    slow = [span for span in spans if plan.ops[span.op].kind is Kind.OFFLOAD and plan.ops[span.op].block == 2]
+    slow = [span for span in spans if plan.ops[span.op].kind is Kind.OFFLOAD_GRADIENT and plan.ops[span.op].block == 2]
     assert slow
     assert all(span.end_s - span.start_s >= slow_s for span in slow)
 

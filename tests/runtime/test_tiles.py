@@ -84,7 +84,7 @@ def test_the_backward_of_a_tile_finds_weights_in_whichever_slot_they_are_by_then
 
 
 def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str = "fp32") -> Plan:
-    policy = replace(REMEMBERING[way], group_micro_batches=2)
+    policy = replace(REMEMBERING[way], accumulation_group=2)
     if policy.attention_blocks and model_type in EAGER_ONLY:
         pytest.skip("attention that is spelled out has no one result to save")
     how = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype=dtype, loss_tile_tokens=16, mlp_tile_tokens=tile)

@@ -47,12 +47,12 @@ class Infinite(CpuMachine):
 
     def perform(self, index, op, step):
         super().perform(index, op, step)
-        if step == 1 and op.kind is Kind.OFFLOAD and op.block == 0:
+        if step == 1 and op.kind is Kind.OFFLOAD_GRADIENT and op.block == 0:
             self.arenas.view(op.writes[0], "bf16")[0] = float("inf")
 
 
 def test_a_skipped_step_is_logged_in_json_that_others_can_read(tmp_path):
-    run = training(tmp_path, Policy(group_micro_batches=4), Infinite, on_nonfinite="skip")
+    run = training(tmp_path, Policy(accumulation_group=4), Infinite, on_nonfinite="skip")
     seen = []
     run.run(0, 3, seen.append)
     assert [line["skipped"] for line in lines(tmp_path)] == [False, True, False]
@@ -64,10 +64,10 @@ def test_a_skipped_step_is_logged_in_json_that_others_can_read(tmp_path):
 
 def test_a_step_that_stops_the_run_leaves_the_state_of_the_step_before(tmp_path):
     """Also under a deferred update: what was deferred is done by then, and nothing of the bad step is."""
-    run = training(tmp_path, Policy(group_micro_batches=4, update=Update.DEFERRED), Infinite, save_every=1)
+    run = training(tmp_path, Policy(accumulation_group=4, update=Update.DEFERRED), Infinite, save_every=1)
     with pytest.raises(ValueError, match=r"step 2: the gradient of model.embed_tokens.weight is not finite"):
         run.run(0, 3, lambda metrics: None)
-    good = training(tmp_path / "good", Policy(group_micro_batches=4))
+    good = training(tmp_path / "good", Policy(accumulation_group=4))
     good.run(0, 1, lambda metrics: None)
     for x, y in zip(state_of(run.store), state_of(good.store), strict=True):
         assert all(same_bits(x[name], y[name]) for name in x)
@@ -78,12 +78,12 @@ def test_a_step_that_stops_the_run_leaves_the_state_of_the_step_before(tmp_path)
 def test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbroken_one(tmp_path, save_every, master_dtype):
     """Deferred updates are done before a checkpoint is written; a skipped step before it is not forgotten."""
     fields = {"on_nonfinite": "skip", "master_dtype": master_dtype}
-    policy = Policy(update=Update.DEFERRED, keep_blocks=(1, 2), group_micro_batches=4)
+    policy = Policy(update=Update.DEFERRED, keep_blocks=(1, 2), accumulation_group=4)
     whole = training(tmp_path / "whole", policy, Infinite, **fields)
     whole.run(0, 9, lambda metrics: None)
     first = training(tmp_path / "parts", policy, Infinite, save_every=save_every, **fields)
     first.run(0, 5, lambda metrics: None)
-    second = training(tmp_path / "parts", Policy(prefetch_depth=3, group_micro_batches=3), Infinite, **fields)
+    second = training(tmp_path / "parts", Policy(prefetch_depth=3, accumulation_group=3), Infinite, **fields)
     state = load_state(tmp_path / "parts" / "checkpoint-5")
     second.resume(state)
     second.run(state.step, 9, lambda metrics: None)
@@ -166,7 +166,7 @@ class AsksAt(CpuMachine):
 
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("save_every", [None, 1, 2])
-@pytest.mark.parametrize("at", [(2, Kind.LOAD), (2, Kind.LOSS), (2, Kind.UPDATE), (1, Kind.OFFLOAD)])
+@pytest.mark.parametrize("at", [(2, Kind.LOAD), (2, Kind.LOSS), (2, Kind.UPDATE), (1, Kind.OFFLOAD_GRADIENT)])
 @pytest.mark.parametrize("update", [Update.BARRIER, Update.DEFERRED])
 def test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_the_same_bits(
     tmp_path, unbroken, update, at, save_every, background
@@ -174,14 +174,14 @@ def test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_t
     class Asked(AsksAt):
         pass
 
-    policy = Policy(update=update, group_micro_batches=4, keep_blocks=(1,))
+    policy = Policy(update=update, accumulation_group=4, keep_blocks=(1,))
     first = training(tmp_path, policy, Asked, save_every, background)
     Asked.stop, Asked.at = first.stop, at
     first.run(0, 6, lambda metrics: None)
     done = len(lines(tmp_path))
     assert done in (at[0] + 1, at[0] + 2), "the step in progress, or that which some lane had begun already"
     state = load_state(tmp_path / f"checkpoint-{done}")
-    second = training(tmp_path, Policy(group_micro_batches=4), save_every=save_every)
+    second = training(tmp_path, Policy(accumulation_group=4), save_every=save_every)
     second.resume(state)
     second.run(state.step, 6, lambda metrics: None)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]

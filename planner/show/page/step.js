@@ -5,7 +5,7 @@
 const FAMILIES = [
   ["forward", "forward", ["forward"]], ["recompute", "recomputed", ["recompute"]], ["backward", "backward", ["backward"]],
   ["loss", "loss and head", ["loss"]], ["norm", "squares and norms", ["square", "norm"]], ["weights", "weights up", ["load"]],
-  ["activations", "activations out and back", ["spill", "fetch"]], ["gradients", "gradients down and added up", ["offload", "accumulate"]],
+  ["activations", "activations out and back", ["offload_activation", "fetch_activation"]], ["gradients", "gradients down and added up", ["offload_gradient", "accumulate"]],
   ["update", "update", ["update", "settle"]], ["speculate", "early update", ["speculate"]],
 ];
 const familyOf = new Map(FAMILIES.flatMap(([family, , kinds]) => kinds.map((kind) => [kind, family])));
