@@ -5,7 +5,7 @@
 Each cell is searched as `penstock plan` does it, and once more without each of the choices that were suspected of giving nothing:
 then no plan that makes it is suggested, bounded or climbed to. Cells are those of `grid.py`, and machines that are short of memory:
 host memory 2 % above the least with which anything fits, with boundaries that are shared and with boundaries that are not. Nothing
-is measured. An hour and a half of one core.
+is measured. An hour of one core. (Transfers of layers in parts were a choice, too, until this was asked of them.)
 """
 
 import statistics
@@ -31,7 +31,6 @@ from runtime.units import TB, show_bytes, show_count, show_seconds
 
 KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the choice
     "boundary_stride": lambda policy: policy.boundary_stride > 1,
-    "transfer_chunk_bytes": lambda policy: policy.transfer_chunk_bytes is not None,
     "attention_blocks": lambda policy: bool(policy.attention_blocks),
 }
 TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS = ("qwen3-8b", "qwen2.5-14b"), ("rtx4090-desktop", "h100-sxm"), (4096, 65536, 131072)
@@ -69,12 +68,11 @@ def step_s(cell: Cell, knob: str) -> float | None:
         if knob:
             fits, is_made = branch.Trial.fits, KNOBS[knob]
             stack.enter_context(patch.object(branch.Trial, "fits", lambda self, policy: not is_made(policy) and fits(self, policy)))
-            stack.enter_context(patch.object(branch, "CHUNKS_PER_LAYER", () if knob == "transfer_chunk_bytes" else (2, 4)))
         if knob == "boundary_stride":
             stack.enter_context(patch.object(space, "STRIDES", (1,)))
         if knob == "attention_blocks":
             recompute = Block.recompute
-            others = lambda self, saved, early: None if saved is Saved.ATTENTION else recompute(self, saved, early)  # noqa: E731
+            others = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
             stack.enter_context(patch.object(Block, "recompute", others))
         try:
             return search(model, workload, semantics, profile, free=SIZES).step_s
