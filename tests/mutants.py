@@ -346,10 +346,7 @@ def _other_policy(plan: Plan) -> Mutants:
         yield f"speculating {speculating}", replace(plan, policy=replace(policy, speculate_blocks=speculating))
     for stride in {max(policy.boundary_stride - 1, 1), policy.boundary_stride + 1} - {policy.boundary_stride}:
         yield f"stride {stride}", replace(plan, policy=replace(policy, boundary_stride=stride))
-    yield (
-        "another master",
-        replace(plan, semantics=replace(plan.semantics, compute_dtype="fp32" if plan.semantics.splits_masters else "bf16")),
-    )
+    yield "a master in bf16", replace(plan, semantics=replace(plan.semantics, master_dtype="bf16"))
 
 
 def _move_load(plan: Plan) -> Mutants:

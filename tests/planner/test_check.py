@@ -1,5 +1,6 @@
 """Does the checker pass every plan that is right, and none that is wrong?"""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
 from planner.lower.lower import lower
+from runtime.errors import PlanError
 from runtime.plan import Kind, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
 from runtime.plan.workload import BlockKind, Parameter
 from runtime.units import GB
@@ -70,9 +72,7 @@ MAY_BE_HARMLESS = {"lane", "shrink", "stay", "ops"}  # words of kinds: other ord
 def test_no_mutant_survives_of_kind(counted: tuple[dict[str, Count], set[str], list[str]], kind: str) -> None:
     """All but reorderings: whatever is dropped, weakened or pointed elsewhere was needed."""
     count = counted[0][kind]
-    if {survivor for survivor in counted[1] if survivor.startswith(f"{kind}: ")} != {"another policy: another"}:
-        assert count.killed == count.made
-    assert count.wrong == 0
+    assert count.killed == count.made
 
 
 # What may be done in another order, and why the training stays the same.
@@ -119,7 +119,6 @@ HARMLESS = {
     "settle": "still after the norm of all",
     "settle settle": "different blocks",
     "settle update": "different blocks",
-    "another": "what was made for fp32 compute is right for bf16 too, which asks for smaller slots of weights; the master is fp32",
 }
 
 
@@ -627,7 +626,10 @@ def test_a_weight_tied_to_nothing_of_its_shape_is_refused(tied_to: str) -> None:
 def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, changes: list[tuple[str, int]], other: Plan) -> None:
     """Never another exception; and the parts of two plans in one are no exception either."""
     for kind, n in changes:
-        mutants = list(MUTATIONS[kind](plan))
+        mutants = []
+        with suppress(PlanError):  # of an op that by now lacks the operand that is to be changed
+            for mutant in MUTATIONS[kind](plan):
+                mutants.append(mutant)
         if mutants:
             plan = mutants[n % len(mutants)][1]
     is_killed(plan)
