@@ -116,6 +116,10 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     assert isinstance(exact.outcome, Speed)
     assert exact.outcome.host_peak_bytes == least
     assert isinstance(less.outcome, Misfit)
+    if policy is not None:  # sizes that are free are chosen without it: another micro-batch then, with which it asks for more
+        assert less.outcome.short_host_bytes >= 1
+        assert less.smallest_host_bytes >= least
+        return
     assert less.outcome.short_host_bytes == 1
     assert less.smallest_host_bytes == least
 

@@ -95,7 +95,7 @@ def test_a_gradient_that_the_host_sums_is_not_whole_on_the_device():
     policy = replace(plan.policy, square_blocks=(1,))
     with pytest.raises(PlanError, match="square_blocks need them in one group"):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "with square_blocks all micro-batches must be in one group" in error_of(replace(plan, policy=policy))
+    assert "square_blocks need them in one group" in error_of(replace(plan, policy=policy))
 
 
 @pytest.mark.parametrize(("tied", "blocks"), [(True, (0,)), (True, (1, 4)), (False, (5,)), (False, (1, 1)), (False, (2, 1))])
@@ -104,7 +104,7 @@ def test_blocks_are_squared_whose_gradients_are_whole_each_named_once(tied, bloc
     policy = replace(plan.policy, square_blocks=blocks)
     with pytest.raises(PlanError, match="square_blocks must be blocks"):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "policy: square_blocks must name blocks" in error_of(replace(plan, policy=policy))
+    assert "policy: square_blocks must be blocks" in error_of(replace(plan, policy=policy))
 
 
 def test_a_block_is_normed_on_one_side_of_the_link_and_the_embeddings_norm_ends_the_sum():

@@ -163,7 +163,7 @@ def test_a_run_that_is_killed_while_it_makes_tokens_leaves_nothing_that_is_belie
         "import os, signal, sys\nfrom pathlib import Path\nfrom runtime.data import token_cache\n"
         "from runtime.data.data import read_data\n"
         "from runtime.settings import DataSettings\n"
-        "token_cache._sync = lambda path: path.name == 'about.json' and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "token_cache.sync = lambda path: path.name == 'about.json' and os.kill(os.getpid(), signal.SIGKILL)\n"
         "read_data(DataSettings(sys.argv[1]), None, 300, 8, 2, 0, Path(sys.argv[2]))"
     )
     done = subprocess.run([sys.executable, "-c", code, folder, cache], cwd=Path(__file__).parents[2], check=False)

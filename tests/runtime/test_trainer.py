@@ -90,7 +90,7 @@ def test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbro
     for x, y in zip(state_of(second.store), state_of(whole.store), strict=True):
         assert all(same_bits(x[name], y[name]) for name in x)
     weights = [
-        {p.name: of.compute_weight(p) for b in range(len(of.chunks)) for p in of.owned(b)}
+        {p.name: of.compute_weight(p) for b in range(len(of.plan.workload.blocks)) for p in of.owned(b)}
         for of in (second.store.host, whole.store.host)
     ]
     assert all(same_bits(weights[0][name], weights[1][name]) for name in weights[0])
