@@ -155,7 +155,7 @@ class Link(Part):
 
 
 class OptimizerPoint(Part):
-    """AdamW over fp32 masters, gradients widened, compute weights written out; alone and while both links are busy."""
+    """AdamW over fp32 masters, gradients widened, weights rounded; alone and while both links are busy."""
 
     threads: Size
     params_per_s: Quantity
