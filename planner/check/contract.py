@@ -45,29 +45,30 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     shared = [0] * len(set(shape.shared.values()))  # what no block has for itself
     for b, i in shape.shared.items():
         shared[i] = max(shared[i], blocks[b].boundary_bytes)
-    passing = [max(spilled, default=0)]
+    own, activations = standing + shared, standing + shared + [max(spilled, default=0)]
     squares = [NORM_BYTES * len(blocks[b].parameters) for b in shape.squared]
+    norms = [NORM_BYTES * sum(len(b.parameters) for b in blocks), *squares]
+    weights = [layer, vocab, *resident]
     of_state = [blocks[b].host_elements for b in (*range(shape.n_blocks), *shape.shadows)]
     n_sums, first_vocab_sum = shape.sums_layers + (not shape.vocab_slot_is_sum), int(shape.sums_layers)
     last = {name: sizes.get(name, 0) - 1 for name in ("host_gradients", "staging")}
 
     def arrived_bytes(i: int) -> int:
-        b = shape.head if i == last["host_gradients"] else i
-        if shape.vocab(b):
-            return elements[b] * vocab_wire
-        return (layer if shape.ring else elements[b]) * kept
+        if i in (0, last["host_gradients"]):
+            return elements[0 if i == 0 else -1] * vocab_wire
+        return (layer if shape.ring else elements[i]) * kept
 
     needs = {
         "weights": _Need(
             Place.DEVICE,
             shape.n_streaming + 1 + len(resident),
-            lambda i: compute * [layer, vocab, *resident][max(0, i - shape.n_streaming + 1)],
+            lambda i: compute * weights[max(0, i - shape.n_streaming + 1)],
             exact_from=shape.n_streaming + 1,
         ),
         "activations": _Need(
             Place.DEVICE,
-            len(standing + shared) * group + (2 * group + 1 if spilled else 0),
-            lambda i: (standing + shared + passing)[min(i // group, len(standing + shared))],
+            len(own) * group + (2 * group + 1 if spilled else 0),
+            lambda i: activations[min(i // group, len(own))],
         ),
         "gradients": _Need(
             Place.DEVICE, shape.gradient_slots + 1, lambda i: layer * wire if i < shape.gradient_slots else vocab * vocab_wire
@@ -77,7 +78,7 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         "host_gradients": _Need(
             Place.HOST, None if shape.ring else shape.n_blocks, arrived_bytes, exact_from=None if shape.ring else 0, least=3
         ),
-        "norm": _Need(Place.HOST, 1 + len(squares), lambda i: [NORM_BYTES * sum(len(b.parameters) for b in blocks), *squares][i]),
+        "norm": _Need(Place.HOST, 1 + len(squares), lambda i: norms[i]),
     }
     if n_sums:
         needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: FP32 * (layer if i < first_vocab_sum else vocab))

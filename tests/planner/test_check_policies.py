@@ -206,6 +206,10 @@ def test_in_the_ring_of_eager_updates_every_slot_holds_the_largest_layer() -> No
     for i in (1, 2):
         odd = (*sizes[:i], largest - 256, *sizes[i + 1 :])
         assert f"arena host_gradients: slot {i}" in error_of(with_sizes(plan, "host_gradients", odd))
+    # A larger ring has a slot of the head's number, which is a layer's all the same.
+    larger = (sizes[0], *(largest,) * 3, sizes[-1], sizes[-1])
+    assert sizes[-1] < largest
+    assert "arena host_gradients: slot 4" in error_of(with_sizes(plan, "host_gradients", larger))
 
 
 # --- outputs that are computed again ------------------------------------------------------------------------------------------
