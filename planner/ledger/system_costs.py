@@ -28,7 +28,7 @@ SERIAL_ELEMENTS = 32768  # PyTorch's grain: the host does a smaller tensor on on
 FUSED_POINTWISE_FRACTION = 0.26
 CACHE_BYTES = 24 * 10**6  # of the smallest device here: rows of the hidden width that fit stay in it from kernel to kernel
 WIDE_TRAFFIC = 5  # times the MLP's inner activations, forward: read, written; both branches read, their product written
-PROFILE_UPDATE_BYTES = 28  # host traffic per parameter for which a profile's optimizer rate holds (planner.predict.cost)
+PROFILE_UPDATE_BYTES = 28  # per parameter, of the updates whose rate shipped profiles hold: a bf16 weight apart from its master
 
 
 @dataclass(frozen=True, slots=True)
