@@ -22,6 +22,7 @@ from benchmarks.text import standard_library
 from planner.predict.cost import costs
 from runtime.machines.emulated import MEDIAN_OP_S
 from runtime.plan import Plan, Policy
+from runtime.plan.workload import Saved
 from runtime.units import TB
 
 N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared
@@ -40,12 +41,12 @@ class Cell:
 
 
 # Of the 66 blocks of qwen2.5-32b; what the search has no use for on these machines is performed too.
-SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "keep_blocks": [*range(1, 33)]}
+SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "save": {"all": [*range(1, 33)]}}
 SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
 EVERYTHING: dict[str, object] = {
     **SPILLS,
     "speculate_blocks": [*range(0, 66, 2)],
-    "product_blocks": [*range(1, 65, 4)],
+    "save": {"products": [*range(1, 65, 4)]},
 }
 SHORT, TWICE = ({"seq_len": 1024, "batch_size": n, "micro_batch": 4} for n in (4, 8))
 CELLS = (
@@ -72,12 +73,12 @@ def named(policy: str | dict[str, object]) -> str:
 def used(policy: Policy) -> str:
     """What a plan makes use of, besides uploads and offloads."""
     blocks = {
-        "kept": policy.keep_blocks,
+        "all saved": policy.saving(Saved.ALL),
         "spilled": policy.spill_blocks,
         "speculated": policy.speculate_blocks,
         "resident": policy.resident_blocks,
-        "products saved": policy.product_blocks,
-        "attention saved": policy.attention_blocks,
+        "products saved": policy.saving(Saved.PRODUCTS),
+        "attention saved": policy.saving(Saved.ATTENTION),
     }
     return ", ".join([str(policy.update), *(f"{len(found)} {name}" for name, found in blocks.items() if found)])
 

@@ -55,7 +55,7 @@ SIZES = {"seq_len": 64, "batch_size": 4, "micro_batch": 2, "loss_tile_tokens": 3
 POLICIES: tuple[dict[str, Any], ...] = (
     {"accumulation_group": 2},
     {"accumulation_group": 1},
-    {"accumulation_group": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+    {"accumulation_group": 2, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": {"all": [1]}},
     {"accumulation_group": 2, "update": "deferred", "spill_blocks": [0, 1]},
 )
 SAVE_EVERY, KEEP = 2, 3

@@ -31,7 +31,7 @@ from runtime.units import TB, show_bytes, show_count, show_seconds
 
 KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the choice
     "boundary_stride": lambda policy: policy.boundary_stride > 1,
-    "attention_blocks": lambda policy: bool(policy.attention_blocks),
+    "save: attention": lambda policy: Saved.ATTENTION in policy.save,
 }
 TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS = ("qwen3-8b", "qwen2.5-14b"), ("rtx4090-desktop", "h100-sxm"), (4096, 65536, 131072)
 ENOUGH = 1.02
@@ -70,7 +70,7 @@ def step_s(cell: Cell, knob: str) -> float | None:
             stack.enter_context(patch.object(branch.Trial, "fits", lambda self, policy: not is_made(policy) and fits(self, policy)))
         if knob == "boundary_stride":
             stack.enter_context(patch.object(space, "STRIDES", (1,)))
-        if knob == "attention_blocks":
+        if knob == "save: attention":
             recompute = Block.recompute
             others = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
             stack.enter_context(patch.object(Block, "recompute", others))

@@ -6,7 +6,7 @@ The same as the commands of that name, for programs and notebooks; the commands 
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -212,7 +212,7 @@ def answer_of(
         fixed: Policy | None = baseline(policy, asked, workload)
     else:
         fixed = policy(asked, workload) if callable(policy) else policy
-        fixed = None if fixed is None else _validated(Policy, asdict(fixed), "policy")
+        fixed = None if fixed is None else _validated(Policy, fixed.to_json(), "policy")
     if n_ops := too_long(workload, asked, fixed):
         problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise PlanError(f"{problem}; use a larger --micro-batch")

@@ -19,7 +19,7 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.bounds import machine_bound, policy_bounds
 from planner.search.relax import Relaxation
-from planner.search.space import eager_is_legal, family_of
+from planner.search.space import eager_is_legal, family_of, with_saved
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import can_square, refuse_illegal
@@ -169,7 +169,7 @@ def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Blo
             kept_bytes=boundary * 3,
             transient_bytes=boundary * 6,
             tiers=(
-                Tier(Saved.BOUNDARY, 0, boundary * 6, 1, True, boundary, 1),
+                Tier(Saved.INPUT, 0, boundary * 6, 1, True, boundary, 1),
                 Tier(Saved.ATTENTION, boundary, boundary * 6, 1, False, boundary, 1),
                 Tier(Saved.PRODUCTS, boundary * 2, boundary * 6, 0, False, boundary, 1),
             ),
@@ -231,12 +231,10 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         return replace(policy, update=rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED, speculate_blocks=())
 
     def saving(rng: random.Random) -> Policy:
-        block, how = rng.choice(layers), rng.choice(("keep_blocks", "product_blocks", "attention_blocks", None))
+        block, saved = rng.choice(layers), rng.choice([*Saved])
         every = layers if rng.random() < 0.5 else [block]
-        names = ("keep_blocks", "product_blocks", "attention_blocks")
-        found = {name: {*getattr(policy, name)} - {*every} | ({*every} if name == how else set()) for name in names}
-        spilled = tuple(b for b in policy.spill_blocks if b + 1 not in found["keep_blocks"])
-        return replace(policy, spill_blocks=spilled, **{name: tuple(sorted(blocks)) for name, blocks in found.items()})  # type: ignore[arg-type]
+        found = with_saved(policy, dict.fromkeys(every, saved))
+        return replace(found, spill_blocks=tuple(b for b in policy.spill_blocks if found.saved(b + 1) is not Saved.ALL))
 
     def toggled(name: str, blocks: range) -> Any:
         def change(rng: random.Random) -> Policy:

@@ -25,7 +25,7 @@ from planner.predict.cost import costs, region_of
 from planner.predict.simulate import simulate
 from planner.search.search import search
 from planner.show.report import report
-from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
+from runtime.plan import Plan, PlanFile, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model
 
 from .fuzz_judge import CPU_S, World, judged
@@ -146,7 +146,7 @@ def honest_plan_files() -> list[bytes]:
     """Plans of a real model whose claims are true."""
     model, profile = Model(tiny_config("qwen3"), name="qwen3"), Profile.from_json(PROFILE)
     workload, made = build_workload(model, SEMANTICS), []
-    for policy in (Policy(), Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), keep_blocks=(1,), accumulation_group=2)):
+    for policy in (Policy(), Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), save=saves(all=(1,)), accumulation_group=2)):
         answer = search(model, workload, SEMANTICS, profile, policy, clipped_fraction=0.25)
         fields = json.loads(_plan_json(answer.plan))
         made.append(as_json(fields | {"claim": answer.claim()}))

@@ -35,8 +35,9 @@ SEARCH = ("check",)
 AGAIN = ("run", FOUND, "--data", "text", "--out", "run", "--steps", "3", "--resume")
 DRAW = ("report", FOUND, "run", "-o", "page.html")
 POLICY = {
-    "prefetch_depth": 2, "gradient_slots": 2, "accumulation_group": 4, "update": "deferred", "keep_blocks": [24],
-    "product_blocks": [3, 4], "spill_blocks": [0, 1], "resident_blocks": [2], "speculate_blocks": [5, 6], "square_blocks": [7],
+    "prefetch_depth": 2, "gradient_slots": 2, "accumulation_group": 4, "update": "deferred",
+    "save": {"all": [24], "products": [3, 4]},
+    "spill_blocks": [0, 1], "resident_blocks": [2], "speculate_blocks": [5, 6], "square_blocks": [7],
 }  # fmt: skip
 ASKED_OF = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4", "--micro-batch", "1")
 FOUND_OF = ("model", "--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2")
@@ -302,8 +303,8 @@ def plan_lies() -> Iterator[Lie]:
     yield lie("attention with all its scores", "workload.blocks.1", put("semantics.attention", "eager"), peaks)
     yield lie("norms as transformers spells them out", "workload.blocks.1", put("semantics.norm", "eager"))
     yield lie("no clipping", "certificate.n_families", put("semantics.clip_norm", None), file=FOUND)
-    yield lie("a policy that keeps nothing", "claim:", put("policy.keep_blocks", []))
-    yield lie("a policy that saves no products", "claim:", put("policy.product_blocks", []))
+    yield lie("a policy that keeps nothing", "claim:", put("policy.save", {"products": [3, 4]}))
+    yield lie("a policy that saves no products", "claim:", put("policy.save", {"all": [24]}))
     yield lie("nothing overlaps", "prediction.step_s", serial)
     yield lie("a machine that multiplies a thousand times as fast", "claim:", of_rates("device.matmul", 1000))
     yield lie("a link a hundred times as fast", "claim:", of_rates("link.h2d.bytes_per_s", 100))

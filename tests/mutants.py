@@ -14,7 +14,7 @@ from typing import Any
 from planner.check.check import check
 from planner.lower.lower import lower
 from runtime.errors import PlanError
-from runtime.plan import CONTRACT, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import CONTRACT, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.ops import Operand
 from tests.oracle import same_training
 from tests.strategies import MODEL, PROFILE, small_workload
@@ -451,12 +451,12 @@ def is_killed(mutant: Plan) -> bool:
 
 
 _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, micro-batches, tied, compute dtype, policy
-    (3, 1, False, "bf16", {"keep_blocks": (2,)}),
-    (4, 1, True, "fp32", {"keep_blocks": (2,), "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.DEFERRED}),
-    (3, 2, False, "bf16", {"keep_blocks": (2,), "accumulation_group": 2, "gradient_slots": 2, "update": Update.EAGER}),
-    (5, 2, True, "bf16", {"keep_blocks": (2,), "accumulation_group": 2, "gradient_slots": 3, "offload_late_blocks": 2}),
-    (3, 3, False, "bf16", {"keep_blocks": (2,), "accumulation_group": 2, "gradient_slots": 2, "update": Update.DEFERRED}),
-    (3, 2, True, "fp32", {"keep_blocks": (2,), "update": Update.EAGER}),
+    (3, 1, False, "bf16", {"save": saves(all=(2,))}),
+    (4, 1, True, "fp32", {"save": saves(all=(2,)), "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.DEFERRED}),
+    (3, 2, False, "bf16", {"save": saves(all=(2,)), "accumulation_group": 2, "gradient_slots": 2, "update": Update.EAGER}),
+    (5, 2, True, "bf16", {"save": saves(all=(2,)), "accumulation_group": 2, "gradient_slots": 3, "offload_late_blocks": 2}),
+    (3, 3, False, "bf16", {"save": saves(all=(2,)), "accumulation_group": 2, "gradient_slots": 2, "update": Update.DEFERRED}),
+    (3, 2, True, "fp32", {"save": saves(all=(2,)), "update": Update.EAGER}),
     (3, 1, False, "bf16", {"update": Update.DEFERRED, "resident_blocks": (0, 2, 4), "spill_blocks": (0, 2)}),
     (
         3,
@@ -473,7 +473,7 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         {"accumulation_group": 2, "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.EAGER}
         | {"resident_blocks": (3,), "spill_blocks": (0, 2, 3)},
     ),
-    (3, 2, False, "fp32", {"keep_blocks": (2,), "spill_blocks": (0,)}),
+    (3, 2, False, "fp32", {"save": saves(all=(2,)), "spill_blocks": (0,)}),
     (5, 2, False, "bf16", {"accumulation_group": 2, "update": Update.DEFERRED, "boundary_stride": 3}),
     (4, 3, True, "fp32", {"accumulation_group": 2, "boundary_stride": 2, "resident_blocks": (1, 4)}),
     (

@@ -32,7 +32,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "early": {
         "update": "deferred",
         "accumulation_group": 4,
-        "keep_blocks": [11, 12],
+        "save": {"all": [11, 12]},
         "speculate_blocks": [2, 5],
         "square_blocks": [3],
     },

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.lower.lower import lower
+from planner.search.space import with_saved
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.plan.legality import can_square
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -94,15 +95,15 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
 @st.composite
 def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
     """Every way to recompute, or none but the whole forward, or any of them."""
-    ways = list(Saved)
+    ways = [Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS]
     chosen = draw(st.sampled_from([ways, ways, []]) | st.lists(st.sampled_from(ways), unique=True))
     return tuple(
         Tier(
             saved,
-            saved_bytes=0 if saved is Saved.BOUNDARY else draw(st.integers(0, 10**5)),
+            saved_bytes=0 if saved is Saved.INPUT else draw(st.integers(0, 10**5)),
             transient_bytes=draw(st.integers(0, 10**6)),
             n_matmuls=0 if saved is Saved.PRODUCTS else draw(st.integers(1, 2)),
-            attention=saved is Saved.BOUNDARY,
+            attention=saved is Saved.INPUT,
             pointwise_bytes=draw(st.integers(0, 10**5)),
             n_kernels=draw(st.integers(0, 9)),
         )
@@ -214,12 +215,11 @@ def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
     if draw(st.integers(0, 2)) == 0:
         return {"boundary_stride": draw(st.integers(1, n))}
     spill = _some(draw, range(n))
-    knobs = {"attention_blocks": Saved.ATTENTION, "product_blocks": Saved.PRODUCTS}
-    saving: dict[str, list[int]] = {"keep_blocks": [], "attention_blocks": [], "product_blocks": [], "": []}
+    save = []
     for b in range(1, n + 1):
-        can = ["", *(knob for knob, saved in knobs.items() if blocks[b].recompute(saved))]
-        saving[draw(st.sampled_from(can if b - 1 in spill else [*can, "keep_blocks"]))].append(b)
-    return {"spill_blocks": spill, **{knob: tuple(saving[knob]) for knob in saving if knob}}
+        can = [saved for saved in Saved if blocks[b].recompute(saved)]
+        save.append(draw(st.sampled_from([saved for saved in can if saved is not Saved.ALL or b - 1 not in spill])))
+    return {"spill_blocks": spill, "save": with_saved(Policy(), dict(enumerate(save, start=1))).save}
 
 
 @st.composite

@@ -14,7 +14,7 @@ from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.host.optimizer import AdamW
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
 from runtime.plan.workload import Model
 
 from . import reference
@@ -26,7 +26,7 @@ ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
 # Most of what a policy can ask for at once, of a model of at least four layers.
 EVERYTHING = Policy(
-    product_blocks=(1,),
+    save=saves(products=(1,)),
     spill_blocks=(2, 3),
     accumulation_group=4,
     update=Update.DEFERRED,
@@ -189,7 +189,7 @@ def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> 
     """The same steps by a plan that keeps everything and computes nothing twice: what the plain loop is where dropout is drawn."""
     config = tiny_config(model_type, **dict(overrides))
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
-    machine = streamed(config, semantics, Policy(keep_blocks=layers, accumulation_group=semantics.n_micro_batches))
+    machine = streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
     results = [machine.results[step] for step in range(N_STEPS)]
     return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results])
 

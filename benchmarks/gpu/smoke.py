@@ -23,7 +23,7 @@ from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import use_same_kernels
 from runtime.machines.torch_machine import TorchMachine
-from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan import Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model
 from tests.tiny import tiny_config
 
@@ -38,12 +38,12 @@ KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "eager, pointwise fused": ({"pointwise": "fused"}, "eager"),
     "fused": ({"norm": "fused", "loss": "fused", "pointwise": "fused"}, None),
 }
-KEPT_WHOLE = Policy(keep_blocks=(1, 2, 3, 4), accumulation_group=4)
+KEPT_WHOLE = Policy(save=saves(all=(1, 2, 3, 4)), accumulation_group=4)
 POLICIES = {
     "inputs only": Policy(),
-    "attention saved, two groups": Policy(attention_blocks=(1, 2, 3), accumulation_group=2),
+    "attention saved, two groups": Policy(save=saves(attention=(1, 2, 3)), accumulation_group=2),
     "products saved, spilled, speculated": Policy(
-        product_blocks=(1,),
+        save=saves(products=(1,)),
         spill_blocks=(2, 3),
         accumulation_group=4,
         update=Update.DEFERRED,
@@ -51,7 +51,7 @@ POLICIES = {
         gradient_slots=2,
     ),
     "every second input": Policy(boundary_stride=2),
-    "resident": Policy(resident_blocks=(1, 3), keep_blocks=(2,), update=Update.DEFERRED, prefetch_depth=2),
+    "resident": Policy(resident_blocks=(1, 3), save=saves(all=(2,)), update=Update.DEFERRED, prefetch_depth=2),
     "squared on the device": Policy(square_blocks=(1, 2), accumulation_group=4),
 }
 

@@ -172,10 +172,10 @@ def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[st
 
     fields = {
         "semantics": asdict(answer.plan.semantics),
-        "policy": asdict(answer.plan.policy),
+        "policy": answer.plan.policy.to_json(),
         **answer.claim(),
         "baselines": answer.all_baselines(),
-        "next_best": answer.next_best and {"policy": asdict(answer.next_best[0]), "step_s": answer.next_best[1]},
+        "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
     }
     if measurements:
         fields["measurements"] = [m.to_json() for m in measurements_worth_making(answer.plan, profile, answer.drawn)]
@@ -219,7 +219,7 @@ def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy 
         return TypeAdapter(Policy).validate_json(json.dumps(fields))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
+        place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
         problem = f"--policy {path}: {place}: {first['msg'][:160]}"
         raise click.UsageError(f"{problem}; known are the fields of `policy` in a plan") from None
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:

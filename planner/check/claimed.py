@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from runtime.errors import PlanError
 from runtime.plan import Lane, Semantics
 from runtime.plan.workload import FILE, Count, Natural
+from runtime.units import on_one_line
 
 from .shape import AGAIN
 
@@ -82,7 +83,7 @@ def claimed(fields: dict[str, Any] | None, where: str) -> Claimed:
         return _CLAIM.validate_json(json.dumps(fields))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, ("claim", *first["loc"])))[:120]
+        place = on_one_line(".".join(map(str, ("claim", *first["loc"]))), 120)
         raise PlanError(f"{where}: {place}: {first['msg'][:160]}; {AGAIN}") from None
 
 

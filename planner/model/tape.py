@@ -186,7 +186,7 @@ class Tape:
 
     def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
         """Every way to recompute; `shared_bytes` lie in the allocator besides what the block makes."""
-        possible = {Saved.BOUNDARY, Saved.ATTENTION, Saved.PRODUCTS}
+        possible = {Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS}
         if not any(map(_is_fused, self.steps)):
             possible.remove(Saved.ATTENTION)
         if any(s.call is Call.OVERWRITTEN for s in self.steps):
@@ -233,7 +233,7 @@ class Tape:
         last = max((i for i, s in enumerate(self.steps) if s.saves), default=len(self.steps))
         return 0 if all(s.scratch_bytes == 0 for s in self.steps[last + 1 :]) else self.steps[last].out.n_bytes
 
-    def backward_peak_bytes(self, saved: Saved = Saved.BOUNDARY, early_stop: bool = False) -> int:
+    def backward_peak_bytes(self, saved: Saved = Saved.INPUT, early_stop: bool = False) -> int:
         """A bound on what lies in the allocator while the pass is recomputed and its backward runs, beside what was saved.
 
         Kept tensors until their last use, gradients of activations and of weights, temporaries; neither the input nor its
@@ -264,12 +264,14 @@ class Tape:
 def _is_saved(step: Step, saved: Saved | None) -> bool:
     """Whether a forward under this tier leaves what the step makes on the device."""
     match saved:
-        case None | Saved.BOUNDARY:
+        case None | Saved.INPUT:
             return False
         case Saved.ATTENTION:
             return _is_fused(step)
         case Saved.PRODUCTS:
             return step.call is Call.PRODUCT or _is_fused(step)
+        case Saved.ALL:
+            return True
 
 
 def _is_fused(step: Step) -> bool:

@@ -58,7 +58,7 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
 
 
 # Kind, block; first and last micro-batch; what of the policy matters to one op
-_Key = tuple[Kind, int, bool, bool, bool, Saved, bool, bool, bool]
+_Key = tuple[Kind, int, bool, bool, Saved, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -93,10 +93,9 @@ class CostModel:
             self._known = {}
         m = op.micro_batch
         policy, b = plan.policy, op.block
-        kept, saved = b in policy.keep_blocks, plan.saved(b)
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        key = (op.kind, self.alike.get(b, b), first, last, kept, saved, plan.reduced, *squared)
+        key = (op.kind, self.alike.get(b, b), first, last, policy.saved(b), plan.reduced, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -126,7 +125,7 @@ class CostModel:
             case Kind.BACKWARD:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
                 seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
-                if op.block != 0 and op.block not in plan.policy.keep_blocks:
+                if op.block != 0:
                     again = block.recompute(plan.saved(op.block))
                     assert again is not None, "lower refuses what a block cannot save"
                     seconds += self.recompute_s(block, again, plan.semantics)

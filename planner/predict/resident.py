@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hwprofiles.schema import Profile
-from runtime.plan import Kind, Op, Policy, Setup
+from runtime.plan import Kind, Op, Policy, Setup, saves
 from runtime.plan.footprint import document_bytes
 from runtime.plan.setup import MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Block, Saved, Workload
@@ -41,7 +41,7 @@ class Resident:
 
     step_s: float | None  # None: it does not fit
     needs: Footprint  # of the device; where it does not fit, with the least that layers can keep
-    saved: tuple[Saved | None, ...]  # layer by layer; None: all of it
+    saved: tuple[Saved, ...]  # layer by layer
 
     def to_json(self) -> dict[str, Any]:
         return {"does_not_fit": short_of(self.needs)} if self.step_s is None else {"step_s": self.step_s}
@@ -51,7 +51,7 @@ class Resident:
 class Tier:
     """One way for a layer to have what its backward needs."""
 
-    saved: Saved | None
+    saved: Saved
     kept_bytes: int  # from forward to backward
     transient_bytes: int  # while its backward is computed
     again_s: float  # of computing again what was not kept, for all micro-batches
@@ -163,13 +163,13 @@ def _tiers(plan: Setup, alone: Setup, b: int, cost: CostModel) -> Iterator[Tier]
     """What a layer may keep: all, or as much as its blocks offer; always at least its input."""
     embedding, block, head = alone.workload.blocks[0], alone.workload.blocks[b], alone.workload.blocks[-1]
     only = replace(alone, workload=Workload((embedding, block, head)))
-    kept = replace(only, policy=Policy(keep_blocks=(1,)))
+    kept = replace(only, policy=Policy(save=(Saved.ALL,)))
     of_documents = _documents_bytes(kept, cost.profile) - _documents_bytes(only, cost.profile)
-    yield Tier(None, block.kept_bytes + of_documents, block.transient_bytes, 0.0)
     for saved in Saved:
         again = block.recompute(saved)
         if again is not None:
-            yield Tier(saved, again.saved_bytes, again.transient_bytes, _again_s(plan, b, saved, cost))
+            kept_bytes = again.saved_bytes + (of_documents if saved is Saved.ALL else 0)
+            yield Tier(saved, kept_bytes, again.transient_bytes, _again_s(plan, b, saved, cost))
 
 
 def _again_s(plan: Setup, b: int, saved: Saved, cost: CostModel) -> float:
@@ -220,7 +220,7 @@ def _computing_s(plan: Setup, cost: CostModel) -> float:
     kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(head)]
     total_s = 0.0
     for kind, b in kinds:
-        keeping = replace(plan, policy=Policy(accumulation_group=n, keep_blocks=(b,)))
+        keeping = replace(plan, policy=Policy(accumulation_group=n, save=saves(all=(b,))))
         for m, count in plan.alike(range(n)):
             total_s += count * cost.demand(keeping, Op(kind, b, m)).alone_s
     return total_s

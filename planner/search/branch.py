@@ -21,7 +21,7 @@ from planner.predict.simulate import Prediction, n_simulated, simulate
 from runtime.errors import PlanError
 from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_square
-from runtime.plan.workload import Model, Workload
+from runtime.plan.workload import Model, Saved, Workload
 
 from .bounds import ops_at_least, policy_bound
 from .climb import neighbours
@@ -120,8 +120,9 @@ class Trial:
 
 def _essence(policy: Policy) -> Policy:
     """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
-    named = ("keep_blocks", "resident_blocks", "spill_blocks", "attention_blocks", "product_blocks")
+    named = ("resident_blocks", "spill_blocks")
     counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
+    counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
     counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
     buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1, "offload_late_blocks": 0}
     return replace(policy, **buffers, square_blocks=(), **counts)
@@ -258,7 +259,7 @@ class Tree:
             self.bound_s = min(self.bound_s, node.bound_s)
             for policy in self._at_first(family, n_slots):
                 if self.trial.fits(policy):
-                    is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.product_blocks or policy.keep_blocks)
+                    is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.save)
                     bound_s = 0.0 if is_lean else policy_bound(self.trial.frame(policy), self.trial.cost).seconds
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 

@@ -4,16 +4,17 @@ What a relaxation would choose leaves out order, and the best of those is not al
 come in the order in which they are most likely to gain: buffers, sizes of groups, everything of one sort, then block by block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from runtime.errors import PlanError
 from runtime.plan import Policy, Setup, Update
 from runtime.plan.legality import can_square, refuse_illegal
+from runtime.plan.policy import RICHER
+from runtime.plan.workload import Saved
 
-from .space import eager_is_legal, groups_alike
+from .space import eager_is_legal, groups_alike, with_saved
 
-SAVING = ("attention_blocks", "product_blocks", "keep_blocks")  # what a layer may save, the least first
 STEPS = (1, -1, 2, -2, 4)  # so many slots more, or fewer
 
 
@@ -62,10 +63,10 @@ def _wholes(plan: Setup) -> Iterator[Policy]:
     policy, n_layers = plan.policy, plan.workload.n_layers
     layers = tuple(range(1, n_layers + 1))
     for blocks in (tuple(range(n_layers)), ()):
-        yield replace(policy, spill_blocks=tuple(b for b in blocks if b + 1 not in policy.keep_blocks))
+        yield replace(policy, spill_blocks=tuple(b for b in blocks if policy.saved(b + 1) is not Saved.ALL))
     for blocks in ((), layers, (0, *layers, n_layers + 1)):
         yield replace(policy, resident_blocks=blocks)
-    for saved in (None, *SAVING):
+    for saved in Saved:
         yield _saving(policy, layers, saved)
     unhurried = replace(policy, speculate_blocks=(), square_blocks=())
     yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
@@ -79,7 +80,7 @@ def _blocks(plan: Setup) -> Iterator[Policy]:
     """One block done otherwise."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):
-        for saved in (*SAVING, None):
+        for saved in (*RICHER, Saved.INPUT):
             yield _saving(policy, (b,), saved)
     everything = range(n_layers + 2)
     choices = {"resident_blocks": everything, "spill_blocks": range(n_layers), "square_blocks": everything}
@@ -89,8 +90,7 @@ def _blocks(plan: Setup) -> Iterator[Policy]:
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
 
 
-def _saving(policy: Policy, blocks: tuple[int, ...], saved: str | None) -> Policy:
-    """The policy in which these layers save activations in this one way; None: they save nothing."""
-    found = {name: {*getattr(policy, name)} - {*blocks} | ({*blocks} if name == saved else set()) for name in SAVING}
-    spilled = tuple(b for b in policy.spill_blocks if b + 1 not in found["keep_blocks"])
-    return replace(policy, spill_blocks=spilled, **{name: tuple(sorted(of)) for name, of in found.items()})  # type: ignore[arg-type]
+def _saving(policy: Policy, layers: Iterable[int], saved: Saved) -> Policy:
+    """The policy in which these layers save this."""
+    policy = with_saved(policy, dict.fromkeys(layers, saved))
+    return replace(policy, spill_blocks=tuple(b for b in policy.spill_blocks if policy.saved(b + 1) is not Saved.ALL))

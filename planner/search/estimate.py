@@ -18,7 +18,7 @@ from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
 from .bounds import ops_at_least, policy_bound
-from .space import Family, eager_is_legal, tiers_of
+from .space import Family, eager_is_legal, tiers_of, with_saved
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 MAX_STEPS = 6  # greedy plans settle in two or three
@@ -72,7 +72,7 @@ class _Upgrade:
 
     seconds_per_byte: float
     block: int
-    saved: Saved | None  # None: everything
+    saved: Saved
 
 
 class Greedy:
@@ -177,22 +177,20 @@ class Greedy:
 
     def _upgrades(self, lean: Policy, family: Family) -> Iterator[_Upgrade]:
         """Of each layer the ways to save, each worth less per byte than the one before."""
-        known: dict[int, list[tuple[float, Saved | None]]] = {}
+        known: dict[int, list[tuple[float, Saved]]] = {}
         for b, block in enumerate(self.workload.blocks[1:-1], start=1):
             key = id(block.matmuls)  # which layers that differ in nothing but names have in common
             if key not in known:
                 known[key] = _hull(self._ways(block, lean, family))
             yield from (_Upgrade(per_byte, b, saved) for per_byte, saved in known[key])
 
-    def _ways(self, block: Block, lean: Policy, family: Family) -> list[tuple[float, float, Saved | None]]:
+    def _ways(self, block: Block, lean: Policy, family: Family) -> list[tuple[float, float, Saved]]:
         """Bytes that a layer saves of a micro-batch, and seconds that it computes again."""
-        ways: list[tuple[float, float, Saved | None]] = []
+        ways: list[tuple[float, float, Saved]] = []
         for saved in tiers_of(block, family.boundary_stride):
-            again = None if saved is None else block.recompute(saved)
-            if again is not None:
+            again = block.recompute(saved)
+            if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # which saves its input too
                 ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
-            elif not lean.spill_blocks:  # what keeps everything keeps its input
-                ways.append((block.kept_bytes, 0.0, None))
         return ways
 
     def _frame(self, policy: Policy) -> Setup:
@@ -204,19 +202,14 @@ class Greedy:
 def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
     """The policy with the first n upgrades; beyond the last one, weights of the first of these blocks stay on the device."""
     saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # a layer's last one counts
-    return replace(
-        lean,
-        keep_blocks=tuple(sorted(b for b, s in saved.items() if s is None)),
-        product_blocks=tuple(sorted(b for b, s in saved.items() if s is Saved.PRODUCTS)),
-        attention_blocks=tuple(sorted(b for b, s in saved.items() if s is Saved.ATTENTION)),
-        resident_blocks=tuple(sorted(blocks[: max(len(lean.resident_blocks), n - len(upgrades))])),
-    )
+    resident = tuple(sorted(blocks[: max(len(lean.resident_blocks), n - len(upgrades))]))
+    return replace(with_saved(lean, saved), resident_blocks=resident)
 
 
-def _hull(ways: Sequence[tuple[float, float, Saved | None]]) -> list[tuple[float, Saved | None]]:
+def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:
     """Seconds that each further byte saves, and for what: from the first way on, always the one that saves most."""
     n_bytes, seconds, _ = ways[0]
-    found: list[tuple[float, Saved | None]] = []
+    found: list[tuple[float, Saved]] = []
     while better := [((seconds - s) / max(1.0, b - n_bytes), b, s, saved) for b, s, saved in ways if s < seconds and b >= n_bytes]:
         per_byte, n_bytes, seconds, saved = max(better, key=lambda way: way[:3])
         found.append((per_byte, saved))

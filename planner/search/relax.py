@@ -15,6 +15,7 @@ from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
 from runtime.plan import Kind, Lane, Op, Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_square
+from runtime.plan.policy import RICHER
 from runtime.plan.region import Demand
 from runtime.plan.workload import BlockKind, Model, Saved, Workload
 
@@ -23,7 +24,7 @@ from .bounds import first_gradient_s as first_gradient_s_of
 from .facets import Facets, Key, add, nothing
 from .integer import Program
 from .phases import Buffers, add_to_phases, phases_of, staged_slots
-from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, classes_of, tiers_of
+from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, classes_of, tiers_of, with_saved
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
@@ -81,7 +82,7 @@ class Relaxation:
         if self.profile.device.kind == "cpu":
             for b in range(1, self.workload.n_layers + 1):
                 for tier in tiers_of(self.workload.blocks[b], 1):
-                    yield self.frame(_saving(replace(lean, boundary_stride=1), b, tier))
+                    yield self.frame(with_saved(replace(lean, boundary_stride=1), {b: tier}))
 
 
 class _Builder:
@@ -155,11 +156,9 @@ class _Builder:
         bound, x = found
         counts = {key: round(x[n]) for key, (n, _) in self.saving.items()}
 
-        def tier(saved: Saved | None) -> tuple[int, ...]:
-            return tuple(counts.get((i, saved), 0) for i in range(len(self.classes)))
-
+        saving = {saved: tuple(counts.get((i, saved), 0) for i in range(len(self.classes))) for saved in RICHER}
         fill = Fill(
-            tier(None), tier(Saved.PRODUCTS), tier(Saved.ATTENTION), tuple(round(x[r]) for r in self.resident),
+            saving, tuple(round(x[r]) for r in self.resident),
             tuple(round(x[s]) for s in self.speculate), tuple(round(x[s]) for s in self.square), round(x[self.n_spilled]),
         )  # fmt: skip
         return Relaxed(bound * self.scale_s * (1 - SLACK), round(x[self.depth]), fill)
@@ -180,7 +179,7 @@ class _Builder:
         group = self.groups[-1]
         p.at_most({self.early: 1.0, self.spills: -float(early_fetches(group, n_layers))}, 0.0)
         p.at_most({self.early: 1.0, self.n_spilled: -float(group)}, 0.0)
-        kept = {n: 1.0 for (_, tier), (n, _) in self.saving.items() if tier is None}
+        kept = {n: 1.0 for (_, tier), (n, _) in self.saving.items() if tier is Saved.ALL}
         p.at_most({self.n_spilled: 1.0, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
         n_turns = 2 * self.n_groups - 1
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns))  # one more slot than are prefetched
@@ -242,10 +241,10 @@ class _Builder:
         row = {n: per_unit / self.scale_s for n, per_unit in variable.items() if per_unit}
         self.program.at_most({**row, step: -1.0}, -seconds / self.scale_s)
 
-    def _work(self) -> tuple[dict[Key, float], dict[tuple[int, Saved | None], dict[Key, float]]]:
+    def _work(self) -> tuple[dict[Key, float], dict[tuple[int, Saved], dict[Key, float]]]:
         """What every member does but for loads and backward of layers; and one layer's backward, by class and tier."""
         constant: dict[Key, float] = nothing()
-        tiers: dict[tuple[int, Saved | None], dict[Key, float]] = {}
+        tiers: dict[tuple[int, Saved], dict[Key, float]] = {}
         class_of = {b: i for i, blocks in enumerate(self.classes) for b in blocks}
         for kind, b, demand, count in ops_at_least(self.plan, self.of.cost):
             if kind is Kind.LOAD or (kind is Kind.BACKWARD and class_of[b] in self.layers):
@@ -254,7 +253,7 @@ class _Builder:
         for (i, tier), _ in self.saving.items():
             b = self.classes[i][0]
             total = dict.fromkeys(constant, 0.0)
-            for kind, block, demand, count in ops_at_least(self.of.frame(_saving(self.lean, b, tier)), self.of.cost, only=b):
+            for kind, block, demand, count in ops_at_least(self.of.frame(with_saved(self.lean, {b: tier})), self.of.cost, only=b):
                 if kind is Kind.BACKWARD and block == b:
                     add(total, self.facets.of(kind, demand), count)
             tiers[i, tier] = total
@@ -383,7 +382,7 @@ class _Builder:
         offloads = self._sum(Kind.OFFLOAD_GRADIENT, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
-            plan, b = self.of.frame(_saving(self.lean, self.classes[i][0], tier)), self.classes[i][0]
+            plan, b = self.of.frame(with_saved(self.lean, {self.classes[i][0]: tier})), self.classes[i][0]
             demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, b, m)), count) for m, count in last)
             backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
@@ -416,11 +415,10 @@ class _Builder:
             device[self.resident[i]] = blocks[of_class[0]].slot_elements * item
         for (i, tier), (n, used) in self.saving.items():
             block = blocks[self.classes[i][0]]
-            again = None if tier is None else block.recompute(tier)
-            kept_bytes = block.kept_bytes if again is None else again.saved_bytes
-            device[n] = group * kept_bytes
-            peak_bytes = block.transient_bytes if again is None else again.transient_bytes
-            p.at_most({used: peak_bytes / device_bytes, self.transient: -1.0}, 0.0)
+            again = block.recompute(tier)
+            assert again is not None, "a tier is one that the block has"
+            device[n] = group * again.saved_bytes
+            p.at_most({used: again.transient_bytes / device_bytes, self.transient: -1.0}, 0.0)
         p.at_most({self.transient: -1.0}, -self.plan.vocab_transient_bytes / device_bytes)
         fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - weights.slot_bytes[0]
         p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
@@ -429,15 +427,3 @@ class _Builder:
         for s, of_class in zip(self.speculate, self.classes, strict=True):
             host[s] = blocks[of_class[0]].host_elements * per_param
         p.at_most({v: n / host_bytes for v, n in host.items()}, 1 - needs.host_peak_bytes / host_bytes + SLACK)
-
-
-def _saving(policy: Policy, block: int, tier: Saved | None) -> Policy:
-    match tier:
-        case None:
-            return replace(policy, keep_blocks=(block,))
-        case Saved.PRODUCTS:
-            return replace(policy, product_blocks=(block,))
-        case Saved.ATTENTION:
-            return replace(policy, attention_blocks=(block,))
-        case _:
-            return policy

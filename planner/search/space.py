@@ -7,13 +7,14 @@ before the next forward, which only adds a wait. A baseline is a known system's 
 bits of the result are the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from hwprofiles.schema import Profile
 from planner.predict.memory import Footprint, footprint, frame
-from runtime.plan import Policy, Semantics, Setup, Update
+from runtime.plan import Policy, Semantics, Setup, Update, saves
+from runtime.plan.policy import RICHER
 from runtime.plan.workload import Block, Model, Saved, Workload
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -56,9 +57,7 @@ class Family:
 class Fill:
     """How many blocks of each class of equal ones use what memory is left; classes as `classes_of` lists them."""
 
-    keep: tuple[int, ...]
-    products: tuple[int, ...]
-    attention: tuple[int, ...]
+    saving: Mapping[Saved, tuple[int, ...]]  # of layers that save more than their input
     resident: tuple[int, ...]
     speculate: tuple[int, ...]
     square: tuple[int, ...]
@@ -144,12 +143,16 @@ def _nameless(block: Block) -> Block:
     return replace(block, name="", parameters=shapes)
 
 
-def tiers_of(block: Block, boundary_stride: int) -> list[Saved | None]:
-    """The ways in which a layer may save activations; None: it keeps them all."""
-    if boundary_stride > 1:
-        return [Saved.BOUNDARY]
-    richer = [s for s in (Saved.ATTENTION, Saved.PRODUCTS) if block.recompute(s) is not None]
-    return [Saved.BOUNDARY, *richer, None]
+def tiers_of(block: Block, boundary_stride: int) -> list[Saved]:
+    """What a layer may save."""
+    richer = RICHER if boundary_stride == 1 else ()
+    return [Saved.INPUT, *(saved for saved in richer if block.recompute(saved) is not None)]
+
+
+def with_saved(policy: Policy, saving: Mapping[int, Saved]) -> Policy:
+    """The policy in which these layers save this, and the others what they did."""
+    of = {**dict(enumerate(policy.save, start=1)), **saving}
+    return replace(policy, save=saves(*([b for b, saved in of.items() if saved is richer] for richer in reversed(RICHER))))
 
 
 def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
@@ -158,20 +161,16 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     gradients come last, when the step waits for the norm."""
     classes = classes_of(workload)
     place = _spread if spread else _packed
-    keep, products, attention, resident, square = [], [], [], [], []
+    saving: dict[int, Saved] = {}
+    resident, square = list[int](), list[int]()
     for i, blocks in enumerate(classes):
-        saving = place(blocks, fill.keep[i] + fill.products[i] + fill.attention[i])
-        attention += saving[: fill.attention[i]]
-        products += saving[fill.attention[i] : fill.attention[i] + fill.products[i]]
-        keep += saving[fill.attention[i] + fill.products[i] :]
+        kinds = [saved for saved in RICHER for _ in range(fill.saving[saved][i])]
+        saving |= zip(place(blocks, len(kinds)), kinds, strict=True)
         resident += _spread(blocks, fill.resident[i]) if spread else blocks[: fill.resident[i]]
         square += blocks[: fill.square[i]]
-    kept_inputs = {b - 1 for b in keep}
+    kept_inputs = {b - 1 for b, saved in saving.items() if saved is Saved.ALL}
     return replace(
-        policy,
-        keep_blocks=tuple(sorted(keep)),
-        product_blocks=tuple(sorted(products)),
-        attention_blocks=tuple(sorted(attention)),
+        with_saved(policy, saving),
         resident_blocks=tuple(sorted(resident)),
         square_blocks=tuple(sorted(square)),
         speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),

@@ -1,5 +1,6 @@
 """What does the plan say, in words?"""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -11,6 +12,7 @@ from planner.predict.memory import Footprint
 from planner.predict.resident import advice
 from planner.search.search import Answer, Certificate
 from runtime.plan import Lane, Plan, Policy, Semantics, Update
+from runtime.plan.workload import Saved
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .waterfall import sensitivities, waterfall
@@ -164,13 +166,15 @@ def _order(policy: Policy, n_micro_batches: int) -> str:
 
 def _saved(policy: Policy, n_layers: int) -> str:
     """What backward finds of each layer: `saved for backward: all of 5 layers, the inputs of 24; the rest is computed again`."""
-    ways = (("all", policy.keep_blocks), ("the products", policy.product_blocks), ("what attention made", policy.attention_blocks))
-    saved = [f"{what} of {counted(len(blocks), 'layer')}" for what, blocks in ways if blocks]
-    n_recomputed = n_layers - sum(len(blocks) for _, blocks in ways)
-    if n_recomputed:
-        inputs = "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}"
-        saved.append(f"{inputs} of {counted(n_recomputed, 'layer')}")
-    again = "" if len(policy.keep_blocks) == n_layers else "; the rest is computed again"
+    words = {
+        Saved.ALL: "all",
+        Saved.PRODUCTS: "the products",
+        Saved.ATTENTION: "what attention made",
+        Saved.INPUT: "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}",
+    }
+    n_saving = Counter(policy.saved(b) for b in range(1, n_layers + 1))
+    saved = [f"{what} of {counted(n_saving[of], 'layer')}" for of, what in words.items() if n_saving[of]]
+    again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is computed again"
     return f"saved for backward: {', '.join(saved)}{again}"
 
 

@@ -106,26 +106,19 @@ def _lives_of_activations(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
 
 def _saved_bytes(plan: Plan) -> list[int]:
     """Of each block, for one micro-batch: what is kept from forward to backward."""
-    result = []
-    for b, block in enumerate(plan.workload.blocks):
-        if b in plan.policy.keep_blocks:
-            result.append(block.kept_bytes)
-        else:
-            again = block.recompute(plan.saved(b)) if block.kind is BlockKind.LAYER else None
-            result.append(0 if again is None else again.saved_bytes)
-    return result
+    return [plan.recompute(b).saved_bytes if block.kind is BlockKind.LAYER else 0 for b, block in enumerate(plan.workload.blocks)]
 
 
 def _transients(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
     """What the allocator needs at its peak while a block goes backward. Of forwards, which need less, no figure is known."""
-    blocks, policy = plan.workload.blocks, plan.policy
+    blocks = plan.workload.blocks
     for span in spans:
         op = plan.ops[span.op]
         if op.kind not in (Kind.BACKWARD, Kind.LOSS):
             continue
         block = blocks[op.block]
-        if block.kind is BlockKind.LAYER and op.block not in policy.keep_blocks:
-            n_bytes = (block.recompute(plan.saved(op.block)) or block).transient_bytes
+        if block.kind is BlockKind.LAYER:
+            n_bytes = plan.recompute(op.block).transient_bytes
         else:
             n_bytes = block.transient_bytes - (block.own_sum_bytes if block.kind is BlockKind.HEAD and not plan.reduced else 0)
         yield COMPUTED, n_bytes, span.start_s, span.end_s

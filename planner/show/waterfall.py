@@ -15,6 +15,7 @@ from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
 from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, Plan
 from runtime.plan.region import Demand
+from runtime.plan.workload import Saved
 from runtime.units import show_seconds
 
 FREE = 1e18  # times as fast: what costs nothing
@@ -148,7 +149,7 @@ def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset())
 
 def _keeping_all(plan: Plan) -> Plan:
     """The same ops, were there memory for every activation: no backward computes anything again."""
-    return replace(plan, policy=replace(plan.policy, keep_blocks=tuple(range(1, plan.workload.n_layers + 1))))
+    return replace(plan, policy=replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers))
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from runtime.batch import Batch
 from runtime.host.memory import Arenas
 from runtime.plan import Op, Plan, Slot
+from runtime.plan.workload import Saved
 
 from .blocks import LayerInputs, Templates, Weights, op_seed
 from .layer_inputs import NotedInputs
@@ -105,10 +106,10 @@ class Compute:
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
         """What autograd keeps of a layer's forward; None: nothing, or enough has been kept before."""
-        policy, saved = self.plan.policy, self.plan.saved(op.block)
+        saved = self.plan.saved(op.block)
         if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
             return None
-        if op.block in policy.keep_blocks:
+        if saved is Saved.ALL:
             return self._keeping(weight_slot)
         return Replay(saved, lambda: self._again(op, step)).recording()
 

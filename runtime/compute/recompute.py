@@ -26,7 +26,7 @@ FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel
     "attention_by_document",
 }
 CALLS_SAVED: dict[Saved, frozenset[str]] = {
-    Saved.BOUNDARY: frozenset(),
+    Saved.INPUT: frozenset(),
     Saved.ATTENTION: FUSED_ATTENTION,
     Saved.PRODUCTS: FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS,
 }

@@ -65,8 +65,8 @@ class TiledMlp(nn.Module):
         for name, part in parts.items():
             self.rows.add_module(name, part)
         self.tile_tokens, self.again = tile_tokens, False
-        self.kept = block in policy.keep_blocks
-        self.saved = Saved.PRODUCTS if block in policy.product_blocks else Saved.BOUNDARY
+        self.kept = policy.saved(block) is Saved.ALL
+        self.saved = Saved.PRODUCTS if policy.saved(block) is Saved.PRODUCTS else Saved.INPUT
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         x_ND = x_BTD.flatten(0, 1)

@@ -2,7 +2,7 @@
 
 from .ops import CONTRACT, LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, Repeat, Slot, Wait
 from .plan import Plan, PlanFile
-from .policy import AttentionKernel, Kernel, Policy, Semantics, Update
+from .policy import AttentionKernel, Kernel, Policy, Semantics, Update, saves
 from .setup import Arena, Place, Setup
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "Slot",
     "Update",
     "Wait",
+    "saves",
 ]

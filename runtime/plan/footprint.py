@@ -9,7 +9,7 @@ from typing import Any
 from .plan import Plan
 from .policy import Semantics
 from .setup import Place, Setup
-from .workload import ITEM_BYTES
+from .workload import ITEM_BYTES, Saved
 
 # Of the types whose attention can be a fused one, all can attend document by document
 DOCUMENT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -71,7 +71,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         n_heads, width = attention.n_heads, attention.head_dim
         said = config.get("num_key_value_heads")
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
-        if b in plan.policy.keep_blocks:
+        if plan.saved(b) is Saved.ALL:
             n_kept = 2 if _calls_fused(plan, width, on_cuda) else 2 + n_heads
             kept_bytes += attention.n_sequences * of.seq_len * width * n_kept * item_bytes
         # Most in backward: the gradients of queries, keys and values, and a copy of the sums; padded, besides, all that goes in:

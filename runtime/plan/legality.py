@@ -41,14 +41,7 @@ def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
 def _refuse_blocks(workload: Workload, policy: Policy) -> None:
     """What the policy says of single blocks."""
     n_layers = workload.n_layers
-    layers = range(1, n_layers + 1)
-    saving = {
-        "keep_blocks": policy.keep_blocks,
-        "attention_blocks": policy.attention_blocks,
-        "product_blocks": policy.product_blocks,
-    }
     for name, blocks, legal in (
-        *((name, blocks, layers) for name, blocks in saving.items()),
         ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
         ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
         ("spill_blocks", policy.spill_blocks, range(n_layers)),
@@ -56,14 +49,16 @@ def _refuse_blocks(workload: Workload, policy: Policy) -> None:
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
-    if any(b - 1 in policy.spill_blocks for b in policy.keep_blocks):
-        raise PlanError("a block that keeps its activations keeps its input too: the block before it cannot spill")
-    if len({b for blocks in saving.values() for b in blocks}) < sum(map(len, saving.values())):
-        raise PlanError("a layer saves its activations in one way: keep_blocks, attention_blocks and product_blocks must not meet")
-    for saved, blocks in ((Saved.ATTENTION, policy.attention_blocks), (Saved.PRODUCTS, policy.product_blocks)):
-        if any(workload.blocks[b].recompute(saved) is None for b in blocks):
-            raise PlanError(f"this model's layers cannot save only {saved}; leave {saved.removesuffix('s')}_blocks empty")
-    if policy.boundary_stride > 1 and (policy.spill_blocks or any(saving.values())):
-        raise PlanError("with boundary_stride above 1 layers keep nothing and no boundary spills")
+    if len(policy.save) > n_layers:
+        raise PlanError(f"save names what {len(policy.save)} layers save, but there are {n_layers}")
+    if policy.save[-1:] == (Saved.INPUT,):
+        raise PlanError("save ends with a layer that saves its input, as all do that it does not name; leave it out")
+    for b, saved in enumerate(policy.save, start=1):
+        if saved is Saved.ALL and b - 1 in policy.spill_blocks:
+            raise PlanError("a layer that saves all saves its input too: the block before it cannot spill")
+        if workload.blocks[b].recompute(saved) is None:
+            raise PlanError(f"this model's layers cannot save only {saved}; leave `{saved}` out of save")
+    if policy.boundary_stride > 1 and (policy.spill_blocks or any(saved is not Saved.INPUT for saved in policy.save)):
+        raise PlanError("with boundary_stride above 1 layers save their input alone and no boundary spills")
     if policy.boundary_stride > n_layers:
         raise PlanError(f"boundary_stride is {policy.boundary_stride}, but there are {n_layers} layers")

@@ -88,6 +88,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from runtime.errors import PlanError
 from runtime.files import read_whole, write_whole
+from runtime.units import on_one_line
 
 from .ops import OpLine, Repeat
 from .setup import Setup
@@ -232,7 +233,7 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
         plan = adapter.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
+        place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
         raise PlanError(f"{where}: {place}: {first['msg'][:160]}; make it again with `penstock plan`") from None
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     if len(sizes) != len(plan.arenas):

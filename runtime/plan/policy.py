@@ -4,18 +4,24 @@ Semantics decide what is computed, to the last bit: they are the user's. A polic
 the planner's, and changes no bit.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from itertools import chain
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
-from .workload import FILE, Count, Dtype, Natural
+from runtime.errors import PlanError
+
+from .workload import FILE, Count, Dtype, Natural, Saved
 
 Kernel = Literal["eager", "fused"]
 # flash: FlashAttention-2, whose backward adds as its threads come; deterministic: the same in a fixed order
 AttentionKernel = Literal["flash", "deterministic", "cudnn"]
-Slots = Annotated[int, Field(gt=0, le=2**16)]  # more than any model has layers
+MOST_LAYERS = 2**16  # more than any model has
+Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # what a layer may save besides its input, the least first
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,34 @@ class Update(StrEnum):
     DEFERRED = "deferred"  # after the global norm, block by block into the next step's forward
 
 
+def saves(all: Iterable[int] = (), products: Iterable[int] = (), attention: Iterable[int] = ()) -> tuple[Saved, ...]:
+    """`Policy.save` in which these layers save all, what products made, or what attention made, and the others their input."""
+    of = dict.fromkeys(attention, Saved.ATTENTION) | dict.fromkeys(products, Saved.PRODUCTS) | dict.fromkeys(all, Saved.ALL)
+    return tuple(of.get(b, Saved.INPUT) for b in range(1, max(of, default=0) + 1))
+
+
+def _save_from_file(value: object) -> object:
+    """`{"all": [3, 4], "products": [1]}`, each layer once."""
+    if not isinstance(value, dict):
+        raise PlanError('save names layers by what they save, as {"all": [3, 4], "products": [1]}')
+    if not all(
+        isinstance(layers, list) and all(type(b) is int and 0 < b <= MOST_LAYERS for b in layers) for layers in value.values()
+    ):
+        raise PlanError("save names layers, which are numbered from 1")
+    layers = list(chain(*value.values()))
+    if not value.keys() <= {*RICHER} or len({*layers}) < len(layers):
+        raise PlanError('save names each layer once, as {"all": [3, 4], "products": [1], "attention": []}')
+    return saves(**value)
+
+
+def _save_to_file(save: tuple[Saved, ...]) -> dict[str, list[int]]:
+    """As it is read."""
+    return {what: [b for b, saved in enumerate(save, start=1) if saved is what] for what in RICHER if what in save}
+
+
+Save = Annotated[tuple[Saved, ...], BeforeValidator(_save_from_file), PlainSerializer(_save_to_file)]
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How it is scheduled: the planner's choice. It never changes a bit of the result."""
@@ -91,13 +125,23 @@ class Policy:
         0  # a layer's gradient leaves when the backward this many layers further on is done, if there is one
     )
     accumulation_group: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
-    keep_blocks: tuple[Natural, ...] = ()  # layers whose activations are kept; the others keep their input and recompute
+    save: Save = ()  # of each layer from the first on, what is saved for its backward; of the others their input
     update: Update = Update.BARRIER
     resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
     spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward
-    attention_blocks: tuple[Natural, ...] = ()  # layers that save what attention made, besides their input
-    product_blocks: tuple[Natural, ...] = ()  # layers that save what attention and the matrix products made
     boundary_stride: Count = 1  # of so many layers only the last one's output stays; the others' are computed again in backward
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
     square_blocks: tuple[Natural, ...] = ()  # blocks of whose gradients the device sums the squares for the norm
     __pydantic_config__ = FILE
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plan file has it."""
+        return {**asdict(self), "save": _save_to_file(self.save)}
+
+    def saved(self, block: int) -> Saved:
+        """What is saved of a layer, by its block's number."""
+        return self.save[block - 1] if 0 < block <= len(self.save) else Saved.INPUT
+
+    def saving(self, saved: Saved) -> tuple[int, ...]:
+        """The layers of which just this is saved; of their input, only those that are named."""
+        return tuple([b for b, what in enumerate(self.save, start=1) if what is saved])

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from .ops import Slot
 from .policy import Policy, Semantics
-from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Saved, Workload
+from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Recompute, Saved, Workload
 
 MOMENT_BYTES = 8  # AdamW's two, fp32
 REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
@@ -84,10 +84,14 @@ class Setup:
         return Slot("weights", n_streaming + 1 + resident.index(block) if block in resident else n_streaming)
 
     def saved(self, block: int) -> Saved:
-        """What a layer saves for its backward; meaningless for the blocks under `keep`."""
-        if block in self.policy.product_blocks:
-            return Saved.PRODUCTS
-        return Saved.ATTENTION if block in self.policy.attention_blocks else Saved.BOUNDARY
+        """What a layer saves for its backward."""
+        return self.policy.saved(block)
+
+    def recompute(self, block: int) -> Recompute:
+        """What a layer's backward computes again."""
+        again = self.workload.blocks[block].recompute(self.saved(block))
+        assert again is not None, "a policy is refused that saves what a block cannot"
+        return again
 
     def gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the device and on the link."""
@@ -109,19 +113,15 @@ class Setup:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept at its peak, of one group of micro-batches: by autograd under `keep`, and what the others save."""
-        blocks, policy = self.workload.blocks, self.policy
-        kept = sum(blocks[b].kept_bytes for b in policy.keep_blocks)
-        saving = (blocks[b].recompute(self.saved(b)) for b in (*policy.attention_blocks, *policy.product_blocks))
-        return policy.accumulation_group * (kept + sum(r.saved_bytes for r in saving if r is not None))
+        """What layers save, of one group of micro-batches, besides their input."""
+        layers = range(1, self.workload.n_layers + 1)
+        return self.policy.accumulation_group * sum(self.recompute(b).saved_bytes for b in layers)
 
     @property
     def transient_bytes(self) -> int:
         """Peak of the block being computed, in the allocator."""
-        blocks, whole = self.workload.blocks, set(self.policy.keep_blocks)
-        again = (None if b in whole else blocks[b].recompute(self.saved(b)) for b in range(1, len(blocks) - 1))
-        layers = ((r or b).transient_bytes for b, r in zip(blocks[1:-1], again, strict=True))
-        return max(self.vocab_transient_bytes, *layers)
+        layers = range(1, self.workload.n_layers + 1)
+        return max(self.vocab_transient_bytes, *(self.recompute(b).transient_bytes for b in layers))
 
     @property
     def vocab_transient_bytes(self) -> int:

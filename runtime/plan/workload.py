@@ -79,13 +79,14 @@ class BlockKind(StrEnum):
 
 
 class Saved(StrEnum):
-    """What of a block's forward lies on the device until its backward, besides its input; the rest is computed again."""
+    """What of a layer's forward is there at its backward; the rest is computed again."""
 
     __hash__ = str.__hash__  # a tenth of the time of an enumeration's own
 
-    BOUNDARY = "boundary"  # nothing
-    ATTENTION = "attention"  # what fused attention makes: its output and the logarithms of its sums
+    INPUT = "input"  # no more than that
+    ATTENTION = "attention"  # also what fused attention makes: its output and the logarithms of its sums
     PRODUCTS = "products"  # that, and what each product with a weight makes
+    ALL = "all"  # whatever autograd saves: nothing is computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +153,16 @@ class Block:
     def recompute(self, saved: Saved) -> Recompute | None:
         """What backward computes again if the forward leaves `saved` behind; None where the block has no such tier.
 
-        Where nothing is said of its input alone, that is the whole forward.
+        Where nothing is said of its input alone, that is the whole forward; of all, nothing.
         """
+        if saved is Saved.ALL:
+            return Recompute(saved, self.kept_bytes, self.transient_bytes, (), False, 0, 0)
         for t in self.tiers:
             if t.saved is saved:
                 again = self.matmuls[: t.n_matmuls]
                 work = t.pointwise_bytes, t.n_kernels, t.fused_bytes
                 return Recompute(saved, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
-        if saved is Saved.BOUNDARY:
+        if saved is Saved.INPUT:
             work = self.pointwise_bytes, self.n_kernels, self.fused_bytes
             return Recompute(saved, 0, self.transient_bytes, self.matmuls, self.attention is not None, *work)
         return None

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from runtime.errors import PenstockError
 from runtime.files import read_whole, write_whole
 from runtime.settings import DataSettings, EvaluationSettings, RunSettings
+from runtime.units import on_one_line
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
@@ -300,7 +301,7 @@ def _advice(place: str) -> str:
 def _words(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
     """The first thing that is wrong, in one line."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
+    place = on_one_line(".".join(str(part) for part in first["loc"]), 120)
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     said_where = "the command line" if place.split(".0")[0] in flags else where
     return f"{said_where}: {place or 'the settings'}: {expected[:200]}, found {_shown(first['input'])}"

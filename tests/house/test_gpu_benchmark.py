@@ -26,6 +26,7 @@ from benchmarks.gpu.smoke import POLICIES, smoke
 from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, TINY_CONFIG, Asked, Stage
 from benchmarks.gpu.training import fill
 from runtime.plan import PlanFile
+from runtime.plan.workload import Saved
 
 ROOT = Path(__file__).parents[2]
 NAMES = [stage.name for stage in STAGES]
@@ -296,7 +297,7 @@ def test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_sa
 
     def trained(model_type, policy, kernels, device):
         bits = kept(model_type, policy, kernels, device)
-        return bits if not policy.attention_blocks else {name: x + 1 for name, x in bits.items()}
+        return bits if Saved.ATTENTION not in policy.save else {name: x + 1 for name, x in bits.items()}
 
     monkeypatch.setattr("benchmarks.gpu.smoke._trained", trained)
     rows = []

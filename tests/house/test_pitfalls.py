@@ -17,7 +17,7 @@ from hwprofiles.schema import Profile
 from planner.predict.cost import costs
 from runtime.executor import OpError, execute
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from tests.runtime.test_replay import n_tensors
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
@@ -42,7 +42,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.NORM])
 def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
     """Graphs of forwards without a backward, inputs of layers, half a sum."""
-    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4, keep_blocks=(1, 2)))
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4, save=saves(all=(1, 2))))
     last = max(i for i, op in enumerate(plan.ops) if op.kind is kind)
 
     class Fails(CpuMachine):
@@ -183,12 +183,10 @@ OTHER_POLICY = {
     "gradient_slots": 2,
     "offload_late_blocks": 1,
     "accumulation_group": 2,
-    "keep_blocks": (1,),
+    "save": saves(products=(1,)),
     "update": Update.BARRIER,
     "resident_blocks": (1,),
     "spill_blocks": (0,),
-    "attention_blocks": (1,),
-    "product_blocks": (1,),
     "boundary_stride": 2,
     "speculate_blocks": (1,),
     "square_blocks": (1,),

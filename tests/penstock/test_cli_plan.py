@@ -229,9 +229,9 @@ def test_the_schedule_of_another_system_can_be_asked_for(tmp_path, name):
 
 def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
     policy, plan = tmp_path / "policy.json", tmp_path / "p.json"
-    policy.write_text('{"prefetch_depth": 2, "gradient_slots": 2, "update": "deferred", "keep_blocks": [24]}')
+    policy.write_text('{"prefetch_depth": 2, "gradient_slots": 2, "update": "deferred", "save": {"all": [24]}}')
     first = json.loads(invoke(*SMALL, "--policy", policy, "--json", "-o", plan).stdout)
-    assert (first["policy"]["prefetch_depth"], first["policy"]["keep_blocks"]) == (2, [24])
+    assert (first["policy"]["prefetch_depth"], first["policy"]["save"]) == (2, {"all": [24]})
     assert json.loads(invoke(*SMALL, "--policy", plan, "--json").stdout) == first
 
 
@@ -245,8 +245,14 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
         "{",
         '{"update": "eager"}',
         '{"gradient_slots": 1, "offload_late_blocks": 1}',
-        '{"keep_blocks": [99]}',
-        '{"keep_blocks": [3, 2]}',
+        '{"save": {"all": [99]}}',
+        '{"save": {"all": [0]}}',
+        '{"save": {"all": [9007199254740991]}}',
+        '{"save": {"all": [3], "products": [3]}}',
+        '{"save": {"all": "3"}}',
+        '{"save": {"everything": [3]}}',
+        '{"save": ["some"]}',
+        '{"save": ["all", "input"]}',
         '{"accumulation_group": 64}',
     ],
 )

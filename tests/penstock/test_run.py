@@ -47,13 +47,13 @@ def test_every_policy_leaves_the_same_bytes(home, model_type):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
     policies = [
         {"prefetch_depth": 1, "accumulation_group": 1},
-        {"prefetch_depth": 2, "accumulation_group": 2, "keep_blocks": [1], "update": "deferred"},
+        {"prefetch_depth": 2, "accumulation_group": 2, "save": {"all": [1]}, "update": "deferred"},
         {
             "accumulation_group": 2,
             "update": "deferred",
             "speculate_blocks": [0, 1, 3],
             "spill_blocks": [0, 1],
-            "product_blocks": [] if model_type == "gpt_oss" else [2],  # it adds biases to products in place
+            "save": {"products": [] if model_type == "gpt_oss" else [2]},  # it adds biases to products in place
         },
     ]
     sums = []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
 from planner.lower.lower import lower
 from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.workload import BlockKind, Parameter
 from runtime.units import GB
 from tests.edits import error_of, index, small, with_op, with_profile, with_slots, with_value
@@ -389,10 +389,7 @@ def test_groups_come_one_after_another() -> None:
         {"gradient_slots": 2},
         {"accumulation_group": 2},
         {"accumulation_group": 2**52},
-        {"keep_blocks": (0,)},
-        {"keep_blocks": (4,)},
-        {"keep_blocks": (1, 1)},
-        {"keep_blocks": (2**52,)},
+        {"save": saves(all=(4,))},
         {"resident_blocks": (0,)},
         {"resident_blocks": (5,)},
         {"resident_blocks": (2**52,)},
@@ -410,8 +407,8 @@ def test_a_policy_that_the_plan_does_not_keep_is_refused(changes: dict[str, Any]
 def test_a_block_whose_input_spills_recomputes(kept: int) -> None:
     """The last one could keep: nothing but the policy speaks against it."""
     plan = small(spill_blocks=(0, 2))
-    check(replace(plan, policy=replace(plan.policy, keep_blocks=(2,))))
-    assert "the block before it cannot spill" in error_of(replace(plan, policy=replace(plan.policy, keep_blocks=(kept,))))
+    check(replace(plan, policy=replace(plan.policy, save=saves(all=(2,)))))
+    assert "the block before it cannot spill" in error_of(replace(plan, policy=replace(plan.policy, save=saves(all=(kept,)))))
 
 
 @pytest.mark.parametrize(

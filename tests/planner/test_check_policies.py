@@ -7,7 +7,8 @@ import pytest
 
 from planner.check.check import check
 from planner.lower.lower import lower
-from runtime.plan import Kind, Op, Place, Plan, Policy, Semantics, Slot, Update
+from runtime.plan import Kind, Op, Place, Plan, Policy, Semantics, Slot, Update, saves
+from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved, Tier
 from tests.edits import error_of, index, small, with_op, with_profile, with_slots
 from tests.mutants import MUTATIONS
@@ -60,14 +61,11 @@ def test_a_plan_that_keeps_its_policy_passes(policy: dict[str, Any]) -> None:
         ({"speculate_blocks": (2**52,)}, "speculate_blocks must be blocks 0..4 in ascending order, each once"),
         ({"boundary_stride": 4}, "boundary_stride is 4, but there are 3 layers"),
         ({"boundary_stride": 2**52}, "but there are 3 layers"),
-        ({"boundary_stride": 2, "keep_blocks": (1,)}, "layers keep nothing and no boundary spills"),
-        ({"boundary_stride": 2, "spill_blocks": (1,)}, "layers keep nothing and no boundary spills"),
-        ({"keep_blocks": (2, 1)}, "keep_blocks must be blocks 1..3 in ascending order, each once"),
-        ({"attention_blocks": (0,)}, "attention_blocks must be blocks 1..3 in ascending order, each once"),
-        ({"attention_blocks": (4,)}, "attention_blocks must be blocks 1..3 in ascending order, each once"),
-        ({"product_blocks": (1, 1)}, "product_blocks must be blocks 1..3 in ascending order, each once"),
-        ({"attention_blocks": (1,)}, "this model's layers cannot save only attention"),
-        ({"product_blocks": (2,)}, "this model's layers cannot save only products"),
+        ({"boundary_stride": 2, "save": saves(all=(1,))}, "layers save their input alone and no boundary spills"),
+        ({"boundary_stride": 2, "spill_blocks": (1,)}, "layers save their input alone and no boundary spills"),
+        ({"save": saves(attention=(4,))}, "save names what 4 layers save, but there are 3"),
+        ({"save": saves(attention=(1,))}, "this model's layers cannot save only attention"),
+        ({"save": saves(products=(2,))}, "this model's layers cannot save only products"),
     ],
 )
 def test_a_policy_that_no_plan_can_keep_is_refused(changes: dict[str, Any], what: str) -> None:
@@ -76,28 +74,20 @@ def test_a_policy_that_no_plan_can_keep_is_refused(changes: dict[str, Any], what
     assert what in message
 
 
-@pytest.mark.parametrize("changes", [{"attention_blocks": (1, 2)}, {"product_blocks": (2,)}, {"keep_blocks": (1,)}])
-def test_a_layer_saves_its_activations_in_one_way(changes: dict[str, Any]) -> None:
-    """Two ways for layers 1 or 2, of which each alone would do."""
-    plan = tiered(Saved.ATTENTION, Saved.PRODUCTS, attention_blocks=(2,), product_blocks=(1,))
-    check(plan)
-    assert "saves its activations in one way" in error_of(under(plan, **changes))
-
-
 def test_a_way_to_recompute_is_asked_of_layers_that_do() -> None:
     """One that keeps everything, or has its input and runs the whole forward again, needs none."""
-    plan = tiered(Saved.ATTENTION, layers=(2,), keep_blocks=(1, 3), attention_blocks=(2,))
+    plan = tiered(Saved.ATTENTION, layers=(2,), save=saves(all=(1, 3), attention=(2,)))
     check(plan)
-    check(under(plan, keep_blocks=(1,)))
-    assert "this model's layers cannot save only attention" in error_of(under(plan, keep_blocks=(1,), attention_blocks=(2, 3)))
-    assert "this model's layers cannot save only products" in error_of(under(plan, attention_blocks=(), product_blocks=(2,)))
+    check(under(plan, save=saves(all=(1,))))
+    assert "this model's layers cannot save only attention" in error_of(under(plan, save=saves(all=(1,), attention=(2, 3))))
+    assert "this model's layers cannot save only products" in error_of(under(plan, save=saves(products=(2,))))
 
 
 def test_what_a_layer_saves_besides_its_input_is_counted_and_does_not_forbid_that_the_input_spills() -> None:
     """Two layers, 1000 bytes each for both micro-batches of the group."""
     ways = Saved.ATTENTION, Saved.PRODUCTS
-    saves = {"accumulation_group": 2, "spill_blocks": (0, 1), "attention_blocks": (1,), "product_blocks": (2,)}
-    plan = tiered(*ways, **saves)
+    saving = {"accumulation_group": 2, "spill_blocks": (0, 1), "save": saves(products=(2,), attention=(1,))}
+    plan = tiered(*ways, **saving)
     check(plan)
     needed_bytes = plan.device_arena_bytes + 2 * 2 * 1000 + plan.transient_bytes + 1000
     check(with_profile(plan, "device.memory_bytes.value", needed_bytes))
@@ -107,9 +97,9 @@ def test_what_a_layer_saves_besides_its_input_is_counted_and_does_not_forbid_tha
 @pytest.mark.parametrize("stride", [1, 2])
 def test_with_a_stride_nothing_is_saved_besides(stride: int) -> None:
     plan = tiered(Saved.ATTENTION, Saved.PRODUCTS, boundary_stride=2)
-    for knob in ("attention_blocks", "product_blocks"):
-        message = error_of(under(plan, boundary_stride=stride, **{knob: (1,)}))
-        assert ("layers keep nothing and no boundary spills" in message) == (stride > 1)
+    for saved in RICHER:
+        message = error_of(under(plan, boundary_stride=stride, save=(saved,)))
+        assert ("layers save their input alone and no boundary spills" in message) == (stride > 1)
 
 
 @pytest.mark.parametrize(

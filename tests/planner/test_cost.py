@@ -13,7 +13,7 @@ from planner.predict.faster import Group, faster
 from planner.predict.memory import frame
 from planner.search.search import model_flop
 from planner.search.space import classes_of
-from runtime.plan import Kind, Op, Plan, Policy, Semantics
+from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
 from runtime.plan.region import Resource
 from runtime.plan.workload import Saved
 from tests.strategies import plans
@@ -92,12 +92,12 @@ def test_computing_draws_on_host_memory_only_where_it_is_the_device_memory():
 
 def test_a_backward_with_recompute_costs_one_forward_more_than_one_that_kept_but_for_the_last_product(profile):
     cost = CostModel(profile)
-    recomputes, keeps = plan_of(), plan_of(Policy(accumulation_group=4, keep_blocks=(1,)))
+    recomputes, keeps = plan_of(), plan_of(Policy(accumulation_group=4, save=saves(all=(1,))))
     keeps = replace(keeps, workload=recomputes.workload)
     forward = demand(cost, recomputes, Kind.FORWARD, 1, 1)
     more_s = demand(cost, recomputes, Kind.BACKWARD, 1, 1).alone_s - demand(cost, keeps, Kind.BACKWARD, 1, 1).alone_s
     layer = recomputes.workload.blocks[1]
-    again = next(t for t in layer.tiers if t.saved is Saved.BOUNDARY)
+    again = next(t for t in layer.tiers if t.saved is Saved.INPUT)
     up_to_it = replace(layer, matmuls=layer.matmuls[:-1], pointwise_bytes=again.pointwise_bytes, n_kernels=again.n_kernels)
     assert more_s == pytest.approx(cost.forward_s(up_to_it, SEMANTICS))
     m = layer.matmuls[-1]

@@ -20,7 +20,7 @@ from planner.lower.passes import (
 )
 from planner.lower.waits import waits_of
 from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Op, Policy, Semantics, Slot, Update, Wait, saves
 from tests.strategies import MODEL, PROFILE, cases, small_workload
 
 
@@ -53,14 +53,14 @@ def test_an_op_waits_for_the_last_writer_and_a_writer_for_all_readers_once_each(
     ]
 
 
-@pytest.mark.parametrize("name", ["boundary_stride", "square_blocks", "speculate_blocks", "product_blocks"])
+@pytest.mark.parametrize("name", ["boundary_stride", "square_blocks", "speculate_blocks", "save"])
 def test_what_does_not_go_together_is_refused_in_one_line(name):
     workload, semantics = small_workload(4, tied=False), Semantics(seq_len=4, batch_size=2, micro_batch=1)
     wrong = {
-        "boundary_stride": Policy(boundary_stride=2, keep_blocks=(1,)),
+        "boundary_stride": Policy(boundary_stride=2, save=saves(all=(1,))),
         "square_blocks": Policy(square_blocks=(1,)),  # micro-batches one after another
         "speculate_blocks": Policy(speculate_blocks=(1,)),  # barrier
-        "product_blocks": Policy(product_blocks=(1,), keep_blocks=(1,)),
+        "save": Policy(save=saves(all=(5,))),  # of four layers
     }[name]
     with pytest.raises(PlanError) as raised:
         lower(MODEL, workload, semantics, wrong, PROFILE)

@@ -172,15 +172,18 @@ def test_greedy_plans_are_right_and_as_long_as_is_said_of_them(cell: int) -> Non
         assert greedy.step_s(policy) == pytest.approx(step_s, rel=0.003)
         assert greedy.lanes_s(policy) <= greedy.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
-        if larger < len(workload.blocks) and policy.keep_blocks == tuple(range(1, workload.n_layers + 1)):
+        if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers:
             more = replace(policy, resident_blocks=tuple(range(larger + 1)))
             assert not footprint(frame(model, workload, of, more), profile).fits, "memory is left"
 
 
 def test_upgrades_are_worth_less_and_less_and_none_is_left_that_would_be_worth_more() -> None:
-    boundary, attention = (0, 9.0, Saved.BOUNDARY), (10, 7.0, Saved.ATTENTION)
+    boundary, attention = (0, 9.0, Saved.INPUT), (10, 7.0, Saved.ATTENTION)
     assert _hull([boundary, attention, (20, 1.0, Saved.PRODUCTS)]) == [(0.4, Saved.PRODUCTS)]
-    assert _hull([boundary, attention, (40, 6.5, Saved.PRODUCTS), (50, 0.0, None)]) == [(0.2, Saved.ATTENTION), (0.175, None)]
+    assert _hull([boundary, attention, (40, 6.5, Saved.PRODUCTS), (50, 0.0, Saved.ALL)]) == [
+        (0.2, Saved.ATTENTION),
+        (0.175, Saved.ALL),
+    ]
     assert _hull([boundary]) == []
 
 

@@ -119,7 +119,7 @@ def test_the_speed_of_a_stand_in_is_not_taken_for_the_plans(planned):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda fields: fields["policy"].update(keep_blocks=[999]),
+        lambda fields: fields["policy"].update(save={"all": [999]}),
         lambda fields: fields["ops"].reverse(),
         lambda fields: fields["ops"].clear(),
         lambda fields: fields["arenas"].clear(),

@@ -18,6 +18,7 @@ from planner.show.report_memory import begins_anew, held
 from planner.show.report_step import measured_stretch, predicted_stretch
 from runtime.plan import Kind, Lane, Op, Semantics, Slot
 from runtime.plan.timeline import Span, Timeline
+from runtime.plan.workload import Saved
 from tests.report_cases import predicted
 from tests.strategies import PROFILE, plans
 
@@ -153,9 +154,9 @@ def test_activations_are_held_from_their_forward_to_their_backward_and_no_longer
         for (kind, step, b, m), span in when.items():
             forward = when.get((Kind.FORWARD, step, b, m)) if kind is Kind.BACKWARD else None
             if forward is not None and forward.start_s <= now_s < span.end_s:
-                if b in policy.keep_blocks:
+                if policy.saved(b) is Saved.ALL:
                     kept += blocks[b].kept_bytes
-                elif b in (*policy.attention_blocks, *policy.product_blocks):
+                elif policy.saved(b) is not Saved.INPUT:
                     kept += blocks[b].recompute(plan.saved(b)).saved_bytes
             computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
         assert (

@@ -18,7 +18,7 @@ from planner.predict.resident import Tier, advice, again_s, fill, leanest, resid
 from planner.search.search import search
 from planner.show.compare import Speed, compare
 from planner.show.report_words import Known, verdict
-from runtime.plan import Policy, Semantics
+from runtime.plan import Policy, Semantics, saves
 from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 from tests.strategies import MODEL, PROFILE, semantics, workloads
 
@@ -43,7 +43,7 @@ def ways(workload, b, of, cost):
     """Each way to have what a layer's backward needs: bytes kept, bytes while it is computed, seconds a step of computing again."""
     block = workload.blocks[b]
     yield block.kept_bytes, block.transient_bytes, 0.0
-    for saved in Saved:
+    for saved in (Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS):
         again = block.recompute(saved)
         if again is not None:
             step_s = (of.batch_size // of.micro_batch) * cost.recompute_s(block, again, of)
@@ -148,19 +148,19 @@ def test_it_fits_at_the_byte_and_not_with_one_less(batch):
     model, profile, of = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop"), Semantics(512, batch, 1)
     least = on(profile.with_memory(10**9, None), model, of)
     assert least.step_s is None
-    assert set(least.saved) == {Saved.BOUNDARY}
+    assert set(least.saved) == {Saved.INPUT}
     short = on(profile.with_memory(least.needs.device_peak_bytes - 1, None), model, of)
     assert short.step_s is None
     assert short.to_json()["does_not_fit"].startswith("device memory is 1 B short")
     exact = on(profile.with_memory(least.needs.device_peak_bytes, None), model, of)
     assert exact.step_s is not None
     roomy = on(profile, model, of)
-    assert set(roomy.saved) == {None}
+    assert set(roomy.saved) == {Saved.ALL}
     assert roomy.step_s < exact.step_s
     full = on(profile.with_memory(roomy.needs.device_peak_bytes, None), model, of)
     assert full == replace(roomy, needs=full.needs)
     almost = on(profile.with_memory(roomy.needs.device_peak_bytes - 1, None), model, of)
-    assert almost.saved.count(None) == len(almost.saved) - 1
+    assert almost.saved.count(Saved.ALL) == len(almost.saved) - 1
     assert roomy.step_s < almost.step_s < exact.step_s
 
 
@@ -170,8 +170,8 @@ def test_besides_state_memory_is_that_of_a_plan_that_keeps_as_much(model):
     model, profile, of = read_model(model), read_profile("h100-sxm").with_memory(10**13, None), Semantics(2048, 6, 2)
     workload = build_workload(model, of)
     found = resident(frame(model, workload, of, Policy()), CostModel(profile))
-    assert set(found.saved) == {None}
-    keeping = Policy(keep_blocks=tuple(range(1, workload.n_layers + 1)))
+    assert set(found.saved) == {Saved.ALL}
+    keeping = Policy(save=saves(all=tuple(range(1, workload.n_layers + 1))))
     planned = footprint(frame(model, workload, replace(of, batch_size=2), keeping), profile).device
     assert planned["documents"] > 0
     named = ("activations", "block being computed", "kernels and workspaces", "context", "documents", "kept activations")

@@ -25,7 +25,7 @@ from planner.search.relax import Relaxation
 from planner.search.search import search
 from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, baseline, families, family_of, leanest
 from runtime.errors import PlanError
-from runtime.plan import Kind, Policy, Semantics, Update
+from runtime.plan import Kind, Policy, Semantics, Update, saves
 from runtime.plan.legality import can_square
 from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
 from tests.strategies import with_smaller
@@ -82,7 +82,7 @@ def workloads(draw, semantics, most_layers=5):
                 kept_bytes=boundary * 3,
                 transient_bytes=boundary * 6,
                 tiers=(
-                    Tier(Saved.BOUNDARY, 0, boundary * 6, 1, True, boundary, 1),
+                    Tier(Saved.INPUT, 0, boundary * 6, 1, True, boundary, 1),
                     Tier(Saved.PRODUCTS, boundary * 2, boundary * 6, 0, False, boundary, 1),
                 ),
             )
@@ -143,8 +143,7 @@ def members(draw, family, s, workload):
         gradient_slots=n_slots,
         offload_late_blocks=draw(st.integers(0, n_slots - 1)) if one_group else 0,
         accumulation_group=family.accumulation_group,
-        keep_blocks=kept,
-        product_blocks=tuple(b for b, how in enumerate(saving, 1) if how == "products"),
+        save=saves(all=kept, products=tuple(b for b, how in enumerate(saving, 1) if how == "products")),
         update=family.update,
         resident_blocks=some(range(n_layers + 2)) if draw(st.booleans()) else (),
         spill_blocks=spilled,
@@ -245,8 +244,10 @@ def every_policy(s, workload):
                 yield replace(
                     lean,
                     offload_late_blocks=late,
-                    keep_blocks=tuple(b for b in layers if saving[b - 1] == "keep"),
-                    product_blocks=tuple(b for b in layers if saving[b - 1] == "products"),
+                    save=saves(
+                        all=tuple(b for b in layers if saving[b - 1] == "keep"),
+                        products=tuple(b for b in layers if saving[b - 1] == "products"),
+                    ),
                     resident_blocks=tuple(layers) if resident else (),
                 )
 

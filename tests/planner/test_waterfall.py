@@ -14,7 +14,8 @@ from planner.predict.cost import CostModel, costs, region_of
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
 from planner.predict.simulate import simulate
 from planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, _edges, _growth, binding, sensitivities, waterfall
-from runtime.plan import Kind, Policy, Semantics, Update
+from runtime.plan import Kind, Policy, Semantics, Update, saves
+from runtime.plan.workload import Saved
 from tests.strategies import MODEL, PROFILE, cases, small_workload
 
 MADE_UP = Profile.from_json(PROFILE)
@@ -76,7 +77,7 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
     cost, again_s = CostModel(without(machine, LAUNCH)), 0.0
     for m, b in product(range(case.semantics.n_micro_batches), range(1, case.workload.n_layers + 1)):
         blocks = case.plan.blocks_of(m)
-        if b not in case.policy.keep_blocks:
+        if case.policy.saved(b) is not Saved.ALL:
             again = blocks[b].recompute(case.plan.saved(b))
             again_s += cost.recompute_s(blocks[b], again, case.plan.semantics)
         if b % case.policy.boundary_stride and b != case.workload.n_layers:
@@ -109,7 +110,7 @@ def test_on_a_machine_where_only_computing_takes_time_the_step_is_computing(case
     ],
 )
 def test_what_is_slow_has_the_largest_part_and_binds(slow, key, resource):
-    plan = plan_of(Policy(keep_blocks=tuple(range(1, 7)), update=Update.DEFERRED))
+    plan = plan_of(Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED))
     machine = faster(MADE_UP, dict.fromkeys(slow, 1e-6))
     parts, found = waterfall(plan, machine).to_json(), sensitivities(plan, machine)
     assert max(parts, key=parts.__getitem__) == key
@@ -120,7 +121,7 @@ def test_what_is_slow_has_the_largest_part_and_binds(slow, key, resource):
 
 def test_what_shares_too_little_host_memory_rate_waits_for_it():
     """Updates draw 8.4 GB/s while loads of the next forward draw about 2, from memory that gives 8.5."""
-    plan = plan_of(Policy(keep_blocks=tuple(range(1, 7)), update=Update.DEFERRED, prefetch_depth=3))
+    plan = plan_of(Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED, prefetch_depth=3))
     factors = {Group.DRAM: 0.085, Group.UPLOAD: 100.0, Group.DOWNLOAD: 100.0, Group.OPTIMIZER: 0.3, Group.REDUCE: 0.8}
     machine = without(faster(MADE_UP, factors), COMPUTE, LAUNCH)
     short, plenty = waterfall(plan, machine), waterfall(plan, without(machine, DRAM))
@@ -203,7 +204,7 @@ def test_the_waterfall_of_a_real_machine_reads_as_expected():
 
     barrier = parts(Policy(update=Update.BARRIER))
     deferred = parts(Policy(update=Update.DEFERRED))
-    kept = parts(Policy(keep_blocks=tuple(range(1, workload.n_layers + 1))))
+    kept = parts(Policy(save=saves(all=tuple(range(1, workload.n_layers + 1)))))
     assert barrier.optimizer_s > 1.3 * deferred.optimizer_s > 0
     assert barrier.recompute_s > 0 == kept.recompute_s
     assert barrier.ideal_compute_s == pytest.approx(kept.ideal_compute_s)

@@ -24,7 +24,7 @@ from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import Execution, OpError, execute
 from runtime.machines.staging import Staging
-from runtime.plan import Kind, Lane, Policy, Update
+from runtime.plan import Kind, Lane, Policy, Update, saves
 from runtime.plan.workload import Model
 from runtime.train.evaluation import Evaluator
 from runtime.train.generation import generate
@@ -154,7 +154,7 @@ def test_a_long_run_makes_no_event_and_no_stream_that_a_short_one_does_not():
     assert machine._losses == {}
 
 
-EVERYTHING_SMALL = Policy(product_blocks=(1,), update=Update.DEFERRED, speculate_blocks=(0, 2))
+EVERYTHING_SMALL = Policy(save=saves(products=(1,)), update=Update.DEFERRED, speculate_blocks=(0, 2))
 
 
 class NotesThreads(LateForBoth):

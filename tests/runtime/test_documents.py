@@ -16,7 +16,7 @@ from runtime.errors import WorkloadError
 from runtime.executor import execute
 from runtime.host.memory import DTYPE
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Plan, Policy, Semantics, Update
+from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
 from runtime.plan.forward_plan import forward_plan
 from runtime.train.evaluation import Evaluator
@@ -44,9 +44,9 @@ from .test_replay import WIDE, device_bytes
 TYPES = [t for t in MODEL_TYPES if t not in EAGER_ONLY]
 POLICIES = {
     "one by one": Policy(),
-    "kept": Policy(keep_blocks=(1, 2, 3), accumulation_group=4, resident_blocks=(0,)),
-    "attention": Policy(attention_blocks=(1, 2), accumulation_group=2),
-    "products": Policy(product_blocks=(1, 3), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
+    "kept": Policy(save=saves(all=(1, 2, 3)), accumulation_group=4, resident_blocks=(0,)),
+    "attention": Policy(save=saves(attention=(1, 2)), accumulation_group=2),
+    "products": Policy(save=saves(products=(1, 3)), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
     "strided": Policy(boundary_stride=2, accumulation_group=4),
 }
 # Of the sequences of a step: long and short documents, single tokens, one that is the whole sequence, and the same twice
@@ -130,7 +130,7 @@ def test_streams_that_dawdle_make_no_difference(haste):
     config, semantics = config_of("llama", num_hidden_layers=4), semantics_of("llama")
     batches = packed_batches(CUTS, None, OTHERS)
     expected = plainly(config, semantics, batches)
-    for policy in (EVERYTHING, Policy(keep_blocks=(1,))):
+    for policy in (EVERYTHING, Policy(save=saves(all=(1,)))):
         assert differences(trained(config, semantics, policy, batches, Poisoned, streams=LateStreams(1, haste)), expected) == []
 
 
@@ -155,7 +155,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
     """The first moment after one step is a tenth of the gradient, or as much as beta1 leaves of it."""
     config, semantics = config_of(model_type), exact(model_type, clip_norm=None, micro_batch=2)
     (batch, *_) = batches = packed_batches(CUTS, CUTS, CUTS)
-    machine = trained(config, semantics, Policy(attention_blocks=(1,)), batches, n_steps=1)
+    machine = trained(config, semantics, Policy(save=saves(attention=(1,))), batches, n_steps=1)
     loss, gradients = each_alone(config, semantics, batch)
     assert machine.results[0].loss == pytest.approx(loss, abs=1e-6)
     for name, exp_avg in state_of(machine)[1].items():
@@ -234,7 +234,7 @@ def on_processor(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "way", [Policy(), Policy(attention_blocks=(1, 2)), Policy(product_blocks=(1, 2)), Policy(keep_blocks=(1, 2, 3))]
+    "way", [Policy(), Policy(save=saves(attention=(1, 2))), Policy(save=saves(products=(1, 2))), Policy(save=saves(all=(1, 2, 3)))]
 )
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept(model_type, way):
@@ -247,7 +247,7 @@ def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activat
     assert peak_bytes <= plan.kept_bytes + plan.transient_bytes + document_bytes(plan, on_cuda=False)
     more_bytes, while_one_attends = (
         left_bytes - without_bytes,
-        document_bytes(replace(plan, policy=replace(policy, keep_blocks=())), on_cuda=False),
+        document_bytes(replace(plan, policy=replace(policy, save=())), on_cuda=False),
     )
     kept_bytes = document_bytes(plan, on_cuda=False) - while_one_attends
     assert more_bytes == pytest.approx(kept_bytes, rel=0.01, abs=2000)  # positions of the tokens, and a few numbers

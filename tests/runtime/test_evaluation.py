@@ -18,7 +18,7 @@ from runtime.errors import DataError
 from runtime.executor import OpError, Stop, execute
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.torch_machine import LaneMachine
-from runtime.plan import Kind, Lane, Policy, Update
+from runtime.plan import Kind, Lane, Policy, Update, saves
 from runtime.plan.forward_plan import forward_plan, most_micro_batches
 from runtime.plan.workload import Model
 from runtime.train.evaluation import Evaluator, perplexity
@@ -46,7 +46,7 @@ from tests.training import (
 
 POLICIES = {
     "one by one": Policy(),
-    "kept": Policy(keep_blocks=(1,), accumulation_group=4, resident_blocks=(0, 2)),
+    "kept": Policy(save=saves(all=(1,)), accumulation_group=4, resident_blocks=(0, 2)),
     "one group": Policy(accumulation_group=4, prefetch_depth=2),
     "strided": Policy(accumulation_group=2, boundary_stride=2, update=Update.DEFERRED),
     "spilled": Policy(accumulation_group=2, spill_blocks=(0, 1), resident_blocks=(3,)),
@@ -188,7 +188,7 @@ def test_training_is_the_same_to_the_bit_with_evaluations_in_between(model_type,
     assert len(set(losses)) == N_STEPS + 1, "the weights changed in between"
 
 
-@pytest.mark.parametrize("policy", [Policy(keep_blocks=(1, 2)), Policy()], ids=["kept", "again"])
+@pytest.mark.parametrize("policy", [Policy(save=saves(all=(1, 2))), Policy()], ids=["kept", "again"])
 def test_dropout_draws_the_same_with_evaluations_in_between(policy):
     semantics, config = semantics_of("llama"), tiny_config("llama", attention_dropout=0.3)
     alone, evaluated = machine_of(config, semantics, policy), machine_of(config, semantics, policy)

@@ -19,8 +19,8 @@ from runtime.errors import PenstockError
 from runtime.executor import OpError, execute
 from runtime.host import optimizer
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Policy, Slot, Update, Wait
-from runtime.plan.workload import Model
+from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
+from runtime.plan.workload import Model, Saved
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import (
@@ -89,12 +89,12 @@ def test_streaming_a_model_under_any_policy_is_the_plain_loop_to_the_last_bit(mo
 
 
 REMEMBERING = [
-    Policy(keep_blocks=(1, 2, 3, 4)),
+    Policy(save=saves(all=(1, 2, 3, 4))),
     Policy(),
-    Policy(product_blocks=(1, 2, 3, 4)),
-    Policy(product_blocks=(1, 2, 3, 4), spill_blocks=(0, 1, 2, 3)),
-    Policy(attention_blocks=(1, 2, 3, 4)),
-    Policy(attention_blocks=(1, 2, 3, 4), spill_blocks=(0, 1, 2, 3)),
+    Policy(save=saves(products=(1, 2, 3, 4))),
+    Policy(save=saves(products=(1, 2, 3, 4)), spill_blocks=(0, 1, 2, 3)),
+    Policy(save=saves(attention=(1, 2, 3, 4))),
+    Policy(save=saves(attention=(1, 2, 3, 4)), spill_blocks=(0, 1, 2, 3)),
 ]
 
 
@@ -104,8 +104,8 @@ def test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then(
     """Our lowering brings a layer back to the slot it was in; another planner need not: exchange the two last loads' slots."""
     overrides = {"num_hidden_layers": 4}
     config, semantics = tiny_config(model_type, **overrides), semantics_of(model_type)
-    if policy.attention_blocks and semantics.attention == "eager":
-        policy = dataclasses.replace(policy, attention_blocks=(), product_blocks=policy.attention_blocks)
+    if Saved.ATTENTION in policy.save and semantics.attention == "eager":
+        policy = dataclasses.replace(policy, save=saves(products=policy.saving(Saved.ATTENTION)))
     plan = plan_of(config, semantics, dataclasses.replace(policy, accumulation_group=4))
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD and op.block in (1, 2)}
     other = {Slot("weights", 0): Slot("weights", 1), Slot("weights", 1): Slot("weights", 0)}
@@ -177,15 +177,15 @@ def test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop(compute_d
         )
         updates = [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]
         for update in updates:
-            policy = Policy(accumulation_group=group, prefetch_depth=3, update=update, keep_blocks=(1,) if number > 1 else ())
+            policy = Policy(accumulation_group=group, prefetch_depth=3, update=update, save=saves(all=(1,) if number > 1 else ()))
             machine = streamed(tiny_config("llama", **overrides), semantics, policy)
             assert differences(machine, plain("llama", semantics, tuple(overrides.items()))) == [], policy
 
 
 UNEVEN = [
     Policy(),
-    Policy(accumulation_group=2, keep_blocks=(2, 4), spill_blocks=(0, 2), update=Update.DEFERRED),
-    Policy(accumulation_group=3, spill_blocks=(0, 1, 2, 3), product_blocks=(1, 3)),
+    Policy(accumulation_group=2, save=saves(all=(2, 4)), spill_blocks=(0, 2), update=Update.DEFERRED),
+    Policy(accumulation_group=3, spill_blocks=(0, 1, 2, 3), save=saves(products=(1, 3))),
     Policy(accumulation_group=3, boundary_stride=3),
 ]
 
@@ -208,12 +208,12 @@ def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
 def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type, attention):
     config = tiny_config(model_type, attention_dropout=0.2)
     semantics = semantics_of(model_type, attention=attention)
-    kept = streamed(config, semantics, Policy(keep_blocks=(1, 2), accumulation_group=4))
-    tier = {"attention_blocks": (1,)} if attention == "sdpa" else {}
+    kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
+    attending = (1,) if attention == "sdpa" else ()
     others = [
         Policy(prefetch_depth=2),
         Policy(boundary_stride=2),
-        Policy(product_blocks=(2,), spill_blocks=(1,), **tier),
+        Policy(save=saves(products=(2,), attention=attending), spill_blocks=(1,)),
     ]
     without = streamed(tiny_config(model_type), semantics, Policy())
     for policy in others:
@@ -256,10 +256,10 @@ def test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothi
     """Any op before the first update: an update in place cannot be taken back."""
     config, semantics = tiny_config("llama"), semantics_of("llama")
     policies = [
-        Policy(keep_blocks=(1, 2)),
-        Policy(keep_blocks=(1, 2), accumulation_group=4),
-        Policy(product_blocks=(1,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
-        Policy(attention_blocks=(2,), accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,)),
+        Policy(save=saves(all=(1, 2))),
+        Policy(save=saves(all=(1, 2)), accumulation_group=4),
+        Policy(save=saves(products=(1,)), update=Update.DEFERRED, speculate_blocks=(0, 2)),
+        Policy(save=saves(attention=(2,)), accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,)),
     ]
     plan = plan_of(config, semantics, data.draw(st.sampled_from(policies)))
     last = next(i for i, op in enumerate(plan.ops) if op.kind in (Kind.UPDATE, Kind.SETTLE))

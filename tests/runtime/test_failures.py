@@ -17,7 +17,7 @@ from runtime.checkpoint.checkpoint import latest, load_state
 from runtime.errors import DataError, PenstockError
 from runtime.executor import OpError
 from runtime.host.updates import NonFiniteError
-from runtime.plan import Kind, Plan, Policy, Update
+from runtime.plan import Kind, Plan, Policy, Update, saves
 from runtime.plan.workload import Model
 from runtime.train.trainer import Training
 from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, penstock, whole_checkpoints
@@ -131,7 +131,7 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
 @pytest.mark.parametrize(
     ("kind", "step"), [(Kind.FORWARD, 3), (Kind.LOSS, 3), (Kind.BACKWARD, 3), (Kind.UPDATE, 2), (Kind.SETTLE, 2)]
 )
-@pytest.mark.parametrize("policy", [{"keep_blocks": (1, 2)}, {"product_blocks": (1, 2)}], ids=["keeps", "saves"])
+@pytest.mark.parametrize("policy", [{"save": saves(all=(1, 2))}, {"save": saves(products=(1, 2))}], ids=["keeps", "saves"])
 def test_a_machine_that_goes_on_has_forgotten_the_step_in_which_it_failed(tmp_path, kind, step, policy):
     """Graphs of a step that is not the next one it performs; a clip factor and a count of updates of one that is."""
     policy = Policy(accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
@@ -198,7 +198,7 @@ def home(tmp_path_factory):
     sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 1, "--loss-tile-tokens", 16]
     asked = [
         {"accumulation_group": 1},
-        {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "keep_blocks": [1]},
+        {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": saves(all=[1])},
         {"accumulation_group": 4, "update": "deferred", "spill_blocks": [0, 1]},
     ]
     for i, policy in enumerate(asked):

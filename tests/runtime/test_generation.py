@@ -5,7 +5,7 @@ import torch
 
 from runtime.errors import DataError, PenstockError
 from runtime.executor import execute
-from runtime.plan import Kind, Policy
+from runtime.plan import Kind, Policy, saves
 from runtime.train.generation import STEP_TOKENS, Sample, check_prompts, generate, samples
 from tests import reference
 from tests.late_streams import LateStreams
@@ -61,7 +61,7 @@ def test_every_plan_and_lateness_says_the_same(policy):
 
 def test_training_goes_on_as_if_nothing_had_been_said():
     semantics, config = semantics_of("gemma2"), tiny_config("gemma2")
-    machine = machine_of(config, semantics, Policy(keep_blocks=(1,)))
+    machine = machine_of(config, semantics, Policy(save=saves(all=(1,))))
     for step in range(N_STEPS):
         generate(machine, [[1, 2, 3], [4]], 3, temperature=1.0)
         execute(machine.plan, machine, 1, step)

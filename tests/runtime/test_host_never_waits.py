@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.compute import compute
 from runtime.executor import execute
 from runtime.machines.cuda import CudaMachine
-from runtime.plan import Kind, Lane, Policy, Update
+from runtime.plan import Kind, Lane, Policy, Update, saves
 from tests.late_streams import machine_of
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import ADAMW, N_STEPS, Remembering, batches_of, differences, plain, plan_of, semantics_of
@@ -65,7 +65,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
     return set(machine.seen)
 
 
-REMEMBERING = [Policy(), Policy(keep_blocks=(1, 2)), Policy(product_blocks=(1,)), Policy(boundary_stride=2)]
+REMEMBERING = [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1,))), Policy(boundary_stride=2)]
 
 
 @pytest.mark.parametrize("policy", REMEMBERING, ids=["boundaries", "kept", "products", "strided"])

@@ -17,8 +17,8 @@ from runtime.compute.blocks import Templates, row_losses
 from runtime.compute.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
 from runtime.compute.pointwise import compiled, probes, swiglu
 from runtime.errors import WorkloadError
-from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.plan.workload import Model
+from runtime.plan import Plan, Policy, Semantics, Update, saves
+from runtime.plan.workload import Model, Saved
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
 from tests.training import asked, differences, fused, plain, plan_of, semantics_of, streamed
@@ -76,7 +76,7 @@ def test_a_rotary_embedding_in_one_node_has_the_bits_of_transformers_calls(data:
 def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: str) -> None:
     """Their field is in the semantics for what it says of memory and time: the plain loop is the eager one."""
     eager = semantics_of(model_type, compute_dtype=dtype)
-    policy = Policy(product_blocks=(1,))
+    policy = Policy(save=saves(products=(1,)))
     machine = streamed(tiny_config(model_type), dataclasses.replace(eager, pointwise="fused"), policy)
     assert any(type(m).__name__ == "forward" or "forward" in vars(m) for m in machine.compute.templates.layers[0].modules())
     assert differences(machine, plain(model_type, eager)) == []
@@ -84,10 +84,10 @@ def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: s
 
 POLICIES = [
     Policy(),
-    Policy(keep_blocks=(1, 2), accumulation_group=4),
+    Policy(save=saves(all=(1, 2)), accumulation_group=4),
     Policy(accumulation_group=2),
-    Policy(product_blocks=(1, 2), spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
-    Policy(attention_blocks=(1,), product_blocks=(2,), boundary_stride=1),
+    Policy(save=saves(products=(1, 2)), spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
+    Policy(save=saves(products=(2,), attention=(1,)), boundary_stride=1),
     Policy(boundary_stride=2),
 ]
 
@@ -95,8 +95,8 @@ POLICIES = [
 @pytest.mark.parametrize("policy", POLICIES, ids=asked)
 @pytest.mark.parametrize(("name", "tile"), [("qwen3", None), ("llama", 5), ("gpt_oss", None), ("mixtral", None)])
 def test_any_policy_trains_the_bits_of_the_plain_loop_with_its_kernels(name: str, tile: int | None, policy: Policy) -> None:
-    if policy.attention_blocks and name in EAGER_ONLY:
-        policy = dataclasses.replace(policy, attention_blocks=(), product_blocks=())
+    if Saved.ATTENTION in policy.save and name in EAGER_ONLY:
+        policy = dataclasses.replace(policy, save=())
     how = semantics_of(name, **fused(name), mlp_tile_tokens=tile)
     assert differences(streamed(tiny_config(name), how, policy), plain(name, how)) == []
 

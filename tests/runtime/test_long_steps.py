@@ -14,7 +14,7 @@ from planner.check.check import check
 from planner.lower.lower import lower_folded, lower_written_out
 from runtime.executor import Execution, OpError, StallError, execute
 from runtime.machine import NullMachine
-from runtime.plan import Kind, Lane, Plan, PlanFile, Policy, Semantics, Update, Wait
+from runtime.plan import Kind, Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
 from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import is_kept
 from tests.running import lines_of, make_home, penstock, plan_in, train, weights_sha
@@ -210,7 +210,7 @@ POLICIES = {
     "barrier, groups of two": Policy(accumulation_group=2, gradient_slots=2, prefetch_depth=2),
     "groups of three that spill": Policy(accumulation_group=3, spill_blocks=(1, 2), update=Update.DEFERRED, gradient_slots=3),
     "kept, resident, speculating": Policy(
-        keep_blocks=(2,), resident_blocks=(1, 5), speculate_blocks=(0, 2), update=Update.DEFERRED
+        save=saves(all=(2,)), resident_blocks=(1, 5), speculate_blocks=(0, 2), update=Update.DEFERRED
     ),
     "shared boundaries": Policy(boundary_stride=3, update=Update.DEFERRED),
 }

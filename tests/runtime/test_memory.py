@@ -14,7 +14,7 @@ from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.host.memory import Arenas, available_host_bytes
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Arena, Place, Policy, Slot, Update
+from runtime.plan import Arena, Place, Policy, Slot, Update, saves
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import ADAMW, batches_of, plan_of, semantics_of
 
@@ -98,7 +98,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(model_type, keep):
     """No graph, tensor, result or thread is left over, whether activations are kept or not."""
     semantics = semantics_of(model_type)
     config = tiny_config(model_type, num_hidden_layers=2)
-    plan = plan_of(config, semantics, Policy(keep_blocks=keep, accumulation_group=3, update=Update.DEFERRED))
+    plan = plan_of(config, semantics, Policy(save=saves(all=keep), accumulation_group=3, update=Update.DEFERRED))
     batches = batches_of(config["vocab_size"], 4, 16)
     machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
     machine.initialise(0)
@@ -141,7 +141,7 @@ def test_memory_does_not_grow_with_the_steps():
     """Autograd's graphs are out of Python's sight: had 40 steps left theirs, the process would hold 40 times `kept_bytes` more."""
     semantics = semantics_of("llama", seq_len=128)
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)
-    plan = plan_of(config, semantics, Policy(keep_blocks=(1, 2), accumulation_group=4))
+    plan = plan_of(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
     batches = batches_of(2000, 4, 128)
     machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
     machine.initialise(0)

@@ -134,7 +134,7 @@ def test_the_products_calls_and_traffic_of_a_forward_by_tiles_are_those_of_the_l
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 def test_each_tile_is_computed_again_once_in_backward(model_type: str) -> None:
     for block, loop in tiled_layers(model_type, "fp32", 48, SHAPES[0]):
-        again = block.recompute(Saved.BOUNDARY)
+        again = block.recompute(Saved.INPUT)
         assert again is not None
         with Work() as work:
             loop.backward(torch.randn_like(loop.x))
@@ -149,7 +149,7 @@ def test_each_tile_is_computed_again_once_in_backward(model_type: str) -> None:
 def test_a_backward_by_tiles_stays_within_its_transient_bytes_and_not_far_below(model_type: str) -> None:
     for dtype, shape in itertools.product(DTYPES, SHAPES):
         for block, loop in itertools.islice(tiled_layers(model_type, dtype, 48, shape), 1):
-            gradient, again = torch.randn_like(loop.x), block.recompute(Saved.BOUNDARY)
+            gradient, again = torch.randn_like(loop.x), block.recompute(Saved.INPUT)
             assert again is not None
             peak = peak_bytes(lambda: loop.backward(gradient))  # noqa: B023
             aside = PACKED_BYTES if dtype == "bf16" else 0

@@ -24,7 +24,7 @@ from runtime.executor import Execution, execute
 from runtime.host.optimizer import AdamW
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
 from runtime.train.evaluation import Evaluator
 from runtime.train.generation import generate
@@ -121,7 +121,7 @@ def differences(a: Remembering, b: Remembering) -> list[str]:
 def kept_whole(config, semantics: Semantics) -> Remembering:
     """Everything resident and nothing computed twice."""
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
-    return run(config, semantics, Policy(keep_blocks=layers, accumulation_group=semantics.n_micro_batches))
+    return run(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -190,10 +190,10 @@ def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(mode
     config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
     batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
     for policy in (
-        Policy(keep_blocks=(1, 2, 3), accumulation_group=4),
+        Policy(save=saves(all=(1, 2, 3)), accumulation_group=4),
         Policy(),
-        Policy(attention_blocks=(1, 2), accumulation_group=2),
-        Policy(product_blocks=(1, 3), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
+        Policy(save=saves(attention=(1, 2)), accumulation_group=2),
+        Policy(save=saves(products=(1, 3)), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
     ):
         machines.append(machine_for_both(config, semantics, policy, batches))
         execute(machines[-1].plan, machines[-1], N_STEPS)
@@ -223,11 +223,11 @@ class NeverWaits(CudaStreams):
         super().finish(stream)
 
 
-@pytest.mark.parametrize("policy", [Policy(), EVERYTHING, Policy(keep_blocks=(1, 2)), Policy(boundary_stride=2)])
+@pytest.mark.parametrize("policy", [Policy(), EVERYTHING, Policy(save=saves(all=(1, 2))), Policy(boundary_stride=2)])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
     semantics = semantics_of(model_type, experts="grouped_mm" if model_type in EXPERT_TYPES else "eager")
-    if model_type in ("gpt_oss",) and policy.product_blocks:
+    if model_type in ("gpt_oss",) and Saved.PRODUCTS in policy.save:
         pytest.skip("it adds biases to products in place, so none is saved")
     n_layers = 4 if policy is EVERYTHING else 2
     config = tiny_config(model_type, num_hidden_layers=n_layers)
@@ -345,7 +345,7 @@ def test_a_large_step_is_bound_by_what_the_plan_says_of_memory():
     config = tiny_config("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=8)
     config |= {"vocab_size": 8192, "max_position_embeddings": 2048, "num_hidden_layers": 3}
     semantics = semantics_of("llama", seq_len=2048, batch_size=4, micro_batch=4, loss_tile_tokens=1024)
-    plan = plan_of(config, semantics, Policy(keep_blocks=(2,)))
+    plan = plan_of(config, semantics, Policy(save=saves(all=(2,))))
     batches = batches_of(8192, 4, 2048)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -12,7 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import PenstockError, PlanError
-from runtime.plan import CONTRACT, LANE_OF, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import (
+    CONTRACT,
+    LANE_OF,
+    Arena,
+    Kind,
+    Lane,
+    Op,
+    Place,
+    Plan,
+    PlanFile,
+    Policy,
+    Semantics,
+    Slot,
+    Update,
+    Wait,
+    saves,
+)
 from runtime.plan.timeline import Span, Timeline, chrome_trace
 from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 from runtime.units import GB, TB, GiB, MiB, parse_bytes, show_bytes, show_rate, show_seconds
@@ -52,7 +68,7 @@ def small_plan() -> Plan:
     }
     return Plan(
         Semantics(8, 4, 2, clip_norm=None, mlp_tile_tokens=16, gradient_dtype="fp32"),
-        Policy(2, 1, 1, 2, (1,), Update.DEFERRED),
+        Policy(2, 1, 1, 2, saves(all=(1,)), Update.DEFERRED),
         Model({"model_type": "llama", "hidden_size": 8, "rope": {"theta": 1e4}, "note": "ø"}, "models/small", "small"),
         Workload((embedding, layer, head)),
         tuple(Arena(name, place, slots) for place, arenas in sizes.items() for name, slots in arenas.items()),
@@ -124,9 +140,7 @@ def plans(draw: st.DrawFn) -> Plan:
     policy = Policy(
         draw(st.integers(1, 9)),
         update=draw(st.sampled_from(Update)),
-        keep_blocks=tuple(range(n_layers)),
-        attention_blocks=(1,),
-        product_blocks=tuple(range(draw(st.integers(0, n_layers)))),
+        save=saves(all=tuple(range(n_layers)), products=tuple(range(draw(st.integers(0, n_layers)))), attention=(1,)),
         boundary_stride=draw(st.integers(1, 9)),
         speculate_blocks=tuple(range(draw(st.integers(0, n_layers)))),
     )
@@ -463,7 +477,7 @@ def _nested(depth: int) -> list[Any]:
 
 
 TIER = {
-    "saved": "boundary", "saved_bytes": 0, "transient_bytes": 9, "n_matmuls": 1, "attention": True, "pointwise_bytes": 9,
+    "saved": "input", "saved_bytes": 0, "transient_bytes": 9, "n_matmuls": 1, "attention": True, "pointwise_bytes": 9,
     "n_kernels": 3,
 }  # fmt: skip
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {

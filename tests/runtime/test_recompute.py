@@ -16,7 +16,7 @@ from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES
 
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
 FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
-STORED = {Saved.BOUNDARY: set[str](), Saved.ATTENTION: FUSED, Saved.PRODUCTS: WITH_WEIGHTS | FUSED}
+STORED = {Saved.INPUT: set[str](), Saved.ATTENTION: FUSED, Saved.PRODUCTS: WITH_WEIGHTS | FUSED}
 
 Case = tuple[str, str, str, str]
 
@@ -66,7 +66,7 @@ def checkpointed(
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         watch: AbstractContextManager[Any] = work or nullcontext()
-        if selection.saved is Saved.BOUNDARY:
+        if selection.saved is Saved.INPUT:
             return nullcontext(), watch
         first, again = create_selective_checkpoint_contexts(selection)  # type: ignore[no-untyped-call]
         return inside(selection, first), inside(watch, again)
@@ -90,7 +90,7 @@ def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Sele
 
 def n_reached(layer: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> int:
     """Products with weights that recompute from the boundary really makes."""
-    calls = watched(layer, x, kwargs, Selection(Saved.BOUNDARY, 0)).calls
+    calls = watched(layer, x, kwargs, Selection(Saved.INPUT, 0)).calls
     return sum(calls[name] for name in WITH_WEIGHTS)
 
 
@@ -107,7 +107,7 @@ def ways_of(
     """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
     for size in sizes:
         for block, layer, x, kwargs in layers_of(case, *size, **overrides):
-            for saved in Saved:
+            for saved in STORED:
                 recompute = block.recompute(saved)
                 assert (recompute is not None) == can(case, saved)
                 if recompute is not None:

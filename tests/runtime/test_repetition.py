@@ -18,7 +18,7 @@ from planner.lower.lower import FEWEST_FOLDED, lower, lower_folded, lower_writte
 from planner.lower.waits import with_waits
 from planner.predict.simulate import MAX_CYCLE_STEPS, simulate
 from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Op, Plan, PlanFile, Policy, Repeat, Semantics, Update, Wait
+from runtime.plan import Kind, Lane, Op, Plan, PlanFile, Policy, Repeat, Semantics, Update, Wait, saves
 from runtime.plan.ops import MAX_REPETITIONS
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.repetition import shortened, unrolled
@@ -356,7 +356,7 @@ PLANS = {
     "groups of two that spill": small(11, n_layers=2, accumulation_group=2, spill_blocks=(0, 1), gradient_slots=2),
     "two groups a repetition": small(9, n_layers=3, boundary_stride=3, prefetch_depth=1),
     "barrier": small(6, n_layers=3, update=Update.BARRIER, prefetch_depth=2, gradient_slots=2, resident_blocks=(1, 4)),
-    "speculating": small(6, n_layers=2, speculate_blocks=(0, 2), keep_blocks=(2,)),
+    "speculating": small(6, n_layers=2, speculate_blocks=(0, 2), save=saves(all=(2,))),
 }
 
 

@@ -15,7 +15,7 @@ from runtime.batch import Batch
 from runtime.compute.recompute import Replay
 from runtime.executor import execute
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Lane, Plan, Policy, Semantics, Update
+from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
 from tests.real_layers import SIZES, Work, cases, tensors
 from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
@@ -48,13 +48,13 @@ def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case
 
 
 REMEMBERING = {
-    "keep": Policy(keep_blocks=(1, 2)),
+    "keep": Policy(save=saves(all=(1, 2))),
     "boundaries": Policy(),
     "strided": Policy(boundary_stride=2),
-    "products": Policy(product_blocks=(1, 2)),
-    "attention": Policy(attention_blocks=(1, 2)),
-    "attention, spilled": Policy(attention_blocks=(1, 2), spill_blocks=(0, 1)),
-    "all ways at once": Policy(keep_blocks=(1,), product_blocks=(2,), attention_blocks=(3,)),
+    "products": Policy(save=saves(products=(1, 2))),
+    "attention": Policy(save=saves(attention=(1, 2))),
+    "attention, spilled": Policy(save=saves(attention=(1, 2)), spill_blocks=(0, 1)),
+    "all ways at once": Policy(save=saves(all=(1,), products=(2,), attention=(3,))),
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 4}
 
@@ -64,7 +64,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hid
 def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
     """Of the device's memory beyond the arenas, as the allocator's own records tell, op by op."""
     policy = replace(REMEMBERING[way], accumulation_group=2)
-    if policy.attention_blocks and model_type in EAGER_ONLY:
+    if Saved.ATTENTION in policy.save and model_type in EAGER_ONLY:
         pytest.skip("attention that is spelled out has no one result to save")
     plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), policy)
     left_bytes, peak_bytes = device_bytes(plan)

@@ -11,7 +11,7 @@ import torch
 from runtime.executor import execute
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams
-from runtime.plan import Kind, Lane, Policy
+from runtime.plan import Kind, Lane, Policy, saves
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Remembers, batches_of, differences, plain, plan_of, scheduled, semantics_of
@@ -126,7 +126,7 @@ def test_torch_is_asked_for_blocking_events_named_ranges_locked_slabs_and_backwa
             super().work(index, op, step)
 
     semantics, config = semantics_of("llama"), tiny_config("llama")
-    plan, batches = plan_of(config, semantics, Policy(product_blocks=(1,))), batches_of(96, 4, 16)
+    plan, batches = plan_of(config, semantics, Policy(save=saves(products=(1,)))), batches_of(96, 4, 16)
     machine = Watched(plan, lambda step: batches[step], scheduled, streams=OnTheCpu())
     machine.initialise(7)
     timeline = execute(plan, machine, N_STEPS)

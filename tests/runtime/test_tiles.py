@@ -13,8 +13,8 @@ from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import OpError, execute
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Lane, Plan, Policy
-from runtime.plan.workload import Model
+from runtime.plan import Kind, Lane, Plan, Policy, saves
+from runtime.plan.workload import Model, Saved
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
@@ -68,7 +68,7 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit(mo
     assert differences(machine, (kept_whole if dropout else plain)(model_type, how, key)) == []
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(keep_blocks=(1, 2)), Policy(product_blocks=(1, 2))], ids=asked)
+@pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1, 2)))], ids=asked)
 def test_of_many_tiles_the_gradients_are_added_in_ascending_order(policy: Policy) -> None:
     """In fp32, where sums of three and more depend on it."""
     how = semantics_of("llama", micro_batch=2, mlp_tile_tokens=3, compute_dtype="fp32")
@@ -85,7 +85,7 @@ def test_the_backward_of_a_tile_finds_weights_in_whichever_slot_they_are_by_then
 
 def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str = "fp32") -> Plan:
     policy = replace(REMEMBERING[way], accumulation_group=2)
-    if policy.attention_blocks and model_type in EAGER_ONLY:
+    if Saved.ATTENTION in policy.save and model_type in EAGER_ONLY:
         pytest.skip("attention that is spelled out has no one result to save")
     how = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype=dtype, loss_tile_tokens=16, mlp_tile_tokens=tile)
     return plan_of(tiny_config(model_type, **WIDE), how, policy)
@@ -113,7 +113,7 @@ def test_the_products_that_are_run_by_tiles_are_those_of_the_plan(model_type: st
             continue
         a, products = block.attention, sum(m.flop for m in block.matmuls)
         squares = 4 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 if model_type in EAGER_ONLY else 0
-        if op.kind is Kind.BACKWARD and op.block not in plan.policy.keep_blocks:
+        if op.kind is Kind.BACKWARD and plan.saved(op.block) is not Saved.ALL:
             recompute = block.recompute(plan.saved(op.block))
             assert recompute is not None
         again = sum(m.flop for m in recompute.matmuls) + squares * recompute.attention if recompute else 0
@@ -209,5 +209,5 @@ def test_experts_by_tiles_are_refused_by_the_runtime_too(model_type: str) -> Non
 def test_a_type_with_experts_runs_by_tiles_where_no_layer_has_any() -> None:
     overrides = (("decoder_sparse_step", 9), ("num_hidden_layers", 2))
     how = semantics_of("qwen3_moe", mlp_tile_tokens=7)
-    machine = streamed(tiny_config("qwen3_moe", **dict(overrides)), how, Policy(product_blocks=(2,)))
+    machine = streamed(tiny_config("qwen3_moe", **dict(overrides)), how, Policy(save=saves(products=(2,))))
     assert differences(machine, plain("qwen3_moe", how, overrides)) == []

@@ -13,7 +13,7 @@ from runtime.checkpoint.checkpoint import load_state
 from runtime.errors import CheckpointError
 from runtime.executor import Stop, execute
 from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Policy, Update
+from runtime.plan import Kind, Policy, Update, saves
 from runtime.settings import CheckpointSettings, decays
 from runtime.train.log import keep_lines_up_to
 from runtime.train.trainer import DeviceMemoryError, Metrics, Training
@@ -78,7 +78,7 @@ def test_a_step_that_stops_the_run_leaves_the_state_of_the_step_before(tmp_path)
 def test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbroken_one(tmp_path, save_every, master_dtype):
     """Deferred updates are done before a checkpoint is written; a skipped step before it is not forgotten."""
     fields = {"on_nonfinite": "skip", "master_dtype": master_dtype}
-    policy = Policy(update=Update.DEFERRED, keep_blocks=(1, 2), accumulation_group=4)
+    policy = Policy(update=Update.DEFERRED, save=saves(all=(1, 2)), accumulation_group=4)
     whole = training(tmp_path / "whole", policy, Infinite, **fields)
     whole.run(0, 9, lambda metrics: None)
     first = training(tmp_path / "parts", policy, Infinite, save_every=save_every, **fields)
@@ -140,7 +140,7 @@ def test_a_machine_that_failed_in_an_update_is_put_right_by_a_checkpoint(tmp_pat
 
     whole = training(tmp_path / "whole", Policy())
     whole.run(0, 5, lambda metrics: None)
-    run = training(tmp_path / "broken", Policy(keep_blocks=(1,)), BreaksInUpdate, save_every=2)
+    run = training(tmp_path / "broken", Policy(save=saves(all=(1,))), BreaksInUpdate, save_every=2)
     with pytest.raises(RuntimeError, match="update cpu b2 failed: OSError: gone"):
         run.run(0, 5, lambda metrics: None)
     run.resume(load_state(tmp_path / "broken" / "checkpoint-2"))
@@ -174,7 +174,7 @@ def test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_t
     class Asked(AsksAt):
         pass
 
-    policy = Policy(update=update, accumulation_group=4, keep_blocks=(1,))
+    policy = Policy(update=update, accumulation_group=4, save=saves(all=(1,)))
     first = training(tmp_path, policy, Asked, save_every, background)
     Asked.stop, Asked.at = first.stop, at
     first.run(0, 6, lambda metrics: None)
