@@ -18,8 +18,9 @@ from planner.predict.faster import Group, faster
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.bounds import machine_bound, policy_bounds
+from planner.search.climb import AWAY
 from planner.search.relax import Relaxation
-from planner.search.space import eager_is_legal, family_of, with_saved
+from planner.search.space import Way, eager_is_legal, family_of, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import can_square, refuse_illegal
@@ -231,9 +232,9 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         return replace(policy, update=rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED, speculate_blocks=())
 
     def saving(rng: random.Random) -> Policy:
-        block, saved = rng.choice(layers), rng.choice([*Saved])
+        block, way = rng.choice(layers), rng.choice([*map(Way, Saved), *AWAY])
         every = layers if rng.random() < 0.5 else [block]
-        found = with_saved(policy, dict.fromkeys(every, saved))
+        found = with_ways(policy, dict.fromkeys(every, way))
         return replace(found, spill_blocks=tuple(b for b in policy.spill_blocks if found.saved(b + 1) is not Saved.ALL))
 
     def toggled(name: str, blocks: range) -> Any:

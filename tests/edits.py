@@ -15,7 +15,7 @@ from tests.strategies import MODEL, PROFILE, small_workload
 def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **policy: Any) -> Plan:
     eager = policy.get("update") is Update.EAGER
     semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, clip_norm=None if eager else 1.0)
-    workload = small_workload(n_layers, tied)
+    workload = small_workload(n_layers, tied, saving="offload_blocks" in policy)
     return lower(MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE)
 
 

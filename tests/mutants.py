@@ -148,14 +148,17 @@ def _with_operand(op: Op, n: int, *operands: Operand) -> Op:
     return replace(op, operands=(*op.operands[:n], *operands, *op.operands[n + 1 :]))
 
 
+LEFT_BEFORE = {Kind.FETCH_ACTIVATION: Kind.OFFLOAD_ACTIVATION, Kind.FETCH_SAVED: Kind.OFFLOAD_SAVED}
+
+
 def _fetch_early(plan: Plan) -> Mutants:
-    """A fetch as the first op of its lane, waiting for nothing; or before the spill that it returns, which waits for it."""
+    """A fetch as the first op of its lane, waiting for nothing; or before what it returns has left, which waits for it."""
     for i, op in enumerate(plan.ops):
-        if op.kind is Kind.FETCH_ACTIVATION:
+        if op.kind in LEFT_BEFORE:
             first = next(j for j, other in enumerate(plan.ops) if other.lane is op.lane)
             bare = _with_op(plan, i, replace(op, waits=()))
             yield f"first in its lane: op {i}: {op}", _moved(bare, i, first)
-            key = Kind.OFFLOAD_ACTIVATION, op.block, op.micro_batch
+            key = LEFT_BEFORE[op.kind], op.block, op.micro_batch
             for spill, other in enumerate(plan.ops):
                 if (other.kind, other.block, other.micro_batch) == key:
                     later = replace(other, waits=(*other.waits, Wait(i)))
@@ -341,6 +344,8 @@ def _other_policy(plan: Plan) -> Mutants:
         yield f"resident {sorted(resident)}", replace(plan, policy=replace(policy, resident_blocks=tuple(sorted(resident))))
         yield f"spilled {sorted(spill)}", replace(plan, policy=replace(policy, spill_blocks=tuple(sorted(spill))))
         squared = tuple(sorted(set(policy.square_blocks) ^ {b}))
+        away = tuple(sorted(set(policy.offload_blocks) ^ {b}))
+        yield f"offloaded {away}", replace(plan, policy=replace(policy, offload_blocks=away))
         yield f"squared {squared}", replace(plan, policy=replace(policy, square_blocks=squared))
         speculating = tuple(sorted(set(policy.speculate_blocks) ^ {b}))
         yield f"speculating {speculating}", replace(plan, policy=replace(policy, speculate_blocks=speculating))
@@ -389,6 +394,8 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "drop offload_gradient": _drops({Kind.OFFLOAD_GRADIENT}),
     "drop offload_activation": _drops({Kind.OFFLOAD_ACTIVATION}),
     "drop fetch_activation": _drops({Kind.FETCH_ACTIVATION}),
+    "drop offload_saved": _drops({Kind.OFFLOAD_SAVED}),
+    "drop fetch_saved": _drops({Kind.FETCH_SAVED}),
     "drop recompute": _drops({Kind.RECOMPUTE}),
     "drop a speculate or a settle": _drops({Kind.SPECULATE, Kind.SETTLE}),
     "drop any other op": _drops(
@@ -398,6 +405,8 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
             Kind.OFFLOAD_GRADIENT,
             Kind.OFFLOAD_ACTIVATION,
             Kind.FETCH_ACTIVATION,
+            Kind.OFFLOAD_SAVED,
+            Kind.FETCH_SAVED,
             Kind.RECOMPUTE,
             Kind.SPECULATE,
             Kind.SETTLE,
@@ -420,6 +429,7 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "load into another weight slot": _move_load,
     "read or write another slot": _change_slot,
     "spill or fetch through another slot": lambda plan: _other_slots(plan, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}),
+    "what is saved through another slot": lambda plan: _other_slots(plan, {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}),
     "a slot of another arena": _other_arena,
     "another policy": _other_policy,
     "change the block": _change_block,
@@ -492,6 +502,14 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         "bf16",
         {"square_blocks": (0, 1, 2, 3, 4), "accumulation_group": 2, "gradient_slots": 2, "offload_late_blocks": 1},
     ),
+    (
+        4,
+        2,
+        False,
+        "bf16",
+        {"save": saves(all=(4,), products=(1, 2, 3)), "offload_blocks": (1, 3), "accumulation_group": 2, "spill_blocks": (0, 1)},
+    ),
+    (3, 3, True, "bf16", {"save": saves(products=(1, 2, 3)), "offload_blocks": (1, 2, 3), "update": Update.DEFERRED}),
     (2, 1, False, "bf16", {"square_blocks": (1, 3), "update": Update.EAGER, "gradient_slots": 2}),
     (
         3,
@@ -519,7 +537,7 @@ def sample_plans() -> list[Plan]:
             compute_dtype=dtype,  # type: ignore[arg-type]
             clip_norm=None if policy.update is Update.EAGER else 1.0,
         )
-        made.append(lower(MODEL, small_workload(n_layers, tied), semantics, policy, PROFILE))
+        made.append(lower(MODEL, small_workload(n_layers, tied, bool(policy.offload_blocks)), semantics, policy, PROFILE))
     return made
 
 

@@ -80,8 +80,13 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 new["weights"] = name("weights", b, values["state"], values.get("tied"))
             case Kind.FORWARD | Kind.RECOMPUTE:
                 new["y"] = name("forward", b, m, step, values.get("weights"), values.get("x"))
+                new["saved"] = name("saved", new["y"])
+            case Kind.OFFLOAD_SAVED:
+                new["offloaded"] = values["saved"]
+            case Kind.FETCH_SAVED:
+                new["saved"] = values["offloaded"]
             case Kind.LOSS | Kind.BACKWARD:
-                term = name("gradients", op.kind, b, m, step, *(values.get(n) for n in ("weights", "x", "y")))
+                term = name("gradients", op.kind, b, m, step, *(values.get(n) for n in ("weights", "x", "y", "saved")))
                 if op.kind is Kind.LOSS:
                     results.append(("loss", step, m, term))
                 new["x"] = name("of input", term)
@@ -132,8 +137,10 @@ def _misplaced(original: Plan, mutant: Plan) -> str | None:
     leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
     ring = [max(leaving)] * (2 * group + 1) if leaving else []
     squared = [8 * len(blocks[b].parameters) for b in original.policy.square_blocks]
+    saved = [original.recompute(b).slot_bytes for b in original.policy.offload_blocks]
+    left = {"offloaded": [n for n in saved for _ in range(group)], "saved": [max(saved, default=0)] * 2}
     all_squared = [8 * sum(len(b.parameters) for b in blocks), *squared]
-    rounded_up = {"activations": staying + ring, "spilled": leaving, "squares": squared, "norm": all_squared}  # in the original
+    rounded_up = {"activations": staying + ring, "spilled": leaving, "squares": squared, "norm": all_squared, **left}  # originally
     used = {slot for op in mutant.ops for _, slot in op.operands}
     for a, b in zip(original.arenas, mutant.arenas, strict=True):
         starts = [0, *accumulate(b.slot_bytes)]

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.lower.lower import lower
-from planner.search.space import with_saved
+from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.plan.legality import can_square
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -177,8 +177,8 @@ def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
     return Workload(blocks, tuple(map(less, blocks)) if n_left else ())
 
 
-def small_workload(n_layers: int, tied: bool) -> Workload:
-    """A fixed workload: layers of different sizes, every weight a few elements."""
+def small_workload(n_layers: int, tied: bool, saving: bool = False) -> Workload:
+    """A fixed workload: layers of different sizes, every weight a few elements. `saving`: they can save their products."""
     layers = tuple(
         Block(
             f"layer {i}",
@@ -189,6 +189,7 @@ def small_workload(n_layers: int, tied: bool) -> Workload:
             boundary_bytes=64,
             kept_bytes=100 * (i + 1),
             transient_bytes=1000,
+            tiers=(Tier(Saved.PRODUCTS, 300 * (i + 1), 900, 0, False, 0, 1, n_saved=2),) if saving else (),
         )
         for i in range(n_layers)
     )
@@ -219,7 +220,9 @@ def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
     for b in range(1, n + 1):
         can = [saved for saved in Saved if blocks[b].recompute(saved)]
         save.append(draw(st.sampled_from([saved for saved in can if saved is not Saved.ALL or b - 1 not in spill])))
-    return {"spill_blocks": spill, "save": with_saved(Policy(), dict(enumerate(save, start=1))).save}
+    away = tuple(b for b, saved in enumerate(save, start=1) if saved in (Saved.ATTENTION, Saved.PRODUCTS) and draw(st.booleans()))
+    policy = with_ways(Policy(), {b: Way(saved, b in away) for b, saved in enumerate(save, start=1)})
+    return {"spill_blocks": spill, "offload_blocks": policy.offload_blocks, "save": policy.save}
 
 
 @st.composite

@@ -275,18 +275,21 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
     # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
     n_elements = [sum(p.n_elements for p in block.parameters) for block in plan.workload.blocks]  # without padding
     for direction, kinds in (
-        ("h2d", (Kind.LOAD, Kind.FETCH_ACTIVATION)),
-        ("d2h", (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_ACTIVATION)),
+        ("h2d", (Kind.LOAD, Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)),
+        ("d2h", (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED)),
     ):
         n_bytes = 0
         for i, op in enumerate(plan.ops):
             if op.kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION) and op.kind in kinds:
                 n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
+            elif op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED) and op.kind in kinds:
+                n_bytes += plan.often(i) * plan.recompute(op.block, op.micro_batch).saved_bytes
             elif op.kind in kinds:
                 n_bytes += plan.often(i) * n_elements[op.block] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:
-            what = f"its {' and '.join(kinds)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"
+            there = [kind for kind in kinds if any(op.kind is kind for op in plan.ops)]
+            what = f"its {' and '.join(there)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"
             raise PlanError(f"claim: a step of {show_seconds(step_s)}, but {what}; {AGAIN}")
 
 

@@ -84,11 +84,20 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: FP32 * (layer if i < first_vocab_sum else vocab))
     if squares:
         needs["squares"] = _Need(Place.DEVICE, len(squares), lambda i: squares[i])
+    if saved := [_saved_bytes(plan, b) for b in shape.offloaded]:
+        needs["saved"] = _Need(Place.DEVICE, None, lambda i: max(saved))
+        needs["offloaded"] = _Need(Place.HOST, len(saved) * group, lambda i: saved[i // group])
     if spilled:
         needs["spilled"] = _Need(Place.HOST, len(spilled) * group, lambda i: spilled[i // group])
     if not shape.reduced:
         needs["staging"] = _Need(Place.HOST, None, lambda i: vocab * FP32 if i == last["staging"] else layer * wire, least=2)
     return needs
+
+
+def _saved_bytes(plan: Plan, block: int) -> int:
+    """Of what a layer saves of one micro-batch besides its input, each tensor at an aligned place."""
+    tier = next(tier for tier in plan.workload.blocks[block].tiers if tier.saved is plan.policy.saved(block))
+    return tier.saved_bytes + tier.n_saved * ALIGN_BYTES
 
 
 def check_arenas(plan: Plan, shape: Shape) -> None:
@@ -131,15 +140,16 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
     shadow: _Operands = [("shadow", _slot("state", shape.n_blocks + shape.shadows[b]))] if b in shape.shadows else []
     squares: _Operands = [("squares", _slot("squares", shape.squared[b]))] if b in shape.squared else []
     sums: _Operands = [("norm", _slot("norm", 1 + shape.squared[b]))] if b in shape.squared else []
+    saved: _Operands = [("saved", ("saved", range(sizes["saved"])))] if b in shape.offloaded else []
     match op.kind:
         case Kind.LOAD:
             return [state, *([("tied", _slot("state", 0))] if b == shape.head and shape.tied else []), weights]
         case Kind.FORWARD | Kind.RECOMPUTE:
-            return [weights, *below, *above]
+            return [weights, *below, *above, *saved]
         case Kind.LOSS:
             return [weights, *below, *_expected_sums(shape, op, gradient)]
         case Kind.BACKWARD:
-            return [*([weights] if b else []), *above, *below, *_expected_sums(shape, op, gradient)]
+            return [*([weights] if b else []), *above, *below, *saved, *_expected_sums(shape, op, gradient)]
         case Kind.SQUARE:
             return [gradient, *squares]
         case Kind.OFFLOAD_GRADIENT if not shape.reduced:
@@ -157,6 +167,10 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             return [*arrived, state, *shadow]
         case Kind.SETTLE:
             return [*arrived, norm, state, *shadow]
+        case Kind.OFFLOAD_SAVED:
+            return [*saved, ("offloaded", shape.offload(b, m))]
+        case Kind.FETCH_SAVED:
+            return [("offloaded", shape.offload(b, m)), *saved]
         case Kind.OFFLOAD_ACTIVATION:
             return [*above, ("spilled", shape.spill(b, m))]
         case Kind.FETCH_ACTIVATION:
@@ -225,6 +239,9 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
             if b in shape.spilled:
                 yield Kind.OFFLOAD_ACTIVATION, b, m
                 yield Kind.FETCH_ACTIVATION, b, m
+            if b in shape.offloaded:
+                yield Kind.OFFLOAD_SAVED, b, m
+                yield Kind.FETCH_SAVED, b, m
             if not shape.reduced:
                 yield Kind.OFFLOAD_GRADIENT, b, m
                 yield Kind.ACCUMULATE, b, m
@@ -261,6 +278,8 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
         raise wrong(i, op, "the head has a loss op, the other blocks forward and backward")
     if kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION) and b not in shape.spilled:
         raise wrong(i, op, "under this policy the output of the block does not spill")
+    if kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED) and b not in shape.offloaded:
+        raise wrong(i, op, "under this policy what the block saves stays on the device")
     if kind is Kind.RECOMPUTE and b not in shape.shared:
         raise wrong(i, op, "under this policy the output of the block stays, or is recomputed by its backward")
     if kind in (Kind.SPECULATE, Kind.SETTLE) and b not in shape.shadows:

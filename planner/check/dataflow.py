@@ -51,6 +51,8 @@ class _Memory:
                 if b:
                     self.need("x", "output", b - 1, m)
                 self.put("y", "output", m)
+                if op.get("saved") is not None:
+                    self.put("saved", "saved activations", m)
             case Kind.LOSS:
                 self.need("weights", "weights", b)
                 self.need("x", "output", b - 1, m)
@@ -60,6 +62,8 @@ class _Memory:
                     self.need("weights", "weights", b)
                     self.need("x", self.come_back(b - 1), b - 1, m)
                 self.need("y", "output gradient", b, m)
+                if op.get("saved") is not None:
+                    self.need("saved", "fetched saved activations", b, m)
                 self.differentiate()
             case Kind.RECOMPUTE:
                 self.need("weights", "weights", b)
@@ -71,6 +75,12 @@ class _Memory:
             case Kind.FETCH_ACTIVATION:
                 self.need("spilled", "spilled output", b, m)
                 self.put("y", "fetched output", m)
+            case Kind.OFFLOAD_SAVED:
+                self.need("saved", "saved activations", b, m)
+                self.put("offloaded", "offloaded saved activations", m)
+            case Kind.FETCH_SAVED:
+                self.need("offloaded", "offloaded saved activations", b, m)
+                self.put("saved", "fetched saved activations", m)
             case Kind.SQUARE:
                 self.need("gradient", "gradient", b)
                 self.put("squares", "squares")

@@ -35,6 +35,7 @@ class Shape:
     gradient_slots: int  # for layers
     resident: dict[int, int]  # block: its place among those whose weights stay
     spilled: dict[int, int]  # block: its place among those whose output spills
+    offloaded: dict[int, int]  # layer: its place among those whose saved activations go to the host
     shared: dict[int, int]  # block whose output is computed again: its place among those that share slots
     standing: dict[int, int]  # block: its place among those whose output has slots of its own
     shadows: dict[int, int]  # speculating block: its place among them
@@ -59,6 +60,7 @@ class Shape:
             gradient_slots=policy.gradient_slots,
             resident=_places(sorted(set(policy.resident_blocks))),
             spilled=_places(sorted(spills)),
+            offloaded=_places(sorted(set(policy.offload_blocks))),
             shared=shared,
             standing=_places(b for b in range(head) if b not in spills and b not in shared),
             shadows=_places(b for b in policy.speculate_blocks if b < n_blocks),
@@ -118,6 +120,9 @@ class Shape:
     def sums_layers(self) -> bool:
         """Whether the device adds up layers' gradients."""
         return self.reduced and self.n_micro_batches > 1
+
+    def offload(self, block: int, micro_batch: int) -> Expected:
+        return _one("offloaded", self.offloaded[block] * self.group + micro_batch % self.group)
 
     def spill(self, block: int, micro_batch: int) -> Expected:
         return _one("spilled", self.spilled[block] * self.group + micro_batch % self.group)

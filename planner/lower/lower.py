@@ -50,7 +50,8 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy) -> int:
     n_written = min(n, FOLDED_GROUPS * group) if is_long(workload, semantics, policy) else n
     per_micro_batch = 2 if group >= n else 4  # forward, backward, and where the host adds up gradients, offload and accumulate
     per_micro_batch += 1 if policy.boundary_stride > 1 else 0
-    n_computed = n_written * (per_micro_batch * len(workload.blocks) + 2 * len(policy.spill_blocks))
+    n_moved = 2 * (len(policy.spill_blocks) + len(policy.offload_blocks))
+    n_computed = n_written * (per_micro_batch * len(workload.blocks) + n_moved)
     return n_computed + 2 * -(-n_written // group) * len(workload.blocks)
 
 

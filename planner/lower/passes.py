@@ -13,7 +13,7 @@ from runtime.plan import CONTRACT, Kind, Op, Setup, Slot, Update
 from runtime.plan.ops import Operand
 from runtime.plan.workload import BlockKind
 
-from .arenas import N_STAGING_SLOTS, eager_ring, spill_ring_slots, staying, sums_layers, vocab_slot_is_sum
+from .arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, eager_ring, spill_ring_slots, staying, sums_layers, vocab_slot_is_sum
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ def drafts(plan: Setup, rings_go_on: bool = True) -> list[Draft]:
     ops: Iterable[Draft] = computed(plan)
     ops = with_weights(plan, ops)
     ops = with_activations(plan, ops, rings_go_on)
+    ops = with_saved(plan, ops, rings_go_on)
     ops = with_gradients(plan, ops, rings_go_on)
     for one_pass in (with_squares, with_late_offloads, with_updates, with_barrier):
         ops = one_pass(plan, ops)
@@ -169,6 +170,25 @@ def with_activations(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> I
                     yield op.uses(y=at(block, m), x=at(block - 1, m))
                 case _:
                     yield op
+
+
+def with_saved(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> Iterator[Draft]:
+    """What a layer saves leaves after its forward, and is back for its backward, through slots that all such layers share."""
+    group, place = plan.policy.accumulation_group, {b: i for i, b in enumerate(plan.policy.offload_blocks)}
+    ring = _Ring("saved", 0, N_SAVED_SLOTS)
+    for op in ops:
+        b, m = op.block, op.micro_batch or 0
+        if op.kind is Kind.FORWARD and b == 0 and m % group == 0 and not ring_goes_on:
+            ring.begin_anew()
+        if b not in place or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            yield op
+            continue
+        saved, offloaded = ring.next(), Slot("offloaded", place[b] * group + m % group)
+        if op.kind is Kind.BACKWARD:
+            yield Draft(Kind.FETCH_SAVED, b, m).uses(offloaded=offloaded, saved=saved)
+        yield op.uses(saved=saved)
+        if op.kind is Kind.FORWARD:
+            yield Draft(Kind.OFFLOAD_SAVED, b, m).uses(saved=saved, offloaded=offloaded)
 
 
 def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iterator[Draft]:

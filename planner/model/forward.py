@@ -213,7 +213,7 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
         scratch_bytes = 0 if s.grouped else 2 * elements * tape.item_bytes
         y = tape.step(
             [x], out, saves=[x], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes, n_calls=each,
-            call=Call.OVERWRITTEN if s.bias and s.grouped else Call.PRODUCT, matmuls=s.products(k, n),
+            call=(Call.OVERWRITTEN if s.bias else Call.GROUPED) if s.grouped else Call.PRODUCT, matmuls=s.products(k, n),
         )  # fmt: skip
         if s.bias:  # the bias of each row's expert, then the sum
             bias = Tensor(out if s.grouped else 0, tape.item_bytes, differentiable=False)

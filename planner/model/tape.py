@@ -33,6 +33,7 @@ class Call(Enum):
     """What a step is, as far as it matters for what is saved and what is counted as pointwise work."""
 
     PRODUCT = "product"  # with a weight
+    GROUPED = "grouped"  # such products of all experts in one call, which says where it puts what it makes
     OVERWRITTEN = "overwritten"  # such a product, but what it makes is changed in place: nobody can save it
     ATTENTION = "attention"  # fused, or one of the products it is spelled out in
     POINTWISE = "pointwise"
@@ -195,16 +196,18 @@ class Tape:
 
     def _tier(self, saved: Saved, shared_bytes: int) -> Tier:
         again = self._again(saved, early_stop=True)
-        reached = [(count, s) for count, steps in self._again(None, early_stop=True) for s in steps]
+        kept = [(count, s) for count, steps in self._again(None, early_stop=True) for s in steps if _is_saved(s, saved)]
         return Tier(
             saved,
-            sum(count * t.n_bytes for count, s in reached if _is_saved(s, saved) for t in s.made),
+            sum(count * t.n_bytes for count, s in kept for t in s.made),
             self.backward_peak_bytes(saved, early_stop=True) + shared_bytes,
             len(_matmuls(again)),
             any(s.call is Call.ATTENTION for _, steps in again for s in steps),
             sum(count * s.moved_bytes for count, steps in again for s in steps),
             sum(count * s.n_calls for count, steps in again for s in steps),
             _fused_bytes(again),
+            sum(count * (s.n_calls if s.matmuls else len(s.made)) for count, s in kept),
+            sum(count * t.n_bytes for count, s in kept for t in s.made if s.call is not Call.PRODUCT),
         )
 
     def _again(self, saved: Saved | None, early_stop: bool) -> list[tuple[int, list[Step]]]:
@@ -269,7 +272,7 @@ def _is_saved(step: Step, saved: Saved | None) -> bool:
         case Saved.ATTENTION:
             return _is_fused(step)
         case Saved.PRODUCTS:
-            return step.call is Call.PRODUCT or _is_fused(step)
+            return step.call in (Call.PRODUCT, Call.GROUPED) or _is_fused(step)
         case Saved.ALL:
             return True
 

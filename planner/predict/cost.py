@@ -58,7 +58,7 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
 
 
 # Kind, block; first and last micro-batch; what of the policy matters to one op
-_Key = tuple[Kind, int, bool, bool, Saved, bool, bool, bool]
+_Key = tuple[Kind, int, bool, bool, Saved, bool, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class CostModel:
         policy, b = plan.policy, op.block
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        key = (op.kind, self.alike.get(b, b), first, last, policy.saved(b), plan.reduced, *squared)
+        key = (op.kind, self.alike.get(b, b), first, last, policy.saved(b), b in policy.offload_blocks, plan.reduced, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -116,8 +116,15 @@ class CostModel:
                 return self._copy("d2h", block.boundary_bytes)
             case Kind.FETCH_ACTIVATION:
                 return self._copy("h2d", block.boundary_bytes)
+            case Kind.OFFLOAD_SAVED:
+                return self._copy("d2h", plan.recompute(op.block, op.micro_batch).slot_bytes)
+            case Kind.FETCH_SAVED:
+                return self._copy("h2d", plan.recompute(op.block, op.micro_batch).slot_bytes)
             case Kind.FORWARD | Kind.RECOMPUTE:
-                return self._compute(self.forward_s(block, plan.semantics), block.pointwise_bytes)
+                leaving = op.block in plan.policy.offload_blocks
+                copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
+                seconds = self.forward_s(block, plan.semantics) + copied_bytes / self.profile.device.memory_bytes_per_s.value
+                return self._compute(seconds, block.pointwise_bytes + copied_bytes)
             case Kind.LOSS:
                 n_bytes = self.loss_bytes(block, plan.semantics) + self._gradient_bytes(plan, op)
                 seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import inf
 
-from planner.lower.arenas import spill_ring_slots
+from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
 from planner.predict.cost import CostModel, update_bytes_per_param
 from runtime.plan import Kind, Lane, Op, Policy, Setup, Update
 from runtime.plan.legality import can_square
@@ -128,6 +128,7 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
     n_first = plan.policy.accumulation_group
     work = Work(phases_of(plan, range(n_first, n_first + 1)))
     facets = Facets((plan,), cost)
+    early: dict[Kind, dict[Key, float]] = {Kind.FETCH_ACTIVATION: {}, Kind.FETCH_SAVED: {}}  # the largest fetch of its kind
     n_left: dict[tuple[Kind, int], int] = defaultdict(lambda: n_first)  # micro-batches of the first group yet to be counted
     for kind, block, demand, count in ops_at_least(plan, cost):
         load = facets.of(kind, demand)
@@ -137,15 +138,14 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
             add(work.updates, load, count)
         elif kind is Kind.LOAD:
             add(work.first_loads, load, 1)
-        elif kind in (Kind.FORWARD, Kind.OFFLOAD_ACTIVATION):
+        elif kind in (Kind.FORWARD, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED):
             n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
             n_left[kind, block] -= n_in_first
             add(work.first_forwards, load, n_in_first)
             if kind is Kind.FORWARD:
                 work.first_forward_s[block] += n_in_first * demand.uncontended_s
-        elif kind is Kind.FETCH_ACTIVATION:
-            largest = {key: max(s, work.early_fetches[key]) for key, s in load.items()}
-            work.early_fetches |= largest
+        elif kind in early:
+            early[kind] = {key: max(s, early[kind].get(key, 0.0)) for key, s in load.items()}
         if kind in ARRIVING:
             add(work.arriving, load, count - is_first_gradient(plan, kind, block))
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
@@ -156,8 +156,12 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
     for lane, idle_s in idle_in_turns(plan, work.phases).items():
         work.total[lane] += idle_s
         work.arriving[lane] += idle_s
-    n_early = early_fetches(n_first, len(plan.policy.spill_blocks))
-    work.early_fetches = {key: n_early * one_s for key, one_s in work.early_fetches.items()}
+    n_early = {
+        Kind.FETCH_ACTIVATION: early_fetches(n_first, len(plan.policy.spill_blocks)),
+        Kind.FETCH_SAVED: min(N_SAVED_SLOTS, n_first * len(plan.policy.offload_blocks)),
+    }
+    for kind, fetch in early.items():
+        add(work.early_fetches, fetch, n_early[kind])
     if plan.reduced:
         last = plan.semantics.n_micro_batches - 1
         layers = range(1, plan.workload.n_layers + 1)
@@ -323,6 +327,9 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
                 yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
         if b in policy.spill_blocks:
             for moved in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
+                yield from each(moved, b)
+        if b in policy.offload_blocks:
+            for moved in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED):
                 yield from each(moved, b)
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
         for m, count in plan.alike(range(n_micro_batches)):

@@ -120,7 +120,7 @@ class Trial:
 
 def _essence(policy: Policy) -> Policy:
     """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
-    named = ("resident_blocks", "spill_blocks")
+    named = ("resident_blocks", "spill_blocks", "offload_blocks")
     counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
     counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
     counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()

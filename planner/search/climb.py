@@ -4,7 +4,7 @@ What a relaxation would choose leaves out order, and the best of those is not al
 come in the order in which they are most likely to gain: buffers, sizes of groups, everything of one sort, then block by block.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from runtime.errors import PlanError
@@ -13,8 +13,9 @@ from runtime.plan.legality import can_square, refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
-from .space import eager_is_legal, groups_alike, with_saved
+from .space import Way, eager_is_legal, evenly, groups_alike, with_ways
 
+AWAY = (Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 STEPS = (1, -1, 2, -2, 4)  # so many slots more, or fewer
 
 
@@ -66,8 +67,9 @@ def _wholes(plan: Setup) -> Iterator[Policy]:
         yield replace(policy, spill_blocks=tuple(b for b in blocks if policy.saved(b + 1) is not Saved.ALL))
     for blocks in ((), layers, (0, *layers, n_layers + 1)):
         yield replace(policy, resident_blocks=blocks)
-    for saved in Saved:
-        yield _saving(policy, layers, saved)
+    for way in (*map(Way, Saved), *AWAY):
+        yield _saving(policy, layers, way)
+    yield from _more_or_less_away(policy, layers)
     unhurried = replace(policy, speculate_blocks=(), square_blocks=())
     yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
     for squared in ((), can_square(plan.workload)):
@@ -80,8 +82,8 @@ def _blocks(plan: Setup) -> Iterator[Policy]:
     """One block done otherwise."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):
-        for saved in (*RICHER, Saved.INPUT):
-            yield _saving(policy, (b,), saved)
+        for way in (*map(Way, RICHER), Way(Saved.INPUT), *AWAY):
+            yield _saving(policy, (b,), way)
     everything = range(n_layers + 2)
     choices = {"resident_blocks": everything, "spill_blocks": range(n_layers), "square_blocks": everything}
     for name, blocks in choices.items():
@@ -90,7 +92,17 @@ def _blocks(plan: Setup) -> Iterator[Policy]:
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
 
 
-def _saving(policy: Policy, layers: Iterable[int], saved: Saved) -> Policy:
-    """The policy in which these layers save this."""
-    policy = with_saved(policy, dict.fromkeys(layers, saved))
+def _more_or_less_away(policy: Policy, layers: Sequence[int]) -> Iterator[Policy]:
+    """More layers, or fewer, of which what they save is on the host, evenly among those that save nothing on the device."""
+    free = [b for b in layers if policy.saved(b) is Saved.INPUT or b in policy.offload_blocks]
+    for way in AWAY:
+        n_away = sum(policy.saved(b) is way.saved for b in policy.offload_blocks)
+        for n in dict.fromkeys((len(free), n_away + 1, n_away - 1, n_away + 4, n_away - 4, len(free) // 2)):
+            if 0 <= n <= len(free):
+                yield _saving(_saving(policy, free, Way(Saved.INPUT)), evenly(free, n), way)
+
+
+def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:
+    """The policy in which these layers save so."""
+    policy = with_ways(policy, dict.fromkeys(layers, way))
     return replace(policy, spill_blocks=tuple(b for b in policy.spill_blocks if policy.saved(b + 1) is not Saved.ALL))

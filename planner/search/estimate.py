@@ -18,7 +18,7 @@ from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
 from .bounds import ops_at_least, policy_bound
-from .space import Family, eager_is_legal, tiers_of, with_saved
+from .space import Family, Way, eager_is_legal, ways_of, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 MAX_STEPS = 6  # greedy plans settle in two or three
@@ -187,7 +187,7 @@ class Greedy:
     def _ways(self, block: Block, lean: Policy, family: Family) -> list[tuple[float, float, Saved]]:
         """Bytes that a layer saves of a micro-batch, and seconds that it computes again."""
         ways: list[tuple[float, float, Saved]] = []
-        for saved in tiers_of(block, family.boundary_stride):
+        for saved in (way.saved for way in ways_of(block, family.boundary_stride) if not way.away):
             again = block.recompute(saved)
             if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # which saves its input too
                 ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
@@ -203,7 +203,7 @@ def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: 
     """The policy with the first n upgrades; beyond the last one, weights of the first of these blocks stay on the device."""
     saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # a layer's last one counts
     resident = tuple(sorted(blocks[: max(len(lean.resident_blocks), n - len(upgrades))]))
-    return replace(with_saved(lean, saved), resident_blocks=resident)
+    return replace(with_ways(lean, {b: Way(what) for b, what in saved.items()}), resident_blocks=resident)
 
 
 def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:

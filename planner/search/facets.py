@@ -49,6 +49,8 @@ _WITH_MICRO_BATCH = (
     Kind.RECOMPUTE,
     Kind.OFFLOAD_ACTIVATION,
     Kind.FETCH_ACTIVATION,
+    Kind.OFFLOAD_SAVED,
+    Kind.FETCH_SAVED,
     Kind.ACCUMULATE,
 )
 _NOT_OF = {
@@ -109,12 +111,13 @@ def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     reduced, last = plan.reduced, plan.semantics.n_micro_batches - 1
     if kind in (Kind.SPECULATE, Kind.SETTLE) or (kind is Kind.ACCUMULATE and reduced):
         return
-    squared = set(plan.policy.square_blocks)
+    squared, away = set(plan.policy.square_blocks), set(plan.policy.offload_blocks)
     several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD_GRADIENT and not reduced)
     micro_batches = sorted({0, min(1, last), last}) if several else [None]
     for b, block in enumerate(plan.workload.blocks):
         without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
-        if kind not in (*_NOT_OF[block.kind], *without):
+        moved = () if b in away else (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED)
+        if kind not in (*_NOT_OF[block.kind], *without, *moved):
             for micro_batch in micro_batches:
                 demand = cost.demand(plan, Op(kind, b, micro_batch))
                 if demand.uses:

@@ -7,25 +7,26 @@ its dual bound is claimed. Its choices are suggestions, to be lowered and simula
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from planner.lower.arenas import SLOT_ALIGN_BYTES, spill_ring_slots
+from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
 from runtime.plan import Kind, Lane, Op, Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
 from runtime.plan.region import Demand
-from runtime.plan.workload import BlockKind, Model, Saved, Workload
+from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Model, Saved, Workload
 
 from .bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, of_each_size, ops_at_least
 from .bounds import first_gradient_s as first_gradient_s_of
 from .facets import Facets, Key, add, nothing
 from .integer import Program
 from .phases import Buffers, add_to_phases, phases_of, staged_slots
-from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, classes_of, tiers_of, with_saved
+from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, Way, classes_of, ways_of, with_ways
 
+RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
 
@@ -75,14 +76,25 @@ class Relaxation:
 
     def _others(self, plan: Setup) -> Iterator[Setup]:
         """The same policy where ops draw otherwise on what is shared: squares on the device; and, where computing draws on the
-        host's memory, other activations saved."""
+        host's memory, other activations saved; and copies of what is saved."""
         lean = plan.policy
         if plan.reduced:
             yield self.frame(replace(lean, square_blocks=tuple(can_square(self.workload))))
-        if self.profile.device.kind == "cpu":
-            for b in range(1, self.workload.n_layers + 1):
-                for tier in tiers_of(self.workload.blocks[b], 1):
-                    yield self.frame(with_saved(replace(lean, boundary_stride=1), {b: tier}))
+        of_cpu = self.profile.device.kind == "cpu"
+        for of_class in self.classes:
+            if self.workload.blocks[b := of_class[0]].kind is BlockKind.LAYER:
+                for way in ways_of(self.workload.blocks[b], 1):
+                    if way.away or of_cpu:
+                        yield self.frame(with_ways(replace(lean, boundary_stride=1), {b: way}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """What a layer asks for besides, if what it saves goes to the host."""
+
+    all: dict[Key, float] = field(default_factory=nothing)  # forward, offload and fetch, of all micro-batches
+    first: dict[Key, float] = field(default_factory=nothing)  # of the first group, what may be done before its loss, fetches apart
+    fetch: dict[Key, float] = field(default_factory=dict)  # the largest
 
 
 class _Builder:
@@ -111,13 +123,15 @@ class _Builder:
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
         self.spared = p.variable(0, inf, integer=False)  # loads that a turn of the walk saves
         self.transient = p.variable(0, inf, integer=False)  # in shares of device memory
+        self.saved_slots = p.variable(0, inf, integer=False)  # in such shares too
         may_spill = family.boundary_stride == 1
         self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
+        self.early_saved = p.variable(0, N_SAVED_SLOTS, integer=False)  # what layers saved that is
         self.n_spilled, self.spills = p.variable(0, n_layers if may_spill else 0), p.variable(0, int(may_spill))
         self.saving = {
             (i, tier): (p.variable(0, len(self.classes[i])), p.variable(0, 1))
             for i in self.layers
-            for tier in tiers_of(self.workload.blocks[self.classes[i][0]], family.boundary_stride)
+            for tier in ways_of(self.workload.blocks[self.classes[i][0]], family.boundary_stride)
         }
         # Phases of all groups: `bounds.Phases` has them as up, back, around, home and the last of these.
         self.up, self.back, self.around, self.left, self.last = (p.variable(0, inf, integer=False) for _ in range(5))
@@ -156,9 +170,9 @@ class _Builder:
         bound, x = found
         counts = {key: round(x[n]) for key, (n, _) in self.saving.items()}
 
-        saving = {saved: tuple(counts.get((i, saved), 0) for i in range(len(self.classes))) for saved in RICHER}
+        ways = {way: tuple(counts.get((i, way), 0) for i in range(len(self.classes))) for way in RICHER_WAYS}
         fill = Fill(
-            saving, tuple(round(x[r]) for r in self.resident),
+            ways, tuple(round(x[r]) for r in self.resident),
             tuple(round(x[s]) for s in self.speculate), tuple(round(x[s]) for s in self.square), round(x[self.n_spilled]),
         )  # fmt: skip
         return Relaxed(bound * self.scale_s * (1 - SLACK), round(x[self.depth]), fill)
@@ -179,7 +193,9 @@ class _Builder:
         group = self.groups[-1]
         p.at_most({self.early: 1.0, self.spills: -float(early_fetches(group, n_layers))}, 0.0)
         p.at_most({self.early: 1.0, self.n_spilled: -float(group)}, 0.0)
-        kept = {n: 1.0 for (_, tier), (n, _) in self.saving.items() if tier is Saved.ALL}
+        away = {n: -float(group) for (_, way), (n, _) in self.saving.items() if way.away}
+        p.at_most({self.early_saved: 1.0, **away}, 0.0)
+        kept = {n: 1.0 for (_, tier), (n, _) in self.saving.items() if tier.saved is Saved.ALL}
         p.at_most({self.n_spilled: 1.0, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
         n_turns = 2 * self.n_groups - 1
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns))  # one more slot than are prefetched
@@ -201,8 +217,10 @@ class _Builder:
         variable: dict[int, dict[Key, float]] = {}
         self.backward = {n: tiers[key] for key, (n, _) in self.saving.items()}
         self.turns_s, self.turns = self._turns()
+        self.leaving = {n: self._leaving(self.classes[i][0], way) for (i, way), (n, _) in self.saving.items() if way.away}
         for (i, tier), (n, _) in self.saving.items():
-            variable[n] = tiers[i, tier]
+            leaving = self.leaving[n].all if tier.away else {}
+            variable[n] = {key: seconds + leaving.get(key, 0.0) for key, seconds in tiers[i, tier].items()}
         first = [self.facets.of(Kind.LOAD, self._demand(Kind.LOAD, blocks[0])) for blocks in self.classes]
         total: dict[Key, float] = dict(constant)
         for i, blocks in enumerate(self.classes):
@@ -226,6 +244,27 @@ class _Builder:
                 self._at_least(step, seconds, {n: load.get(key, 0.0) for n, load in variable.items()})
             self._ring(step, clipped, total, variable)
 
+    def _leaving(self, block: int, way: Way) -> "_Leaving":
+        """What there is to do when what a layer saves goes to the host and comes back."""
+        leaving, plan = _Leaving(), self.of.frame(with_ways(self.lean, {block: way}))
+        for total, n in ((leaving.all, self.of.semantics.n_micro_batches), (leaving.first, self.groups[-1])):
+            for m, count in of_each_size(plan, n):
+                forward, stays, offload, fetch = (
+                    self.facets.of(kind, self.of.cost.demand(of, Op(kind, block, m)))
+                    for of, kind in (
+                        (plan, Kind.FORWARD),
+                        (self.plan, Kind.FORWARD),
+                        (plan, Kind.OFFLOAD_SAVED),
+                        (plan, Kind.FETCH_SAVED),
+                    )
+                )
+                add(total, forward, count)
+                add(total, stays, -count)
+                add(total, offload, count)
+                add(total, fetch, count if total is leaving.all else 0)
+                leaving.fetch.update({key: max(seconds, leaving.fetch.get(key, 0.0)) for key, seconds in fetch.items()})
+        return leaving
+
     def _phases_at_least(self, step: int, seconds: float, less: Mapping[int, float]) -> None:
         """step >= seconds + all phases but the first way up + less @ x: `Phases.after_first_way_up_s`."""
         row, others = {n: s / self.scale_s for n, s in less.items()}, 1 - self.phases.first_fraction
@@ -241,10 +280,10 @@ class _Builder:
         row = {n: per_unit / self.scale_s for n, per_unit in variable.items() if per_unit}
         self.program.at_most({**row, step: -1.0}, -seconds / self.scale_s)
 
-    def _work(self) -> tuple[dict[Key, float], dict[tuple[int, Saved], dict[Key, float]]]:
+    def _work(self) -> tuple[dict[Key, float], dict[tuple[int, Way], dict[Key, float]]]:
         """What every member does but for loads and backward of layers; and one layer's backward, by class and tier."""
         constant: dict[Key, float] = nothing()
-        tiers: dict[tuple[int, Saved], dict[Key, float]] = {}
+        tiers: dict[tuple[int, Way], dict[Key, float]] = {}
         class_of = {b: i for i, blocks in enumerate(self.classes) for b in blocks}
         for kind, b, demand, count in ops_at_least(self.plan, self.of.cost):
             if kind is Kind.LOAD or (kind is Kind.BACKWARD and class_of[b] in self.layers):
@@ -253,7 +292,7 @@ class _Builder:
         for (i, tier), _ in self.saving.items():
             b = self.classes[i][0]
             total = dict.fromkeys(constant, 0.0)
-            for kind, block, demand, count in ops_at_least(self.of.frame(with_saved(self.lean, {b: tier})), self.of.cost, only=b):
+            for kind, block, demand, count in ops_at_least(self.of.frame(with_ways(self.lean, {b: tier})), self.of.cost, only=b):
                 if kind is Kind.BACKWARD and block == b:
                     add(total, self.facets.of(kind, demand), count)
             tiers[i, tier] = total
@@ -288,6 +327,7 @@ class _Builder:
     ) -> None:
         blocks, first = range(len(self.workload.blocks)), of_each_size(self.plan, self.groups[-1])  # at most
         computed = {n: load.get(Lane.GPU, 0.0) + self.home.get(n, 0.0) for n, load in variable.items()}
+        computed |= {n: computed[n] - leaving.first[Lane.GPU] for n, leaving in self.leaving.items()}
         # What was speculated on need not be done when the norm is known; more than there is cannot be taken off.
         early: dict[int, dict[Key, float]] = {}
         if not clipped:
@@ -328,6 +368,9 @@ class _Builder:
                 per_unit = {n: load.get(key, 0.0) for n, load in variable.items()} if key is not Lane.GPU else dict(computed)
                 per_unit[self.n_spilled] -= spills[key]
                 per_unit[self.early] = -fetch.get(key, 0.0)
+                for n, leaving in self.leaving.items():
+                    per_unit[n] -= leaving.first[key] if key is not Lane.GPU else 0.0
+                per_unit[self.early_saved] = -max((leaving.fetch.get(key, 0.0) for leaving in self.leaving.values()), default=0.0)
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
                 for s, per_block in less.items():
@@ -382,7 +425,7 @@ class _Builder:
         offloads = self._sum(Kind.OFFLOAD_GRADIENT, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
-            plan, b = self.of.frame(with_saved(self.lean, {self.classes[i][0]: tier})), self.classes[i][0]
+            plan, b = self.of.frame(with_ways(self.lean, {self.classes[i][0]: tier})), self.classes[i][0]
             demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, b, m)), count) for m, count in last)
             backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
@@ -409,20 +452,25 @@ class _Builder:
         device_bytes, host_bytes = float(needs.device_memory_bytes), float(needs.host_memory_bytes)
         boundary_bytes = group * -(-blocks[0].boundary_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         item = weights.slot_bytes[0] / max(b.slot_elements for b in blocks[1:-1])
-        device = {self.depth: weights.slot_bytes[0], self.transient: device_bytes}
+        device = {self.depth: weights.slot_bytes[0], self.transient: device_bytes, self.saved_slots: device_bytes}
+        host: dict[int, float] = {self.n_spilled: boundary_bytes}
         device |= {self.n_spilled: -boundary_bytes, self.spills: spill_ring_slots(group) * boundary_bytes / group}
         for i, of_class in enumerate(self.classes):
             device[self.resident[i]] = blocks[of_class[0]].slot_elements * item
         for (i, tier), (n, used) in self.saving.items():
             block = blocks[self.classes[i][0]]
-            again = block.recompute(tier)
+            again = block.recompute(tier.saved)
             assert again is not None, "a tier is one that the block has"
-            device[n] = group * again.saved_bytes
+            if tier.away:
+                slot_bytes = -(-again.slot_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+                host[n] = group * slot_bytes
+                p.at_most({used: N_SAVED_SLOTS * slot_bytes / device_bytes, self.saved_slots: -1.0}, 0.0)
+            else:
+                device[n] = group * again.saved_bytes
             p.at_most({used: again.transient_bytes / device_bytes, self.transient: -1.0}, 0.0)
         p.at_most({self.transient: -1.0}, -self.plan.vocab_transient_bytes / device_bytes)
         fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - weights.slot_bytes[0]
         p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
-        host: dict[int, float] = {self.n_spilled: boundary_bytes}
         per_param = sum(self.plan.state_bytes().values())
         for s, of_class in zip(self.speculate, self.classes, strict=True):
             host[s] = blocks[of_class[0]].host_elements * per_param

@@ -10,6 +10,7 @@ bits of the result are the same.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from hwprofiles.schema import Profile
 from planner.predict.memory import Footprint, footprint, frame
@@ -53,11 +54,18 @@ class Family:
         )
 
 
+class Way(NamedTuple):
+    """What a layer saves, and whether all but its input is on the host until backward."""
+
+    saved: Saved
+    away: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Fill:
     """How many blocks of each class of equal ones use what memory is left; classes as `classes_of` lists them."""
 
-    saving: Mapping[Saved, tuple[int, ...]]  # of layers that save more than their input
+    ways: Mapping[Way, tuple[int, ...]]  # to save more than the input
     resident: tuple[int, ...]
     speculate: tuple[int, ...]
     square: tuple[int, ...]
@@ -143,34 +151,39 @@ def _nameless(block: Block) -> Block:
     return replace(block, name="", parameters=shapes)
 
 
-def tiers_of(block: Block, boundary_stride: int) -> list[Saved]:
-    """What a layer may save."""
-    richer = RICHER if boundary_stride == 1 else ()
-    return [Saved.INPUT, *(saved for saved in richer if block.recompute(saved) is not None)]
+def ways_of(block: Block, boundary_stride: int) -> list[Way]:
+    """How a layer may save its activations."""
+    richer = [saved for saved in RICHER if boundary_stride == 1 and block.recompute(saved) is not None]
+    return [Way(Saved.INPUT), *map(Way, richer), *(Way(saved, away=True) for saved in richer if saved is not Saved.ALL)]
 
 
-def with_saved(policy: Policy, saving: Mapping[int, Saved]) -> Policy:
-    """The policy in which these layers save this, and the others what they did."""
-    of = {**dict(enumerate(policy.save, start=1)), **saving}
-    return replace(policy, save=saves(*([b for b, saved in of.items() if saved is richer] for richer in reversed(RICHER))))
+def with_ways(policy: Policy, ways: Mapping[int, Way]) -> Policy:
+    """The policy in which these layers save so, and the others as they did."""
+    of = {**dict(enumerate(policy.save, start=1)), **{b: way.saved for b, way in ways.items()}}
+    away = {*policy.offload_blocks} - ways.keys() | {b for b, way in ways.items() if way.away}
+    save = saves(*([b for b, saved in of.items() if saved is richer] for richer in reversed(RICHER)))
+    return replace(policy, save=save, offload_blocks=tuple(sorted(away)))
 
 
 def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
     """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
-    the first. `spread`: evenly over the layers, so that uploads between them are spaced. Squared are the first layers: their
-    gradients come last, when the step waits for the norm."""
+    the first. `spread`: evenly over the layers, so that uploads between them are spaced. What goes to the host is always spread, so
+    that the link has it one by one. Squared are the first layers: their gradients come last, when the step waits for the norm."""
     classes = classes_of(workload)
     place = _spread if spread else _packed
-    saving: dict[int, Saved] = {}
+    ways: dict[int, Way] = {}
     resident, square = list[int](), list[int]()
     for i, blocks in enumerate(classes):
-        kinds = [saved for saved in RICHER for _ in range(fill.saving[saved][i])]
-        saving |= zip(place(blocks, len(kinds)), kinds, strict=True)
+        away = [way for way, counts in fill.ways.items() if way.away for _ in range(counts[i])]
+        here = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
+        leaving = evenly(blocks, len(away))
+        ways |= zip(leaving, away, strict=True)
+        ways |= zip(place([b for b in blocks if b not in leaving], len(here)), here, strict=True)
         resident += _spread(blocks, fill.resident[i]) if spread else blocks[: fill.resident[i]]
         square += blocks[: fill.square[i]]
-    kept_inputs = {b - 1 for b, saved in saving.items() if saved is Saved.ALL}
+    kept_inputs = {b - 1 for b, way in ways.items() if way.saved is Saved.ALL}
     return replace(
-        with_saved(policy, saving),
+        with_ways(policy, ways),
         resident_blocks=tuple(sorted(resident)),
         square_blocks=tuple(sorted(square)),
         speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),
@@ -181,6 +194,11 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
 def speculated(n: int, n_blocks: int) -> tuple[int, ...]:
     """So many blocks, evenly spaced: then the host has work throughout backward, and throughout the next forward."""
     return tuple(_spread(range(n_blocks), n))
+
+
+def evenly(blocks: Sequence[int], n: int) -> list[int]:
+    """n of them, evenly spaced, the first one among them: what leaves late in forward has hardly left when backward asks for it."""
+    return [blocks[i * len(blocks) // n] for i in range(n)]
 
 
 def _packed(blocks: Sequence[int], n: int) -> list[int]:

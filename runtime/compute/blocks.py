@@ -27,8 +27,8 @@ from .kernels import fused_norm, use_kernels
 from .meta_models import meta_model
 from .pointwise import fastest
 from .tiles import TiledLayer
+from .views import Weights
 
-Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 HEAD = "lm_head.weight"
 LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
 

@@ -12,11 +12,11 @@ from runtime.host.memory import Arenas
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.workload import Saved
 
-from .blocks import LayerInputs, Templates, Weights, op_seed
+from .blocks import LayerInputs, Templates, op_seed
 from .layer_inputs import NotedInputs
 from .recompute import Graph, Replay, kept
 from .tokens import MicroBatch, StepTokens
-from .views import Views
+from .views import Shelf, Views, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Compute:
         self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
         self._views, self._tokens = Views(plan, arenas), StepTokens(plan.semantics, batches)
         self.passed = NotedInputs(self.templates)
+        self._shelves: dict[tuple[int, int], Shelf] = {}  # what such forwards save, if it goes to the host
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, by block and micro-batch
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: where weights and input lie
 
@@ -49,6 +50,7 @@ class Compute:
         self.losses.clear()
         self._site = None
         self._graphs.clear()
+        self._shelves.clear()
 
     # -- what ops work on -------------------------------------------------------------------------------------------
 
@@ -111,7 +113,10 @@ class Compute:
             return None
         if saved is Saved.ALL:
             return self._keeping(weight_slot)
-        return Replay(saved, lambda: self._again(op, step)).recording()
+        shelf = None
+        if (slot := op.get("saved")) is not None:
+            shelf = self._shelves[op.block, op.micro_batch or 0] = Shelf(self.arenas.raw(slot))
+        return Replay(saved, lambda: self._again(op, step), shelf).recording()
 
     def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
         def rebind(offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
@@ -141,6 +146,8 @@ class Compute:
         assert op.micro_batch is not None
         if op.block:
             self._site = (op["weights"], op["x"])
+        if (slot := op.get("saved")) is not None:
+            self._shelves.pop((op.block, op.micro_batch)).slot = self.arenas.raw(slot)
         graph = self._graphs.pop((op.block, op.micro_batch))
         gradients = torch.autograd.grad(graph.edge, graph.inputs, self._activation(op, "y"), allow_unused=True)
         self._site = None

@@ -13,10 +13,10 @@ from runtime.host.memory import Arenas
 from runtime.machine import Machine
 from runtime.plan import Kind, Lane, Op, Plan
 
-from .blocks import Templates, Weights
+from .blocks import Templates
 from .layer_inputs import NotedInputs
 from .tokens import StepTokens
-from .views import Views
+from .views import Views, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from .blocks import LayerInputs, Templates, Weights
+from .blocks import LayerInputs, Templates
 from .documents import PackedDocuments
+from .views import Weights
 
 EMBEDDING = "model.embed_tokens."
 

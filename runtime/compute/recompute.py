@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map
 
 from runtime.plan.workload import Saved
 
+from .views import Shelf
+
 # Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
 # sequences are one call (documents.py).
 PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm"})
@@ -76,12 +78,13 @@ class Replay:
     autograd asks for, and results that come after it are not saved.
     """
 
-    def __init__(self, saved: Saved, again: Callable[[], object]) -> None:
-        """`again` is the same forward, under grad, with the same random numbers, on what weights and input are by then."""
-        self._calls, self._again = CALLS_SAVED[saved], again
+    def __init__(self, saved: Saved, again: Callable[[], object], shelf: Shelf | None = None) -> None:
+        """`again` is the same forward, under grad, with the same random numbers, on what weights and input are by then. On the
+        shelf goes what the tier saves; None: it stays where it is made."""
+        self._calls, self._again, self._shelf = CALLS_SAVED[saved], again, shelf
         self._n_saved = 0  # by autograd, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, as long as nobody has asked for it
-        self._results: deque[Any] = deque()
+        self._results: deque[_Noted] = deque()
         self._n_results_needed = 0
 
     @contextmanager
@@ -90,10 +93,12 @@ class Replay:
         with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
             yield
         while len(self._results) > self._n_results_needed:
-            self._results.pop()
+            unneeded = self._results.pop()
+            if self._shelf is not None:
+                self._shelf.n_bytes = unneeded.shelf_bytes
 
     def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
-        return mode(self._calls, self._results) if self._calls else nullcontext()
+        return mode(self._calls, self._results, self._shelf) if self._calls else nullcontext()
 
     def _leave_empty(self, tensor: torch.Tensor) -> int:
         self._n_results_needed = len(self._results)
@@ -131,17 +136,31 @@ def _no_backward(_: object) -> torch.Tensor:
     raise AssertionError("the second run of a forward only makes tensors: the first one's graph goes back")
 
 
+@dataclass(slots=True)
+class _Noted:
+    """The result of a call, and how full the shelf was before it."""
+
+    result: Any
+    shelf_bytes: int
+
+
 class _Recording(TorchDispatchMode):
     """Notes the results of some calls."""
 
-    def __init__(self, calls: frozenset[str], results: deque[Any]) -> None:
+    def __init__(self, calls: frozenset[str], results: deque[_Noted], shelf: Shelf | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls, self.results = calls, results
+        self.calls, self.results, self.shelf = calls, results, shelf
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in self.calls:
-            self.results.append(tree_map(_detached, out))
+        if func.overloadpacket.__name__ not in self.calls:
+            return func(*args, **(kwargs or {}))
+        if self.shelf is None:
+            out = func(*args, **(kwargs or {}))
+            self.results.append(_Noted(tree_map(_detached, out), 0))
+        else:
+            before_bytes = self.shelf.n_bytes
+            out, noted = self.shelf.computed(func, args, kwargs or {})
+            self.results.append(_Noted(noted, before_bytes))
         return out
 
 
@@ -149,14 +168,21 @@ class _Replaying(_Recording):
     """Answers those calls with the noted results, in the same order, instead of computing them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in self.calls:
-            return self.results.popleft()
-        return func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in self.calls:
+            return func(*args, **(kwargs or {}))
+        result = self.results.popleft().result
+        return result if self.shelf is None else tree_map(self.shelf.found, result)
 
 
 def unnoticed() -> AbstractContextManager[object]:
     """Around calls that no forward under way is to note or to answer: others answer for them, or they are cheap to make again."""
     return _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), _Recording) else nullcontext()
+
+
+def shelf_in_use() -> Shelf | None:
+    """Where the forward under way puts what it saves, if not all of it stays where it is."""
+    mode = _get_current_dispatch_mode()
+    return mode.shelf if isinstance(mode, _Recording) else None
 
 
 def _detached(thing: Any) -> Any:

@@ -20,7 +20,7 @@ from runtime.errors import WorkloadError
 from runtime.plan import Policy
 from runtime.plan.workload import Saved
 
-from .recompute import Replay, unnoticed
+from .recompute import Replay, shelf_in_use, unnoticed
 
 POSITION_WISE = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what an MLP consists of that treats every row for itself
 NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of the tile
@@ -119,7 +119,7 @@ class _ByTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mlp: TiledMlp, x_ND: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_ND, *weights)
-        ctx.mlp, ctx.site, ctx.remembered = mlp, _Site(), []
+        ctx.mlp, ctx.site, ctx.remembered, ctx.shelf = mlp, _Site(), [], shelf_in_use()
         if mlp.again:
             return x_ND.new_zeros(1).expand_as(x_ND)
         with unnoticed():  # of the whole layer's: a `Replay` of each tile notes them
@@ -142,7 +142,7 @@ class _ByTiles(torch.autograd.Function):
 def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The output of a tile, whose graph is remembered as that of the whole layer is."""
     mlp, site = ctx.mlp, ctx.site
-    replay = Replay(mlp.saved, lambda: site.again(mlp, at))
+    replay = Replay(mlp.saved, lambda: site.again(mlp, at), ctx.shelf)
     how: AbstractContextManager[None] = nullcontext() if mlp.kept else replay.recording()
     with torch.enable_grad():
         rows_ND = x_ND[at]  # no leaf: a graph holds its leaves, and with them all of the input

@@ -1,12 +1,18 @@
-"""Which tensors lie in a slot of weights, gradients or activations?"""
+"""Which tensors lie in a slot of weights, gradients, activations, or of what a layer saves?"""
 
 # B sequences, T tokens, D width
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch.utils._pytree import tree_map
 
 from runtime.host.memory import Arenas
 from runtime.plan import Plan, Slot
+from runtime.plan.workload import SLOT_ALIGN_BYTES
 
-from .blocks import Weights
+Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
+MATRICES = {"mm": 0, "addmm": 1}  # calls that can be told where to put their result, and the argument that is their first matrix
 
 
 class Views:
@@ -30,3 +36,64 @@ class Views:
         """A block's output, or its gradient, (B, T, D) of micro-batch number m."""
         s = self._semantics
         return self._arenas.view(slot, s.compute_dtype, (s.n_sequences(m), s.seq_len, self._width))
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A tensor's place in a slot."""
+
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Shelf:
+    """A slot for what a forward saves that goes to the host: products are computed into it, other results copied, in the order in
+    which they are made, each at an aligned place. Backward finds them in whichever slot they have come back to."""
+
+    def __init__(self, slot: torch.Tensor) -> None:
+        """`slot`: its bytes. Once they are elsewhere, that is to be assigned anew."""
+        self.slot, self.n_bytes = slot, 0
+
+    def view(self, spot: Spot) -> torch.Tensor:
+        """The tensor there, with a version counter of its own."""
+        at = (self.slot.storage_offset() + spot.offset_bytes) // spot.dtype.itemsize
+        view = torch.empty(0, dtype=spot.dtype, device=self.slot.device)
+        return view.set_(self.slot.untyped_storage(), at, spot.shape, spot.stride)
+
+    def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What a call returns, and the same with spots in place of the tensors that are on the shelf."""
+        name = func.overloadpacket.__name__
+        if name in MATRICES:
+            a, b = args[MATRICES[name] :][:2]
+            shape = torch.Size((a.shape[0], b.shape[1]))
+            if (spot := self._room(a.dtype, shape, (shape[1], 1))) is not None:
+                return func.overloadpacket.out(*args, **kwargs, out=self.view(spot)), spot
+        made = func(*args, **kwargs)
+        noted = tree_map(self._put, made)
+        return tree_map(self.found, noted), noted
+
+    def found(self, noted: Any) -> Any:
+        """What was noted, with the tensor in place of its spot."""
+        return self.view(noted) if isinstance(noted, Spot) else noted
+
+    def _put(self, thing: Any) -> Any:
+        """Where a result lies now. States of random numbers, which are a few integers, stay where they are; so does what finds no
+        room, which nobody is to ask for."""
+        if not isinstance(thing, torch.Tensor) or not thing.dtype.is_floating_point or not thing.numel():
+            return thing
+        n_spanned = 1 + sum((n - 1) * stride for n, stride in zip(thing.shape, thing.stride(), strict=True))
+        assert n_spanned == thing.numel(), f"a result of shape {(*thing.shape,)} has gaps: its strides are {thing.stride()}"
+        spot = self._room(thing.dtype, thing.shape, thing.stride())
+        if spot is None:
+            return thing
+        self.view(spot).copy_(thing)
+        return spot
+
+    def _room(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Spot | None:
+        n_bytes = -(-shape.numel() * dtype.itemsize // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+        if self.n_bytes + n_bytes > self.slot.numel():
+            return None
+        self.n_bytes += n_bytes
+        return Spot(self.n_bytes - n_bytes, dtype, shape, stride)

@@ -35,6 +35,12 @@ class Copies:
         if squares is not None:
             self.arenas.raw(op["norm"]).copy_(self.arenas.raw(squares), non_blocking=True)
 
+    def move_saved(self, op: Op) -> None:
+        """What a layer saves leaves, or comes back."""
+        n_bytes = self.plan.recompute(op.block, op.micro_batch).slot_bytes
+        there, here = ("saved", "offloaded") if op.kind is Kind.FETCH_SAVED else ("offloaded", "saved")
+        self.arenas.raw(op[there])[:n_bytes].copy_(self.arenas.raw(op[here])[:n_bytes], non_blocking=True)
+
     def move_activation(self, op: Op) -> None:
         """Spill or fetch: activation offload, and its prefetch."""
         n_bytes = self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes

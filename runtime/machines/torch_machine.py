@@ -65,6 +65,8 @@ class TrainingOps:
                 self._copies.offload(op)
             case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
                 self._copies.move_activation(op)
+            case Kind.OFFLOAD_SAVED | Kind.FETCH_SAVED:
+                self._copies.move_saved(op)
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)
             case Kind.NORM:

@@ -58,6 +58,9 @@ def _refuse_blocks(workload: Workload, policy: Policy) -> None:
             raise PlanError("a layer that saves all saves its input too: the block before it cannot spill")
         if workload.blocks[b].recompute(saved) is None:
             raise PlanError(f"this model's layers cannot save only {saved}; leave `{saved}` out of save")
+    offloaded = policy.offload_blocks
+    if any(policy.saved(b) not in (Saved.ATTENTION, Saved.PRODUCTS) for b in offloaded) or list(offloaded) != sorted({*offloaded}):
+        raise PlanError("offload_blocks must be layers that save attention or products, in ascending order, each once")
     if policy.boundary_stride > 1 and (policy.spill_blocks or any(saved is not Saved.INPUT for saved in policy.save)):
         raise PlanError("with boundary_stride above 1 layers save their input alone and no boundary spills")
     if policy.boundary_stride > n_layers:

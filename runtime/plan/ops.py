@@ -47,6 +47,8 @@ class Kind(StrEnum):
     SPECULATE = "speculate"
     SETTLE = "settle"
     RECOMPUTE = "recompute"
+    OFFLOAD_SAVED = "offload_saved"
+    FETCH_SAVED = "fetch_saved"
     SQUARE = "square"
 
 
@@ -80,13 +82,15 @@ class Signature:
 # x is what a block computes from, y what it computes; backward finds the gradient of y in y's place and puts that of x in x's.
 CONTRACT = {
     Kind.LOAD: Signature.of(Lane.H2D, "state tied?", "weights"),
-    Kind.FORWARD: Signature.of(Lane.GPU, "weights x?", "y?"),
+    Kind.FORWARD: Signature.of(Lane.GPU, "weights x?", "y? saved?"),
     Kind.RECOMPUTE: Signature.of(Lane.GPU, "weights x", "y"),
     Kind.LOSS: Signature.of(Lane.GPU, "weights x sum?", "x sum? gradient?"),
-    Kind.BACKWARD: Signature.of(Lane.GPU, "weights? y x? sum?", "x? sum? gradient?"),
+    Kind.BACKWARD: Signature.of(Lane.GPU, "weights? y x? saved? sum?", "x? sum? gradient?"),
     Kind.SQUARE: Signature.of(Lane.GPU, "gradient", "squares"),
     Kind.OFFLOAD_ACTIVATION: Signature.of(Lane.D2H, "y", "spilled"),
     Kind.FETCH_ACTIVATION: Signature.of(Lane.H2D, "spilled", "y"),
+    Kind.OFFLOAD_SAVED: Signature.of(Lane.D2H, "saved", "offloaded"),
+    Kind.FETCH_SAVED: Signature.of(Lane.H2D, "offloaded", "saved"),
     Kind.OFFLOAD_GRADIENT: Signature.of(Lane.D2H, "gradient squares?", "arrived norm?"),
     Kind.ACCUMULATE: Signature.of(Lane.CPU, "staged arrived", "arrived"),
     Kind.NORM: Signature.of(Lane.CPU, "arrived? tied? squares* norm", "norm"),

@@ -9,12 +9,16 @@ while another lane is still in step n-1, as far as the waits allow.
 layers, block L+1 the head (final norm and output matrix).
 
     load b                  the host's `state` of b, that of block 0 too where b uses a weight tied to it (`tied`), into `weights`
-    forward b m             `weights`, the activation x of b-1 (not for block 0): the activation y of b
+    forward b m             `weights`, the activation x of b-1 (not for block 0): the activation y of b; what it saves (`saved`) has
+                            a slot where that goes to the host, and else lies in the allocator
     loss b m                the head, forward and backward. x becomes its gradient
-    backward b m            y holds its gradient. x becomes its gradient (block 0 has no x, and needs no weights)
+    backward b m            y holds its gradient; `saved` is back, if it was away. x becomes its gradient (block 0 has no x,
+                            and needs no weights)
     recompute b m           forward once more, of an activation whose slot was given to another
     offload_activation b m  y goes to the host (`spilled`)
     fetch_activation b m    y comes back, to where backward b+1 m finds it as its x
+    offload_saved b m       what the layer saves, but for its input, goes to the host (`offloaded`)
+    fetch_saved b m         it comes back
     square b                the squares of a gradient, summed
     offload_gradient b      the gradient goes to the host. Where the host adds up (with m) it arrives in a slot of `staging`
     accumulate b m          what is `staged` is added to `arrived` (fp32, ascending m)
@@ -29,6 +33,7 @@ An arena is a role, and its slots have sizes of their own, in this order:
                     (loaded once a step, before its first use)
     activations     for each block 0..L that does not spill, one per micro-batch of a group: i * group + m % group for the i-th;
                     then, if any block spills, a ring of 2 * group + 1
+    saved           some, if any layer is in offload_blocks
     gradients       gradient_slots for layers, one for the embedding or the head
     sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
                     of `gradients` is the sum)
@@ -38,6 +43,7 @@ An arena is a role, and its slots have sizes of their own, in this order:
     host_gradients  one per block; with eager updates in one group: the embedding's, two for layers, the head's
     staging         two for layers, one for the embedding or the head
     spilled         for the i-th block that spills, i * group + m % group
+    offloaded       for the i-th layer of offload_blocks, i * group + m % group
     norm            one fp64 per parameter of the model, then for each block of square_blocks one per parameter of its own
 
 With `policy.boundary_stride` s above 1 only the activations of blocks 0, s, 2s, .. and L have slots of their own (in order, one per

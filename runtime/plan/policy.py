@@ -126,6 +126,7 @@ class Policy:
     )
     accumulation_group: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     save: Save = ()  # of each layer from the first on, what is saved for its backward; of the others their input
+    offload_blocks: tuple[Natural, ...] = ()  # layers of which what they save, but for their input, is on the host until backward
     update: Update = Update.BARRIER
     resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
     spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward

@@ -87,9 +87,9 @@ class Setup:
         """What a layer saves for its backward."""
         return self.policy.saved(block)
 
-    def recompute(self, block: int) -> Recompute:
-        """What a layer's backward computes again."""
-        again = self.workload.blocks[block].recompute(self.saved(block))
+    def recompute(self, block: int, micro_batch: int | None = None) -> Recompute:
+        """What a layer's backward computes again, of this micro-batch; None: of most."""
+        again = self.blocks_of(micro_batch)[block].recompute(self.saved(block))
         assert again is not None, "a policy is refused that saves what a block cannot"
         return again
 
@@ -113,8 +113,8 @@ class Setup:
 
     @property
     def kept_bytes(self) -> int:
-        """What layers save, of one group of micro-batches, besides their input."""
-        layers = range(1, self.workload.n_layers + 1)
+        """What layers save on the device, of one group of micro-batches, besides their input."""
+        layers = {*range(1, self.workload.n_layers + 1)} - {*self.policy.offload_blocks}
         return self.policy.accumulation_group * sum(self.recompute(b).saved_bytes for b in layers)
 
     @property

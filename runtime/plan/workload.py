@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+SLOT_ALIGN_BYTES = 256  # where a slot, and a tensor in one, may start
 ALIGN_ELEMENTS = 128  # every tensor starts on a multiple: 256 bytes in bf16, 512 in fp32, whatever the arena's dtype
 FILE = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -101,6 +102,8 @@ class Tier:
     pointwise_bytes: Natural
     n_kernels: Natural
     fused_bytes: Natural = 0
+    n_saved: Natural = 0
+    copied_bytes: Natural = 0
     __pydantic_config__ = FILE
 
 
@@ -119,6 +122,13 @@ class Recompute:
     pointwise_bytes: int
     n_kernels: int
     fused_bytes: int = 0  # of `pointwise_bytes`
+    n_saved: int = 0  # tensors that `saved_bytes` consist of, at most
+    copied_bytes: int = 0  # of `saved_bytes`, what a call cannot make where it is told to
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot that holds what is saved, every tensor at an aligned place."""
+        return self.saved_bytes + self.n_saved * SLOT_ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +170,11 @@ class Block:
         for t in self.tiers:
             if t.saved is saved:
                 again = self.matmuls[: t.n_matmuls]
-                work = t.pointwise_bytes, t.n_kernels, t.fused_bytes
+                work = t.pointwise_bytes, t.n_kernels, t.fused_bytes, t.n_saved, t.copied_bytes
                 return Recompute(saved, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
         if saved is Saved.INPUT:
-            work = self.pointwise_bytes, self.n_kernels, self.fused_bytes
-            return Recompute(saved, 0, self.transient_bytes, self.matmuls, self.attention is not None, *work)
+            whole = self.matmuls, self.attention is not None, self.pointwise_bytes, self.n_kernels, self.fused_bytes
+            return Recompute(saved, 0, self.transient_bytes, *whole)
         return None
 
     @property

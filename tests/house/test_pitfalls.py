@@ -184,6 +184,7 @@ OTHER_POLICY = {
     "offload_late_blocks": 1,
     "accumulation_group": 2,
     "save": saves(products=(1,)),
+    "offload_blocks": (1,),
     "update": Update.BARRIER,
     "resident_blocks": (1,),
     "spill_blocks": (0,),
@@ -214,6 +215,7 @@ def test_every_field_of_the_semantics_is_read(name):
 def test_every_field_of_the_policy_is_read(name):
     # Late gradients need a second slot to wait in.
     policy = replace(POLICY, gradient_slots=2) if name == "offload_late_blocks" else POLICY
+    policy = replace(policy, save=saves(products=(1,))) if name == "offload_blocks" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
     other = replace(policy, **{name: OTHER_POLICY[name]})
     assert planned("llama", semantics_of("llama"), policy) != planned("llama", semantics_of("llama"), other)

@@ -107,6 +107,16 @@ HARMLESS = {
     "square": "before its gradient's slot is written again; or the sums of different blocks",
     "activations": "the last slot is rounded up, and still holds what goes into it",
     "spilled": "as above",
+    "saved": "as above",
+    "offloaded": "as above",
+    "fetch_saved": "a fetch that comes soon enough; or one of the two slots, free at that time in any timing",
+    "offload_saved": "as above",
+    "fetch_saved fetch_saved": "different slots, both soon enough",
+    "fetch_activation fetch_saved": "as above",
+    "fetch_saved load": "as above",
+    "offload_saved offload_saved": "different slots, both gone before they are overwritten",
+    "offload_activation offload_saved": "as above",
+    "offload_gradient offload_saved": "as above",
     "squares": "as above",
     "weights": "a weight slot that no other block has at that time, in any timing",
     "recompute": "an output of another block or micro-batch, still in time; or of the last segment, while forward's is there too",
@@ -182,6 +192,7 @@ def test_waits_in_a_circle_are_refused() -> None:
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOAD, Kind.ACCUMULATE}))
 def test_an_op_done_twice_is_refused(kind: Kind) -> None:
     knobs: dict[str, Any] = {"spill_blocks": (1,), "speculate_blocks": (2,), "square_blocks": (0, 2)}
+    knobs |= {"save": saves(products=(1,)), "offload_blocks": (1,)}
     plan = small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(**knobs)
     op = next(op for op in plan.ops if op.kind is kind)
     assert "twice" in error_of(replace(plan, ops=(*plan.ops, op)))
@@ -533,7 +544,7 @@ def test_a_claim_faster_than_the_link_is_refused(direction: str, kind: Kind) -> 
     blocks = plan.workload.blocks
     n_bytes = sum(2 * sum(p.n_elements for p in blocks[op.block].parameters) for op in plan.ops if op.kind is kind)
     check(plan, claim_of(plan, step_s=n_bytes / 1000))
-    what = "its load and fetch_activation ops" if kind is Kind.LOAD else "its offload_gradient and offload_activation ops"
+    what = f"its {kind} ops alone"
     assert what in error_of(plan, claim_of(plan, step_s=n_bytes / 1000 * 0.999, machine_bound_s=0.1))
 
 
@@ -550,6 +561,20 @@ def test_what_spills_is_on_the_link_too(direction: str) -> None:
         check(plan, claim_of(plan, step_s=least_s[spill]))
         assert "ops alone" in error_of(plan, claim_of(plan, step_s=least_s[spill] - 0.001, machine_bound_s=0.1))
     assert least_s[0, 2] == pytest.approx(least_s[()] + 0.256)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_what_layers_save_is_on_the_link_too(direction: str) -> None:
+    """300 and 900 bytes each way, for each of two micro-batches."""
+    least_s = {}
+    for away in ((), (1, 3)):
+        plan = small(n_micro_batches=2, accumulation_group=2, save=saves(products=(1, 2, 3)), offload_blocks=away)
+        plan = with_profile(plan, f"link.{direction}.bytes_per_s", [{"n_bytes": 1, "rate": {"value": 1000.0}}])
+        moved = {"h2d": Kind.LOAD, "d2h": Kind.OFFLOAD_GRADIENT}[direction]
+        n_elements = [sum(p.n_elements for p in b.parameters) for b in plan.workload.blocks]
+        least_s[away] = sum(2 * n_elements[op.block] for op in plan.ops if op.kind is moved) / 1000 + len(away) * 1.2
+        check(plan, claim_of(plan, step_s=least_s[away]))
+        assert "ops alone" in error_of(plan, claim_of(plan, step_s=least_s[away] - 0.001, machine_bound_s=0.1))
 
 
 @pytest.mark.parametrize("key", ["prediction", "prediction.step_s", "prediction.host_peak_bytes", "certificate"])

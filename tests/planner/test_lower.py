@@ -14,6 +14,7 @@ from planner.lower.passes import (
     with_barrier,
     with_gradients,
     with_late_offloads,
+    with_saved,
     with_squares,
     with_updates,
     with_weights,
@@ -78,6 +79,7 @@ def test_every_block_has_a_slot_of_its_own_for_its_state_and_after_them_every_sh
 PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
     (with_weights, {Kind.LOAD}, {"weights"}),
     (partial(with_activations, ring_goes_on=True), {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
+    (partial(with_saved, ring_goes_on=True), {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
     (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "gradient"}),
     (with_squares, {Kind.SQUARE}, {"squares", "norm"}),
     (with_late_offloads, {Kind.OFFLOAD_GRADIENT}, set()),

@@ -68,7 +68,7 @@ def small_plan() -> Plan:
     }
     return Plan(
         Semantics(8, 4, 2, clip_norm=None, mlp_tile_tokens=16, gradient_dtype="fp32"),
-        Policy(2, 1, 1, 2, saves(all=(1,)), Update.DEFERRED),
+        Policy(2, 1, 1, 2, saves(all=(1,)), update=Update.DEFERRED),
         Model({"model_type": "llama", "hidden_size": 8, "rope": {"theta": 1e4}, "note": "ø"}, "models/small", "small"),
         Workload((embedding, layer, head)),
         tuple(Arena(name, place, slots) for place, arenas in sizes.items() for name, slots in arenas.items()),
@@ -271,9 +271,9 @@ CHANGED = {
 }
 OPTIONAL = {
     Kind.LOAD: {"tied"},
-    Kind.FORWARD: {"x", "y"},
+    Kind.FORWARD: {"x", "y", "saved"},
     Kind.LOSS: {"sum", "gradient"},
-    Kind.BACKWARD: {"weights", "x", "sum", "gradient"},
+    Kind.BACKWARD: {"weights", "x", "saved", "sum", "gradient"},
     Kind.OFFLOAD_GRADIENT: {"squares", "norm"},
     Kind.NORM: {"arrived", "tied", "squares"},
     Kind.SPECULATE: {"tied"},

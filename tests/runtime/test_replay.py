@@ -54,6 +54,7 @@ REMEMBERING = {
     "products": Policy(save=saves(products=(1, 2))),
     "attention": Policy(save=saves(attention=(1, 2))),
     "attention, spilled": Policy(save=saves(attention=(1, 2)), spill_blocks=(0, 1)),
+    "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3)),
     "all ways at once": Policy(save=saves(all=(1,), products=(2,), attention=(3,))),
 }
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 4}
