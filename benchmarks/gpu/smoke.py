@@ -50,6 +50,9 @@ POLICIES = {
         speculate_blocks=(0, 2),
         gradient_slots=2,
     ),
+    "products and attention on the host": Policy(
+        save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3), spill_blocks=(0, 1), accumulation_group=2
+    ),
     "every second input": Policy(boundary_stride=2),
     "resident": Policy(resident_blocks=(1, 3), save=saves(all=(2,)), update=Update.DEFERRED, prefetch_depth=2),
     "squared on the device": Policy(square_blocks=(1, 2), accumulation_group=4),

@@ -96,6 +96,9 @@ class Replay:
             unneeded = self._results.pop()
             if self._shelf is not None:
                 self._shelf.n_bytes = unneeded.shelf_bytes
+        if self._shelf is not None:
+            for noted in self._results:
+                tree_map(self._shelf.found, noted.result)
 
     def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
         return mode(self._calls, self._results, self._shelf) if self._calls else nullcontext()

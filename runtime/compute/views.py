@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from runtime.host.memory import Arenas
 from runtime.plan import Plan, Slot
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
+NO_ROOM = "no room"  # in place of the spot of a result that is one too many
 MATRICES = {"mm": 0, "addmm": 1}  # calls that can be told where to put their result, and the argument that is their first matrix
 
 
@@ -70,24 +71,25 @@ class Shelf:
             shape = torch.Size((a.shape[0], b.shape[1]))
             if (spot := self._room(a.dtype, shape, (shape[1], 1))) is not None:
                 return func.overloadpacket.out(*args, **kwargs, out=self.view(spot)), spot
-        made = func(*args, **kwargs)
-        noted = tree_map(self._put, made)
-        return tree_map(self.found, noted), noted
+        made, form = tree_flatten(func(*args, **kwargs))
+        noted = list(map(self._put, made))
+        found = [self.view(spot) if isinstance(spot, Spot) else thing for thing, spot in zip(made, noted, strict=True)]
+        return tree_unflatten(found, form), tree_unflatten(noted, form)
 
     def found(self, noted: Any) -> Any:
-        """What was noted, with the tensor in place of its spot."""
+        """What was noted, with the tensor in place of its spot. What found no room nobody is to ask for."""
+        assert noted is not NO_ROOM, "what is saved finds no room in its slot"
         return self.view(noted) if isinstance(noted, Spot) else noted
 
     def _put(self, thing: Any) -> Any:
-        """Where a result lies now. States of random numbers, which are a few integers, stay where they are; so does what finds no
-        room, which nobody is to ask for."""
+        """Where a result lies now. States of random numbers, which are a few integers, stay where they are."""
         if not isinstance(thing, torch.Tensor) or not thing.dtype.is_floating_point or not thing.numel():
             return thing
         n_spanned = 1 + sum((n - 1) * stride for n, stride in zip(thing.shape, thing.stride(), strict=True))
         assert n_spanned == thing.numel(), f"a result of shape {(*thing.shape,)} has gaps: its strides are {thing.stride()}"
         spot = self._room(thing.dtype, thing.shape, thing.stride())
         if spot is None:
-            return thing
+            return NO_ROOM
         self.view(spot).copy_(thing)
         return spot
 

@@ -47,6 +47,7 @@ POLICIES = {
     "kept": Policy(save=saves(all=(1, 2, 3)), accumulation_group=4, resident_blocks=(0,)),
     "attention": Policy(save=saves(attention=(1, 2)), accumulation_group=2),
     "products": Policy(save=saves(products=(1, 3)), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
+    "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3), accumulation_group=2),
     "strided": Policy(boundary_stride=2, accumulation_group=4),
 }
 # Of the sequences of a step: long and short documents, single tokens, one that is the whole sequence, and the same twice

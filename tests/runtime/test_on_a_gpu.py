@@ -193,6 +193,7 @@ def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(mode
         Policy(save=saves(all=(1, 2, 3)), accumulation_group=4),
         Policy(),
         Policy(save=saves(attention=(1, 2)), accumulation_group=2),
+        Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3), accumulation_group=2),
         Policy(save=saves(products=(1, 3)), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
     ):
         machines.append(machine_for_both(config, semantics, policy, batches))

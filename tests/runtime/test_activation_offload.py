@@ -1,0 +1,109 @@
+"""Does what layers save come back from the host as it left?"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.compute.recompute import Replay
+from runtime.compute.views import Shelf
+from runtime.plan import Policy, Update, saves
+from runtime.plan.workload import SLOT_ALIGN_BYTES, Saved
+from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.training import differences, plain, plan_of, semantics_of, streamed
+
+LAYERS = (1, 2)
+WAYS = {
+    "products, one micro-batch after another": Policy(save=saves(products=LAYERS), offload_blocks=LAYERS),
+    "products, in groups, with inputs": Policy(
+        save=saves(products=LAYERS), offload_blocks=LAYERS, accumulation_group=2, spill_blocks=(0, 1)
+    ),
+    "one of them, the other stays": Policy(
+        save=saves(products=LAYERS), offload_blocks=(2,), accumulation_group=4, update=Update.DEFERRED, prefetch_depth=2
+    ),
+    "attention": Policy(save=saves(attention=LAYERS), offload_blocks=LAYERS, accumulation_group=4),
+    "attention of one, products of the other": Policy(save=saves(attention=(1,), products=(2,)), offload_blocks=LAYERS),
+}
+
+
+def possible(policy: Policy, model_type: str, experts: str = "eager") -> Policy:
+    """What types cannot save on its own is left: attention that is spelled out, products to which biases are added in place."""
+    without = {Saved.ATTENTION} if model_type in EAGER_ONLY else set()
+    without |= {Saved.PRODUCTS} if (model_type, experts) == ("gpt_oss", "grouped_mm") else set()
+    kept = {b: saved for b in LAYERS if (saved := policy.saved(b)) not in without}
+    save = saves(
+        products=[b for b, saved in kept.items() if saved is Saved.PRODUCTS],
+        attention=[b for b, saved in kept.items() if saved is Saved.ATTENTION],
+    )
+    return replace(policy, save=save, offload_blocks=tuple(b for b in policy.offload_blocks if b in kept))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_training_is_the_plain_loop_to_the_bit_wherever_activations_wait(model_type: str, way: str) -> None:
+    """Slots are poisoned as soon as nobody is to read them, and lanes are late at random."""
+    semantics = semantics_of(model_type)
+    policy = possible(WAYS[way], model_type)
+    if not policy.offload_blocks:
+        pytest.skip("nothing that this type can save on its own")
+    assert differences(streamed(tiny_config(model_type), semantics, policy), plain(model_type, semantics)) == []
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_so_are_experts_in_one_call_or_in_a_loop(model_type: str, experts: str) -> None:
+    semantics = semantics_of(model_type, experts=experts, compute_dtype="bf16")
+    policy = possible(WAYS["products, in groups, with inputs"], model_type, experts)
+    assert differences(streamed(tiny_config(model_type), semantics, policy), plain(model_type, semantics)) == []
+
+
+@pytest.mark.parametrize("way", ["products, in groups, with inputs", "attention"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_so_are_mlps_by_tiles(model_type: str, way: str) -> None:
+    """Every tile puts what it saves beside that of the others, and what it makes last makes room for the next one's."""
+    semantics = semantics_of(model_type, mlp_tile_tokens=5)
+    policy = possible(WAYS[way], model_type)
+    if not policy.offload_blocks:
+        pytest.skip("nothing that this type can save on its own")
+    assert differences(streamed(tiny_config(model_type), semantics, policy), plain(model_type, semantics)) == []
+
+
+def test_of_a_smaller_last_micro_batch_only_that_moves() -> None:
+    semantics = semantics_of("llama", batch_size=5, micro_batch=2)
+    policy = replace(WAYS["products, one micro-batch after another"], accumulation_group=2)
+    assert differences(streamed(tiny_config("llama"), semantics, policy), plain("llama", semantics)) == []
+    plan = plan_of(tiny_config("llama"), semantics, policy)
+    assert plan.recompute(1, 2).slot_bytes < plan.recompute(1, 1).slot_bytes == plan.recompute(1).slot_bytes
+
+
+def test_products_are_computed_where_they_wait_and_the_last_which_nobody_asks_for_leaves_its_place() -> None:
+    x, weights = torch.randn(6, 8), [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+
+    def forward() -> torch.Tensor:
+        y = x
+        for weight in weights:
+            y = torch.relu(y @ weight)
+        return y @ weights[0].detach()  # a product that autograd does not save
+
+    wanted = torch.autograd.grad(forward().sum(), weights)
+    shelf = Shelf(torch.zeros(4 * SLOT_ALIGN_BYTES, dtype=torch.uint8))
+    replay = Replay(Saved.PRODUCTS, forward, shelf)
+    with replay.recording():
+        y = forward()
+    assert shelf.n_bytes == 3 * SLOT_ALIGN_BYTES, "three products of 192 bytes, each at an aligned place"
+    first = shelf.found(replay._results[0].result)
+    assert torch.equal(first, x @ weights[0])
+    assert first.data_ptr() == shelf.slot.data_ptr()
+    elsewhere = shelf.slot.clone()
+    shelf.slot.fill_(0xFF)  # NaN: who still reads there is seen
+    shelf.slot = elsewhere
+    assert all(map(torch.equal, wanted, torch.autograd.grad(y.sum(), weights)))
+
+
+def test_a_slot_that_is_too_small_is_no_silent_loss() -> None:
+    """A result without a place would be asked for where another lies."""
+    weight = torch.randn(8, 8, requires_grad=True)
+    shelf = Shelf(torch.zeros(SLOT_ALIGN_BYTES, dtype=torch.uint8))
+    replay = Replay(Saved.PRODUCTS, lambda: None, shelf)
+    with pytest.raises(AssertionError, match="finds no room"), replay.recording():
+        torch.relu(torch.relu(torch.randn(6, 8) @ weight) @ weight).sum()
