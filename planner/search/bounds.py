@@ -228,7 +228,7 @@ def _deferred_ring(plan: Setup, work: Work, phases: tuple[float, float], last_s:
     # The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
     # after that comes all that is neither these nor a first forward, nor a boundary that is back early.
     until = {
-        "way up": _updates_s(plan, seconds)[0] + seconds[Kind.LOAD, 0] + before_s,
+        "way up": _updates_s(plan, seconds)[0] + seconds[Kind.LOAD, 0] + max(before_s, work.phases.first_up_s(buffers_of(plan))),
         "updates": updated_s + seconds[Kind.LOAD, blocks[-1]],
         "shared": max(work.updates[key] + work.first_loads[key] for key in KEYS),
     }

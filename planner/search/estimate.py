@@ -5,20 +5,22 @@ the host; and memory filled with what saves most recompute per byte. Its bounds 
 long step is told from two shorter ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from types import MappingProxyType
 
 from hwprofiles.schema import Profile
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import n_simulated, simulate
-from runtime.plan import LANE_OF, Lane, Policy, Semantics, Setup, Update
+from runtime.plan import LANE_OF, Kind, Lane, Op, Policy, Semantics, Setup, Update
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
 from .bounds import ops_at_least, policy_bound
-from .space import Family, Way, eager_is_legal, ways_of, with_ways
+from .space import Family, Way, eager_is_legal, evenly, ways_of, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 MAX_STEPS = 6  # greedy plans settle in two or three
@@ -97,11 +99,26 @@ class Greedy:
                 if filled is not None:
                     found[filled] = None
                 if has_all:
-                    break  # what boundaries on the host would make room for is there
+                    return list(found)  # what the host would make room for is there
                 if filled is not None and group < n and self.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
                     others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
                     found |= {other: None for other in others if other is not None}
+        for saved in (Saved.PRODUCTS, Saved.ATTENTION):
+            away = self._leaving(saved)
+            for spills in (False, True):
+                fitting = (self._filled(group, spills, away=away)[0] for group in halves(n))
+                found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
         return list(found)
+
+    def _leaving(self, saved: Saved) -> dict[int, Way]:
+        """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
+        block, layers = self.workload.blocks[1], range(1, self.workload.n_layers + 1)
+        if any(self.workload.blocks[b].recompute(saved) is None for b in layers):
+            return {}
+        plan = self._frame(with_ways(Policy(), {1: Way(saved, away=True)}))
+        offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, 1, 0)).uncontended_s
+        share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
+        return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
 
     # -- how long a step takes --------------------------------------------------------------------------------------
 
@@ -128,15 +145,15 @@ class Greedy:
 
     def _of_largest_group(self, spills: bool) -> tuple[Policy | None, bool]:
         """With half of the micro-batches in a group, or a quarter, and so on."""
-        group = self.semantics.n_micro_batches // 2
-        while group > 1:
-            filled, has_all = self._filled(group, spills)
+        for group in halves(self.semantics.n_micro_batches // 2):
+            filled, has_all = self._filled(group, spills) if group > 1 else (None, False)
             if filled is not None:
                 return filled, has_all
-            group //= 2
         return None, False
 
-    def _filled(self, group: int, spills: bool, n_resident: int = 0) -> tuple[Policy | None, bool]:
+    def _filled(
+        self, group: int, spills: bool, n_resident: int = 0, away: Mapping[int, Way] = MappingProxyType({})
+    ) -> tuple[Policy | None, bool]:
         """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
         family = Family(update, group, group, boundary_stride=1)
@@ -145,12 +162,14 @@ class Greedy:
         turn = {b: i for i, b in enumerate(blocks)}
         resident = tuple(sorted(blocks[:n_resident]))
         of_family = replace(family.policy(self.semantics), spill_blocks=spilled, resident_blocks=resident)
+        of_family = with_ways(of_family, away)
         leans = (replace(of_family, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
         lean = next((lean for lean in leans if footprint(self._frame(lean), self.profile).fits), None)
         if lean is None:
             return None, False
         framed = self._frame(lean)
-        upgrades = sorted(self._upgrades(lean, family), key=lambda u: (-u.seconds_per_byte, turn[u.block]))
+        of_others = (upgrade for upgrade in self._upgrades(lean, family) if upgrade.block not in away)
+        upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
         least, most = 0, len(upgrades) + len(self.workload.blocks)
         while least < most:
             middle = (least + most + 1) // 2
@@ -197,6 +216,13 @@ class Greedy:
         if policy not in self._frames:
             self._frames[policy] = frame(self.model, self.workload, self.semantics, policy)
         return self._frames[policy]
+
+
+def halves(n: int) -> Iterator[int]:
+    """n, half of it, and so on to one."""
+    while n:
+        yield n
+        n //= 2
 
 
 def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:

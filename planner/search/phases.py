@@ -4,15 +4,18 @@ On the compute lane a group's ops come in four phases, one after another: up the
 backward. Groups follow each other, so a step is at least the sum of all phases (docs/bounds.md, "Phases").
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from planner.lower.arenas import N_STAGING_SLOTS
+from planner.lower.arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, spill_ring_slots
 from runtime.plan import LANE_OF, Kind, Setup
 from runtime.plan.workload import BlockKind
 
 from .facets import Key, add, nothing
+
+LEAVING, COMING = (Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED), (Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)
+PASSING = (*LEAVING, *COMING)
 
 
 @dataclass(slots=True)
@@ -31,6 +34,20 @@ class Buffers:
     n_loads: int  # that may have begun before
     n_slots: int  # gradients of layers in device slots
     n_staged: int  # and on the host, waiting to be added
+    n_passing: Mapping[Kind, int] = field(default_factory=dict)  # activations in the slots that ops of this kind share
+
+
+@dataclass(slots=True)
+class Passing:
+    """Activations that leave on the ways up, or come back on the ways down, through a few slots: so many may be under way when a
+    way up ends, or a way down begins."""
+
+    all: dict[Key, float] = field(default_factory=nothing)
+    one: dict[Key, float] = field(default_factory=nothing)  # the largest
+
+    def add(self, load: Mapping[Key, float], count: int) -> None:
+        add(self.all, load, count)
+        self.one |= {key: max(seconds, self.one[key]) for key, seconds in load.items()}
 
 
 @dataclass(slots=True)
@@ -55,6 +72,14 @@ class Phases:
     one_leaving: dict[int, dict[Key, float]] = field(default_factory=dict)  # one gradient of each layer
     one_staged: dict[int, dict[Key, float]] = field(default_factory=dict)  # of it, what is left to do once it is on the host
     vocab: dict[tuple[Kind, int], Turns] = field(default_factory=dict)
+    passing: dict[Kind, Passing] = field(default_factory=lambda: {kind: Passing() for kind in PASSING})
+
+    @property
+    def n_slips(self) -> float:
+        """How often what may slip from one phase to the next is to be taken off the sum over all groups, so that every share of it
+        that is asked for (`first_fraction`) is at most the sum over the other groups."""
+        others = 1 - self.first_fraction
+        return self.n_groups if self.equal or others <= 0 else max(self.n_groups, (self.n_groups - 1) / others)
 
     # -- the vocabulary blocks: a gradient is computed when the one before has left, and leaves when that has been added --------
 
@@ -108,16 +133,28 @@ class Phases:
 
     def up_s(self, buffers: Buffers) -> float:
         """The ways up the layers."""
-        return max(self.up[key] + self.loads_s(key, buffers) for key in self.up)
+        return max(self.up[key] + self.loads_s(key, buffers) + self.passing_s(LEAVING, key, buffers) for key in self.up)
+
+    def first_up_s(self, buffers: Buffers) -> float:
+        """The first group's way up, which is no shorter than the others'."""
+        return self.up_s(buffers) / self.n_groups
 
     def down_s(self, buffers: Buffers) -> float:
         """The ways down, until the last backward: gradients in slots leave later."""
         late_s = ((key, self.left_s(key, buffers)) for key in self.down)
-        return max(self.down[key] + self.loads_s(key, buffers) + max(0.0, left_s) for key, left_s in late_s)
+        return max(self._down_s(key, buffers) + max(0.0, left_s) for key, left_s in late_s)
 
     def down_and_left_s(self, buffers: Buffers) -> float:
         """The ways down, until the last gradient of a layer has left."""
-        return max(self.down[key] + self.loads_s(key, buffers) + max(0.0, self.all_left_s(key, buffers)) for key in self.down)
+        return max(self._down_s(key, buffers) + max(0.0, self.all_left_s(key, buffers)) for key in self.down)
+
+    def _down_s(self, key: Key, buffers: Buffers) -> float:
+        return self.down[key] + self.loads_s(key, buffers) + self.passing_s(COMING, key, buffers)
+
+    def passing_s(self, kinds: Sequence[Kind], key: Key, buffers: Buffers) -> float:
+        """Activations that leave, or come back, wholly within the ways."""
+        slots = {kind: self.n_slips * buffers.n_passing[kind] * self.passing[kind].one[key] for kind in kinds}
+        return sum(max(0.0, self.passing[kind].all[key] - slots[kind]) for kind in kinds)
 
     def loads_s(self, key: Key, buffers: Buffers) -> float:
         """Loads that lie wholly within the ways."""
@@ -130,19 +167,20 @@ class Phases:
         """
         in_slots_s = buffers.n_slots * _largest_s(self.one_leaving, key) + buffers.n_staged * _largest_s(self.one_staged, key)
         head_s = self.head_leaving[key] if self.n_gradients > buffers.n_slots + buffers.n_staged else 0.0
-        return self.leaving[key] + self.n_groups * (head_s - in_slots_s)
+        return self.leaving[key] + self.n_groups * head_s - self.n_slips * in_slots_s
 
     def all_left_s(self, key: Key, buffers: Buffers) -> float:
         """What of gradients is done when the last of them has left: all but what is still to be added."""
         head_s = self.head_leaving[key] if self.n_gradients > buffers.n_staged else 0.0
-        return self.leaving[key] + self.n_groups * (head_s - buffers.n_staged * _largest_s(self.one_staged, key))
+        staged_s = buffers.n_staged * _largest_s(self.one_staged, key)
+        return self.leaving[key] + self.n_groups * head_s - self.n_slips * staged_s
 
     # -- the step -------------------------------------------------------------------------------------------------------
 
     def back_s(self, buffers: Buffers, turns_s: float) -> float:
         """From the last losses to the ends of the embedding's last backwards. `turns_s`: of layers' backwards and gradients that
         leave, one after the other."""
-        late_s = self.n_groups * _largest_s(self.one_leaving, LANE_OF[Kind.OFFLOAD_GRADIENT])
+        late_s = self.n_slips * _largest_s(self.one_leaving, LANE_OF[Kind.OFFLOAD_GRADIENT])
         computed_s = max(turns_s - late_s, self.down_s(buffers)) + self.embedding_s
         if not self.takes_turns:
             return computed_s
@@ -182,7 +220,13 @@ def phases_of(plan: Setup, groups: range) -> Phases:
 def buffers_of(plan: Setup) -> Buffers:
     """What may slip from phase to phase with the plan's policy."""
     n_slots, n_staged = plan.policy.gradient_slots, staged_slots(plan)
-    return Buffers(plan.policy.prefetch_depth + 1, n_slots, n_staged)
+    return Buffers(plan.policy.prefetch_depth + 1, n_slots, n_staged, passing_slots(plan.policy.accumulation_group))
+
+
+def passing_slots(group: int) -> dict[Kind, int]:
+    """Slots that activations share when they leave or come back."""
+    of_boundaries = dict.fromkeys((Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION), spill_ring_slots(group))
+    return of_boundaries | dict.fromkeys((Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED), N_SAVED_SLOTS)
 
 
 def staged_slots(plan: Setup) -> int:
@@ -200,6 +244,8 @@ def add_to_phases(phases: Phases, plan: Setup, kind: Kind, block: int, load: Map
             add(phases.up, load, count)
         case Kind.BACKWARD | Kind.RECOMPUTE | Kind.SQUARE:
             add(phases.down, load, count)
+        case Kind.OFFLOAD_ACTIVATION | Kind.OFFLOAD_SAVED | Kind.FETCH_ACTIVATION | Kind.FETCH_SAVED:
+            phases.passing[kind].add(load, count)
         case Kind.LOAD if block not in plan.policy.resident_blocks:
             add(phases.loads, load, 1)
             phases.largest_load |= {key: max(s, phases.largest_load.get(key, 0.0)) for key, s in load.items()}

@@ -6,7 +6,7 @@ and host memory. The step is at least as long as every lane, every shared resour
 its dual bound is claimed. Its choices are suggestions, to be lowered and simulated.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -23,7 +23,7 @@ from .bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, o
 from .bounds import first_gradient_s as first_gradient_s_of
 from .facets import Facets, Key, add, nothing
 from .integer import Program
-from .phases import Buffers, add_to_phases, phases_of, staged_slots
+from .phases import COMING, LEAVING, PASSING, Buffers, Passing, add_to_phases, passing_slots, phases_of, staged_slots
 from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, Way, classes_of, ways_of, with_ways
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
@@ -93,8 +93,8 @@ class _Leaving:
     """What a layer asks for besides, if what it saves goes to the host."""
 
     all: dict[Key, float] = field(default_factory=nothing)  # forward, offload and fetch, of all micro-batches
+    passing: dict[Kind, Passing] = field(default_factory=lambda: {kind: Passing() for kind in PASSING})
     first: dict[Key, float] = field(default_factory=nothing)  # of the first group, what may be done before its loss, fetches apart
-    fetch: dict[Key, float] = field(default_factory=dict)  # the largest
 
 
 class _Builder:
@@ -230,9 +230,11 @@ class _Builder:
         largest = {key: max(first[i].get(key, 0.0) for i in self.layers) for key in {k for i in self.layers for k in first[i]}}
         variable[self.spared] = {key: -seconds for key, seconds in largest.items()}
         moved = dict.fromkeys(total, 0.0)
+        self.boundaries = {kind: Passing() for kind in PASSING}
         for kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
             for m, count in of_each_size(self.plan, self.of.semantics.n_micro_batches):
-                add(moved, self.facets.of(kind, self._demand(kind, 0, m)), count)
+                self.boundaries[kind].add(self.facets.of(kind, self._demand(kind, 0, m)), count)
+            add(moved, self.boundaries[kind].all, 1)
         variable[self.n_spilled] = moved
         variable |= dict(zip(self.square, self.squaring, strict=True))
         self._phases(first)
@@ -261,8 +263,10 @@ class _Builder:
                 add(total, forward, count)
                 add(total, stays, -count)
                 add(total, offload, count)
-                add(total, fetch, count if total is leaving.all else 0)
-                leaving.fetch.update({key: max(seconds, leaving.fetch.get(key, 0.0)) for key, seconds in fetch.items()})
+                if total is leaving.all:
+                    add(total, fetch, count)
+                    leaving.passing[Kind.OFFLOAD_SAVED].add(offload, count)
+                    leaving.passing[Kind.FETCH_SAVED].add(fetch, count)
         return leaving
 
     def _phases_at_least(self, step: int, seconds: float, less: Mapping[int, float]) -> None:
@@ -273,7 +277,8 @@ class _Builder:
         else:
             ways = [{self.back: 1.0, self.up: others}, {self.around: others}]
         for way in ways:
-            self.program.at_most({**row, **way, step: -1.0}, -(seconds + self.phases.loss_s) / self.scale_s)
+            sums = {n: row.get(n, 0.0) + way.get(n, 0.0) for n in {*row, *way}}
+            self.program.at_most({**sums, step: -1.0}, -(seconds + self.phases.loss_s) / self.scale_s)
 
     def _at_least(self, step: int, seconds: float, variable: Mapping[int, float]) -> None:
         """step >= seconds + variable @ x."""
@@ -349,7 +354,9 @@ class _Builder:
         untils: list[tuple[float, dict[int, float]]] = [(updated_s + load_s[-1], sooner)]
         # The way of the first micro-batches to the loss: at least so many are in the first group.
         first_s = update_s[0] + load_s[0] + before_s * self.groups[0] / self.groups[-1]
-        untils.append((first_s, {s: -load[Lane.CPU] for s, load in early.items() if s == self.speculate[0]}))
+        first_sooner = {s: -load[Lane.CPU] for s, load in early.items() if s == self.speculate[0]}
+        untils.append((first_s, first_sooner))
+        untils.append((update_s[0] + load_s[0], {**first_sooner, self.up: self.scale_s / self.n_groups}))
         untils += [
             (updates[k] + first_loads[k], {s: -load.get(k, 0.0) for s, load in early.items()})
             for k in self.keys
@@ -370,7 +377,7 @@ class _Builder:
                 per_unit[self.early] = -fetch.get(key, 0.0)
                 for n, leaving in self.leaving.items():
                     per_unit[n] -= leaving.first[key] if key is not Lane.GPU else 0.0
-                per_unit[self.early_saved] = -max((leaving.fetch.get(key, 0.0) for leaving in self.leaving.values()), default=0.0)
+                per_unit[self.early_saved] = -self._largest_s(Kind.FETCH_SAVED, key)
                 for s, update in early.items():  # is done before the norm is known
                     per_unit[s] = per_unit.get(s, 0.0) + update.get(key, 0.0)
                 for s, per_block in less.items():
@@ -397,7 +404,7 @@ class _Builder:
                 self._demand(Kind.OFFLOAD_GRADIENT, b[0], None if self.plan.reduced else 0).uncontended_s for b in self.classes
             )
             for end, late, more_s in ends:
-                self._at_least(end, self.turns_s - late * n_groups * largest_s + more_s, self.turns)
+                self._at_least(end, self.turns_s - late * phases.n_slips * largest_s + more_s, self.turns)
         for key in self.keys:
             streamed = {self.resident[i]: -n_groups * first[i].get(key, 0.0) for i in self.layers}
             one_load_s = n_groups * phases.largest_load.get(key, 0.0)
@@ -406,8 +413,13 @@ class _Builder:
             with_loads = {**streamed, self.depth: -one_load_s}
             backward = {n: load.get(key, 0.0) for n, load in self.backward.items()}
             backward |= {self.square[i]: self.squares[i][key] for i in self.layers}
-            for more, more_s in (({}, 0.0), (with_loads, loads_s)):
+            # And so may activations on their way out, or back.
+            (out_s, out), (back_s, back) = self._passing(LEAVING, key), self._passing(COMING, key)
+            self._at_least(self.up, phases.up[key] + loads_s + out_s, {**with_loads, **out})
+            ways = [({}, 0.0), (with_loads, loads_s), ({**with_loads, **back}, loads_s + back_s)]
+            for more, more_s in ways[:2]:
                 self._at_least(self.up, phases.up[key] + more_s, more)
+            for more, more_s in ways:
                 for end, late, then_s in ends:
                     left_s = phases.left_s(key, buffers) if late else phases.all_left_s(key, buffers)
                     for leaving_s in (0.0, left_s):
@@ -416,6 +428,21 @@ class _Builder:
         for then, rows in ((self.around, around), (self.last, ({self.back: 1.0}, {self.left: 1.0}))):
             for row in rows:
                 self.program.at_most({**row, then: -1.0}, 0.0)
+
+    def _largest_s(self, kind: Kind, key: Key) -> float:
+        """Of one copy of what any layer saves."""
+        return max((leaving.passing[kind].one[key] for leaving in self.leaving.values()), default=0.0)
+
+    def _passing(self, kinds: Sequence[Kind], key: Key) -> tuple[float, dict[int, float]]:
+        """Activations that leave on the ways up, or come back on those down: all of what layers save but what their slots hold, and
+        of boundaries all but what the ring holds and the embedding's, which may leave earlier."""
+        of_boundary, of_saved = kinds
+        slots = passing_slots(self.groups[-1])
+        row = {n: leaving.passing[of_saved].all[key] for n, leaving in self.leaving.items()}
+        boundary = self.boundaries[of_boundary]
+        row[self.n_spilled] = boundary.all[key]
+        row[self.spills] = -boundary.all[key] - self.phases.n_slips * slots[of_boundary] * boundary.one[key]
+        return -self.phases.n_slips * slots[of_saved] * self._largest_s(of_saved, key), row
 
     def _turns(self) -> tuple[float, dict[int, float]]:
         """Every layer's last backward, by tier, and squares, and every layer's gradient leaving."""
