@@ -165,7 +165,8 @@ def _order(policy: Policy, n_micro_batches: int) -> str:
 
 
 def _saved(policy: Policy, n_layers: int) -> str:
-    """What backward finds of each layer: `saved for backward: all of 5 layers, the inputs of 24; the rest is computed again`."""
+    """What backward finds of each layer: `saved for backward: all of 5 layers, the inputs of 24; the rest is computed again`. Where
+    it waits on the host, that is said."""
     words = {
         Saved.ALL: "all",
         Saved.PRODUCTS: "the products",
@@ -173,9 +174,15 @@ def _saved(policy: Policy, n_layers: int) -> str:
         Saved.INPUT: "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}",
     }
     n_saving = Counter(policy.saved(b) for b in range(1, n_layers + 1))
-    saved = [f"{what} of {counted(n_saving[of], 'layer')}" for of, what in words.items() if n_saving[of]]
+    n_away = Counter(policy.saved(b) for b in policy.offload_blocks)
+    n_words = ((what, n_saving[of], n_away[of]) for of, what in words.items())
+    saved = [f"{what} of {counted(n, 'layer')}{_away(away, n)}" for what, n, away in n_words if n]
     again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is computed again"
     return f"saved for backward: {', '.join(saved)}{again}"
+
+
+def _away(n: int, of: int) -> str:
+    return "" if n == 0 else " (on the host)" if n == of else f" ({n} of them on the host)"
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:

@@ -106,7 +106,8 @@ def _lives_of_activations(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
 
 def _saved_bytes(plan: Plan) -> list[int]:
     """Of each block, for one micro-batch: what is kept from forward to backward."""
-    return [plan.recompute(b).saved_bytes if block.kind is BlockKind.LAYER else 0 for b, block in enumerate(plan.workload.blocks)]
+    stays = {*range(1, plan.workload.n_layers + 1)} - {*plan.policy.offload_blocks}
+    return [plan.recompute(b).saved_bytes if b in stays else 0 for b in range(len(plan.workload.blocks))]
 
 
 def _transients(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:

@@ -149,7 +149,7 @@ def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset())
 
 def _keeping_all(plan: Plan) -> Plan:
     """The same ops, were there memory for every activation: no backward computes anything again."""
-    return replace(plan, policy=replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers))
+    return replace(plan, policy=replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=()))
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
