@@ -41,17 +41,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.soak)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: no collection, and no test that counts what is alive, goes through it again."""
-    gc.collect()
-    gc.freeze()
-
-
 def draw_a_share(item: Any) -> None:
     """Hypothesis keeps a test's settings on its function, and takes them only once."""
     function = item.obj
     of: settings = function._hypothesis_internal_use_settings
     function._hypothesis_internal_use_settings = settings(of, max_examples=share(of.max_examples))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_stays() -> None:
+    """What was imported and made by now: no collection, and no test that counts what is alive, goes through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,8 @@ SOAK = (
     "test_adversary.py::test_no_plan_is_faster_than_a_bound[80]",
     "test_adversary.py::test_no_plan_is_faster_than_a_bound[90]",
     "test_background.py::test_what_is_written_in_the_background_is_what_is_written_while_all_lanes_are_idle[experts-160000]",
+    "test_background.py::test_without_the_gate_the_law_would_be_seen_to_be_broken[barrier]",
+    "test_background.py::test_without_the_gate_the_law_would_be_seen_to_be_broken[on speculation, taken]",
     "test_cli_plan.py::test_a_120_billion_parameter_model_fits_with_a_bf16_master_or_more_memory",
     "test_cli_plan.py::test_measurements_are_ranked_only_where_they_are_asked_for",
     "test_cli_plan.py::test_planning_wakes_no_torch[args1]",
@@ -107,7 +109,6 @@ SOAK = (
     "test_search.py::test_a_policy_whose_plan_is_too_long_keeps_its_bound",
     "test_search.py::test_every_change_that_is_named_makes_it_fit[gpt-oss-120b-h200-pcie5-None-1500000000000-64]",
     "test_search.py::test_every_change_that_is_named_makes_it_fit[qwen2.5-72b-rtx4090-server-None-None-8]",
-    "test_search.py::test_every_change_that_is_named_makes_it_fit[qwen2.5-7b-rtx4090-server-3000000000-None-8]",
     "test_search.py::test_the_answer_is_never_worse_than_a_static_candidate",
     "test_search.py::test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice[qwen2.5-7b-gh200-4096-16]",
     "test_store.py::test_loading_saving_and_resuming_hold_no_more_than_one_tensor_besides_the_arenas[fp32]",
@@ -181,17 +182,14 @@ DRAWN = (
     "test_waterfall.py::test_what_is_free_has_no_part_in_the_step",
 )
 SHARE = 4  # one in so many
-FEWEST = 5
+FEWEST = 3
 
 # Of these, `make test` takes cases with which every pair of parameters' values occurs, or every value, and `make soak` the others.
 PAIRS = (
     "test_background.py::test_a_run_goes_on_to_the_same_bits_under_another_plan_and_on_another_machine",
     "test_documents.py::test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_and_gradients_are_the_same_bits",
-    "test_evaluation.py::test_of_the_same_batch_it_is_the_loss_of_the_training_step_to_the_bit",
-    "test_host_never_waits.py::test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one",
     "test_kernels.py::test_kept_and_transient_bytes_of_fused_layers_are_those_of_real_ones",
     "test_mlp_tiles.py::test_the_products_calls_and_traffic_of_a_forward_by_tiles_are_those_of_the_loop",
-    "test_trainer.py::test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_the_same_bits",
     "test_workload.py::test_a_layers_backward_stays_within_its_transient_bytes_and_not_far_below",
     "test_workload.py::test_attention_counts_the_pairs_that_the_models_own_mask_lets_through",
     "test_workload.py::test_calls_and_traffic_of_a_layer_are_those_of_the_real_one",
@@ -203,9 +201,11 @@ VALUES = (
     "test_device_norms.py::test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit",
     "test_documents.py::test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept",
     "test_documents.py::test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_plain_loop",
+    "test_evaluation.py::test_of_the_same_batch_it_is_the_loss_of_the_training_step_to_the_bit",
     "test_exactness.py::test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then",
     "test_exactness.py::test_a_smaller_last_micro_batch_is_the_plain_loops",
     "test_exactness.py::test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop",
+    "test_host_never_waits.py::test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one",
     "test_kernels.py::test_any_policy_trains_the_bits_of_the_plain_loop_with_its_kernels",
     "test_kernels.py::test_losses_and_norms_are_those_of_eager_kernels_within_rounding",
     "test_kernels.py::test_pointwise_kernels_change_no_bit_of_a_training",
@@ -220,6 +220,7 @@ VALUES = (
     "test_tiles.py::test_a_step_by_tiles_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less",
     "test_tiles.py::test_the_products_that_are_run_by_tiles_are_those_of_the_plan",
     "test_trainer.py::test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbroken_one",
+    "test_trainer.py::test_a_run_that_was_asked_to_end_saves_the_step_in_progress_and_goes_on_to_the_same_bits",
 )
 
 
