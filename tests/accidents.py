@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,7 @@ def penstock(*args: object) -> tuple[int, str]:
 def forked(args: list[object], what: str = "op", n: int | None = None, by: int = signal.SIGKILL) -> bool:
     """Run a command, which must succeed, in a process of its own; it sends itself a signal in, or soon after, the n-th op that it
     begins, or the n-th time that it makes sure of a file. False: it ended by itself."""
+    _imported_once()
     child = os.fork()
     if child == 0:
         code, said = 1, ""
@@ -147,6 +150,13 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
         return True
     assert os.WEXITSTATUS(status) == 0
     return False
+
+
+@cache
+def _imported_once() -> None:
+    """What a run imports takes seconds: here, and not again in every process."""
+    for name in ("transformers.models.qwen3.modeling_qwen3", "penstock.assembly", "penstock.cli.run", "penstock.session"):
+        import_module(name)
 
 
 def _counted(work: Callable[..., Any], count: Iterator[int], by: int) -> Callable[..., Any]:

@@ -1,6 +1,8 @@
 """What holds for every test?"""
 
+import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,8 @@ from .soak import DRAWN, PAIRS, SOAK, VALUES, covering, share
 # Shared machines are slow at times, which proves nothing; and a build must not depend on which examples were drawn.
 settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("house")
+# A shell has its background jobs ignore interrupts, and whatever they start inherits that: no test of an interrupt could pass.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 COLLECTED = pytest.StashKey[set[str]]()  # the names of all cases, whichever lane is asked for
@@ -42,6 +46,13 @@ def draw_a_share(item: Any) -> None:
     function = item.obj
     of: settings = function._hypothesis_internal_use_settings
     function._hypothesis_internal_use_settings = settings(of, max_examples=share(of.max_examples))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_stays() -> None:
+    """What was imported and made by now: no collection, and no test that counts what is alive, goes through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,10 @@
 import json
 from collections import Counter
 from dataclasses import asdict, replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from click.testing import CliRunner
 
@@ -23,9 +25,16 @@ TOKENS_PER_STEP = 2048
 
 def make_plan(path: Path) -> Path:
     """The file of a small plan that the planner chose."""
-    done = CliRunner().invoke(cli, ["plan", *MODEL, "-o", str(path)])
-    assert done.exit_code == 0, done.output
+    path.write_bytes(_chosen())
     return path
+
+
+@cache
+def _chosen() -> bytes:
+    with TemporaryDirectory() as folder:
+        done = CliRunner().invoke(cli, ["plan", *MODEL, "-o", f"{folder}/plan.json"])
+        assert done.exit_code == 0, done.output
+        return (Path(folder) / "plan.json").read_bytes()
 
 
 def predicted(plan: Plan, profile: Profile) -> Prediction:

@@ -74,4 +74,4 @@ def test_a_share_is_drawn_and_the_same_settings_otherwise() -> None:
     draw_a_share(SimpleNamespace(obj=draws))
     draws()
     assert 5 <= len(seen) <= share(100) == 25
-    assert [share(n) for n in (1, 5, 8, 40, 400)] == [1, 5, 5, 10, 100]
+    assert [share(n) for n in (1, 5, 8, 40, 400)] == [1, 3, 3, 10, 100]

@@ -217,9 +217,9 @@ def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
 
 def test_an_emulated_run_tells_the_time_of_the_machine_that_it_emulates(home: Path) -> None:
     found = planned(home)
-    trained = penstock.train(found, home / "data", out=home / "out", steps=4, device="emulated")
+    trained = penstock.train(found, home / "data", out=home / "out", steps=1, device="emulated")
     slowed_s = sum(metrics.step_s for metrics in trained.metrics)
-    assert 0.5 * found.step_s < trained.timeline.total_s / 4 < slowed_s / 4
+    assert 0.5 * found.step_s < trained.timeline.total_s < slowed_s
     written = json.loads((home / "out" / "timeline.json").read_text())["spans"]
     assert max(span["end_s"] for span in written) == trained.timeline.total_s
 

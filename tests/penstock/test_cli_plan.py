@@ -192,7 +192,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path)
         ([*SMALL, "--compute", "fp32", "--master", "bf16"], "fp32"),
         ([*SMALL, "--loss-tile-tokens", "0"], "--loss-tile-tokens"),
         ([*SMALL, "--batch-size", "999999999", "--micro-batch", "1"], "micro-batch"),
-        ([*SMALL, "-o", "/no/such/folder/p.json"], "cannot be written"),
+        ([*SMALL, "--policy", "megatrain", "-o", "/no/such/folder/p.json"], "cannot be written"),
         (["frobnicate"], "frobnicate"),
         (["check", "/no/such/plan.json"], "cannot be read"),
         (["report", "/no/such/plan.json", "-o", "t.json"], "cannot be read"),

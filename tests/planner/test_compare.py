@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +57,7 @@ def test_a_machine_is_ranked_by_what_its_own_plan_says():
 def test_the_order_in_which_machines_are_given_does_not_matter():
     small = H200.with_memory(None, 5 * 10**9)
     profiles = [H200, read_profile("gh200"), named(small, "small")]
-    found = [compare(MODEL, given_, SEMANTICS, DEFERRED) for given_ in permutations(profiles)]
+    found = [compare(MODEL, given_, SEMANTICS, DEFERRED) for given_ in (profiles, profiles[::-1], profiles[1:] + profiles[:1])]
     assert all(f == found[0] for f in found)
     assert found[0].candidates[-1].machine == "small"
 

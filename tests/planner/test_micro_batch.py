@@ -119,10 +119,11 @@ def test_a_step_is_cut_into_hundreds_of_parts_only_where_it_does_not_fit_otherwi
         assert sizes
 
 
-def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed() -> None:
+@pytest.mark.parametrize("sizes_gb", [(4, 24), (2, 3, 4, 6, 9, 14, 24)], ids=["two", "seven"])
+def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed(sizes_gb: tuple[int, ...]) -> None:
     model, seq_len, batch = SMALL, 2048, 24
     fastest_s = float("inf")
-    for device_bytes in (2 * GB, 3 * GB, 4 * GB, 6 * GB, 9 * GB, 14 * GB, 24 * GB):
+    for device_bytes in (size_gb * GB for size_gb in sizes_gb):
         profile = on("h200-pcie5", device_bytes)
         of, workload = with_micro_batch(model, start(model, profile, seq_len, batch), profile)
         answer = search(model, workload, of, profile)

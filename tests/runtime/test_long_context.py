@@ -48,20 +48,22 @@ def test_what_a_long_context_takes_is_what_is_planned_and_not_far_less(seq_len: 
     assert 0.85 * plan.transient_bytes < most_bytes(seq_len, 512, tile) <= plan.transient_bytes
 
 
-def test_of_a_wider_mlp_by_tiles_a_long_context_feels_only_the_weights() -> None:
+@pytest.mark.parametrize(("seq_len", "tile"), [(LONG, 32), (LONGER, 128)])
+def test_of_a_wider_mlp_by_tiles_a_long_context_feels_only_the_weights(seq_len: int, tile: int) -> None:
     """Not a byte per token. Without tiles nearly all of it is per token."""
     more_weights = 3 * 32 * (512 - 128) * 4  # bytes of the gradients of gate, up and down
-    assert most_bytes(LONGER, 512, 128) - most_bytes(LONGER, 128, 128) == pytest.approx(more_weights, abs=1000)
-    without = most_bytes(LONGER, 512, None) - most_bytes(LONGER, 128, None)
-    assert without - more_weights > LONGER * (512 - 128) * 4  # at least one tensor as wide as the MLP
+    assert most_bytes(seq_len, 512, tile) - most_bytes(seq_len, 128, tile) == pytest.approx(more_weights, abs=1000)
+    without = most_bytes(seq_len, 512, None) - most_bytes(seq_len, 128, None)
+    assert without - more_weights > seq_len * (512 - 128) * 4  # at least one tensor as wide as the MLP
 
 
-def test_by_tiles_memory_grows_with_the_context_as_attention_and_one_layers_boundary_do() -> None:
+@pytest.mark.parametrize(("few", "many"), [(1024, LONG), (LONG, LONGER)])
+def test_by_tiles_memory_grows_with_the_context_as_attention_and_one_layers_boundary_do(few: int, many: int) -> None:
     """A dozen tensors as large as a layer's input: norms, queries, keys, values, and their gradients."""
-    boundary_bytes = build_workload(Model(config_of(512)), semantics_of(LONGER - LONG, None)).blocks[1].boundary_bytes
-    grown = most_bytes(LONGER, 128, 128) - most_bytes(LONG, 128, 128)
+    boundary_bytes = build_workload(Model(config_of(512)), semantics_of(many - few, None)).blocks[1].boundary_bytes
+    grown = most_bytes(many, 128, 128) - most_bytes(few, 128, 128)
     assert grown < 13 * boundary_bytes
-    assert most_bytes(LONGER, 512, None) - most_bytes(LONG, 512, None) > 100 * boundary_bytes
+    assert most_bytes(many, 512, None) - most_bytes(few, 512, None) > 100 * boundary_bytes
 
 
 def test_boundaries_that_spill_take_no_more_of_the_device_for_more_layers() -> None:

@@ -229,10 +229,10 @@ def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name)
 
 def test_hundreds_of_micro_batches_are_performed_as_if_written_out():
     config = tiny_config("llama", num_hidden_layers=1, vocab_size=64)
-    semantics = semantics_of("llama", batch_size=300, seq_len=4, loss_tile_tokens=4)
+    semantics = semantics_of("llama", batch_size=200, seq_len=4, loss_tile_tokens=4)
     plan = folded_plan_of(config, semantics, Policy(update=Update.DEFERRED))
     assert len(plan.ops) < 120
-    batches = batches_of(64, 300, 4, 1)
+    batches = batches_of(64, 200, 4, 1)
     states = []
     for one in (plan, unrolled(plan)):
         machine = Remembering(one, lambda step: batches[step], scheduled)

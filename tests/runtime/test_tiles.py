@@ -1,6 +1,7 @@
 """Are an MLP's tiles run as they are planned, and is the training that of a plain loop over them?"""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -128,8 +129,13 @@ def test_a_step_by_tiles_keeps_and_makes_no_more_than_the_plan_says_and_not_far_
     plan = plan_by_tiles(model_type, way)
     left_bytes, most_bytes = device_bytes(plan)
     assert 0.9 * (plan.kept_bytes + plan.transient_bytes) < most_bytes <= plan.kept_bytes + plan.transient_bytes
-    masks_bytes, _ = device_bytes(plan_by_tiles(model_type, "boundaries"))
-    assert left_bytes - masks_bytes == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
+    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
+
+
+@cache
+def masks_bytes(model_type: str) -> int:
+    """What is left where nothing is saved."""
+    return device_bytes(plan_by_tiles(model_type, "boundaries"))[0]
 
 
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
