@@ -21,7 +21,7 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from hwprofiles.schema import read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.search import branch, space
+from planner.search import branch, climb, estimate, relax, space
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
 from runtime.errors import DoesNotFitError
@@ -32,6 +32,7 @@ from runtime.units import TB, show_bytes, show_count, show_seconds
 KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the choice
     "boundary_stride": lambda policy: policy.boundary_stride > 1,
     "save: attention": lambda policy: Saved.ATTENTION in policy.save,
+    "offload_blocks": lambda policy: bool(policy.offload_blocks),
 }
 TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS = ("qwen3-8b", "qwen2.5-14b"), ("rtx4090-desktop", "h100-sxm"), (4096, 65536, 131072)
 ENOUGH = 1.02
@@ -63,7 +64,6 @@ def step_s(cell: Cell, knob: str) -> float | None:
     """Seconds of a step of the best plan found without a choice ("": with all of them); None where none fits."""
     model, profile = read_model(cell.model), read_profile(cell.machine).with_memory(None, cell.host_bytes)
     semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
-    semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
     with ExitStack() as stack:
         if knob:
             fits, is_made = branch.Trial.fits, KNOBS[knob]
@@ -74,6 +74,13 @@ def step_s(cell: Cell, knob: str) -> float | None:
             recompute = Block.recompute
             others = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
             stack.enter_context(patch.object(Block, "recompute", others))
+        if knob == "offload_blocks":
+            ways_of = space.ways_of
+            stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
+            stack.enter_context(patch.object(relax, "ways_of", stay))
+            stack.enter_context(patch.object(climb, "AWAY", ()))
+            stack.enter_context(patch.object(estimate.Greedy, "_leaving", lambda self, saved: {}))
+        semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
         try:
             return search(model, workload, semantics, profile, free=SIZES).step_s
         except DoesNotFitError:

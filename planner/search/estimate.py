@@ -30,6 +30,9 @@ SHORTER_GROUPS = (2, 3)
 # Where a step is bound by more than its busiest lane by this, uploads that come again for every group may be worth more than what
 # is saved of activations: then one in so many blocks has its weights on the device before anything else is.
 MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
+MOST_LEAVING = (
+    12  # micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait
+)
 GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
 
 
@@ -91,6 +94,7 @@ class Greedy:
         """Those that fit."""
         n = self.semantics.n_micro_batches
         found: dict[Policy, None] = {}
+        leaves = False  # whether there is anything that would rather be on the host
         for group in (n, 1):
             for spills in (False, True):
                 filled, has_all = self._filled(group, spills)
@@ -98,15 +102,16 @@ class Greedy:
                     filled, has_all = self._of_largest_group(spills)
                 if filled is not None:
                     found[filled] = None
+                leaves |= not has_all
                 if has_all:
-                    return list(found)  # what the host would make room for is there
+                    break  # what boundaries on the host would make room for is there
                 if filled is not None and group < n and self.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
                     others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
                     found |= {other: None for other in others if other is not None}
-        for saved in (Saved.PRODUCTS, Saved.ATTENTION):
+        for saved in (Saved.PRODUCTS, Saved.ATTENTION) if leaves else ():
             away = self._leaving(saved)
             for spills in (False, True):
-                fitting = (self._filled(group, spills, away=away)[0] for group in halves(n))
+                fitting = (self._filled(group, spills, away=away)[0] for group in halves(n) if group <= MOST_LEAVING)
                 found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
         return list(found)
 

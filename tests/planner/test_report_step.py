@@ -156,7 +156,7 @@ def test_activations_are_held_from_their_forward_to_their_backward_and_no_longer
             if forward is not None and forward.start_s <= now_s < span.end_s:
                 if policy.saved(b) is Saved.ALL:
                     kept += blocks[b].kept_bytes
-                elif policy.saved(b) is not Saved.INPUT:
+                elif policy.saved(b) is not Saved.INPUT and b not in policy.offload_blocks:
                     kept += blocks[b].recompute(plan.saved(b)).saved_bytes
             computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
         assert (

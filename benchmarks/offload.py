@@ -1,0 +1,110 @@
+"""What is gained where saved activations may wait on the host?
+
+    python -m benchmarks.offload > docs/benchmarks/offload_DATE.md
+
+Each cell is searched as `penstock plan` does it, and once more without `offload_blocks`: then no plan that sends saved activations
+away is suggested, bounded or climbed to, nor sizes chosen with one in mind. The fastest other system's schedule under the same
+semantics, with sizes of the first search, stands beside. Cells are those of `grid.py` and a few that others publish figures for.
+Nothing is measured. Half an hour of one core.
+"""
+
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+
+import penstock
+from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
+from benchmarks.knobs import Cell, step_s
+from hwprofiles.schema import read_profile
+from runtime.errors import DoesNotFitError
+from runtime.plan.workload import Saved
+from runtime.units import TB, show_seconds
+
+PUBLISHED = (
+    Cell("llama-3.1-8b", "h100-sxm", 8192, 65536),
+    Cell("llama-3.1-8b", "rtx5090-server", 2048, 65536),
+    Cell("llama-3.1-70b", "h100-sxm", 8192, 65536),
+    Cell("qwen2.5-7b", "h200-pcie5", 4096, 8192),
+    *(Cell("qwen2.5-14b", machine, 4096, n) for machine in ("rtx4090-server", "h100-sxm") for n in (8192, 16384, 32768, 65536)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of a cell: its plan, and the best without the choice."""
+
+    step_s: float
+    without_s: float | None
+    other_s: float | None  # of the fastest other system's schedule
+    gap_fraction: float
+    above_machine_fraction: float  # the step above what no schedule goes below
+    away: str
+    binding: str
+
+
+def found(cell: Cell) -> Found | None:
+    """Both searches; None where nothing fits."""
+    profile = read_profile(cell.machine).with_memory(None, cell.host_bytes)
+    try:
+        planned = penstock.plan(cell.model, profile, seq_len=cell.seq_len, batch_size=cell.n_tokens // cell.seq_len)
+    except DoesNotFitError:
+        return None
+    answer, policy = planned.answer, planned.plan.policy
+    others = [of["step_s"] for of in answer.baselines.values() if "step_s" in of]
+    counts = {saved: sum(policy.saved(b) is saved for b in policy.offload_blocks) for saved in Saved}
+    away = ", ".join(f"{saved} of {n}" for saved, n in counts.items() if n)
+    proof = answer.certificate
+    above = answer.step_s / proof.machine_bound_s - 1
+    return Found(
+        answer.step_s, step_s(cell, "offload_blocks"), min(others, default=None), proof.gap_fraction, above, away, proof.binding
+    )
+
+
+def row(cell: Cell, of: Found | None) -> str:
+    head = f"| {cell.model} | {cell.machine} | {cell.n_tokens:,} of {cell.seq_len:,} |"
+    if of is None:
+        return f"{head} does not fit" + " |" * 8
+    without = "does not fit | " if of.without_s is None else f"{show_seconds(of.without_s)} | {of.without_s / of.step_s:.2f}"
+    other = "does not fit" if of.other_s is None else f"{of.other_s / of.step_s:.2f}"
+    tokens_per_s = f"{cell.n_tokens / of.step_s:,.0f}"
+    return (
+        f"{head} {show_seconds(of.step_s)} | {tokens_per_s} | {without} | {other} | {of.gap_fraction:.1%} | "
+        f"{of.above_machine_fraction:.0%} | {of.away or 'nothing'}; {of.binding} |"
+    )
+
+
+def main() -> None:
+    grid = [Cell(m, machine, SEQ_LEN, n) for m, machine, n in product(MODELS, MACHINES, TOKENS_PER_STEP)]
+    cells = list(dict.fromkeys([*PUBLISHED, *grid]))
+    rows: list[tuple[Cell, Found | None]] = []
+    with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 2) as processes:
+        for cell, of in zip(cells, processes.map(found, cells), strict=True):
+            rows.append((cell, of))
+            print(row(cell, of), file=sys.stderr, flush=True)
+    print("# What is gained where saved activations may wait on the host?\n")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    faster = [of.without_s / of.step_s for _, of in rows if of is not None and of.without_s is not None]
+    gaps = [of.gap_fraction for _, of in rows if of is not None]
+    above = [of.above_machine_fraction for _, of in rows if of is not None]
+    print(
+        f"- {sum(f > 1.01 for f in faster)} of {len(faster)} cells are faster by more than 1 %, the fastest {max(faster):.2f} "
+        f"times; median {statistics.median(faster):.2f}, least {min(faster):.3f}."
+    )
+    print(f"- Gap to the bound of all policies: median {statistics.median(gaps):.1%}, worst {max(gaps):.1%}.")
+    print(
+        f"- Steps lie above what no schedule goes below by {statistics.median(above):.0%} in the median, {max(above):.0%} at most."
+    )
+    print(f"- Host memory: {2 * TB // 10**12} TB.\n")
+    print(
+        "| model | machine | tokens | step | tokens/s | without | times | best other system, times | gap | above machine bound |",
+        end="",
+    )
+    print(" saved on the host; what binds |")
+    print("|---" * 3 + "|---:" * 7 + "|---|")
+    print("\n".join(row(cell, of) for cell, of in rows))
+
+
+if __name__ == "__main__":
+    main()
