@@ -21,7 +21,7 @@ from benchmarks.predicted_and_measured import Compared
 from benchmarks.text import standard_library
 from planner.predict.cost import costs
 from runtime.machines.emulated import MEDIAN_OP_S
-from runtime.plan import Plan, Policy
+from runtime.plan import Plan, Policy, saves
 from runtime.plan.workload import Saved
 from runtime.units import TB
 
@@ -41,13 +41,16 @@ class Cell:
 
 
 # Of the 66 blocks of qwen2.5-32b; what the search has no use for on these machines is performed too.
-SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "save": {"all": [*range(1, 33)]}}
+SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "save": saves(all=range(1, 33))}
 SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
 EVERYTHING: dict[str, object] = {
     **SPILLS,
     "speculate_blocks": [*range(0, 66, 2)],
-    "save": {"products": [*range(1, 65, 4)]},
+    "save": saves(products=range(1, 65, 4)),
 }
+LEAVES: dict[str, object] = {
+    "update": "deferred", "gradient_slots": 2, "save": saves(products=range(1, 49)), "offload_blocks": (*range(1, 49),),
+}  # fmt: skip
 SHORT, TWICE = ({"seq_len": 1024, "batch_size": n, "micro_batch": 4} for n in (4, 8))
 CELLS = (
     Cell("qwen2.5-0.5b", "h200-pcie5", SHORT),
@@ -55,6 +58,7 @@ CELLS = (
     Cell("qwen2.5-32b", "h200-pcie5", SHORT),
     Cell("qwen2.5-72b", "rtx4090-server", SHORT),
     Cell("qwen2.5-32b", "h200-pcie5", SHORT, (SPECULATES, SPILLS, EVERYTHING)),
+    *(Cell("qwen2.5-14b", machine, TWICE, (LEAVES,)) for machine in ("gh200", "h200-pcie5", "rtx4090-server")),
 )
 
 
@@ -66,6 +70,7 @@ def named(policy: str | dict[str, object]) -> str:
         "speculate_blocks": "speculates",
         "spill_blocks": "spills",
         "resident_blocks": "resident",
+        "offload_blocks": "offloads",
     }
     return ", ".join(word for field, word in found.items() if field in policy)
 
@@ -77,6 +82,7 @@ def used(policy: Policy) -> str:
         "spilled": policy.spill_blocks,
         "speculated": policy.speculate_blocks,
         "resident": policy.resident_blocks,
+        "offloaded": policy.offload_blocks,
         "products saved": policy.saving(Saved.PRODUCTS),
         "attention saved": policy.saving(Saved.ATTENTION),
     }

@@ -135,6 +135,13 @@ class Policy:
     square_blocks: tuple[Natural, ...] = ()  # blocks of whose gradients the device sums the squares for the norm
     __pydantic_config__ = FILE
 
+    def __post_init__(self) -> None:
+        """What a file may say, `{"all": [3]}`, and plain words, may be said in Python too."""
+        if isinstance(self.save, dict):
+            object.__setattr__(self, "save", _save_from_file(self.save))
+        elif any(type(of) is not Saved for of in self.save):
+            object.__setattr__(self, "save", tuple(map(Saved, self.save)))
+
     def to_json(self) -> dict[str, Any]:
         """As a plan file has it."""
         return {**asdict(self), "save": _save_to_file(self.save)}

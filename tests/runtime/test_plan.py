@@ -745,3 +745,11 @@ def test_sizes_times_and_rates_are_shown_with_three_digits() -> None:
     assert show_seconds(1234.5) == "1234 s"
     assert show_rate(4.12e14, "FLOP") == "412 TFLOP/s"
     assert show_rate(5.59e10, "B") == "55.9 GB/s"
+
+
+def test_what_layers_save_may_be_said_in_words_as_a_file_has_it_or_as_it_is_kept() -> None:
+    kept = Policy(save=saves(all=(1, 3), products=(2,)))
+    assert kept == Policy(save={"all": [3, 1], "products": [2]}) == Policy(save=("all", "products", "all"))  # type: ignore[arg-type]
+    assert Policy(**kept.to_json()) == kept
+    with pytest.raises(ValueError, match="some"):
+        Policy(save=("some",))  # type: ignore[arg-type]
