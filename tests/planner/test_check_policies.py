@@ -63,6 +63,10 @@ def test_a_plan_that_keeps_its_policy_passes(policy: dict[str, Any]) -> None:
         ({"boundary_stride": 2**52}, "but there are 3 layers"),
         ({"boundary_stride": 2, "save": saves(all=(1,))}, "layers save their input alone and no boundary spills"),
         ({"boundary_stride": 2, "spill_blocks": (1,)}, "layers save their input alone and no boundary spills"),
+        ({"offload_blocks": (1,)}, "offload_blocks must be layers that save attention or products"),
+        ({"offload_blocks": (99,)}, "offload_blocks must be layers that save attention or products"),
+        ({"save": saves(all=(1,)), "offload_blocks": (1,)}, "offload_blocks must be layers that save attention or products"),
+        ({"save": (Saved.ALL, Saved.INPUT)}, "save ends with a layer that saves its input"),
         ({"save": saves(attention=(4,))}, "save names what 4 layers save, but there are 3"),
         ({"save": saves(attention=(1,))}, "this model's layers cannot save only attention"),
         ({"save": saves(products=(2,))}, "this model's layers cannot save only products"),
@@ -92,6 +96,19 @@ def test_what_a_layer_saves_besides_its_input_is_counted_and_does_not_forbid_tha
     needed_bytes = plan.device_arena_bytes + 2 * 2 * 1000 + plan.transient_bytes + 1000
     check(with_profile(plan, "device.memory_bytes.value", needed_bytes))
     assert "device memory" in error_of(with_profile(plan, "device.memory_bytes.value", needed_bytes - 1))
+
+
+@pytest.mark.parametrize("away", [(), (1,), (1, 2)])
+def test_what_waits_on_the_host_is_counted_there_and_two_slots_of_it_on_the_device(away: tuple[int, ...]) -> None:
+    """1000 bytes of each of two layers, for both micro-batches of the group; a slot is a multiple of 256."""
+    saving = {"accumulation_group": 2, "save": saves(products=(1, 2)), "offload_blocks": away}
+    plan = tiered(Saved.PRODUCTS, **saving)
+    check(plan)
+    assert plan.kept_bytes == 2 * (2 - len(away)) * 1000
+    assert sizes_of(plan, "saved") + sizes_of(plan, "offloaded") == (1024,) * (2 + 2 * len(away)) if away else True
+    needed_bytes = plan.host_arena_bytes + 1000
+    check(with_profile(plan, "host.memory_bytes.value", needed_bytes))
+    assert "host memory" in error_of(with_profile(plan, "host.memory_bytes.value", needed_bytes - 1))
 
 
 @pytest.mark.parametrize("stride", [1, 2])

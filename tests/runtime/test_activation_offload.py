@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planner.show.explain import clauses
 from runtime.compute.recompute import Replay
 from runtime.compute.views import Shelf
 from runtime.plan import Policy, Update, saves
@@ -74,6 +75,13 @@ def test_of_a_smaller_last_micro_batch_only_that_moves() -> None:
     assert differences(streamed(tiny_config("llama"), semantics, policy), plain("llama", semantics)) == []
     plan = plan_of(tiny_config("llama"), semantics, policy)
     assert plan.recompute(1, 2).slot_bytes < plan.recompute(1, 1).slot_bytes == plan.recompute(1).slot_bytes
+
+
+def test_a_plan_says_what_waits_on_the_host() -> None:
+    policy = Policy(save=saves(products=(1, 2, 3), attention=(4,)), offload_blocks=(1, 4))
+    plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
+    said = "the products of 3 layers (1 of them on the host), what attention made of 1 layer (on the host)"
+    assert clauses(policy, plan)["activations"] == f"saved for backward: {said}; the rest is computed again"
 
 
 def test_products_are_computed_where_they_wait_and_the_last_which_nobody_asks_for_leaves_its_place() -> None:
