@@ -51,6 +51,7 @@ class Relaxation:
         self.model, self.workload, self.semantics, self.clipped_fraction = model, workload, semantics, clipped_fraction
         self.cost, self.profile = cost, cost.profile
         self.classes = classes_of(workload)
+        self.frames: dict[Policy, Setup] = {}
         self.known: dict[tuple[Family, int | None, int | None], Relaxed | None] = {}
         self.facets: dict[bool, Facets] = {}  # by whether gradients are summed on the device
 
@@ -66,7 +67,9 @@ class Relaxation:
         return self.known[key]
 
     def frame(self, policy: Policy) -> Setup:
-        return frame(self.model, self.workload, self.semantics, policy)
+        if policy not in self.frames:
+            self.frames[policy] = frame(self.model, self.workload, self.semantics, policy)
+        return self.frames[policy]
 
     def facets_of(self, plan: Setup) -> Facets:
         """Facets that hold for every policy which sums gradients where this lean one does."""
@@ -106,6 +109,7 @@ class _Builder:
         self.lean = replace(family.policy(of.semantics), gradient_slots=gradient_slots or 1)
         self.take_turns = gradient_slots == 1  # with more slots, or none said, they need not
         self.plan = of.frame(self.lean)
+        self.one_slot = replace(self.lean, gradient_slots=1)  # on how many there are no op's cost depends
         self.facets = of.facets_of(self.plan)
         self.keys = self.facets.keys
         self.groups = family.groups
@@ -148,7 +152,7 @@ class _Builder:
         """What a block's square costs; what is more to do with it than without, or less; and how much longer the gradient's way
         home is then."""
         square, more, home_s = nothing(), nothing(), 0.0
-        squared = self.of.frame(replace(self.lean, square_blocks=(block,)))
+        squared = self.of.frame(replace(self.one_slot, square_blocks=(block,)))
         for plan, sign in ((squared, 1), (self.plan, -1)):
             for kind, _, demand, count in ops_at_least(plan, self.of.cost, only=block):
                 if kind in (Kind.SQUARE, Kind.OFFLOAD_GRADIENT, Kind.NORM):
@@ -248,7 +252,7 @@ class _Builder:
 
     def _leaving(self, block: int, way: Way) -> "_Leaving":
         """What there is to do when what a layer saves goes to the host and comes back."""
-        leaving, plan = _Leaving(), self.of.frame(with_ways(self.lean, {block: way}))
+        leaving, plan = _Leaving(), self.of.frame(with_ways(self.one_slot, {block: way}))
         for total, n in ((leaving.all, self.of.semantics.n_micro_batches), (leaving.first, self.groups[-1])):
             for m, count in of_each_size(plan, n):
                 forward, stays, offload, fetch = (
@@ -297,7 +301,9 @@ class _Builder:
         for (i, tier), _ in self.saving.items():
             b = self.classes[i][0]
             total = dict.fromkeys(constant, 0.0)
-            for kind, block, demand, count in ops_at_least(self.of.frame(with_ways(self.lean, {b: tier})), self.of.cost, only=b):
+            for kind, block, demand, count in ops_at_least(
+                self.of.frame(with_ways(self.one_slot, {b: tier})), self.of.cost, only=b
+            ):
                 if kind is Kind.BACKWARD and block == b:
                     add(total, self.facets.of(kind, demand), count)
             tiers[i, tier] = total
@@ -452,7 +458,7 @@ class _Builder:
         offloads = self._sum(Kind.OFFLOAD_GRADIENT, range(1, self.workload.n_layers + 1), None if self.plan.reduced else 0)
         backward: dict[int, float] = {}
         for (i, tier), (n, _) in self.saving.items():
-            plan, b = self.of.frame(with_ways(self.lean, {self.classes[i][0]: tier})), self.classes[i][0]
+            plan, b = self.of.frame(with_ways(self.one_slot, {self.classes[i][0]: tier})), self.classes[i][0]
             demands = ((self.of.cost.demand(plan, Op(Kind.BACKWARD, b, m)), count) for m, count in last)
             backward[n] = sum(count * demand.uncontended_s for demand, count in demands)
         backward |= {self.square[i]: self.squaring[i][Lane.GPU] for i in self.layers}
