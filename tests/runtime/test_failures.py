@@ -198,7 +198,7 @@ def home(tmp_path_factory):
     sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 1, "--loss-tile-tokens", 16]
     asked = [
         {"accumulation_group": 1},
-        {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": saves(all=[1])},
+        {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": {"all": [1]}},
         {"accumulation_group": 4, "update": "deferred", "spill_blocks": [0, 1]},
     ]
     for i, policy in enumerate(asked):
