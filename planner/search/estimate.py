@@ -7,7 +7,7 @@ long step is told from two shorter ones.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from types import MappingProxyType
 
 from hwprofiles.schema import Profile
@@ -108,11 +108,12 @@ class Greedy:
                 if filled is not None and group < n and self.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
                     others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
                     found |= {other: None for other in others if other is not None}
-        for saved in (Saved.PRODUCTS, Saved.ATTENTION) if leaves else ():
+        for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
             away = self._leaving(saved)
-            for spills in (False, True):
-                fitting = (self._filled(group, spills, away=away)[0] for group in halves(n) if group <= MOST_LEAVING)
-                found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
+            fitting = (self._filled(group, spills, away=away)[0] for group in halves(n) if group <= MOST_LEAVING)
+            found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
+            if saved is Saved.PRODUCTS and (one_by_one := self._filled(1, spills, away=away)[0]) is not None:
+                found[one_by_one] = None
         return list(found)
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:

@@ -25,6 +25,7 @@ from .remedy import Request, does_not_fit
 from .space import baseline, eager_is_legal, family_of, leanest
 from .uncertainty import Interval, interval
 
+STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
 ROUNDING = 1 - 1e-9  # of sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
 
@@ -120,7 +121,7 @@ def search(
         start = [baseline(name, semantics, workload) for name, outcome in known.items() if "step_s" in outcome]
         greedy = Greedy(model, workload, semantics, profile)  # on which the choice of sizes rests
         likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
-        tree.explore([*start, *sorted(likely, key=greedy.lanes_s)[:1]])
+        tree.explore([*start, *sorted(likely, key=greedy.bound_s)[:STARTS]])
         if tree.best is None:
             raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
         best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)
