@@ -17,7 +17,7 @@ from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .waterfall import sensitivities, waterfall
 
-LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploading weights", Lane.D2H: "downloading gradients", Lane.CPU: "host optimizer"}
+LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
 UPDATE_WORDS = {
     Update.EAGER: "each block as its gradient arrives",
     Update.BARRIER: "when the norm is known, all before the next step",
