@@ -218,13 +218,13 @@ def befallen(home: Path, folder: Path, what: str, n_trials: int, *before: str) -
     return done.stdout
 
 
-@pytest.mark.parametrize("n_trials", [2, 6])
+@pytest.mark.parametrize("n_trials", [2, 4])
 def test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one(home, tmp_path, n_trials):
     """By a signal that nobody can catch, in ops and in the midst of a checkpoint's files; and once more after it went on."""
     assert "killed" in befallen(home, tmp_path, "killed", n_trials)
 
 
-@pytest.mark.parametrize("n_trials", [2, 6])
+@pytest.mark.parametrize("n_trials", [2, 4])
 def test_a_run_that_is_told_to_end_saves_its_step_exits_with_0_and_the_next_goes_on_to_the_same_bits(home, tmp_path, n_trials):
     """By SIGTERM, at any moment, as machines that are taken back send it."""
     assert "terminated" in befallen(home, tmp_path, "terminated", n_trials)

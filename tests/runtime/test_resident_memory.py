@@ -15,7 +15,7 @@ from tests.running import penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
-N_STEPS, SEQ_LEN = 300, 256
+N_STEPS, SEQ_LEN = 150, 256
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 272}
 # A user's command, and the most that was resident, as the system counts it: `ru_maxrss` begins with what the parent had.
 RUN = """
@@ -49,7 +49,7 @@ def runtime_bytes() -> int:
 
 
 @pytest.mark.parametrize("packing", ["documents", "joined", "one"])
-def test_after_300_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned(tmp_path, packing):
+def test_after_150_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned(tmp_path, packing):
     """Within a tenth, in a process of its own. Without length classes the library that multiplies alone would take twice that."""
     resident_bytes, planned_bytes = resident_and_planned(tmp_path, packing, N_STEPS)
     assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
