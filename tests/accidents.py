@@ -18,6 +18,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from runtime.checkpoint import checkpoint
+from runtime.host.updates import CHANGES
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Kind, Lane, Op, Plan
@@ -107,7 +108,7 @@ class LeavesOut(CpuMachine):
     left_out: int
 
     def perform(self, index: int, op: Op, step: int) -> None:
-        if step != self.left_out or op.kind not in (Kind.UPDATE, Kind.SETTLE):
+        if step != self.left_out or op.kind not in CHANGES:
             super().perform(index, op, step)
 
 

@@ -258,6 +258,19 @@ def _settle_early(plan: Plan) -> Mutants:
                 yield f"after its speculate, op {i}: {op}", _moved(plan, i, at[op.block] + 1)
 
 
+def _update_on_device_early(plan: Plan) -> Mutants:
+    """An update on the device before all norms are known, or before its gradient is whole."""
+    for i, op in enumerate(plan.ops):
+        if op.kind is Kind.UPDATE_ON_DEVICE:
+            norms = [j for j in range(i) if plan.ops[j].kind is Kind.NORM]
+            whole = [j for j in range(i) if op["gradient"] in plan.ops[j].writes]
+            without = replace(op, waits=tuple(w for w in op.waits if w.distance or w.op not in norms))
+            if without != op:  # the first of them waits for all
+                yield f"not waiting for the norm, op {i}: {op}", _with_op(plan, i, without)
+            for j in {norms[-1], whole[-1]}:
+                yield f"before op {j}, op {i}: {op}", _moved(_with_op(plan, i, without), i, j)
+
+
 def _other_shadow(plan: Plan) -> Mutants:
     """A block speculates into the shadow of another one, and settles from there."""
     slots = sorted({op["shadow"] for op in plan.ops if op.kind is Kind.SPECULATE})
@@ -304,7 +317,7 @@ def _recompute_other(plan: Plan) -> Mutants:
 
 SIBLINGS = (
     {"weights", "activations"},
-    {"state", "host_gradients"},
+    {"state", "host_gradients", "device_state"},
     {"activations", "spilled"},
     {"sums", "gradients"},
     {"squares", "norm"},
@@ -347,6 +360,10 @@ def _other_policy(plan: Plan) -> Mutants:
         away = tuple(sorted(set(policy.offload_blocks) ^ {b}))
         yield f"offloaded {away}", replace(plan, policy=replace(policy, offload_blocks=away))
         yield f"squared {squared}", replace(plan, policy=replace(policy, square_blocks=squared))
+        on_device = tuple(sorted(set(policy.device_blocks) ^ {b}))
+        both = replace(policy, device_blocks=on_device, square_blocks=tuple(sorted({*policy.square_blocks, *on_device})))
+        yield f"on the device {on_device}", replace(plan, policy=replace(policy, device_blocks=on_device))
+        yield f"on the device and squared {on_device}", replace(plan, policy=both)
         speculating = tuple(sorted(set(policy.speculate_blocks) ^ {b}))
         yield f"speculating {speculating}", replace(plan, policy=replace(policy, speculate_blocks=speculating))
     for stride in {max(policy.boundary_stride - 1, 1), policy.boundary_stride + 1} - {policy.boundary_stride}:
@@ -403,6 +420,7 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
         - {
             Kind.LOAD,
             Kind.OFFLOAD_GRADIENT,
+            Kind.OFFLOAD_SQUARES,
             Kind.OFFLOAD_ACTIVATION,
             Kind.FETCH_ACTIVATION,
             Kind.OFFLOAD_SAVED,
@@ -419,6 +437,9 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "speculate out of turn": _speculate_out_of_turn,
     "settle before the norm of all": _settle_early,
     "square out of turn": _square_out_of_turn,
+    "update on the device before the norm": _update_on_device_early,
+    "leave squares of what stays behind": _drops({Kind.OFFLOAD_SQUARES}),
+    "state in another place": lambda plan: _other_slots(plan, set(Kind), frozenset({"state"})),
     "squares left behind": _squares_left_behind,
     "the squares of another block": _other_squares,
     "the shadow of another block": _other_shadow,
@@ -521,6 +542,21 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
             "update": Update.DEFERRED,
             "speculate_blocks": (0, 2),
         },
+    ),
+    (
+        3,
+        2,
+        False,
+        "bf16",
+        {"square_blocks": (0, 1, 3, 4), "device_blocks": (0, 3, 4), "accumulation_group": 2, "gradient_slots": 2}
+        | {"offload_late_blocks": 1, "update": Update.DEFERRED, "speculate_blocks": (2,)},
+    ),
+    (
+        3,
+        1,
+        True,
+        "fp32",
+        {"square_blocks": (1, 2, 3), "device_blocks": (1, 2, 3), "resident_blocks": (2,), "update": Update.DEFERRED},
     ),
 )
 

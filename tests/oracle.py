@@ -65,7 +65,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
 
     last, n_blocks = plan.semantics.n_micro_batches - 1, len(plan.workload.blocks)
     reduced = plan.policy.accumulation_group > last
-    held: dict[Slot, Any] = {Slot("state", b): name("initial", b) for b in range(n_blocks)}
+    held: dict[Slot, Any] = {plan.state_slot(b): name("initial", b) for b in range(n_blocks)}
     # Of a block that the device squares only block 0 has a norm, which ends the sum.
     n_norms = sum(b == 0 or b not in plan.policy.square_blocks for b in range(n_blocks))
     results: list[Any] = []
@@ -97,6 +97,8 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 new["squares"] = name("squared", b, values["gradient"])
             case Kind.OFFLOAD_GRADIENT:
                 new = {"arrived": values["gradient"], "norm": values.get("squares")}
+            case Kind.OFFLOAD_SQUARES:
+                new["norm"] = values["squares"]
             case Kind.OFFLOAD_ACTIVATION:
                 new["spilled"] = values["y"]
             case Kind.FETCH_ACTIVATION:
@@ -111,7 +113,7 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                     results.append(("norm", step, *sorted(new["norm"][1])))
             case Kind.SPECULATE:
                 new["shadow"] = name("speculated", b, *values.items())
-            case Kind.UPDATE | Kind.SETTLE:
+            case Kind.UPDATE | Kind.SETTLE | Kind.UPDATE_ON_DEVICE:
                 # Of a settle the term holds what either outcome comes from: the shadow, and the state with its gradient.
                 new = dict.fromkeys(("state", "shadow"), name(op.kind, b, *values.items()))
                 results.append(("state", step, b, new["state"]))

@@ -3,6 +3,7 @@
 The grammar of the domain for Hypothesis: each strategy yields only legal things, so that tests need no `assume`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from planner.lower.lower import lower
 from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.plan.legality import can_square
+from runtime.plan.legality import can_square, can_stay
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")
@@ -115,7 +116,7 @@ def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
 def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
     """An embedding, one to five layers of uneven sizes, and a head, tied or not."""
     tokens, item = of.tokens_per_micro_batch, ITEM_BYTES[of.compute_dtype]
-    width, vocabulary = draw(st.integers(1, 32)), draw(st.integers(2, 64))
+    width, vocabulary = draw(st.sampled_from([8, 16]) | st.integers(1, 32)), draw(st.integers(2, 64))
     boundary_bytes = tokens * width * item
     embedding = Block(
         "embedding",
@@ -204,7 +205,7 @@ def small_workload(n_layers: int, tied: bool, saving: bool = False) -> Workload:
     )
 
 
-def _some(draw: st.DrawFn, blocks: range) -> tuple[int, ...]:
+def _some(draw: st.DrawFn, blocks: Sequence[int]) -> tuple[int, ...]:
     """None of the blocks half the time, else any subset."""
     return tuple(b for b in blocks if draw(st.booleans())) if draw(st.booleans()) else ()
 
@@ -235,15 +236,19 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     gradient_slots = draw(st.integers(1, n + 1))
     group = draw(st.integers(1, of.n_micro_batches))
     one_group = group == of.n_micro_batches
+    on_device = _some(draw, can_stay(workload)) if one_group and update is Update.DEFERRED else ()
+    squared = {*_some(draw, can_square(workload)), *on_device} if one_group else ()
+    speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED else ()
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
         # Unreduced gradients leave at once.
         offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
-        square_blocks=_some(draw, can_square(workload)) if one_group else (),
+        square_blocks=tuple(sorted(squared)),
+        device_blocks=on_device,
         accumulation_group=group,
         update=update,
-        speculate_blocks=_some(draw, range(n + 2)) if update is Update.DEFERRED else (),
+        speculate_blocks=tuple(b for b in speculating if b not in on_device),
         resident_blocks=_some(draw, range(n + 2)),
         **draw(_saving(workload)),
     )

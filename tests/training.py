@@ -127,7 +127,7 @@ class Hostile(Remembers, CpuMachine):
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
     """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
-    goes_on = {Slot("norm", 0), *(Slot("state", b) for b in range(len(plan.workload.blocks)))}  # into the next step; no shadow does
+    goes_on = {Slot("norm", 0), *map(plan.state_slot, range(len(plan.workload.blocks)))}  # into the next step; no shadow does
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
         for slot in dict.fromkeys((*op.reads, *op.writes)):

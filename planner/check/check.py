@@ -284,7 +284,7 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
                 n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
             elif op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED) and op.kind in kinds:
                 n_bytes += plan.often(i) * plan.recompute(op.block, op.micro_batch).saved_bytes
-            elif op.kind in kinds:
+            elif op.kind in kinds and not (op.kind is Kind.LOAD and op.block in shape.on_device):
                 n_bytes += plan.often(i) * n_elements[op.block] * _item_bytes(plan, shape, op)
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:

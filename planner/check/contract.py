@@ -49,14 +49,24 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     squares = [NORM_BYTES * len(blocks[b].parameters) for b in shape.squared]
     norms = [NORM_BYTES * sum(len(b.parameters) for b in blocks), *squares]
     weights = [layer, vocab, *resident]
-    of_state = [blocks[b].host_elements for b in (*range(shape.n_blocks), *shape.shadows)]
+    sent = [0 if b in shape.on_device else n for b, n in enumerate(elements)]  # of gradients that the host gets
+    leaving_layer, leaving_vocab = max(sent[1:-1]), max(sent[0], sent[-1])
+    staying = [elements[b] * (vocab_wire if shape.vocab(b) else wire) for b in shape.on_device]
+    of_state = [0 if b in shape.on_device else blocks[b].host_elements for b in range(shape.n_blocks)]
+    of_state += [blocks[b].host_elements for b in shape.shadows]
+    on_device = [blocks[b].host_elements for b in shape.on_device]
     n_sums, first_vocab_sum = shape.sums_layers + (not shape.vocab_slot_is_sum), int(shape.sums_layers)
     last = {name: sizes.get(name, 0) - 1 for name in ("host_gradients", "staging")}
 
     def arrived_bytes(i: int) -> int:
         if i in (0, last["host_gradients"]):
-            return elements[0 if i == 0 else -1] * vocab_wire
-        return (layer if shape.ring else elements[i]) * kept
+            return sent[0 if i == 0 else -1] * vocab_wire
+        return (layer if shape.ring else sent[i]) * kept
+
+    def gradient_bytes(i: int) -> int:
+        if i > shape.gradient_slots:
+            return staying[i - shape.gradient_slots - 1]
+        return leaving_layer * wire if i < shape.gradient_slots else leaving_vocab * vocab_wire
 
     needs = {
         "weights": _Need(
@@ -70,9 +80,7 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
             len(own) * group + (2 * group + 1 if spilled else 0),
             lambda i: activations[min(i // group, len(own))],
         ),
-        "gradients": _Need(
-            Place.DEVICE, shape.gradient_slots + 1, lambda i: layer * wire if i < shape.gradient_slots else vocab * vocab_wire
-        ),
+        "gradients": _Need(Place.DEVICE, shape.gradient_slots + 1 + len(staying), gradient_bytes),
         # Of each element the master, in one piece or in two, and the two moments
         "state": _Need(Place.HOST, len(of_state), lambda i: of_state[i] * (master + 2 * FP32), exact_from=0),
         "host_gradients": _Need(
@@ -82,6 +90,8 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     }
     if n_sums:
         needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: FP32 * (layer if i < first_vocab_sum else vocab))
+    if on_device:
+        needs["device_state"] = _Need(Place.DEVICE, len(on_device), lambda i: on_device[i] * (master + 2 * FP32), exact_from=0)
     if squares:
         needs["squares"] = _Need(Place.DEVICE, len(squares), lambda i: squares[i])
     if saved := [_saved_bytes(plan, b) for b in shape.offloaded]:
@@ -136,7 +146,7 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
     weights, gradient = ("weights", shape.weights(b)), ("gradient", shape.gradient(b))
     tied: _Operands = [("tied", _arrived(shape, sizes, shape.head))] if b == 0 and shape.tied else []
     arrived: _Operands = [("arrived", _arrived(shape, sizes, b)), *tied]
-    norm, state = ("norm", _slot("norm", 0)), ("state", _slot("state", b))
+    norm, state = ("norm", _slot("norm", 0)), ("state", shape.state(b))
     shadow: _Operands = [("shadow", _slot("state", shape.n_blocks + shape.shadows[b]))] if b in shape.shadows else []
     squares: _Operands = [("squares", _slot("squares", shape.squared[b]))] if b in shape.squared else []
     sums: _Operands = [("norm", _slot("norm", 1 + shape.squared[b]))] if b in shape.squared else []
@@ -156,6 +166,10 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             return [gradient, ("arrived", _staged(shape, sizes, b))]
         case Kind.OFFLOAD_GRADIENT:
             return [gradient, *squares, ("arrived", _arrived(shape, sizes, b)), *sums]
+        case Kind.OFFLOAD_SQUARES:
+            return [*squares, *sums]
+        case Kind.UPDATE_ON_DEVICE:
+            return [gradient, norm, state]
         case Kind.ACCUMULATE:
             return [("staged", _staged(shape, sizes, b)), ("arrived", _arrived(shape, sizes, b))]
         case Kind.NORM:
@@ -212,7 +226,17 @@ def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Ope
 
 
 _Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a step are alike in all of them
-_ONCE_A_STEP = (Kind.LOAD, Kind.OFFLOAD_GRADIENT, Kind.NORM, Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE, Kind.SQUARE)
+_ONCE_A_STEP = (
+    Kind.LOAD,
+    Kind.OFFLOAD_GRADIENT,
+    Kind.OFFLOAD_SQUARES,
+    Kind.NORM,
+    Kind.UPDATE,
+    Kind.UPDATE_ON_DEVICE,
+    Kind.SPECULATE,
+    Kind.SETTLE,
+    Kind.SQUARE,
+)
 
 
 def _expected_ops(shape: Shape) -> Iterator[_Key]:
@@ -220,12 +244,12 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
     for b in range(shape.n_blocks):
         if shape.has_norm(b):
             yield Kind.NORM, b, None
-        for kind in (Kind.SPECULATE, Kind.SETTLE) if b in shape.shadows else (Kind.UPDATE,):
+        for kind in _updates(shape, b):
             yield kind, b, None
         if b in shape.resident:
             yield Kind.LOAD, b, None
         if shape.reduced:
-            yield Kind.OFFLOAD_GRADIENT, b, None
+            yield Kind.OFFLOAD_SQUARES if b in shape.on_device else Kind.OFFLOAD_GRADIENT, b, None
         if b in shape.squared:
             yield Kind.SQUARE, b, None
         for m in range(shape.n_micro_batches):
@@ -245,6 +269,13 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
             if not shape.reduced:
                 yield Kind.OFFLOAD_GRADIENT, b, m
                 yield Kind.ACCUMULATE, b, m
+
+
+def _updates(shape: Shape, block: int) -> tuple[Kind, ...]:
+    """How the state of a block changes."""
+    if block in shape.on_device:
+        return (Kind.UPDATE_ON_DEVICE,)
+    return (Kind.SPECULATE, Kind.SETTLE) if block in shape.shadows else (Kind.UPDATE,)
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
@@ -286,6 +317,10 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
         raise wrong(i, op, "under this policy the block has no shadow")
     if kind is Kind.UPDATE and b in shape.shadows:
         raise wrong(i, op, "under this policy the block is updated by speculate and settle")
+    if (kind is Kind.UPDATE_ON_DEVICE) != (b in shape.on_device) and kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE):
+        raise wrong(i, op, f"under this policy the state of the block is on the {'device' if b in shape.on_device else 'host'}")
+    if (kind is Kind.OFFLOAD_SQUARES) != (b in shape.on_device) and kind in (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES):
+        raise wrong(i, op, f"under this policy the block's gradient {'stays' if b in shape.on_device else 'goes to the host'}")
     if kind is Kind.SQUARE and b not in shape.squared:
         raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the host")
     if kind is Kind.NORM and not shape.has_norm(b):

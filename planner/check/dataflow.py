@@ -34,7 +34,8 @@ class _Memory:
         self.held: dict[Slot, _Held] = {}
         self.normed: dict[int, int] = {}  # block: the step of the latest norm
         for b in range(shape.n_blocks):
-            self.held[Slot("state", b)] = _Held("state", b, None, 0)
+            arena, (index,) = shape.state(b)
+            self.held[Slot(arena, index)] = _Held("state", b, None, 0)
 
     def perform(self, i: int, step: int) -> None:
         """Do op number i of the plan in a step; PlanError when a slot does not hold what the op needs."""
@@ -90,6 +91,13 @@ class _Memory:
                 if op.get("squares") is not None:
                     self.need("squares", "squares", b)
                     self.put("norm", "squares")
+            case Kind.OFFLOAD_SQUARES:
+                self.need("squares", "squares", b)
+                self.put("norm", "squares")
+            case Kind.UPDATE_ON_DEVICE:
+                self.need("gradient", "gradient", b)
+                self.need_norm()
+                self.update()
             case Kind.ACCUMULATE:
                 self.need("staged", "gradient", b, m)
                 if m:

@@ -40,6 +40,7 @@ class Shape:
     standing: dict[int, int]  # block: its place among those whose output has slots of its own
     shadows: dict[int, int]  # speculating block: its place among them
     squared: dict[int, int]  # block whose gradient's squares the device sums: its place among them
+    on_device: dict[int, int]  # block whose state the device holds: its place among them
 
     @staticmethod
     def of(plan: Plan) -> "Shape":
@@ -65,6 +66,7 @@ class Shape:
             standing=_places(b for b in range(head) if b not in spills and b not in shared),
             shadows=_places(b for b in policy.speculate_blocks if b < n_blocks),
             squared=_places(b for b in sorted(set(policy.square_blocks)) if b < n_blocks),
+            on_device=_places(b for b in sorted(set(policy.device_blocks)) if b < n_blocks),
         )
 
     @property
@@ -107,7 +109,13 @@ class Shape:
         first = self.standing[block] if block in self.standing else len(self.standing) + self.shared[block]
         return _one("activations", first * self.group + micro_batch % self.group)
 
+    def state(self, block: int) -> Expected:
+        """Where a block's masters and moments lie."""
+        return _one("device_state", self.on_device[block]) if block in self.on_device else _one("state", block)
+
     def gradient(self, block: int) -> Expected:
+        if block in self.on_device:
+            return _one("gradients", self.gradient_slots + 1 + self.on_device[block])
         return _one("gradients", self.gradient_slots) if self.vocab(block) else ("gradients", range(self.gradient_slots))
 
     def sum(self, block: int) -> Expected:

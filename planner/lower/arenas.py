@@ -1,6 +1,6 @@
 """Which memory does a policy need?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from runtime.plan import Arena, Place, Setup, Update
 from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES
@@ -70,8 +70,13 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.offload_blocks:
         largest_bytes = max(plan.recompute(b).slot_bytes for b in policy.offload_blocks)
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
-    of_layers = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots
-    yield Arena("gradients", Place.DEVICE, (*of_layers, vocab_elements * ITEM_BYTES[plan.gradient_dtype(0)]))
+    leaving_layer, leaving_vocab = _largest_elements(plan, without=policy.device_blocks)
+    of_layers = (leaving_layer * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots
+    kept = [blocks[b].slot_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
+    yield Arena("gradients", Place.DEVICE, (*of_layers, leaving_vocab * ITEM_BYTES[plan.gradient_dtype(0)], *kept))
+    if policy.device_blocks:
+        per_param = sum(plan.state_bytes().values())
+        yield Arena("device_state", Place.DEVICE, tuple(blocks[b].host_elements * per_param for b in policy.device_blocks))
     sums = [layer_elements * ITEM_BYTES["fp32"]] if sums_layers(plan) else []
     sums += [] if vocab_slot_is_sum(plan) else [vocab_elements * ITEM_BYTES["fp32"]]
     if sums:
@@ -80,10 +85,10 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("squares", Place.DEVICE, _squares_bytes(plan))
 
 
-def _largest_elements(plan: Setup) -> tuple[int, int]:
-    """Of a layer's slot, and of the embedding's or the head's."""
-    blocks = plan.workload.blocks
-    return max(b.slot_elements for b in blocks[1:-1]), max(blocks[0].slot_elements, blocks[-1].slot_elements)
+def _largest_elements(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
+    """Of a layer's slot, and of the embedding's or the head's, those of some blocks apart."""
+    elements = [0 if b in without else block.slot_elements for b, block in enumerate(plan.workload.blocks)]
+    return max(elements[1:-1]), max(elements[0], elements[-1])
 
 
 def _activation_bytes(plan: Setup) -> list[int]:
@@ -93,9 +98,12 @@ def _activation_bytes(plan: Setup) -> list[int]:
 def _host_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     per_param = sum(plan.state_bytes().values())
-    in_state = [*range(len(blocks)), *policy.speculate_blocks]
-    yield Arena("state", Place.HOST, tuple(blocks[b].host_elements * per_param for b in in_state))
-    gradients = [b.slot_elements * ITEM_BYTES[plan.host_gradient_dtype(i)] for i, b in enumerate(blocks)]
+    on_device = {*policy.device_blocks}  # which have nothing here
+    in_state = [*(blocks[b].host_elements * (b not in on_device) for b in range(len(blocks)))]
+    in_state += [blocks[b].host_elements for b in policy.speculate_blocks]
+    yield Arena("state", Place.HOST, tuple(n_elements * per_param for n_elements in in_state))
+    sent = [b.slot_elements * (i not in on_device) for i, b in enumerate(blocks)]
+    gradients = [n_elements * ITEM_BYTES[plan.host_gradient_dtype(i)] for i, n_elements in enumerate(sent)]
     if eager_ring(plan):
         layers = gradients[1:-1]
         gradients[1:-1] = [max(layers)] * min(N_EAGER_SLOTS, len(layers))

@@ -90,7 +90,7 @@ def with_weights(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
             there |= {block} & {*resident}
         if is_fresh:
             tied = Slot("state", 0) if block and blocks[block].tied else None
-            yield Draft(Kind.LOAD, block).uses(state=Slot("state", block), tied=tied, weights=slot)
+            yield Draft(Kind.LOAD, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
         for op in run:
             yield op.uses(weights=slot)
 
@@ -192,10 +192,11 @@ def with_saved(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> Iterato
 
 
 def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iterator[Draft]:
-    """Where each micro-batch's gradient goes on the device, and its way to the host."""
+    """Where each micro-batch's gradient goes on the device, and its way to the host, unless its block is updated on the device."""
     blocks, head, last = plan.workload.blocks, plan.workload.n_layers + 1, plan.semantics.n_micro_batches - 1
     on_device, staging = _Ring("gradients", 0, plan.policy.gradient_slots), _Ring("staging", 0, N_STAGING_SLOTS)
     of_vocabulary, on_host = Slot("gradients", plan.policy.gradient_slots), _host_gradients(plan)
+    own = {b: Slot("gradients", plan.policy.gradient_slots + 1 + i) for i, b in enumerate(plan.policy.device_blocks)}
     layer_sum, vocabulary_sum = Slot("sums", 0), of_vocabulary if vocab_slot_is_sum(plan) else Slot("sums", int(sums_layers(plan)))
     out: dict[int, Slot] = {}
     for op in ops:
@@ -207,7 +208,9 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             on_device.begin_anew()
             staging.begin_anew()
         is_layer = blocks[b].kind is BlockKind.LAYER
-        if not is_layer:
+        if b in own:
+            out[b] = own[b]
+        elif not is_layer:
             out[b] = of_vocabulary
         elif m == 0 or not plan.reduced:
             out[b] = on_device.next()
@@ -220,7 +223,7 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             to, staged = Slot("host_gradients", b), staging.next() if is_layer else Slot("staging", N_STAGING_SLOTS)
             yield Draft(Kind.OFFLOAD_GRADIENT, b, m).uses(gradient=out[b], arrived=staged)
             yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to)
-        elif m == last:
+        elif m == last and b not in own:
             yield Draft(Kind.OFFLOAD_GRADIENT, b).uses(gradient=out[b], arrived=on_host(b))
 
 
@@ -236,14 +239,22 @@ def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
 
 
 def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
-    """The device squares a gradient that is whole there; the sums leave with it."""
-    place = {b: i for i, b in enumerate(plan.policy.square_blocks)}
+    """The device squares a gradient that is whole there; the sums leave with it, or alone where it stays."""
+    place, last = {b: i for i, b in enumerate(plan.policy.square_blocks)}, plan.semantics.n_micro_batches - 1
     for op in ops:
-        if op.kind is Kind.OFFLOAD_GRADIENT and op.block in place:
-            sums = Slot("squares", place[op.block])
-            yield Draft(Kind.SQUARE, op.block).uses(gradient=op.slot("gradient"), squares=sums)
-            op.uses(squares=sums, norm=Slot("norm", 1 + place[op.block]))
-        yield op
+        b = op.block
+        stays = b in plan.policy.device_blocks and op.kind in (Kind.LOSS, Kind.BACKWARD) and op.micro_batch == last
+        if b not in place or not (stays or op.kind is Kind.OFFLOAD_GRADIENT):
+            yield op
+            continue
+        squares, norm = Slot("squares", place[b]), Slot("norm", 1 + place[b])
+        if stays:
+            yield op
+        yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("gradient"), squares=squares)
+        if stays:
+            yield Draft(Kind.OFFLOAD_SQUARES, b).uses(squares=squares, norm=norm)
+        else:
+            yield op.uses(squares=squares, norm=norm)
 
 
 def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
@@ -254,11 +265,14 @@ def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     for op in ops:
         if op.kind is Kind.BACKWARD:
             backward = op
-        if not late or op.kind is not Kind.OFFLOAD_GRADIENT:
+        if not late or op.kind not in (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES):
             yield op
         elif plan.workload.blocks[op.block].kind is BlockKind.LAYER and backward is not None:
-            waiting.append(op)
-            if waiting[0].block - late >= op.block:
+            if op.kind is Kind.OFFLOAD_GRADIENT:
+                waiting.append(op)
+            else:
+                yield op
+            if waiting and waiting[0].block - late >= op.block:
                 waiting[0].after = backward, 0
                 yield waiting.pop(0)
         else:
@@ -268,14 +282,12 @@ def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
 
 
 def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
-    """The host's norm of each gradient that is whole, and its update: at once, early on a guess, or when all norms are known."""
-    last, is_eager = plan.semantics.n_micro_batches - 1, plan.policy.update is Update.EAGER
-    squared, shadows = (
-        plan.policy.square_blocks,
-        {b: Slot("state", len(plan.workload.blocks) + i) for i, b in enumerate(plan.policy.speculate_blocks)},
-    )
-    arrived: dict[int, Slot] = {}
-    norm = Slot("norm", 0)
+    """The norm of each gradient that is whole, and its update: at once, early on a guess, or when all norms are known."""
+    policy, last = plan.policy, plan.semantics.n_micro_batches - 1
+    squared, is_eager, norm = policy.square_blocks, policy.update is Update.EAGER, Slot("norm", 0)
+    shadows = {b: Slot("state", len(plan.workload.blocks) + i) for i, b in enumerate(policy.speculate_blocks)}
+    arrived: dict[int, Slot] = {}  # by block whose gradient goes to the host
+    staying: dict[int, Slot] = {}  # by block whose gradient the device keeps
 
     def of(kind: Kind, block: int) -> Draft:
         """An op that needs the block's gradient: of a tied weight, the head's part too."""
@@ -286,9 +298,18 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     for op in ops:
         yield op
         b = op.block
-        if not ((op.kind is Kind.OFFLOAD_GRADIENT and plan.reduced) or (op.kind is Kind.ACCUMULATE and op.micro_batch == last)):
-            continue
-        arrived[b] = op.slot("arrived")
+        match op.kind:
+            case Kind.SQUARE if b in policy.device_blocks:
+                staying[b] = op.slot("gradient")
+                continue
+            case Kind.OFFLOAD_GRADIENT if plan.reduced:
+                arrived[b] = op.slot("arrived")
+            case Kind.ACCUMULATE if op.micro_batch == last:
+                arrived[b] = op.slot("arrived")
+            case Kind.OFFLOAD_SQUARES:
+                pass
+            case _:
+                continue
         if b not in squared or b == 0:
             sums = [("squares", Slot("norm", 1 + i)) for i in range(len(squared)) if b == 0]
             draft = Draft(Kind.NORM, b) if b in squared else of(Kind.NORM, b)
@@ -299,10 +320,13 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
             yield of(Kind.UPDATE, b).uses(norm=own, state=Slot("state", b))
         elif b in shadows:
             yield of(Kind.SPECULATE, b).uses(state=Slot("state", b), shadow=shadows[b])
+    for b in policy.device_blocks:
+        yield Draft(Kind.UPDATE_ON_DEVICE, b).uses(gradient=staying[b], norm=norm, state=plan.state_slot(b))
     if not is_eager:
         for b in range(len(plan.workload.blocks)):  # the order in which the next forward needs them
-            kind = Kind.SETTLE if b in shadows else Kind.UPDATE
-            yield of(kind, b).uses(norm=norm, state=Slot("state", b), shadow=shadows.get(b))
+            if b not in staying:
+                kind = Kind.SETTLE if b in shadows else Kind.UPDATE
+                yield of(kind, b).uses(norm=norm, state=Slot("state", b), shadow=shadows.get(b))
 
 
 def with_barrier(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:

@@ -22,6 +22,8 @@ BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, 
 # A CPU's profile is probed with the calls that the modules make.
 EAGER_FRACTION = 0.841
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
+DEVICE_UPDATE_ELEMENTS = 2**21  # that a GPU updates at a time (`runtime/host/device_updates.py`)
+DEVICE_UPDATE_KERNELS = 20  # that it launches for these
 SQUARE_KERNELS = 4  # of `runtime/host/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
 # Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
 # head width 128, 8k tokens, causal) of the 290 that the profile has there.
@@ -57,8 +59,21 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
     return 2 * (master + MOMENT_BYTES) + gradient
 
 
+def device_update_bytes_per_param(plan: Setup) -> int:
+    """Traffic in the device's memory of AdamW there, per parameter (`runtime/host/device_updates.py`): the gradient widened and
+    scaled, the master joined or widened, one kernel that reads four numbers and writes three, which are then put in place, and the
+    master rounded and cut. Counted in full, though much of it stays in a cache."""
+    semantics, fp32 = plan.semantics, FP32_BYTES
+    gradient = ITEM_BYTES[semantics.gradient_dtype] + fp32 + 2 * fp32
+    joined = 2 * (2 + fp32) + 3 * fp32 if semantics.splits_masters else 2 + fp32
+    stepped = (4 + 3) * fp32 + 3 * 2 * fp32
+    # NaN looked for, the remainder taken, half a unit added, shifted, masked, stored
+    cut = (fp32 + 1) + (fp32 + 2) + 2 * 2 * fp32 + (2 * fp32 + 1) + (fp32 + 2)
+    return gradient + stepped + (0 if semantics.master_dtype == "fp32" and not semantics.splits_masters else joined + cut)
+
+
 # Kind, block; first and last micro-batch; what of the policy matters to one op
-_Key = tuple[Kind, int, bool, bool, Saved, bool, bool, bool, bool]
+_Key = tuple[Kind, int, bool, bool, Saved, bool, bool, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -95,7 +110,8 @@ class CostModel:
         policy, b = plan.policy, op.block
         first, last = m == 0, m == plan.semantics.n_micro_batches - 1
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        key = (op.kind, self.alike.get(b, b), first, last, policy.saved(b), b in policy.offload_blocks, plan.reduced, *squared)
+        places = b in policy.offload_blocks, b in policy.device_blocks
+        key = (op.kind, self.alike.get(b, b), first, last, policy.saved(b), *places, plan.reduced, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -106,8 +122,14 @@ class CostModel:
         dtype = plan.semantics.compute_dtype
         item = ITEM_BYTES[dtype]
         match op.kind:
+            case Kind.LOAD if op.block in plan.policy.device_blocks:
+                return self._compute(2 * block.slot_elements * item / self.profile.device.memory_bytes_per_s.value, 0)
             case Kind.LOAD:
                 return self._copy("h2d", block.slot_elements * item)
+            case Kind.OFFLOAD_SQUARES:
+                return self._copy("d2h", SQUARE_BYTES * len(block.parameters))
+            case Kind.UPDATE_ON_DEVICE:
+                return self._update_on_device(plan, block)
             case Kind.OFFLOAD_GRADIENT:
                 with_squares = op.block in plan.policy.square_blocks
                 n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
@@ -300,6 +322,11 @@ class CostModel:
         n_cores = self.profile.host.n_cores
         rate = self.profile.optimizer_params_per_s(n_cores)
         return self._demand(0.0, n_params / rate, {Resource.DRAM: rate * bytes_per_param, Resource.CORES: float(n_cores)})
+
+    def _update_on_device(self, plan: Setup, block: Block) -> Demand:
+        n_bytes = block.n_params * device_update_bytes_per_param(plan)
+        n_kernels = DEVICE_UPDATE_KERNELS * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.parameters)
+        return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +147,7 @@ class Saver:
             self._expect(files)
             while (found := self.snapshots.next_block(snapshot)) is not None:
                 block, copy = found
+                state.settle(block)
                 for p in state.owned(block):
                     self.snapshots.look()
                     self._put(files, p, copy)
@@ -184,11 +184,11 @@ class Saver:
 
     def _put(self, files: Writing, p: Parameter, copy: Copy | None) -> None:
         """Everything of a parameter. A split master is put together in pieces: whole, it would be a second one."""
-        files.put_weight(p.name, self._state.compute_weight(p, copy))
+        files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
         state, dtype = self._state.param_state(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
-        files.put(f"master.{p.name}", LazyTensor(dtype, p.shape, partial(pieces_of, state.master)))
-        files.put(f"exp_avg.{p.name}", state.exp_avg)
-        files.put(f"exp_avg_sq.{p.name}", state.exp_avg_sq)
+        files.put(f"master.{p.name}", LazyTensor(dtype, p.shape, lambda: (piece.cpu() for piece in pieces_of(state.master))))
+        files.put(f"exp_avg.{p.name}", state.exp_avg.cpu())
+        files.put(f"exp_avg_sq.{p.name}", state.exp_avg_sq.cpu())
 
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:

@@ -62,6 +62,7 @@ def put_back(state: State, host: HostState, data: "Data") -> None:
             host.set_weight(p, _stored(state, "master", p))
             for name, moment in zip(("exp_avg", "exp_avg_sq"), host.moments(p), strict=True):
                 moment.copy_(_stored(state, name, p).reshape(-1))
+        host.settle(number)
     host.n_updates = n_updates
 
 

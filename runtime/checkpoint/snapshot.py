@@ -16,8 +16,9 @@ from enum import Enum, auto
 
 from runtime.host.chunks import Scratch
 from runtime.host.host_state import Copy, HostState
+from runtime.host.updates import CHANGES
 from runtime.host.workers import Workers
-from runtime.plan import Kind, Plan
+from runtime.plan import Plan
 
 
 class _Place(Enum):
@@ -190,4 +191,4 @@ class Snapshots:
 
 def order_of_updates(plan: Plan) -> tuple[int, ...]:
     """All blocks, in the order in which a step of the plan changes them."""
-    return tuple(op.block for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE))
+    return tuple(op.block for op in plan.ops if op.kind in CHANGES)

@@ -33,7 +33,11 @@ class Copies:
         self.arenas.view(op["arrived"], dtype, (n,)).copy_(self.arenas.view(op["gradient"], dtype, (n,)), non_blocking=True)
         squares = op.get("squares")
         if squares is not None:
-            self.arenas.raw(op["norm"]).copy_(self.arenas.raw(squares), non_blocking=True)
+            self.offload_squares(op)
+
+    def offload_squares(self, op: Op) -> None:
+        """The sums of the squares of a gradient that stays."""
+        self.arenas.raw(op["norm"]).copy_(self.arenas.raw(op["squares"]), non_blocking=True)
 
     def move_saved(self, op: Op) -> None:
         """What a layer saves leaves, or comes back."""

@@ -61,6 +61,7 @@ class HostState:
         before = accumulate(per_param.values(), initial=0)
         self._begin = dict(zip(per_param, before, strict=False))  # bytes per element of a block that lie before each part
         self._n_bytes = sum(per_param.values())  # per element
+        self._slots = [plan.state_slot(b) for b in range(len(self._owned))]
         self._shadows = {b: Slot("state", len(self._owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
 
     def owned(self, block: int) -> list[Parameter]:
@@ -72,7 +73,7 @@ class HostState:
     def param_state(self, p: Parameter, of_shadow: bool = False, copy: Copy | None = None) -> ParamState:
         """All of an owned parameter's state; or of its shadow; or as it was when its block was copied."""
         block, at = self._places[p.name]
-        slot, n = self._shadows[block] if of_shadow else Slot("state", block), self._n_elements[block]
+        slot, n = self._shadows[block] if of_shadow else self._slots[block], self._n_elements[block]
 
         def part(name: str, dtype: str, half: int = 0) -> torch.Tensor:
             first = self._begin[name] * n // DTYPE[dtype].itemsize + half * n + at
@@ -114,6 +115,7 @@ class HostState:
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Put a block's own weights into the store. No lane may be at work."""
         _together([task for p in self.owned(block) for task in self._setting(p, weights[p.name])], self.n_threads)
+        self.settle(block)
 
     def compute_weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
         """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
@@ -125,29 +127,37 @@ class HostState:
         """Of a block's state."""
         return self._n_elements[block] * self._n_bytes
 
+    def settle(self, block: int) -> None:
+        """Return when what was given to do to the block's state is done, where a device that works later has it."""
+        there = self.arenas.raw(self._slots[block])
+        if there.is_cuda:
+            torch.cuda.synchronize(there.device)
+
     def copied(self, block: int, workers: Workers[Scratch]) -> Copy:
         """A block's state as it is now, elsewhere; MemoryError where there is no room."""
-        there = self.arenas.raw(Slot("state", block))
+        self.settle(block)
+        there = self.arenas.raw(self._slots[block])
         copy = host_slab(there.numel())
         workers.run([partial(_copy, *part) for part in zip(copy.split(COPY_BYTES), there.split(COPY_BYTES), strict=True)])
         return copy
 
     def commit(self, block: int) -> None:
         """The shadow of a block becomes its state, and the state the next shadow."""
-        self.arenas.exchange(Slot("state", block), self._shadows[block])
+        self.arenas.exchange(self._slots[block], self._shadows[block])
 
 
 def _set(state: ParamState, given: torch.Tensor, piece: slice, own: None) -> None:
     """Put a piece of a flat weight into master and compute weight."""
     for at in range(piece.start, min(piece.stop, given.numel()), SET_ELEMENTS):
         part = slice(at, min(at + SET_ELEMENTS, piece.stop))
+        weight = given[part].to(state.exp_avg.device)
         match state.master:
             case SplitMaster() as master:
-                master.cut(part, given[part].float())
+                master.cut(part, weight.float())
             case master if master.dtype is torch.float32:
-                master[part] = given[part]
+                master[part] = weight
             case master:
-                round_half_up(given[part].float(), master[part])
+                round_half_up(weight.float(), master[part])
 
 
 def _together(tasks: Sequence[Callable[[None], object]], n_threads: int) -> None:

@@ -1,6 +1,7 @@
 """How does the host accumulate a step's gradients, take their global norm, and update by it?"""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from .host_state import HostState
 from .memory import DTYPE, Arenas
 from .optimizer import AdamW, SummedGradient, adamw_tasks, add_tasks, added, clip_factor, squares_tasks
 from .workers import Workers
+
+CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block
 
 
 class NonFiniteError(PenstockError):
@@ -31,20 +34,21 @@ class Updates:
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
         self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
         self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
-        changes = [op for op in plan.ops if op.kind in (Kind.UPDATE, Kind.SETTLE)]
-        self._last_change = changes[-1].block if changes else None
+        self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
+        self._n_changed = 0  # by the step in progress
+        self._one_at_a_time = threading.Lock()  # of what the lanes that change the state share
         self._norms: dict[int, float] = {}  # of steps' gradients
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
     def forget(self) -> None:
         """Drop what a run that failed in the middle of a step has left."""
         self._norms.clear()
-        self._factor = None
+        self._factor, self._n_changed = None, 0
 
     def taken(self, step: int) -> tuple[float, bool]:
         """The norm of a step's gradients, before they are clipped, and whether the step was skipped for it."""
-        norm = self._norms.pop(step)
-        return norm, self._is_skipped(norm)
+        self._norms.pop(step - 1, None)  # a device that works later may still ask for this one
+        return self._norms[step], self._is_skipped(self._norms[step])
 
     def _is_skipped(self, norm: float) -> bool:
         """An eager update runs before the norm is known, and is legal only without it."""
@@ -97,25 +101,29 @@ class Updates:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def _step_factor(self, step: int) -> float | None:
+    def factor(self, step: int) -> float | None:
         """The step's clip factor, or None if the step is skipped; counts the update when first asked."""
-        if self._factor is None or self._factor[0] != step:
-            factor: float | None = 1.0
-            if self.plan.policy.update is not Update.EAGER:
-                norm = self._norms[step]
-                factor = None if self._is_skipped(norm) else clip_factor(norm, self.plan.semantics.clip_norm)
-            self.state.n_updates += factor is not None
-            self._factor = (step, factor)
-        return self._factor[1]
+        with self._one_at_a_time:
+            if self._factor is None or self._factor[0] != step:
+                factor: float | None = 1.0
+                if self.plan.policy.update is not Update.EAGER:
+                    norm = self._norms[step]
+                    factor = None if self._is_skipped(norm) else clip_factor(norm, self.plan.semantics.clip_norm)
+                self.state.n_updates += factor is not None
+                self._factor = (step, factor)
+            return self._factor[1]
 
     @contextmanager
-    def _changing(self, op: Op, step: int) -> Iterator[None]:
-        """What is done within changes the state of the op's block, and counts the update: a checkpoint may still need both."""
+    def changing(self, block: int, step: int, workers: Workers[Scratch]) -> Iterator[None]:
+        """What is done within changes the state of the block, and counts the update: a checkpoint may still need both."""
         gate = self.state.gate
         if gate is not None:
-            gate.before_change(op.block, self.workers)
+            gate.before_change(block, workers)
         yield
-        if gate is not None and op.block == self._last_change:
+        with self._one_at_a_time:
+            self._n_changed = (self._n_changed + 1) % self._n_changes
+            is_done = self._n_changed == 0
+        if gate is not None and is_done:
             gate.step_is_done(step)
 
     def update(self, op: Op, step: int) -> None:
@@ -123,11 +131,11 @@ class Updates:
         if own is not None and own.index:  # of an eager update, which comes before the norm of all
             for p, square in self._squared(own):
                 self._refuse_infinite(p, square, step)
-        with self._changing(op, step):
+        with self.changing(op.block, step, self.workers):
             self._update(op, step)
 
     def _update(self, op: Op, step: int) -> None:
-        factor = self._step_factor(step)
+        factor = self.factor(step)
         if factor is None:
             return
         tasks = []
@@ -149,8 +157,8 @@ class Updates:
 
     def settle(self, op: Op, step: int) -> None:
         """Take the shadow if it was right; else it was in vain."""
-        with self._changing(op, step):  # also a shadow's taking: the next one is made where the state was
-            if self._step_factor(step) == 1.0:
+        with self.changing(op.block, step, self.workers):  # also a shadow's taking: the next one is made where the state was
+            if self.factor(step) == 1.0:
                 self.state.commit(op.block)
             else:
                 self._update(op, step)

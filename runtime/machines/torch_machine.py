@@ -16,6 +16,7 @@ from runtime.compute.compute import Compute
 from runtime.compute.inference import Head, Inference
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
+from runtime.host.device_updates import DeviceUpdates
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.norms import Squares
@@ -36,8 +37,8 @@ from .stopwatch import Stopwatch
 class TrainingOps:
     """What each op of a plan that trains does."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, compute: Compute, updates: Updates) -> None:
-        self._compute, self._updates = compute, updates
+    def __init__(self, plan: Plan, arenas: Arenas, compute: Compute, updates: Updates, device_updates: DeviceUpdates) -> None:
+        self._compute, self._updates, self._device_updates = compute, updates, device_updates
         self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas)
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
@@ -63,6 +64,10 @@ class TrainingOps:
                 self._squares.square(op)
             case Kind.OFFLOAD_GRADIENT:
                 self._copies.offload(op)
+            case Kind.OFFLOAD_SQUARES:
+                self._copies.offload_squares(op)
+            case Kind.UPDATE_ON_DEVICE:
+                self._device_updates.update(op, step)
             case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
                 self._copies.move_activation(op)
             case Kind.OFFLOAD_SAVED | Kind.FETCH_SAVED:
@@ -190,7 +195,9 @@ class TorchMachine(LaneMachine):
             lanes.streams.lock(self.arenas)
             stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         updates = Updates(plan, self.arenas, self.host, settings, workers)
-        ops = TrainingOps(plan, self.arenas, self.compute, updates)
+        with lanes.of[Lane.GPU].current():
+            device_updates = DeviceUpdates(plan, self.arenas, self.host, updates, lanes.device)
+        ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates)
         super().__init__(plan, ops, lanes, workers, staging, stopwatch)
 
     def initialise(self, seed: int) -> None:

@@ -52,7 +52,10 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
             slot = next(in_turn) if kind is BlockKind.LAYER and b not in resident else plan.weights_slot(b)
             if held.get(slot) != b:
                 held[slot] = b
-                state = [("state", Slot("state", b)), *([("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else [])]
+                state = [
+                    ("state", plan.state_slot(b)),
+                    *([("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []),
+                ]
                 yield Op(Kind.LOAD, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))

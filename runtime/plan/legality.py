@@ -5,6 +5,8 @@ from runtime.errors import PlanError
 from .policy import Policy, Semantics, Update
 from .workload import Saved, Workload
 
+UPDATED_TOGETHER = 8  # elements, in a register of a processor
+
 
 def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
@@ -23,6 +25,13 @@ def can_square(workload: Workload) -> range:
     return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
 
 
+def can_stay(workload: Workload) -> list[int]:
+    """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
+    updates in another sequence than the rest."""
+    even = (all(p.n_elements % UPDATED_TOGETHER == 0 for p in block.parameters) for block in workload.blocks)
+    return [b for b, is_even in enumerate(even) if is_even and b in can_square(workload)]
+
+
 def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
     """How gradients move must suit the groups of micro-batches."""
     if policy.accumulation_group > semantics.n_micro_batches:
@@ -36,6 +45,10 @@ def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
             raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
         if policy.square_blocks:
             raise PlanError("gradients that are summed on the host are only whole there; square_blocks need them in one group")
+    if policy.device_blocks and policy.update is not Update.DEFERRED:
+        raise PlanError("device_blocks are updated on the device as soon as the norm is known; they need update deferred")
+    if not {*policy.device_blocks} <= {*policy.square_blocks} - {*policy.speculate_blocks}:
+        raise PlanError("device_blocks have no gradient on the host: name them in square_blocks too, and not in speculate_blocks")
 
 
 def _refuse_blocks(workload: Workload, policy: Policy) -> None:
@@ -46,9 +59,15 @@ def _refuse_blocks(workload: Workload, policy: Policy) -> None:
         ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
         ("spill_blocks", policy.spill_blocks, range(n_layers)),
         ("square_blocks", policy.square_blocks, can_square(workload)),
+        ("device_blocks", policy.device_blocks, can_square(workload)),
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
+    if uneven := {*policy.device_blocks}.difference(can_stay(workload)):
+        raise PlanError(
+            f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of {UPDATED_TOGETHER}; "
+            "leave it to the host"
+        )
     if len(policy.save) > n_layers:
         raise PlanError(f"save names what {len(policy.save)} layers save, but there are {n_layers}")
     if policy.save[-1:] == (Saved.INPUT,):

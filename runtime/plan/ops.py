@@ -50,6 +50,8 @@ class Kind(StrEnum):
     OFFLOAD_SAVED = "offload_saved"
     FETCH_SAVED = "fetch_saved"
     SQUARE = "square"
+    OFFLOAD_SQUARES = "offload_squares"
+    UPDATE_ON_DEVICE = "update_on_device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ CONTRACT = {
     Kind.OFFLOAD_SAVED: Signature.of(Lane.D2H, "saved", "offloaded"),
     Kind.FETCH_SAVED: Signature.of(Lane.H2D, "offloaded", "saved"),
     Kind.OFFLOAD_GRADIENT: Signature.of(Lane.D2H, "gradient squares?", "arrived norm?"),
+    Kind.OFFLOAD_SQUARES: Signature.of(Lane.D2H, "squares", "norm"),
+    Kind.UPDATE_ON_DEVICE: Signature.of(Lane.GPU, "gradient norm state", "state"),
     Kind.ACCUMULATE: Signature.of(Lane.CPU, "staged arrived", "arrived"),
     Kind.NORM: Signature.of(Lane.CPU, "arrived? tied? squares* norm", "norm"),
     Kind.SPECULATE: Signature.of(Lane.CPU, "arrived tied? state", "shadow"),

@@ -8,7 +8,8 @@ while another lane is still in step n-1, as far as the waits allow.
 `arena[index]`. Below, b is the block, m the micro-batch, L the number of decoder layers; block 0 is the embedding, blocks 1..L the
 layers, block L+1 the head (final norm and output matrix).
 
-    load b                  the host's `state` of b, that of block 0 too where b uses a weight tied to it (`tied`), into `weights`
+    load b                  the `state` of b, wherever it is, that of block 0 too where b uses a weight tied to it (`tied`), into
+                            `weights`
     forward b m             `weights`, the activation x of b-1 (not for block 0): the activation y of b; what it saves (`saved`) has
                             a slot where that goes to the host, and else lies in the allocator
     loss b m                the head, forward and backward. x becomes its gradient
@@ -25,6 +26,8 @@ layers, block L+1 the head (final norm and output matrix).
     norm b                  the squares of what has arrived join the `norm`. Block 0, which comes last, ends the sum
     speculate b             the update, as if the norm asked for no clipping, into the block's `shadow`
     update b                AdamW on the block's `state`
+    offload_squares b       the squares of a gradient that stays go to the host alone
+    update_on_device b      AdamW on a `state` that is on the device, by the gradient that stayed there
     settle b                where the clip factor is one, the shadow becomes the state, the state the next shadow; else the update
 
 An arena is a role, and its slots have sizes of their own, in this order:
@@ -34,13 +37,16 @@ An arena is a role, and its slots have sizes of their own, in this order:
     activations     for each block 0..L that does not spill, one per micro-batch of a group: i * group + m % group for the i-th;
                     then, if any block spills, a ring of 2 * group + 1
     saved           some, if any layer is in offload_blocks
-    gradients       gradient_slots for layers, one for the embedding or the head
+    gradients       gradient_slots for layers, one for the embedding or the head, one for each block of device_blocks
     sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
                     of `gradients` is the sum)
     squares         one for each block of square_blocks, of one fp64 per parameter
-    state           one per block, then one per block of speculate_blocks: its shadow. A slot holds what is uploaded, first; then
-                    what a split master lacks (`Semantics.splits_masters`), 16 bits per element; then the two moments
-    host_gradients  one per block; with eager updates in one group: the embedding's, two for layers, the head's
+    device_state    one for each block of device_blocks, as `state` has them
+    state           one per block (empty for one of device_blocks), then one per block of speculate_blocks: its shadow. A slot holds
+                    what is uploaded, first; then what a split master lacks (`Semantics.splits_masters`), 16 bits per element; then
+                    the two moments
+    host_gradients  one per block (empty for one of device_blocks); with eager updates in one group: the embedding's, two for layers,
+                    the head's
     staging         two for layers, one for the embedding or the head
     spilled         for the i-th block that spills, i * group + m % group
     offloaded       for the i-th layer of offload_blocks, i * group + m % group
@@ -66,6 +72,10 @@ The sums leave with the gradient, to a slot of `norm`. The block has no `norm`, 
 gradient has arrived; an eager update reads its own sums as its norm, and stops at what is not finite. There is a norm 0 all the
 same: it reads what has arrived of block 0 unless that is squared, then all those `squares`, then `norm[0]`. An eager update whose
 squares the host sums has no norm to read.
+
+A block in `policy.device_blocks` (updates deferred, all micro-batches in one group) has its state on the device. It is in
+`square_blocks` too, as its gradient stays in a slot of its own; only the squares leave. Once norm 0 has ended the sum, the device
+updates such blocks, in order, to the bits that the host would give them; their loads are copies within the device.
 
 Where micro-batches do not divide the batch the last one has what is left: it uses the beginning of its slots, and of what spills
 only that moves.

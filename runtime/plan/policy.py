@@ -133,6 +133,7 @@ class Policy:
     boundary_stride: Count = 1  # of so many layers only the last one's output stays; the others' are computed again in backward
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
     square_blocks: tuple[Natural, ...] = ()  # blocks of whose gradients the device sums the squares for the norm
+    device_blocks: tuple[Natural, ...] = ()  # blocks whose masters and moments are on the device, which updates them
     __pydantic_config__ = FILE
 
     def __post_init__(self) -> None:

@@ -15,6 +15,8 @@ from .policy import Policy, Semantics
 from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Recompute, Saved, Workload
 
 MOMENT_BYTES = 8  # AdamW's two, fp32
+# What an update on the device makes at a time besides: seven fp32 tensors of 2^21 elements, and a mask.
+DEVICE_UPDATE_SCRATCH_BYTES = (7 * 4 + 1) * 2**21
 REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 
@@ -78,6 +80,11 @@ class Setup:
             return {"weight": ITEM_BYTES[of.compute_dtype], "remainder": REMAINDER_BYTES, "moments": MOMENT_BYTES}
         return {"master": ITEM_BYTES[of.master_dtype], "moments": MOMENT_BYTES}
 
+    def state_slot(self, block: int) -> Slot:
+        """Where a block's masters and moments lie."""
+        on_device = self.policy.device_blocks
+        return Slot("device_state", on_device.index(block)) if block in on_device else Slot("state", block)
+
     def weights_slot(self, block: int) -> Slot:
         """Where the weights of a resident block lie, or of the embedding or the head."""
         resident, n_streaming = self.policy.resident_blocks, self.policy.prefetch_depth + 1
@@ -121,7 +128,8 @@ class Setup:
     def transient_bytes(self) -> int:
         """Peak of the block being computed, in the allocator."""
         layers = range(1, self.workload.n_layers + 1)
-        return max(self.vocab_transient_bytes, *(self.recompute(b).transient_bytes for b in layers))
+        updated = DEVICE_UPDATE_SCRATCH_BYTES if self.policy.device_blocks else 0
+        return max(self.vocab_transient_bytes, updated, *(self.recompute(b).transient_bytes for b in layers))
 
     @property
     def vocab_transient_bytes(self) -> int:

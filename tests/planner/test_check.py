@@ -117,7 +117,12 @@ HARMLESS = {
     "offload_saved offload_saved": "different slots, both gone before they are overwritten",
     "offload_activation offload_saved": "as above",
     "offload_gradient offload_saved": "as above",
-    "squares": "as above",
+    "offload_gradient offload_squares": "sums of one block and a gradient of another",
+    "offload_squares offload_squares": "sums of different blocks",
+    "offload_squares": "as above",
+    "update_on_device update_on_device": "different blocks",
+    "update_on_device": "as above",
+    "squares": "the last slot is rounded up, and still holds what goes into it",
     "weights": "a weight slot that no other block has at that time, in any timing",
     "recompute": "an output of another block or micro-batch, still in time; or of the last segment, while forward's is there too",
     "recompute recompute": "as above",
@@ -191,7 +196,7 @@ def test_waits_in_a_circle_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOAD, Kind.ACCUMULATE}))
 def test_an_op_done_twice_is_refused(kind: Kind) -> None:
-    knobs: dict[str, Any] = {"spill_blocks": (1,), "speculate_blocks": (2,), "square_blocks": (0, 2)}
+    knobs: dict[str, Any] = {"spill_blocks": (1,), "speculate_blocks": (2,), "square_blocks": (0, 2, 3), "device_blocks": (3,)}
     knobs |= {"save": saves(products=(1,)), "offload_blocks": (1,)}
     plan = small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(**knobs)
     op = next(op for op in plan.ops if op.kind is kind)

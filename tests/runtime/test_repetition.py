@@ -41,7 +41,7 @@ def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Pl
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
     """The case with so many groups, and some micro-batches more."""
     n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
-    one_group: dict[str, Any] = {"offload_late_blocks": 0, "square_blocks": ()}
+    one_group: dict[str, Any] = {"offload_late_blocks": 0, "square_blocks": (), "device_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing)
     found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)

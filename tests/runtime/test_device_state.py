@@ -1,0 +1,127 @@
+"""Does a device that holds masters and moments update them to the host's bits?"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.errors import PlanError
+from runtime.host.device_updates import (
+    PROBE_ELEMENTS,
+    Factors,
+    by_addcmul,
+    call_by_call,
+    emulated,
+    exact_step,
+    gives_the_hosts_bits,
+    update_by_chunks,
+)
+from runtime.host.optimizer import ParamState, SplitMaster, adamw_, round_half_up
+from runtime.plan import Kind, Policy, Update, saves
+from runtime.settings import AdamW
+from tests.tiny import MODEL_TYPES, tiny_config
+from tests.training import differences, plain, plan_of, semantics_of, streamed
+
+CPU = torch.device("cpu")
+LAYERS = (1, 2)
+WAYS = {
+    "layers": Policy(accumulation_group=4, square_blocks=LAYERS, device_blocks=LAYERS),
+    "one layer, the others speculate": Policy(
+        accumulation_group=4,
+        square_blocks=LAYERS,
+        device_blocks=(2,),
+        speculate_blocks=(1,),
+        update=Update.DEFERRED,
+        gradient_slots=2,
+    ),
+    "late offloads, weights that stay": Policy(
+        accumulation_group=4, square_blocks=(2,), device_blocks=(2,), resident_blocks=(2,), offload_late_blocks=1, gradient_slots=2
+    ),
+    "activations away": Policy(
+        accumulation_group=4,
+        square_blocks=LAYERS,
+        device_blocks=(1,),
+        save=saves(products=(2,)),
+        offload_blocks=(2,),
+        prefetch_depth=2,
+    ),
+}
+ALL = (0, 1, 2, 3)  # blocks of a model of two layers
+EVERYWHERE = Policy(accumulation_group=4, square_blocks=ALL, device_blocks=ALL, update=Update.DEFERRED)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_training_is_the_plain_loop_to_the_bit_wherever_state_lies(model_type: str, way: str) -> None:
+    """Slots are poisoned as soon as nobody is to read them, and lanes are late at random."""
+    semantics = semantics_of(model_type)
+    if model_type == "gpt_oss":
+        pytest.skip("parameters of four elements, which fill no register")
+    policy = replace(WAYS[way], update=Update.DEFERRED)
+    assert differences(streamed(tiny_config(model_type), semantics, policy), plain(model_type, semantics)) == []
+
+
+@pytest.mark.parametrize("fields", [{"compute_dtype": "fp32"}, {}, {"master_dtype": "bf16"}, {"gradient_dtype": "fp32"}], ids=str)
+@pytest.mark.parametrize("n_sequences", [4, 1])
+def test_so_it_is_where_the_host_has_none_of_it(fields: dict, n_sequences: int) -> None:
+    semantics = semantics_of("qwen3", **fields, batch_size=n_sequences)
+    config = tiny_config("qwen3", tie_word_embeddings=False)
+    policy = replace(EVERYWHERE, accumulation_group=n_sequences)
+    plan = plan_of(config, semantics, policy)
+    assert plan.arena("state").n_bytes == plan.arena("host_gradients").n_bytes == 0
+    assert not {Kind.UPDATE, Kind.OFFLOAD_GRADIENT} & {op.kind for op in plan.ops}
+    assert differences(streamed(config, semantics, policy), plain("qwen3", semantics, (("tie_word_embeddings", False),))) == []
+
+
+@pytest.mark.parametrize("multiply_add", [by_addcmul, emulated])
+def test_each_way_to_multiply_and_add_gives_the_hosts_bits(multiply_add) -> None:
+    assert gives_the_hosts_bits(call_by_call(multiply_add), CPU)
+
+
+def test_one_that_rounds_twice_does_not() -> None:
+    assert not gives_the_hosts_bits(call_by_call(lambda a, b, c: a * b + c), CPU)
+
+
+def test_a_device_on_which_none_does_is_refused(monkeypatch) -> None:
+    exact_step.cache_clear()
+    monkeypatch.setattr("runtime.host.device_updates._candidates", lambda device: [call_by_call(lambda a, b, c: a * b + c)])
+    with pytest.raises(PlanError, match="no AdamW on cpu gives the host's bits"):
+        exact_step(CPU)
+    exact_step.cache_clear()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+@pytest.mark.parametrize("master", ["split", "fp32", "bf16"])
+def test_masters_of_every_sort_are_updated_as_on_the_host(master: str, factor: float) -> None:
+    """Chunks of another length than the host's, and one that is cut off."""
+    generator = torch.Generator().manual_seed(0)
+    wide, exp_avg = (torch.randn(PROBE_ELEMENTS, generator=generator) for _ in range(2))
+    gradient = torch.randn(PROBE_ELEMENTS, generator=generator).to(torch.float32 if master == "fp32" else torch.bfloat16)
+
+    def state() -> ParamState:
+        match master:
+            case "split":
+                of = SplitMaster(torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16), torch.empty(PROBE_ELEMENTS, dtype=torch.int16))
+                of.cut(slice(0, PROBE_ELEMENTS), wide.clone())
+            case "bf16":
+                of = torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16)
+                round_half_up(wide, of)
+            case _:
+                of = wide.clone()
+        return ParamState(of, exp_avg.clone(), exp_avg.square())
+
+    host, device, settings = state(), state(), AdamW(lr=1e-2, weight_decay=0.1)
+    for n_updates in (1, 2):
+        adamw_(host, gradient, factor, n_updates, settings)
+        update_by_chunks(exact_step(CPU), device, gradient, factor, Factors.of(settings, n_updates), 1000)
+    for of in (lambda state: [state.exp_avg, state.exp_avg_sq], _parts):
+        assert all(torch.equal(a, b) for a, b in zip(of(host), of(device), strict=True))
+
+
+def _parts(state: ParamState) -> list[torch.Tensor]:
+    return [state.master.weight, state.master.remainder] if isinstance(state.master, SplitMaster) else [state.master]
+
+
+def test_a_block_with_a_parameter_that_fills_no_register_stays_on_the_host() -> None:
+    with pytest.raises(PlanError, match="block 1 has parameters of a number of elements that is no multiple of 8"):
+        plan_of(tiny_config("gpt_oss"), semantics_of("gpt_oss"), replace(WAYS["layers"], update=Update.DEFERRED))
