@@ -10,6 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from planner.bounds.bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, of_each_size, ops_at_least
+from planner.bounds.bounds import first_gradient_s as first_gradient_s_of
+from planner.bounds.facets import Facets, Key, add, nothing
+from planner.bounds.phases import COMING, LEAVING, PASSING, Buffers, Passing, add_to_phases, passing_slots, phases_of, staged_slots
 from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
@@ -19,11 +23,7 @@ from runtime.plan.policy import RICHER
 from runtime.plan.region import Demand
 from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Model, Saved, Workload
 
-from .bounds import ARRIVING, early_fetches, idle_in_turns, is_first_gradient, of_each_size, ops_at_least
-from .bounds import first_gradient_s as first_gradient_s_of
-from .facets import Facets, Key, add, nothing
 from .integer import Program
-from .phases import COMING, LEAVING, PASSING, Buffers, Passing, add_to_phases, passing_slots, phases_of, staged_slots
 from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, Fill, Way, classes_of, ways_of, with_ways
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
