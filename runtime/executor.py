@@ -4,30 +4,26 @@ Each lane is a thread that walks its ops in plan order, step after step: wait, p
 some of them outlive a run. Nothing joins the lanes between steps; the plan's waits are all there is. Ops that repeat are performed
 from where they stand: a step of a million micro-batches takes no more room than one of a few.
 
-A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
-that nobody waits for rings no bell, and the caller's thread is woken once a step. So an op costs a few microseconds where no lane
-has to be woken, and where one has, what waking a thread costs (`benchmarks/executor.py`).
+How a lane waits for another is in `lane_track.py`; the caller's thread is woken once a step.
 """
 
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 
-from runtime.plan import Lane, Op, Plan, Repeat, Wait
+from runtime.plan import Lane, Op, Plan
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 from .errors import PenstockError
 from .lane_thread import LaneRun
+from .lane_track import LOOK_S, Bell, Track, tracks_of
 from .machine import Machine, StepResult
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
-_LOOK_S = 0.5  # how often a waiting lane looks whether another has failed, should a bell not be heard
 
 
 class StallError(RuntimeError):
@@ -36,10 +32,6 @@ class StallError(RuntimeError):
 
 class OpError(RuntimeError):
     """An op failed: the message names it; the cause is chained."""
-
-
-class _Stopped(Exception):
-    """Another lane failed; this one ends quietly."""
 
 
 class Stop:
@@ -52,117 +44,17 @@ class Stop:
         self.is_requested = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An op in its lane: its number in the plan, and what it waits for."""
-
-    index: int
-    op: Op
-    waits: tuple["_Awaited", ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Awaited:
-    """What an op waits for: the position, in a step of its lane, of an op so many steps ago; where both repeat, in so many
-    repetitions ago, each of which moves the position on."""
-
-    track: "_Track"
-    at: int
-    distance: int
-    back: int | None  # None: whatever the repetition
-
-    def position(self, turn: int, repetition: int) -> int:
-        """Counted over all steps; negative when there is nothing to wait for."""
-        track = self.track
-        if self.back is None:
-            return (turn - self.distance) * track.n_in_step + self.at
-        step, repetition = divmod(turn * track.times + repetition - self.back, track.times)
-        return step * track.n_in_step + self.at + repetition * len(track.repeated)
-
-
-@dataclass(slots=True, eq=False)
-class _Track:
-    """What the others may know of a lane. Positions count its ops over all steps, those that repeat each time."""
-
-    lane: Lane
-    bell: SimpleQueue[None]  # wakes this lane
-    repeat: Repeat | None
-    entries: list[_Entry] = field(default_factory=list)
-    repeated: range = range(0)  # which entries repeat
-    n_in_step: int = 0
-    n_done: int = 0
-    n_in_all: int = 0
-    tokens: dict[int, object] = field(default_factory=dict)  # by position, where the machine left one
-    asked: dict["_Track", int] = field(default_factory=dict)  # who sleeps until the op at which position is done
-    wants: tuple["_Track", int] | None = None  # what this lane sleeps for
-    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # in its ops of each step not yet reported
-
-    def ring(self) -> None:
-        """Wake those whose wish has come true."""
-        for other, position in list(self.asked.items()):
-            if self.n_done > position and self.asked.pop(other, None) is not None:
-                other.bell.put(None)
-
-    @property
-    def times(self) -> int:
-        """How many times a step performs what repeats."""
-        return 1 if self.repeat is None else self.repeat.times
-
-    def walk(self) -> Iterator[tuple[_Entry, int]]:
-        """The entries of a step as they are performed, and in which repetition."""
-        yield from ((entry, 0) for entry in self.entries[: self.repeated.start])
-        for repetition in range(self.times if self.repeated else 0):
-            yield from ((self.entries[i], repetition) for i in self.repeated)
-        yield from ((entry, 0) for entry in self.entries[self.repeated.stop :])
-
-    def op(self, entry: _Entry, repetition: int) -> Op:
-        return entry.op if self.repeat is None or not repetition else self.repeat.op(entry.op, repetition)
-
-    def name_at(self, position: int) -> str:
-        """Of the op at this position."""
-        at, repetition = position % self.n_in_step, 0
-        if self.repeats_at(position):
-            repetition, more = divmod(at - self.repeated.start, len(self.repeated))
-            at = self.repeated.start + more
-        elif at >= self.repeated.stop:
-            at -= (self.times - 1) * len(self.repeated)
-        return self.op(self.entries[at], repetition).name
-
-    def repeats_at(self, position: int) -> bool:
-        """Whether the op at this position is one that repeats."""
-        return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
-
-    def n_repeated(self, position: int) -> int:
-        """Repetitions that are over, counted over all steps, when the ops before this position are done."""
-        turn, at = divmod(position, self.n_in_step)
-        return turn * self.times + min(max(at - self.repeated.start, 0) // max(len(self.repeated), 1), self.times)
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether it sleeps, and what it sleeps for has not come."""
-        wants = self.wants
-        return wants is not None and wants[0].n_done <= wants[1]
-
-    def __str__(self) -> str:
-        name, wants = self.name_at(self.n_done), self.wants
-        if wants is None:
-            return f"{self.lane}: is at {name}"
-        other, position = wants
-        return f"{self.lane}: {name} waits for {other.name_at(position)}"
-
-
 @dataclass(slots=True)
 class _Board:
     """All lanes, what the caller's thread sleeps for, the first failure, and which step is the last."""
 
-    tracks: list[_Track]
+    tracks: list[Track]
     n_steps: int
     stop: Stop
-    news: SimpleQueue[None] = field(default_factory=SimpleQueue)  # a step's end in some lane, or a failure
+    news: Bell = field(default_factory=Bell)  # a step's end in some lane, or a failure
     failure: BaseException | None = None
     n_reported: int = 0
     _n_begun: int = 0  # steps that some lane has begun
-    _is_ending: bool = False
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -170,18 +62,26 @@ class _Board:
         """Steps that every lane has done."""
         return min(track.n_done // track.n_in_step for track in self.tracks)
 
+    @property
+    def n_repeated(self) -> int:
+        """Repetitions, counted over all steps, that every lane has done which repeats anything."""
+        return min((track.n_repeated(track.n_done) for track in self.tracks if track.repeated), default=0)
+
+    @property
+    def busy(self) -> list[Track]:
+        """The lanes that have not ended."""
+        return [track for track in self.tracks if track.n_done < self.n_steps * track.n_in_step]
+
     def begins(self, turn: int) -> bool:
         """Whether there is such a step for a lane that wants to begin it.
 
-        The first lane that finds the run asked to stop settles which step is the last: the furthest that any lane has begun. The
-        others can all end it, as no op waits for one of a later step.
+        Once the run is asked to stop, the last step is the furthest that any lane has begun. The others can all end it, as no op
+        waits for one of a later step.
         """
         with self._one_at_a_time:
-            if self.stop.is_requested and not self._is_ending:
-                self._is_ending, self.n_steps = True, min(self.n_steps, self._n_begun)
-                for track in self.tracks:
-                    track.n_in_all = self.n_steps * track.n_in_step
-                self.news.put(None)
+            if self.stop.is_requested:
+                self.n_steps = self._n_begun
+                self.news.ring()
             if turn >= self.n_steps:
                 return False
             self._n_begun = max(self._n_begun, turn + 1)
@@ -190,12 +90,12 @@ class _Board:
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         for track in self.tracks:
-            track.bell.put(None)
-        self.news.put(None)
+            track.stop()
+        self.news.ring()
 
     def who(self) -> str:
         """What each lane that has not ended does or waits for."""
-        return "; ".join(str(track) for track in self.tracks if track.n_done < track.n_in_all)
+        return "; ".join(map(str, self.busy))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +131,7 @@ class Execution:
     ) -> None:
         self.timeline = Timeline(())  # in the end: when each op of the last `keep_steps` ran, in seconds since the start
         self._machine, self._quiet_s, self._keep_steps, self._on_interrupt = machine, quiet_s, keep_steps, on_interrupt
-        self._board = _Board(_tracks(plan, n_steps), n_steps, stop or Stop())
+        self._board = _Board(tracks_of(plan), n_steps, stop or Stop())
         self._steps = self._perform(range(first_step, first_step + n_steps))
 
     def __enter__(self) -> "Execution":
@@ -305,133 +205,54 @@ def execute(
     return steps.timeline
 
 
-def _tracks(plan: Plan, n_steps: int) -> list[_Track]:
-    """The lanes that have ops, with waits by position in the other lane."""
-    repeat = plan.repeat
-    tracks = {op.lane: _Track(op.lane, SimpleQueue(), repeat) for op in plan.ops}
-    counts = dict.fromkeys(tracks, 0)
-    positions: list[int] = []
-    for op in plan.ops:
-        positions.append(counts[op.lane])
-        counts[op.lane] += 1
-    if repeat is not None:
-        for lane, track in tracks.items():
-            first, end = (sum(op.lane is lane for op in plan.ops[:part]) for part in (repeat.start, repeat.end))
-            track.repeated = range(first, end)
-
-    def awaited(index: int, wait: Wait) -> _Awaited:
-        track, at = tracks[plan.ops[wait.op].lane], positions[wait.op]
-        if repeat is not None and index in repeat and wait.op in repeat and not wait.distance:
-            return _Awaited(track, at, 0, wait.back)
-        more = (track.times - 1) * len(track.repeated) if at >= track.repeated.start else 0  # the last repetition, or what follows
-        return _Awaited(track, at + more, wait.distance, None)
-
-    for index, op in enumerate(plan.ops):
-        tracks[op.lane].entries.append(_Entry(index, op, tuple(awaited(index, wait) for wait in op.waits)))
-    for track in tracks.values():
-        track.n_in_step = len(track.entries) + (track.times - 1) * len(track.repeated)
-        track.n_in_all = n_steps * track.n_in_step
-    return list(tracks.values())
-
-
-@dataclass(slots=True)
 class _Worker:
     """What one lane's thread does."""
 
-    track: _Track
-    machine: Machine
-    board: _Board
-    steps: range
-    keep_steps: int
-    records: deque[tuple[int, int, float, float, int]] = field(init=False)  # step, op, when it began and ended, repetition
-    ready: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        track = self.track
+    def __init__(self, track: Track, machine: Machine, board: _Board, steps: range, keep_steps: int) -> None:
+        self.track, self.machine, self.board, self.steps = track, machine, board, steps
+        self.ready = threading.Event()
         n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
-        self.records = deque(maxlen=self.keep_steps * (len(track.entries) + (n_kept - 1) * len(track.repeated)))
+        n_records = keep_steps * (len(track.entries) + (n_kept - 1) * len(track.repeated))
+        self.records: deque[tuple[int, int, float, float, int]] = deque(maxlen=n_records)  # step, op, began and ended, repetition
 
     def run(self) -> None:
-        at = "its set-up"
-        step = self.steps.start
+        track, machine, board, at, step = self.track, self.machine, self.board, "its set-up", self.steps.start
         try:
-            with self.machine.lane(self.track.lane):
+            with machine.lane(track.lane):
                 self.ready.set()
                 for turn, step in enumerate(self.steps):
-                    if not self.board.begins(turn):
+                    if not board.begins(turn):
                         break
-                    self._forget_tokens()
-                    begun = 0
-                    for entry, repetition in self.track.walk():
+                    begun = -1
+                    for entry, op, repetition in track.walk():
                         if repetition > begun:
                             begun = repetition
-                            self._forget_tokens()
-                        op = self.track.op(entry, repetition)
+                            track.forget_tokens(board.n_done, board.n_repeated)
                         at = op.name
-                        self._do(entry, op, turn, step, repetition)
-                    self.board.news.put(None)
+                        for token in track.wait(entry, turn, repetition):
+                            machine.follow(track.lane, token)
+                        if track.is_stopped:
+                            return
+                        self._perform(entry.index, op, turn, step, repetition)
+                    board.news.ring()
                 at = "its end"
-        except _Stopped:
-            pass
         except PenstockError as error:
-            self.board.fail(error)
+            board.fail(error)
         except BaseException as error:
-            failure = OpError(f"step {step + 1}, lane {self.track.lane}: {at} failed: {type(error).__name__}: {error}")
+            failure = OpError(f"step {step + 1}, lane {track.lane}: {at} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self.board.fail(failure)
+            board.fail(failure)
         finally:
             self.ready.set()
 
-    def _do(self, entry: _Entry, op: Op, turn: int, step: int, repetition: int) -> None:
-        track, board = self.track, self.board
-        for awaited in entry.waits:
-            if (position := awaited.position(turn, repetition)) >= 0:
-                other = awaited.track
-                if other.n_done <= position:
-                    self._sleep_until(other, position)
-                if (token := other.tokens.get(position)) is not None:
-                    self.machine.follow(track.lane, token)
-        if board.failure is not None:
-            raise _Stopped
+    def _perform(self, index: int, op: Op, turn: int, step: int, repetition: int) -> None:
         began_s = time.perf_counter()
-        self.machine.perform(entry.index, op, step)
+        self.machine.perform(index, op, step)
         ended_s = time.perf_counter()
-        if is_kept(repetition, track.times):
-            self.records.append((step, entry.index, began_s, ended_s, repetition))
-        track.busy_s[turn] += ended_s - began_s
-        token = self.machine.mark(op)
-        if token is not None:
-            track.tokens[track.n_done] = token
-        track.n_done += 1
-        if track.asked:
-            track.ring()
-
-    def _sleep_until(self, other: _Track, position: int) -> None:
-        """Until the op at this position of the other lane is done."""
-        track, board = self.track, self.board
-        track.wants = (other, position)
-        while True:
-            other.asked[track] = position  # first ask, then look: else what comes between the two would ring no bell
-            if other.n_done > position or board.failure is not None:
-                break
-            with suppress(Empty):
-                track.bell.get(
-                    timeout=_LOOK_S
-                )  # perhaps for a wish that was granted before this lane slept: then look and sleep again
-        other.asked.pop(track, None)
-        track.wants = None
-
-    def _forget_tokens(self) -> None:
-        """Drop those that no lane can ask for any more: a lane in step n asks for steps n and n - 1, one in repetition k for
-        repetitions k and k - 1, and for the last of a step."""
-        track, tokens = self.track, self.track.tokens
-        of_past_steps = (self.board.n_done - 1) * track.n_in_step
-        over = min((other.n_repeated(other.n_done) for other in self.board.tracks if other.repeated), default=0)
-        for position in list(tokens):
-            is_over = track.repeats_at(position) and track.n_repeated(position) + 1 < over
-            is_last = (track.n_repeated(position) + 1) % track.times == 0
-            if position < of_past_steps or (is_over and not is_last):
-                del tokens[position]
+        if is_kept(repetition, self.track.times):
+            self.records.append((step, index, began_s, ended_s, repetition))
+        self.track.busy_s[turn] += ended_s - began_s
+        self.track.advance(self.machine.mark(op))
 
 
 def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) -> Iterator[Step]:
@@ -441,20 +262,19 @@ def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) ->
         yield from done()
         if board.n_reported == board.n_steps or board.failure is not None:
             return
-        with suppress(Empty):
-            board.news.get(timeout=_LOOK_S)
+        if board.news.sleep():
             continue
         n_done = sum(track.n_done for track in board.tracks)
         if n_done != last_done:
             last_done, n_quiet_looks, n_stuck_looks, say_at_s = n_done, 0, 0, quiet_s
             continue
         n_quiet_looks += 1  # counted in looks: a process that was suspended for an hour has not been quiet for one
-        is_stuck = all(track.is_stuck for track in board.tracks if track.n_done < track.n_in_all)
+        is_stuck = all(track.is_stuck for track in board.busy)
         n_stuck_looks = n_stuck_looks + 1 if is_stuck else 0
         if n_stuck_looks >= 2:
             raise StallError(f"no lane moves any more: {board.who()}")
-        if n_quiet_looks * _LOOK_S > say_at_s:
-            say(f"no op has ended for {n_quiet_looks * _LOOK_S:.0f} s, and the run goes on: {board.who()}")
+        if n_quiet_looks * LOOK_S > say_at_s:
+            say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {board.who()}")
             say_at_s *= 2
 
 

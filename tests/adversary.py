@@ -11,13 +11,13 @@ from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
+from planner.bounds.bounds import machine_bound, policy_bounds
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import Group, faster
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
-from planner.search.bounds import machine_bound, policy_bounds
 from planner.search.climb import AWAY
 from planner.search.relax import Relaxation
 from planner.search.space import Way, eager_is_legal, family_of, with_ways

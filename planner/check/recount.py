@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from planner.bounds.bounds import policy_bound
 from planner.lower.arenas import arenas_of
 from planner.model.config import shipped_model, shipped_models
 from planner.model.workload import build_workload
 from planner.predict.arithmetic import arithmetic
-from planner.search.bounds import policy_bound
 from planner.search.branch import Trial
 from planner.search.search import Answer, answer_of, search
 from planner.search.space import families

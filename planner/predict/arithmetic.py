@@ -10,7 +10,7 @@ from functools import cache
 from importlib import metadata, resources
 
 # Rooms whose files all count; and what profiles mean, what a plan asks for, and how ops share a machine.
-_ROOMS = ("planner.model", "planner.lower", "planner.predict", "planner.search")
+_ROOMS = ("planner.model", "planner.lower", "planner.predict", "planner.bounds", "planner.search")
 _ELSEWHERE = {
     "hwprofiles": ("schema", "curves"),
     "runtime.plan": ("plan", "ops", "policy", "workload", "region", "footprint", "timeline"),

@@ -2,7 +2,7 @@
 
 Branch and bound, best bound first. A node is a family, then a family with its buffers, then one policy. Families and buffers are
 bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and ring
-(`bounds.py`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
+(`planner/bounds`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
 proof whether or not the budget sufficed. Equal bounds are opened in the order in which they were found: the search is
 deterministic.
 """
@@ -14,6 +14,7 @@ from itertools import chain, product
 from typing import Any
 
 from hwprofiles.schema import Profile
+from planner.bounds.bounds import ops_at_least, policy_bound
 from planner.lower.lower import lower, plan_ops
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame, short_of
@@ -23,7 +24,6 @@ from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_square
 from runtime.plan.workload import Model, Saved, Workload
 
-from .bounds import ops_at_least, policy_bound
 from .climb import neighbours
 from .estimate import Shorter
 from .remedy import most_ops, too_long

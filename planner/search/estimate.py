@@ -11,6 +11,7 @@ from itertools import islice, product
 from types import MappingProxyType
 
 from hwprofiles.schema import Profile
+from planner.bounds.bounds import ops_at_least, policy_bound
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
@@ -19,7 +20,6 @@ from runtime.plan import LANE_OF, Kind, Lane, Op, Policy, Semantics, Setup, Upda
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
-from .bounds import ops_at_least, policy_bound
 from .space import Family, Way, eager_is_legal, evenly, ways_of, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit

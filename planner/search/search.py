@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
+from planner.bounds.bounds import FACET, LANE_NAME, machine_bound, policy_bound
 from planner.predict.arithmetic import arithmetic
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint, frame
@@ -18,7 +19,6 @@ from runtime.plan.legality import refuse_illegal
 from runtime.plan.region import Resource
 from runtime.plan.workload import Model, Workload
 
-from .bounds import FACET, LANE_NAME, machine_bound, policy_bound
 from .branch import Tree, Trial
 from .estimate import Greedy
 from .remedy import Request, does_not_fit

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from hwprofiles.schema import read_profile
+from planner.bounds.phases import Phases
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
 from planner.predict.memory import frame
-from planner.search.phases import Phases
 from planner.search.relax import Relaxation
 from planner.search.space import Family
 from runtime.plan import Kind, Policy, Semantics, Update

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
+from planner.bounds.bounds import machine_bound, ops_at_least, policy_bound
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import simulate
-from planner.search.bounds import machine_bound, ops_at_least, policy_bound
 from planner.search.branch import Tree
 from planner.search.estimate import Greedy
 from planner.search.micro_batch import with_micro_batch

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import Profile, read_profile
+from planner.bounds.bounds import _machine_facets, machine_bound
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import EAGER_FRACTION, NORM_CHUNK_ELEMENTS, CostModel, region_of
 from planner.predict.memory import frame
 from planner.predict.simulate import simulate
-from planner.search.bounds import _machine_facets, machine_bound
 from planner.search.branch import Tree, Trial
 from planner.search.micro_batch import with_micro_batch
 from planner.search.relax import Relaxation

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import executor
+from runtime import executor, lane_track
 from runtime.errors import DataError
 from runtime.executor import Execution, OpError, StallError, Stop, execute
 from runtime.machine import NullMachine
@@ -23,6 +23,12 @@ from tests.training import plan_of, semantics_of
 
 def tiny_plan(**policy) -> Plan:
     return plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), Policy(**policy))
+
+
+def look_every(monkeypatch, seconds: float) -> None:
+    """Let lanes, and the caller's thread, look for themselves so often."""
+    for room in (lane_track, executor):
+        monkeypatch.setattr(room, "LOOK_S", seconds)
 
 
 class Jittery(NullMachine):
@@ -202,7 +208,7 @@ def test_an_interrupt_from_the_keyboard_stops_every_lane(where):
 
 
 def test_an_op_that_outlasts_many_looks_is_no_stall(monkeypatch):
-    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+    look_every(monkeypatch, 0.005)
     plan = tiny_plan()
 
     class Slow(NullMachine):
@@ -218,7 +224,7 @@ def test_an_op_that_outlasts_many_looks_is_no_stall(monkeypatch):
 
 def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
     """What it waits for is done: the computer is busy with something else."""
-    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+    look_every(monkeypatch, 0.005)
 
     class Late(SimpleQueue):
         def get(self, block=True, timeout=None):
@@ -228,7 +234,7 @@ def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
                 if threading.current_thread().name == "lane-gpu":
                     time.sleep(0.06)
 
-    monkeypatch.setattr(executor, "SimpleQueue", Late)
+    monkeypatch.setattr(lane_track, "SimpleQueue", Late)
     machine, plan = NullMachine(), tiny_plan()
     execute(plan, machine, 1)
     assert len(machine.performed) == len(plan.ops)
@@ -236,13 +242,13 @@ def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
 
 def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
     """Lanes look for themselves from time to time."""
-    monkeypatch.setattr(executor, "_LOOK_S", 0.001)
+    look_every(monkeypatch, 0.001)
 
     class Mute(SimpleQueue):
         def put(self, item, block=True, timeout=None):
             pass
 
-    monkeypatch.setattr(executor, "SimpleQueue", Mute)
+    monkeypatch.setattr(lane_track, "SimpleQueue", Mute)
     machine, plan = NullMachine(), tiny_plan()
     execute(plan, machine, 2)
     assert len(machine.performed) == 2 * len(plan.ops)
@@ -258,7 +264,7 @@ def test_a_lane_is_woken_only_for_what_it_waits_for(monkeypatch):
             woken.append(threading.current_thread())
             return found
 
-    monkeypatch.setattr(executor, "SimpleQueue", Counted)
+    monkeypatch.setattr(lane_track, "SimpleQueue", Counted)
     plan = plan_of(tiny_config("llama", num_hidden_layers=8), semantics_of("llama"), Policy(prefetch_depth=4, accumulation_group=4))
     execute(plan, Jittery(Lane.GPU), 10)
     lanes = [thread for thread in woken if thread is not threading.main_thread()]
@@ -278,7 +284,7 @@ def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
 
     clock = Jumping()
     monkeypatch.setattr(executor, "time", clock)
-    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+    look_every(monkeypatch, 0.005)
 
     class Suspended(NullMachine):
         def perform(self, index, op, step):
@@ -295,7 +301,7 @@ def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
 
 def test_a_lane_that_is_long_in_an_op_is_named_after_a_while_and_not_killed(monkeypatch, capsys):
     """A hang cannot be told from an op on a trillion parameters; a person can."""
-    monkeypatch.setattr(executor, "_LOOK_S", 0.005)
+    look_every(monkeypatch, 0.005)
     said = threading.Event()
 
     class Long(NullMachine):
@@ -366,7 +372,7 @@ def test_a_lane_that_is_long_in_its_end_is_waited_for_and_named(monkeypatch):
 
 def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):
     """The signal of its last op came while the caller was still busy with the step before."""
-    monkeypatch.setattr(executor, "_LOOK_S", 1e6)
+    look_every(monkeypatch, 1e6)
     plan, told = tiny_plan(), threading.Event()
 
     class Lingering(NullMachine):
@@ -472,7 +478,7 @@ def test_an_end_that_is_asked_for_in_the_last_step_changes_nothing():
 
 def test_lanes_that_wait_for_each_other_are_seen_after_an_end_was_asked_for(monkeypatch):
     """Those that have ended are not mistaken for busy ones."""
-    monkeypatch.setattr(executor, "_LOOK_S", 0.01)
+    look_every(monkeypatch, 0.01)
     plan = tiny_plan()
     load = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
     forward = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.FORWARD)

@@ -33,6 +33,7 @@ from tests.training import (
     state_of,
 )
 
+from .test_executor import look_every
 from .test_repetition import folded, small
 
 
@@ -137,7 +138,7 @@ def test_a_stall_says_which_repetition_waits_for_which(monkeypatch):
     norm = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM)
     ops = list(plan.ops)
     ops[last] = replace(ops[last], waits=(Wait(norm),))
-    monkeypatch.setattr("runtime.executor._LOOK_S", 0.05)
+    look_every(monkeypatch, 0.05)
     with pytest.raises(StallError) as caught:
         execute(replace(plan, ops=tuple(ops)), NullMachine(), 2)
     assert "gpu: forward gpu b0 m11 waits for norm cpu b4" in str(caught.value)

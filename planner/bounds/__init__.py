@@ -1,0 +1,1 @@
+"""How fast could a step be at best?"""

@@ -1,0 +1,200 @@
+"""What do the lanes of a run know of each other?
+
+A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
+that nobody waits for rings no bell. So an op costs a few microseconds where no lane has to be woken, and where one has, what waking
+a thread costs (`benchmarks/executor.py`).
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from runtime.plan import Lane, Op, Plan, Repeat, Wait
+
+LOOK_S = 0.5  # how often a thread that sleeps looks for itself, should a bell not be heard
+
+
+class Bell:
+    """Wakes the one thread that sleeps by it."""
+
+    def __init__(self) -> None:
+        self._rung: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self) -> None:
+        self._rung.put(None)
+
+    def sleep(self) -> bool:
+        """Until it is rung, for `LOOK_S` at most; whether it was."""
+        try:
+            self._rung.get(timeout=LOOK_S)
+        except Empty:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An op in its lane: its number in the plan, and what it waits for."""
+
+    index: int
+    op: Op
+    waits: tuple["Awaited", ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Awaited:
+    """What an op waits for: the position, in a step of its lane, of an op so many steps ago; where both repeat, in so many
+    repetitions ago, each of which moves the position on."""
+
+    track: "Track"
+    at: int
+    distance: int
+    back: int | None  # None: whatever the repetition
+
+    def position(self, turn: int, repetition: int) -> int:
+        """Counted over all steps; negative when there is nothing to wait for."""
+        track = self.track
+        if self.back is None:
+            return (turn - self.distance) * track.n_in_step + self.at
+        step, repetition = divmod(turn * track.times + repetition - self.back, track.times)
+        return step * track.n_in_step + self.at + repetition * len(track.repeated)
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """What the others may know of a lane. Positions count its ops over all steps, those that repeat each time."""
+
+    lane: Lane
+    repeat: Repeat | None
+    entries: list[Entry] = field(default_factory=list)
+    repeated: range = range(0)  # which entries repeat
+    n_in_step: int = 0
+    n_done: int = 0
+    tokens: dict[int, object] = field(default_factory=dict)  # by position, where the machine left one
+    busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # in its ops of each step not yet reported
+    is_stopped: bool = False  # some lane has failed, and this one is to end
+    _bell: Bell = field(default_factory=Bell)  # wakes this lane
+    _asked: dict["Track", int] = field(default_factory=dict)  # who sleeps until the op at which position is done
+    _wants: tuple["Track", int] | None = None  # what this lane sleeps for
+
+    # -- its ops --------------------------------------------------------------------------------------------------------
+
+    @property
+    def times(self) -> int:
+        """How many times a step performs what repeats."""
+        return 1 if self.repeat is None else self.repeat.times
+
+    def walk(self) -> Iterator[tuple[Entry, Op, int]]:
+        """The entries of a step as they are performed: each with its op, and in which repetition."""
+        yield from ((entry, entry.op, 0) for entry in self.entries[: self.repeated.start])
+        for repetition in range(self.times if self.repeated else 0):
+            yield from ((self.entries[i], self._op(i, repetition), repetition) for i in self.repeated)
+        yield from ((entry, entry.op, 0) for entry in self.entries[self.repeated.stop :])
+
+    def _op(self, i: int, repetition: int) -> Op:
+        op = self.entries[i].op
+        return op if self.repeat is None or not repetition else self.repeat.op(op, repetition)
+
+    def _name_at(self, position: int) -> str:
+        """Of the op at this position."""
+        at, repetition = position % self.n_in_step, 0
+        if self._repeats_at(position):
+            repetition, more = divmod(at - self.repeated.start, len(self.repeated))
+            at = self.repeated.start + more
+        elif at >= self.repeated.stop:
+            at -= (self.times - 1) * len(self.repeated)
+        return self._op(at, repetition).name
+
+    def _repeats_at(self, position: int) -> bool:
+        """Whether the op at this position is one that repeats."""
+        return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
+
+    # -- how far it is --------------------------------------------------------------------------------------------------
+
+    def n_repeated(self, position: int) -> int:
+        """Repetitions that are over, counted over all steps, when the ops before this position are done."""
+        turn, at = divmod(position, self.n_in_step)
+        return turn * self.times + min(max(at - self.repeated.start, 0) // max(len(self.repeated), 1), self.times)
+
+    def advance(self, token: object) -> None:
+        """An op is done; `token` is what the machine left, if anything. Wake those whose wish has come true."""
+        if token is not None:
+            self.tokens[self.n_done] = token
+        self.n_done += 1
+        for other, position in list(self._asked.items()):
+            if self.n_done > position and self._asked.pop(other, None) is not None:
+                other._bell.ring()
+
+    def wait(self, entry: Entry, turn: int, repetition: int) -> Iterator[object]:
+        """Until all that the op waits for is done, or this lane is stopped; the tokens that the machine left there."""
+        for awaited in entry.waits:
+            if (position := awaited.position(turn, repetition)) >= 0:
+                other = awaited.track
+                if other.n_done <= position:
+                    self._sleep_until(other, position)
+                if (token := other.tokens.get(position)) is not None:
+                    yield token
+
+    def _sleep_until(self, other: "Track", position: int) -> None:
+        self._wants = (other, position)
+        while True:
+            other._asked[self] = position  # first ask, then look: else what comes between the two would ring no bell
+            if other.n_done > position or self.is_stopped:
+                break
+            self._bell.sleep()  # perhaps rung for a wish that was granted before this lane slept: then look and sleep again
+        other._asked.pop(self, None)
+        self._wants = None
+
+    def stop(self) -> None:
+        """Let the lane end before its next op."""
+        self.is_stopped = True
+        self._bell.ring()
+
+    def forget_tokens(self, n_steps: int, n_repetitions: int) -> None:
+        """Drop those that no lane asks for any more, as all have done so many: a lane in step n asks for steps n and n - 1, one in
+        repetition k for repetitions k and k - 1, and for the last of a step."""
+        for position in list(self.tokens):
+            is_over = self._repeats_at(position) and self.n_repeated(position) + 1 < n_repetitions
+            is_last = (self.n_repeated(position) + 1) % self.times == 0
+            if position < (n_steps - 1) * self.n_in_step or (is_over and not is_last):
+                del self.tokens[position]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it sleeps, and what it sleeps for has not come."""
+        wants = self._wants
+        return wants is not None and wants[0].n_done <= wants[1]
+
+    def __str__(self) -> str:
+        name, wants = self._name_at(self.n_done), self._wants
+        if wants is None:
+            return f"{self.lane}: is at {name}"
+        other, position = wants
+        return f"{self.lane}: {name} waits for {other._name_at(position)}"
+
+
+def tracks_of(plan: Plan) -> list[Track]:
+    """The lanes that have ops, with waits by position in the other lane."""
+    repeat = plan.repeat
+    numbers: dict[Lane, list[int]] = defaultdict(list)  # of each lane's ops
+    for index, op in enumerate(plan.ops):
+        numbers[op.lane].append(index)
+    tracks = {lane: Track(lane, repeat) for lane in numbers}
+    for lane, track in tracks.items():
+        if repeat is not None:
+            track.repeated = range(bisect_left(numbers[lane], repeat.start), bisect_left(numbers[lane], repeat.end))
+        track.n_in_step = len(numbers[lane]) + (track.times - 1) * len(track.repeated)
+
+    def awaited(index: int, wait: Wait) -> Awaited:
+        lane = plan.ops[wait.op].lane
+        track, at = tracks[lane], bisect_left(numbers[lane], wait.op)
+        if repeat is not None and index in repeat and wait.op in repeat and not wait.distance:
+            return Awaited(track, at, 0, wait.back)
+        more = (track.times - 1) * len(track.repeated) if at >= track.repeated.start else 0  # the last repetition, or what follows
+        return Awaited(track, at + more, wait.distance, None)
+
+    for index, op in enumerate(plan.ops):
+        tracks[op.lane].entries.append(Entry(index, op, tuple(awaited(index, wait) for wait in op.waits)))
+    return list(tracks.values())
