@@ -45,8 +45,8 @@ An arena is a role, and its slots have sizes of their own, in this order:
     state           one per block (empty for one of device_blocks), then one per block of speculate_blocks: its shadow. A slot holds
                     what is uploaded, first; then what a split master lacks (`Semantics.splits_masters`), 16 bits per element; then
                     the two moments
-    host_gradients  one per block (empty for one of device_blocks); with eager updates in one group: the embedding's, two for layers,
-                    the head's
+    host_gradients  one per block (empty for one of device_blocks); with eager updates in one group: the embedding's, two for
+                    layers, the head's
     staging         two for layers, one for the embedding or the head
     spilled         for the i-th block that spills, i * group + m % group
     offloaded       for the i-th layer of offload_blocks, i * group + m % group
