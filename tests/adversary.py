@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
-from planner.bounds.bounds import machine_bound, policy_bounds
+from planner.bounds.bounds import machine_bound, places_to_stay, policy_bounds
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -20,7 +20,7 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.climb import AWAY
 from planner.search.relax import Relaxation
-from planner.search.space import Way, eager_is_legal, family_of, with_ways
+from planner.search.space import Way, eager_is_legal, family_of, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import can_square, refuse_illegal
@@ -225,11 +225,19 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
 
     def group(rng: random.Random) -> Policy:
         size = rng.choice((1, n, max(1, policy.accumulation_group // 2), min(n, policy.accumulation_group * 2), rng.randint(1, n)))
-        whole = {"square_blocks": (), "offload_late_blocks": 0} if size < n else {}
+        whole = {"square_blocks": (), "device_blocks": (), "offload_late_blocks": 0} if size < n else {}
         return replace(policy, accumulation_group=size, **whole)
 
     def update(rng: random.Random) -> Policy:
-        return replace(policy, update=rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED, speculate_blocks=())
+        other = rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED
+        return replace(
+            policy, update=other, speculate_blocks=(), device_blocks=policy.device_blocks if other is Update.DEFERRED else ()
+        )
+
+    def stay(rng: random.Random) -> Policy:
+        may = places_to_stay(frame(of.model, workload, s, policy), of.profile)
+        blocks = rng.choice(((), may, {*policy.device_blocks} ^ {rng.choice(may or [0])}))
+        return staying(policy, blocks if may else ())
 
     def saving(rng: random.Random) -> Policy:
         block, way = rng.choice(layers), rng.choice([*map(Way, Saved), *AWAY])
@@ -254,6 +262,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     yield toggled("resident_blocks", everything)
     if policy.accumulation_group == n:
         yield toggled("square_blocks", can_square(workload))
+        yield from (stay, stay)
         yield lambda rng: replace(policy, offload_late_blocks=rng.randint(0, policy.gradient_slots - 1))
     if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
         yield toggled("speculate_blocks", everything)

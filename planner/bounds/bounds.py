@@ -8,17 +8,20 @@ they allow and all computing to the norm that the next updates wait for. Content
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import product
 from math import inf
 
+from hwprofiles.schema import Profile
 from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
 from planner.predict.cost import CostModel, update_bytes_per_param
+from planner.predict.resident import shares_memory
 from runtime.plan import Kind, Lane, Op, Policy, Setup, Update
-from runtime.plan.legality import can_square
+from runtime.plan.legality import can_square, can_stay
 from runtime.plan.region import Demand, Resource
 from runtime.plan.workload import ITEM_BYTES, BlockKind
 
 from .facets import KEYS, MEETINGS, UPDATES, Facets, Key, add, nothing
+from .integer import Program
 from .phases import Phases, add_to_phases, buffers_of, phases_of
 
 FACET = {
@@ -33,6 +36,9 @@ MEETING_NAME = "copies and host work that slow each other"
 LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
 
 
+SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """No step can be shorter than `seconds`, because of what `binding` names; docs/bounds.md argues it under `name`."""
@@ -45,26 +51,41 @@ class Bound:
 def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     """Valid for every policy under the plan's semantics; only its blocks, semantics and micro-batch are looked at.
 
-    Any share of the gradients may be squared on the device, and what a facet needs is linear in that share. So the largest facet is
-    least with none, with all, or where two facets are equal.
+    Any share of the gradients may be squared on the device, and of the state as much may be there as fits. What a facet needs is
+    linear in both shares: the least that the largest facet can be is a linear program.
     """
-    host, device = (dict(_machine_facets(plan, cost, squared)) for squared in ((), can_square(plan.workload)))
-    shares = {0.0, 1.0}
-    for a, b in combinations(host, 2):
-        apart_s, closing_s = host[a] - host[b], (host[a] - host[b]) - (device[a] - device[b])
-        if 0 < apart_s / (closing_s or inf) < 1:
-            shares.add(apart_s / closing_s)
-    facets = [{name: (1 - share) * host[name] + share * device[name] for name in host} for share in sorted(shares)]
-    least = min(facets, key=lambda of: max(of.values()))
-    binding = max(least, key=lambda name: least[name])
-    return Bound(least[binding], binding, "machine")
+    whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
+    may_stay = places_to_stay(whole, cost.profile)
+    host = dict(_machine_facets(plan, cost, (), ()))
+    squared, staying = (
+        dict(_machine_facets(plan, cost, can_square(plan.workload), ())),
+        dict(_machine_facets(plan, cost, (), may_stay)),
+    )
+    stay_bytes = sum(map(whole.staying_bytes, may_stay))
+    program, scale_s = Program(), max(host.values())
+    largest, of_squares = program.variable(0, inf, integer=False, cost=1.0), program.variable(0, 1, integer=False)
+    most = min(1.0, cost.profile.device.memory_bytes.value / stay_bytes) if may_stay else 0.0
+    of_state = program.variable(0, most, integer=False)
+    for name in host:
+        more = {of_squares: squared[name] - host[name], of_state: staying[name] - host[name]}
+        program.at_most({largest: -1.0, **{n: s / scale_s for n, s in more.items()}}, -host[name] / scale_s)
+    found = program.solve()
+    assert found is not None, "with no share of either there is a solution"
+    bound, x = found
+    facets = {
+        name: seconds + x[of_squares] * (squared[name] - seconds) + x[of_state] * (staying[name] - seconds)
+        for name, seconds in host.items()
+    }
+    return Bound(bound * scale_s * (1 - SLACK), max(facets, key=lambda name: facets[name]), "machine")
 
 
-def _machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """Seconds that each facet needs for the work that no schedule avoids, if the device squares these blocks' gradients."""
+def _machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Seconds that each facet needs for the work that no schedule avoids, if the device squares the gradients of some blocks, and
+    holds the state of some."""
     profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
     dtype = semantics.compute_dtype
     capacity = cost.capacity
+    leaving = [block for b, block in enumerate(blocks) if b not in staying]
 
     # Every block forward and backward, no recompute; the head does both in one.
     compute_s = 0.0
@@ -74,14 +95,14 @@ def _machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int]) -> Ite
         compute_s += count * cost.loss_s(head, semantics)
     gradient = ITEM_BYTES[semantics.gradient_dtype]
     squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
-    yield "device compute", compute_s + squares_s
+    yield "device compute", compute_s + squares_s + sum(cost.update_on_device_s(plan, blocks[b]) for b in staying)
 
-    # The host updates every weight in every step, so each goes up at least once. What a layer's backward needs and
-    # does not fit beside the rest goes up again.
-    item = ITEM_BYTES[dtype]
-    layer_bytes = sum(b.n_params for b in blocks[1:-1]) * item
-    up_bytes = plan.workload.n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
-    down_bytes = plan.workload.n_params * gradient
+    # What the host updates in every step goes up at least once. What a layer's backward needs and does not fit beside the rest goes
+    # up again.
+    item, n_params = ITEM_BYTES[dtype], sum(b.n_params for b in leaving)
+    layer_bytes = sum(b.n_params for b in leaving if b.kind is BlockKind.LAYER) * item
+    up_bytes = n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
+    down_bytes = n_params * gradient
     link = profile.link
     drawn: dict[Resource, float] = defaultdict(float)
     for resource, n_bytes in ((Resource.H2D, up_bytes), (Resource.D2H, down_bytes)):
@@ -93,18 +114,23 @@ def _machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int]) -> Ite
             drawn[shared] += copy_s * min(rate, capacity[shared])
         drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
 
-    # Update of every parameter, on all host cores, and the norm of what the device does not sum.
+    # Update of every such parameter, on all host cores, and the norm of what the device does not sum.
     norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient
-    update_s = plan.workload.n_params / profile.optimizer_params_per_s(profile.host.n_cores)
+    update_s = n_params / profile.optimizer_params_per_s(profile.host.n_cores)
     norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
     leanest = replace(plan, policy=Policy())
     per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient
-    update_bytes = plan.workload.n_params * per_param
+    update_bytes = n_params * per_param
     drawn[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
     drawn[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
     drawn[Resource.CORES] += (update_s + norm_s) * capacity[Resource.CORES]
     for resource in Resource:
         yield FACET[resource], drawn[resource] / capacity[resource]
+
+
+def places_to_stay(plan: Setup, profile: Profile) -> list[int]:
+    """The blocks whose state the device may hold: none where host and device are one memory, or the host sums gradients."""
+    return can_stay(plan.workload) if plan.reduced and not shares_memory(profile) else []
 
 
 @dataclass(slots=True)
@@ -113,7 +139,8 @@ class Work:
 
     phases: Phases
     total: dict[Key, float] = field(default_factory=nothing)
-    updates: dict[Key, float] = field(default_factory=nothing)
+    updates: dict[Key, float] = field(default_factory=nothing)  # the host's
+    on_device: dict[Key, float] = field(default_factory=nothing)  # the device's own
     first_loads: dict[Key, float] = field(default_factory=nothing)
     first_forwards: dict[Key, float] = field(default_factory=nothing)  # and their spills
     early_fetches: dict[Key, float] = field(default_factory=nothing)  # that may be done before the first loss
@@ -136,6 +163,8 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
         add_to_phases(work.phases, plan, kind, block, load, count)
         if kind in UPDATES:
             add(work.updates, load, count)
+        elif kind is Kind.UPDATE_ON_DEVICE:
+            add(work.on_device, load, count)
         elif kind is Kind.LOAD:
             add(work.first_loads, load, 1)
         elif kind in (Kind.FORWARD, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED):
@@ -151,7 +180,7 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
         work.seconds[kind, block] = earlier_s + demand.uncontended_s
         leaves = kind in (Kind.SQUARE, Kind.OFFLOAD_GRADIENT) or (kind is Kind.BACKWARD and not plan.reduced)
-        if leaves and plan.workload.blocks[block].kind is BlockKind.LAYER:
+        if leaves and block not in plan.policy.device_blocks and plan.workload.blocks[block].kind is BlockKind.LAYER:
             work.last_backwards_s += count * demand.uncontended_s
     for lane, idle_s in idle_in_turns(plan, work.phases).items():
         work.total[lane] += idle_s
@@ -164,7 +193,7 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
         add(work.early_fetches, fetch, n_early[kind])
     if plan.reduced:
         last = plan.semantics.n_micro_batches - 1
-        layers = range(1, plan.workload.n_layers + 1)
+        layers = {*range(1, plan.workload.n_layers + 1)}.difference(plan.policy.device_blocks)
         work.last_backwards_s += sum(_demand(plan, cost, Kind.BACKWARD, b, last).uncontended_s for b in layers)
     return work
 
@@ -187,8 +216,9 @@ def policy_bounds(plan: Setup, cost: CostModel) -> Iterator[Bound]:
 
 
 def home_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> float:
-    """The way of the last gradient to the host's norm."""
-    return seconds[Kind.OFFLOAD_GRADIENT, 0] + seconds[Kind.NORM, 0]
+    """The way of the last gradient, or of its squares, to the host's norm."""
+    leaving = Kind.OFFLOAD_SQUARES if 0 in plan.policy.device_blocks else Kind.OFFLOAD_GRADIENT
+    return seconds[leaving, 0] + seconds[Kind.NORM, 0]
 
 
 def _ring(plan: Setup, work: Work) -> Iterator[Bound]:
@@ -217,8 +247,11 @@ def _ring(plan: Setup, work: Work) -> Iterator[Bound]:
 def _deferred_ring(plan: Setup, work: Work, phases: tuple[float, float], last_s: float) -> Iterator[Bound]:
     """Updates that the next forward waits for. Block k is computed after the updates up to k, and only forwards of earlier blocks
     can come before."""
-    blocks, seconds, compute_s = range(len(plan.workload.blocks)), work.seconds, work.total[Lane.GPU]
-    binding = "updates that the next forward waits for"
+    blocks, seconds, binding = range(len(plan.workload.blocks)), work.seconds, "updates that the next forward waits for"
+    # The device's own updates come between the norm and the next forward, beside the host's.
+    on_device_s = work.on_device[Lane.GPU]
+    compute_s = work.total[Lane.GPU] - on_device_s
+    yield Bound(on_device_s + compute_s + last_s, binding, "deferred, on the device")
     updated_s = before_s = longest_s = 0.0
     for k, update_s in enumerate(_updates_s(plan, seconds)):
         updated_s += update_s
@@ -227,12 +260,13 @@ def _deferred_ring(plan: Setup, work: Work, phases: tuple[float, float], last_s:
     yield Bound(longest_s, binding, "deferred, one block")
     # The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
     # after that comes all that is neither these nor a first forward, nor a boundary that is back early.
+    way_up_s = max(before_s, work.phases.first_up_s(buffers_of(plan)))
     until = {
-        "way up": _updates_s(plan, seconds)[0] + seconds[Kind.LOAD, 0] + max(before_s, work.phases.first_up_s(buffers_of(plan))),
+        "way up": _updates_s(plan, seconds)[0] + seconds[Kind.LOAD, 0] + way_up_s,
         "updates": updated_s + seconds[Kind.LOAD, blocks[-1]],
         "shared": max(work.updates[key] + work.first_loads[key] for key in KEYS),
     }
-    before = (work.updates, work.first_loads, work.first_forwards, work.early_fetches)
+    before = (work.updates, work.on_device, work.first_loads, work.first_forwards, work.early_fetches)
     after = {
         "computing": compute_s - before_s + last_s,
         "phases": phases[1],
@@ -241,12 +275,18 @@ def _deferred_ring(plan: Setup, work: Work, phases: tuple[float, float], last_s:
     }
     for (first, until_s), (then, after_s) in product(until.items(), after.items()):
         yield Bound(until_s + after_s, binding, f"deferred, {first}, then {then}")
+    if plan.policy.device_blocks:  # which do not wait for the last speculation, as the host's first update does
+        last_guess_s = seconds.get((Kind.SPECULATE, 0), 0.0)
+        for then, after_s in after.items():
+            guessed_s = last_guess_s if then in ("gradients", "shared") else 0.0
+            yield Bound(on_device_s + way_up_s + after_s - guessed_s, binding, f"deferred, on the device, then {then}")
 
 
 def _updates_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> list[float]:
-    """Of every block, what is left to do once the norm is known."""
-    early = set(plan.policy.speculate_blocks)
-    return [seconds[Kind.SETTLE if b in early else Kind.UPDATE, b] for b in range(len(plan.workload.blocks))]
+    """Of every block, what is left for the host to do once the norm is known."""
+    early, on_device = set(plan.policy.speculate_blocks), set(plan.policy.device_blocks)
+    of_host = {b: Kind.SETTLE if b in early else Kind.UPDATE for b in range(len(plan.workload.blocks)) if b not in on_device}
+    return [seconds[of_host[b], b] if b in of_host else 0.0 for b in range(len(plan.workload.blocks))]
 
 
 def _phases(plan: Setup, work: Work) -> tuple[float, float]:
@@ -283,8 +323,10 @@ def is_first_gradient(plan: Setup, kind: Kind, block: int) -> bool:
 
 def first_gradient_s(plan: Setup, phases: Phases) -> float:
     """Seconds from the first loss to the first gradient on the host, the head's: all its losses come before if the device sums."""
-    losses, left = (phases.vocab[kind, phases.head] for kind in (Kind.LOSS, Kind.OFFLOAD_GRADIENT))
-    return (losses.total_s if plan.reduced else losses.shortest_s) + left.shortest_s
+    losses, left = (phases.vocab.get((kind, phases.head)) for kind in (Kind.LOSS, Kind.OFFLOAD_GRADIENT))
+    assert losses is not None, "every step has a loss"
+    left_s = left.shortest_s if left is not None else 0.0  # else it stays on the device, and all that arrive come after the losses
+    return (losses.total_s if plan.reduced else losses.shortest_s) + left_s
 
 
 def early_fetches(accumulation_group: int, n_spilled: int) -> int:
@@ -337,11 +379,14 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
         if not plan.reduced:
             yield Kind.OFFLOAD_GRADIENT, b, _demand(plan, cost, Kind.OFFLOAD_GRADIENT, b, 0), n_micro_batches
             yield Kind.ACCUMULATE, b, _demand(plan, cost, Kind.ACCUMULATE, b, 0), n_micro_batches
-        updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
         if b in squared:
             yield Kind.SQUARE, b, _demand(plan, cost, Kind.SQUARE, b, None), 1
+        leaves: tuple[Kind, ...] = (Kind.OFFLOAD_GRADIENT,) if plan.reduced else ()
+        updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
+        if b in policy.device_blocks:
+            leaves, updates = (Kind.OFFLOAD_SQUARES,), (Kind.UPDATE_ON_DEVICE,)
         norm = () if b in squared and b else (Kind.NORM,)
-        for kind in (*((Kind.OFFLOAD_GRADIENT,) if plan.reduced else ()), *norm, *updates):
+        for kind in (*leaves, *norm, *updates):
             yield kind, b, _demand(plan, cost, kind, b, None), 1
 
 
@@ -352,10 +397,11 @@ def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
 
 
 def _spared_layers(plan: Setup) -> list[int]:
-    """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety."""
-    n_slots = plan.policy.prefetch_depth + 1
+    """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety, which copies within the
+    device are not."""
+    n_slots, on_device = plan.policy.prefetch_depth + 1, {*plan.policy.device_blocks}
     layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
-    return sorted(layers, key=lambda b: (-plan.workload.blocks[b].slot_elements, b))[:n_slots]
+    return sorted(layers, key=lambda b: (b in on_device, -plan.workload.blocks[b].slot_elements, b))[:n_slots]
 
 
 def _demand(plan: Setup, cost: CostModel, kind: Kind, block: int, micro_batch: int | None) -> Demand:

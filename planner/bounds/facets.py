@@ -53,6 +53,8 @@ _WITH_MICRO_BATCH = (
     Kind.FETCH_SAVED,
     Kind.ACCUMULATE,
 )
+_OF_THE_DEVICE = (Kind.OFFLOAD_SQUARES, Kind.UPDATE_ON_DEVICE)  # which has the state
+_OF_THE_HOST = (Kind.OFFLOAD_GRADIENT, Kind.UPDATE)
 _NOT_OF = {
     BlockKind.EMBEDDING: (Kind.LOSS, Kind.RECOMPUTE),
     BlockKind.LAYER: (Kind.LOSS,),
@@ -101,7 +103,7 @@ class Facets:
         for resource, per_s in demand.uses:
             # Alone, an op may draw more than several get together: then it has the whole.
             load[resource] = min(1.0, per_s / self.cost.capacity[resource]) * demand.alone_s
-        for meeting, price in self.prices[kind]:
+        for meeting, price in self.prices[kind] if demand.uses else ():  # a copy within the device slows nobody
             load[meeting] = price * demand.alone_s
         return load
 
@@ -117,7 +119,8 @@ def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     for b, block in enumerate(plan.workload.blocks):
         without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
         moved = () if b in away else (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED)
-        if kind not in (*_NOT_OF[block.kind], *without, *moved):
+        elsewhere = _OF_THE_HOST if b in plan.policy.device_blocks else _OF_THE_DEVICE
+        if kind not in (*_NOT_OF[block.kind], *without, *moved, *elsewhere):
             for micro_batch in micro_batches:
                 demand = cost.demand(plan, Op(kind, b, micro_batch))
                 if demand.uses:

@@ -115,6 +115,8 @@ class Phases:
     def home_s(self) -> float:
         """From when all gradients of layers have left to when the embedding's last has."""
         computing, left_s, added_s = self._turn(Kind.BACKWARD, 0)
+        if (Kind.OFFLOAD_GRADIENT, 0) not in self.vocab:  # it stays on the device
+            return 0.0
         if (Kind.ACCUMULATE, 0) not in self.vocab:
             return self.n_groups * self.vocab[Kind.OFFLOAD_GRADIENT, 0].shortest_s
         return computing.n * left_s + (computing.n - self.n_groups) * max(computing.shortest_s, added_s)
@@ -211,9 +213,10 @@ def phases_of(plan: Setup, groups: range) -> Phases:
     n, n_layers = plan.semantics.n_micro_batches, plan.workload.n_layers
     smallest, largest = min(n % size or size for size in groups), groups[-1]
     n_groups, n_whole = -(-n // largest), n - bool(plan.semantics.n_left)
+    n_leaving = sum(0 < b <= n_layers for b in {*range(n_layers + 2)}.difference(plan.policy.device_blocks))
     equal = n_groups * largest == n_whole
     return Phases(
-        n_groups, equal, min(1.0, largest / max(1, n_whole)), n_layers * (1 if plan.reduced else smallest), smallest, n_layers + 1
+        n_groups, equal, min(1.0, largest / max(1, n_whole)), n_leaving * (1 if plan.reduced else smallest), smallest, n_layers + 1
     )
 
 

@@ -129,7 +129,7 @@ class CostModel:
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.parameters))
             case Kind.UPDATE_ON_DEVICE:
-                return self._update_on_device(plan, block)
+                return self._compute(self.update_on_device_s(plan, block), block.n_params * device_update_bytes_per_param(plan))
             case Kind.OFFLOAD_GRADIENT:
                 with_squares = op.block in plan.policy.square_blocks
                 n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
@@ -323,10 +323,10 @@ class CostModel:
         rate = self.profile.optimizer_params_per_s(n_cores)
         return self._demand(0.0, n_params / rate, {Resource.DRAM: rate * bytes_per_param, Resource.CORES: float(n_cores)})
 
-    def _update_on_device(self, plan: Setup, block: Block) -> Demand:
-        n_bytes = block.n_params * device_update_bytes_per_param(plan)
+    def update_on_device_s(self, plan: Setup, block: Block) -> float:
+        """Seconds in which the device updates a block's state."""
         n_kernels = DEVICE_UPDATE_KERNELS * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.parameters)
-        return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
+        return self.moving_s(block.n_params * device_update_bytes_per_param(plan), n_kernels)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with

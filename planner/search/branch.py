@@ -120,7 +120,7 @@ class Trial:
 
 def _essence(policy: Policy) -> Policy:
     """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
-    named = ("resident_blocks", "spill_blocks", "offload_blocks")
+    named = ("resident_blocks", "spill_blocks", "offload_blocks", "device_blocks")
     counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
     counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
     counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
@@ -315,8 +315,9 @@ class Tree:
     def _take_early(self, policy: Policy, n_early: int) -> None:
         """The policy with so many blocks updated before the norm is known, if that fits."""
         n_blocks = len(self.trial.workload.blocks)
-        early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, n_blocks))
-        if 0 < n_early <= n_blocks and self.trial.n_ops < MOST_CLIMBED_OPS and self.trial.fits(early):
+        of_host = [b for b in range(n_blocks) if b not in policy.device_blocks]
+        early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
+        if 0 < n_early <= len(of_host) and self.trial.n_ops < MOST_CLIMBED_OPS and self.trial.fits(early):
             self._take(early)
 
     def _norm_elsewhere(self) -> None:
@@ -331,14 +332,15 @@ class Tree:
         can = can_square(self.trial.workload)
         if policy.accumulation_group < self.trial.semantics.n_micro_batches:
             return []
-        return [replace(policy, square_blocks=tuple(blocks)) for blocks in ((), can[:1], can)]
+        stay = {*policy.device_blocks}
+        return [replace(policy, square_blocks=tuple(sorted({*blocks, *stay}))) for blocks in ((), can[:1], can)]
 
     def _climb(self) -> None:
         """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""
         climbing = True
         while climbing and self.best is not None and self.trial.step_s(self.best) > self.bound_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            for policy in chain(self._refilled(self.best), neighbours(self.trial.frame(self.best))):
+            for policy in chain(self._refilled(self.best), neighbours(self.trial.frame(self.best), self.trial.profile)):
                 if self.trial.n_ops + self.shorter.n_ops >= MOST_CLIMBED_OPS:
                     return
                 if self.trial.is_too_long(policy) or not self.trial.fits(policy) or not self._seems_faster(policy):

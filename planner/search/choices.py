@@ -1,13 +1,14 @@
 """What may the policies of a family choose, as variables of an integer program?
 
-Counts of equal blocks: which save what, stay resident, spill, are updated on speculation or squared on the device. The rows say
-what may be chosen together, and what fits device and host memory.
+Counts of equal blocks: which save what, stay resident, spill, are updated on speculation, squared on the device or updated there.
+The rows say what may be chosen together, and what fits device and host memory.
 """
 
 from math import inf
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import early_fetches
+from planner.bounds.bounds import SLACK, early_fetches, places_to_stay
+from planner.bounds.integer import Program
 from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
 from planner.predict.memory import footprint
 from runtime.plan import Setup, Update
@@ -15,17 +16,17 @@ from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Saved
 
-from .integer import Program
 from .space import PREFETCH_DEPTHS, Family, Fill, Way, classes_of, ways_of
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
-SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
 
 class Choices:
     """The variables of a program, by number; its cost is the step, of which `clipped_fraction` redo what was speculated on."""
 
-    def __init__(self, plan: Setup, family: Family, prefetch_depth: int | None, clipped_fraction: float | None) -> None:
+    def __init__(
+        self, plan: Setup, family: Family, prefetch_depth: int | None, clipped_fraction: float | None, profile: Profile
+    ) -> None:
         self.plan, self.workload, self.group = plan, plan.workload, family.groups[-1]
         self.n_groups = -(-plan.semantics.n_micro_batches // family.accumulation_group)
         self.classes = classes_of(self.workload)
@@ -57,6 +58,8 @@ class Choices:
         self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
         self.can_square = can_square(self.workload) if plan.reduced else range(0)
         self.square = [p.variable(0, len(blocks) if blocks[0] in self.can_square else 0) for blocks in self.classes]
+        self.can_stay = places_to_stay(plan, profile) if family.update is Update.DEFERRED else []
+        self.stay = [p.variable(0, len(blocks) if blocks[0] in self.can_stay else 0) for blocks in self.classes]
 
     def together(self) -> None:
         """Rows for what may be chosen together."""
@@ -75,9 +78,13 @@ class Choices:
         p.at_most({self.early_saved: 1.0, **away}, 0.0)
         kept = {n: 1.0 for (_, way), (n, _) in self.saving.items() if way.saved is Saved.ALL}
         p.at_most({self.n_spilled: 1.0, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
+        for i, blocks in enumerate(self.classes):  # what stays is squared there, and on the host neither waits nor is guessed
+            p.at_most({self.stay[i]: 1.0, self.square[i]: -1.0}, 0.0)
+            p.at_most({self.stay[i]: 1.0, self.speculate[i]: 1.0}, float(len(blocks)))
+            p.at_most({self.stay[i]: 1.0, self.resident[i]: 1.0}, float(len(blocks)))
         n_turns = 2 * self.n_groups - 1  # of the walk over the layers
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns))  # one more slot than are prefetched
-        streamed = {self.resident[i]: float(n_turns) for i in self.layers}
+        streamed = {n: float(n_turns) for i in self.layers for n in (self.resident[i], self.stay[i])}
         p.at_most({self.spared: 1.0, **streamed}, float(n_turns * n_layers))
 
     def within_memory(self, profile: Profile) -> None:
@@ -86,6 +93,7 @@ class Choices:
         needs = footprint(self.plan, profile)
         weights = self.plan.arena("weights")
         assert weights is not None
+        n_layers = self.workload.n_layers
         device_bytes, host_bytes = float(needs.device_memory_bytes), float(needs.host_memory_bytes)
         boundary_bytes = group * -(-blocks[0].boundary_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         item = weights.slot_bytes[0] / max(b.slot_elements for b in blocks[1:-1])
@@ -105,18 +113,27 @@ class Choices:
                 device[n] = group * again.saved_bytes
             p.at_most({used: again.transient_bytes / device_bytes, self.transient: -1.0}, 0.0)
         p.at_most({self.transient: -1.0}, -self.plan.vocab_transient_bytes / device_bytes)
+        # State, and a gradient that waits for the norm; where all stay, the slots through which gradients leave are empty.
+        gradients = self.plan.arena("gradients")
+        assert gradients is not None
+        slots_bytes = sum(gradients.slot_bytes[:-1]), gradients.slot_bytes[-1]
+        n_sharing = n_layers, 2  # layers; the embedding and the head
+        for i, stay in enumerate(self.stay):
+            is_vocab = i not in self.layers
+            device[stay] = self.plan.staying_bytes(self.classes[i][0]) - slots_bytes[is_vocab] / n_sharing[is_vocab]
         fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - weights.slot_bytes[0]
         p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
         per_param = sum(self.plan.state_bytes().values())
-        for s, of_class in zip(self.speculate, self.classes, strict=True):
-            host[s] = blocks[of_class[0]].host_elements * per_param
+        for i, of_class in enumerate(self.classes):
+            host[self.speculate[i]] = blocks[of_class[0]].host_elements * per_param
+            host[self.stay[i]] = -self.plan.staying_bytes(of_class[0])
         p.at_most({v: n / host_bytes for v, n in host.items()}, 1 - needs.host_peak_bytes / host_bytes + SLACK)
 
     def fill(self, x: list[float]) -> Fill:
         """What a solution chooses."""
         counts = {key: round(x[n]) for key, (n, _) in self.saving.items()}
         ways = {way: tuple(counts.get((i, way), 0) for i in range(len(self.classes))) for way in RICHER_WAYS}
-        resident, speculate, square = (
-            tuple(round(x[n]) for n in numbers) for numbers in (self.resident, self.speculate, self.square)
+        resident, speculate, square, stay = (
+            tuple(round(x[n]) for n in numbers) for numbers in (self.resident, self.speculate, self.square, self.stay)
         )
-        return Fill(ways, resident, speculate, square, round(x[self.n_spilled]))
+        return Fill(ways, resident, speculate, square, stay, round(x[self.n_spilled]))

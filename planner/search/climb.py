@@ -7,22 +7,24 @@ come in the order in which they are most likely to gain: buffers, sizes of group
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from hwprofiles.schema import Profile
+from planner.bounds.bounds import places_to_stay
 from runtime.errors import PlanError
 from runtime.plan import Policy, Setup, Update
 from runtime.plan.legality import can_square, refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
-from .space import Way, eager_is_legal, evenly, groups_alike, with_ways
+from .space import Way, eager_is_legal, evenly, groups_alike, staying, with_ways
 
 AWAY = (Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 STEPS = (1, -1, 2, -2, 4)  # so many slots more, or fewer
 
 
-def neighbours(plan: Setup) -> Iterator[Policy]:
+def neighbours(plan: Setup, profile: Profile) -> Iterator[Policy]:
     """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at."""
     seen = {plan.policy}
-    for policy in _near(plan):
+    for policy in _near(plan, profile):
         if policy not in seen:
             seen.add(policy)
             try:
@@ -32,11 +34,12 @@ def neighbours(plan: Setup) -> Iterator[Policy]:
             yield policy
 
 
-def _near(plan: Setup) -> Iterator[Policy]:
+def _near(plan: Setup, profile: Profile) -> Iterator[Policy]:
     yield from _buffers(plan.policy)
     yield from _groups(plan)
-    yield from _wholes(plan)
-    yield from _blocks(plan)
+    may_stay = places_to_stay(plan, profile)
+    yield from _wholes(plan, may_stay)
+    yield from _blocks(plan, may_stay)
 
 
 def _buffers(policy: Policy) -> Iterator[Policy]:
@@ -53,13 +56,13 @@ def _groups(plan: Setup) -> Iterator[Policy]:
     policy, n = plan.policy, plan.semantics.n_micro_batches
     size = policy.accumulation_group
     alike = groups_alike(size, n)
-    one_group = {"offload_late_blocks": 0, "square_blocks": ()}
+    one_group = {"offload_late_blocks": 0, "square_blocks": (), "device_blocks": ()}
     for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= other <= n and other != size:
             yield replace(policy, accumulation_group=other, **({} if other == n else one_group))  # type: ignore[arg-type]
 
 
-def _wholes(plan: Setup) -> Iterator[Policy]:
+def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Everything of one sort done, or nothing."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     layers = tuple(range(1, n_layers + 1))
@@ -70,15 +73,17 @@ def _wholes(plan: Setup) -> Iterator[Policy]:
     for way in (*map(Way, Saved), *AWAY):
         yield _saving(policy, layers, way)
     yield from _more_or_less_away(policy, layers)
-    unhurried = replace(policy, speculate_blocks=(), square_blocks=())
+    unhurried = replace(policy, speculate_blocks=(), square_blocks=policy.device_blocks)
     yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
     for squared in ((), can_square(plan.workload)):
         yield replace(policy, square_blocks=tuple(squared))
+    for stay in ([], may_stay, [b for b in may_stay if 0 < b <= n_layers]):
+        yield staying(policy, stay)
     if eager_is_legal(plan.semantics):
         yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
 
 
-def _blocks(plan: Setup) -> Iterator[Policy]:
+def _blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """One block done otherwise."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):
@@ -90,6 +95,8 @@ def _blocks(plan: Setup) -> Iterator[Policy]:
         for b in blocks:
             changed = {*getattr(policy, name)} ^ {b}
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
+    for b in may_stay:
+        yield staying(policy, {*policy.device_blocks} ^ {b})
 
 
 def _more_or_less_away(policy: Policy, layers: Sequence[int]) -> Iterator[Policy]:

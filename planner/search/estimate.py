@@ -11,7 +11,7 @@ from itertools import islice, product
 from types import MappingProxyType
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import ops_at_least, policy_bound
+from planner.bounds.bounds import ops_at_least, places_to_stay, policy_bound
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
@@ -20,7 +20,7 @@ from runtime.plan import LANE_OF, Kind, Lane, Op, Policy, Semantics, Setup, Upda
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
-from .space import Family, Way, eager_is_legal, evenly, ways_of, with_ways
+from .space import Family, Way, eager_is_legal, evenly, staying, ways_of, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 MAX_STEPS = 6  # greedy plans settle in two or three
@@ -114,7 +114,22 @@ class Greedy:
             found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(1, spills, away=away)[0]) is not None:
                 found[one_by_one] = None
+        if stay := self._may_stay():
+            found |= {policy: None for policy in [self._filled(n, spills=False, stay=stay)[0]] if policy is not None}
         return list(found)
+
+    def _may_stay(self) -> Sequence[int]:
+        """As many blocks as the device has room for the state of, beside a lean policy: the first ones."""
+        whole = Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED)
+        blocks = places_to_stay(self._frame(whole), self.profile)
+        least, most = 0, len(blocks)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if footprint(self._frame(staying(whole, blocks[:middle])), self.profile).fits:
+                least = middle
+            else:
+                most = middle - 1
+        return blocks[:least]
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
         """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
@@ -158,17 +173,22 @@ class Greedy:
         return None, False
 
     def _filled(
-        self, group: int, spills: bool, n_resident: int = 0, away: Mapping[int, Way] = MappingProxyType({})
+        self,
+        group: int,
+        spills: bool,
+        n_resident: int = 0,
+        away: Mapping[int, Way] = MappingProxyType({}),
+        stay: Sequence[int] = (),
     ) -> tuple[Policy | None, bool]:
         """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
         family = Family(update, group, group, boundary_stride=1)
         spilled = tuple(range(self.workload.n_layers)) if spills else ()
-        blocks = sorted(range(len(self.workload.blocks)), key=self._order(group))
-        turn = {b: i for i, b in enumerate(blocks)}
+        blocks = sorted({*range(len(self.workload.blocks))}.difference(stay), key=self._order(group))
+        turn = {b: i for i, b in enumerate([*blocks, *stay])}
         resident = tuple(sorted(blocks[:n_resident]))
         of_family = replace(family.policy(self.semantics), spill_blocks=spilled, resident_blocks=resident)
-        of_family = with_ways(of_family, away)
+        of_family = staying(with_ways(of_family, away), stay)
         leans = (replace(of_family, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
         lean = next((lean for lean in leans if footprint(self._frame(lean), self.profile).fits), None)
         if lean is None:
@@ -176,7 +196,7 @@ class Greedy:
         framed = self._frame(lean)
         of_others = (upgrade for upgrade in self._upgrades(lean, family) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
-        least, most = 0, len(upgrades) + len(self.workload.blocks)
+        least, most = 0, len(upgrades) + len(blocks)
         while least < most:
             middle = (least + most + 1) // 2
             if self._fits(framed, _with(lean, upgrades, blocks, middle)):

@@ -6,12 +6,12 @@ In seconds of every facet. A relaxation counts blocks of a class that are treate
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from planner.bounds.bounds import ARRIVING, is_first_gradient, of_each_size, ops_at_least
+from planner.bounds.bounds import ARRIVING, is_first_gradient, of_each_size, ops_at_least, places_to_stay
 from planner.bounds.facets import Facets, Key, add, nothing
 from planner.bounds.phases import PASSING, Passing
 from planner.predict.cost import CostModel
 from planner.predict.memory import frame
-from runtime.plan import Kind, Lane, Op, Policy, Semantics, Setup
+from runtime.plan import Kind, Lane, Op, Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_square
 from runtime.plan.region import Demand
 from runtime.plan.workload import BlockKind, Model, Workload
@@ -43,7 +43,10 @@ class Frames:
         host's memory, other activations saved; and copies of what is saved."""
         lean = plan.policy
         if plan.reduced:
-            yield self.of(replace(lean, square_blocks=tuple(can_square(self.workload))))
+            squared = replace(lean, square_blocks=tuple(can_square(self.workload)))
+            yield self.of(squared)
+            if lean.update is Update.DEFERRED and (stay := places_to_stay(plan, self.cost.profile)):
+                yield self.of(replace(squared, device_blocks=tuple(stay)))
         of_cpu = self.cost.profile.device.kind == "cpu"
         for b, *_ in classes_of(self.workload):
             if self.workload.blocks[b].kind is BlockKind.LAYER:
@@ -59,6 +62,20 @@ class Squaring:
     square: dict[Key, float] = field(default_factory=nothing)  # itself
     more: dict[Key, float] = field(default_factory=nothing)  # to do with it than without, or less
     home_s: float = 0.0  # how much longer the gradient's way home is then
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What it means that a squared block's state, and so its gradient, stays on the device.
+
+    Its loads, copies within the device, and the way of its squares are left out: short, and no bound may be too high."""
+
+    more: dict[Key, float] = field(default_factory=nothing)  # to do besides, or less
+    update: dict[Key, float] = field(default_factory=nothing)  # on the device
+    of_host: dict[Key, float] = field(default_factory=nothing)  # the update that the host does not do
+    load: dict[Key, float] = field(default_factory=nothing)  # one that the link does not carry
+    gradient: dict[Key, float] = field(default_factory=nothing)  # that does not leave, with its squares
+    home_s: float = 0.0  # for which it would be under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +175,32 @@ class Loads:
                     add(square, self.facets.of(kind, demand), kind is Kind.SQUARE)
                     home_s += sign * demand.uncontended_s * (kind is not Kind.SQUARE)
         return Squaring(square, more, home_s)
+
+    def staying(self, block: int) -> Staying:
+        """What it means that a block stays."""
+        squared = replace(self._one_slot, square_blocks=(block,))
+        home_s = self.cost.demand(self.frames.of(squared), Op(Kind.OFFLOAD_GRADIENT, block)).uncontended_s
+        found = Staying(home_s=home_s)
+        for policy, sign in ((replace(squared, device_blocks=(block,)), 1), (squared, -1)):
+            for kind, _, demand, _ in ops_at_least(self.frames.of(policy), self.cost, only=block):
+                load = self.facets.of(kind, demand)
+                match kind, sign:
+                    case Kind.UPDATE_ON_DEVICE, 1:
+                        add(found.update, load, 1)
+                        add(found.more, load, 1)
+                    case Kind.UPDATE, -1:
+                        add(found.of_host, load, 1)
+                        add(found.more, load, -1)
+                    case Kind.OFFLOAD_GRADIENT, -1:
+                        add(found.gradient, load, 1)
+                        add(found.more, load, -1)
+                    case Kind.LOAD, -1:
+                        add(found.load, load, 1)
+                        is_layer = self.plan.workload.blocks[block].kind is BlockKind.LAYER
+                        add(found.more, load, -2 if is_layer else -1)
+                    case _:
+                        pass
+        return found
 
     def leaving(self, block: int, way: Way) -> Leaving:
         """What there is to do when what a layer saves goes to the host and comes back."""

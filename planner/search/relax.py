@@ -9,15 +9,15 @@ suggestions, to be lowered and simulated.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.bounds.bounds import first_gradient_s, idle_in_turns, of_each_size, ops_at_least
+from planner.bounds.bounds import SLACK, first_gradient_s, idle_in_turns, of_each_size, ops_at_least
 from planner.bounds.facets import Key, add, nothing
 from planner.bounds.phases import COMING, LEAVING, Buffers, add_to_phases, passing_slots, phases_of, staged_slots
 from planner.predict.cost import CostModel
 from runtime.plan import Kind, Lane, Semantics, Update
 from runtime.plan.workload import Model, Workload
 
-from .choices import SLACK, Choices
-from .loads import Frames, Loads, Squaring
+from .choices import Choices
+from .loads import Frames, Loads, Squaring, Staying
 from .space import GRADIENT_SLOTS, Family, Fill
 
 Load = Mapping[Key, float]  # seconds of every facet
@@ -76,10 +76,11 @@ class _Rows:
         self.workload, n_micro_batches = self.plan.workload, frames.semantics.n_micro_batches
         is_many = gradient_slots is None or gradient_slots >= max(GRADIENT_SLOTS)
         self.n_slots = self.workload.n_layers * n_micro_batches if gradient_slots is None or is_many else gradient_slots
-        self.choices = Choices(self.plan, family, prefetch_depth, clipped_fraction)
+        self.choices = Choices(self.plan, family, prefetch_depth, clipped_fraction, self.profile)
         self.program, self.n_groups = self.choices.program, self.choices.n_groups
         of_classes = [blocks[0] for blocks in self.choices.classes]
         self.squaring = [self.loads.squaring(b) if b in self.choices.can_square else Squaring() for b in of_classes]
+        self.staying = [self.loads.staying(b) if b in self.choices.can_stay else Staying() for b in of_classes]
         self.backward, self.leaving = {}, {}  # by how many save so: one layer's
         for (i, way), (n, _) in self.choices.saving.items():
             self.backward[n] = self.loads.backward(of_classes[i], way)
@@ -129,6 +130,7 @@ class _Rows:
         for kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
             add(variable[c.n_spilled], self.boundaries[kind].all, 1)
         variable |= {n: squaring.more for n, squaring in zip(c.square, self.squaring, strict=True)}
+        variable |= {n: staying.more for n, staying in zip(c.stay, self.staying, strict=True)}
         self._phases(one_load)
         for step, clipped in ((c.step, False), (c.clipped_step, True)):
             updates = [self.loads.of(Kind.UPDATE, blocks[0]) for blocks in c.classes]
@@ -147,6 +149,7 @@ class _Rows:
         last_s = self._seconds(Kind.NORM, 0) + self.loads.gradient_s(0)
         computed = {n: load.get(Lane.GPU, 0.0) for n, load in variable.items()}
         computed[self.choices.square[0]] += self.squaring[0].home_s  # the embedding's gradient is the last to come home
+        computed[self.choices.stay[0]] -= self.staying[0].home_s
         match self.update:
             case Update.EAGER:
                 ring_s = self._seconds(Kind.LOAD, 0) + total[Lane.GPU] + last_s + self._seconds(Kind.UPDATE, 0)
@@ -168,44 +171,78 @@ class _Rows:
         last_s: float,
     ) -> None:
         """Updates that the next forward waits for: until its first loss this much lies between, and after it that."""
-        first = of_each_size(self.plan, self.groups[-1])  # at most
+        c, first = self.choices, of_each_size(self.plan, self.groups[-1])  # at most
         sooner = {s: -load[Lane.CPU] for s, load in early.items()}
+        sooner |= {n: -staying.of_host[Lane.CPU] for n, staying in zip(c.stay, self.staying, strict=True)}
+        # The device's own updates come between the norm and the next forward, beside the host's.
+        beside = dict(computed)
+        for n, staying in zip(c.stay, self.staying, strict=True):
+            beside[n] -= staying.update[Lane.GPU]
+        if c.can_stay:
+            self._at_least(step, last_s + total[Lane.GPU], computed)
         updated_s = before_s = 0.0
         for b in range(len(self.workload.blocks)):
             updated_s += self._seconds(Kind.UPDATE, b)
-            ring_s = last_s + updated_s + self._seconds(Kind.LOAD, b) + total[Lane.GPU] - before_s
-            self._at_least(step, ring_s, {**computed, **sooner})
+            load_s, may_stay = self._load_s(b)
+            ring_s = last_s + updated_s + load_s + total[Lane.GPU] - before_s
+            self._at_least(step, ring_s, _sum(beside, sooner, may_stay))
             if b <= self.workload.n_layers:
                 before_s += sum(count * self._seconds(Kind.FORWARD, b, m) for m, count in first)
         of_gradients_s = first_gradient_s(self.plan, self.phases)
         arriving = self.loads.arriving()
         add(arriving, self.idle, 1)
-        after = list(self._after_first_loss(total, variable, early, computed))
+        after = list(self._after_first_loss(total, variable, early, beside))
         for until_s, less in self._until_first_loss(updated_s, before_s, early):
             for key in self.keys[1:]:  # all but the device's lane
-                more = {n: squaring.more[key] for n, squaring in zip(self.choices.square, self.squaring, strict=True)}
-                more |= {s: update.get(key, 0.0) + less.get(s, 0.0) for s, update in early.items()}
-                self._at_least(step, until_s + of_gradients_s + arriving[key], more)
+                self._at_least(step, until_s + of_gradients_s + arriving[key], _sum(less, dict(self._arriving(key, early))))
             self._phases_at_least(step, until_s, less)
             for key, after_s, row in after:
-                with_less = {**row, **{s: row.get(s, 0.0) + per_block for s, per_block in less.items()}}
-                self._at_least(step, until_s + after_s + (last_s if key is Lane.GPU else 0.0), with_less)
+                self._at_least(step, until_s + after_s + (last_s if key is Lane.GPU else 0.0), _sum(row, less))
 
     def _until_first_loss(
         self, updated_s: float, before_s: float, early: Mapping[int, Load]
     ) -> Iterator[tuple[float, dict[int, float]]]:
         """Seconds from the norm until the head is loaded and its first input computed, and how much less with every choice."""
-        blocks = range(len(self.workload.blocks))
-        yield updated_s + self._seconds(Kind.LOAD, blocks[-1]), {s: -load[Lane.CPU] for s, load in early.items()}
+        c, blocks = self.choices, range(len(self.workload.blocks))
+        stay = list(zip(c.stay, self.staying, strict=True))
+        load_s, may_stay = self._load_s(blocks[-1])
+        sooner = {s: -load[Lane.CPU] for s, load in early.items()}
+        sooner |= {n: may_stay.get(n, 0.0) - staying.of_host[Lane.CPU] for n, staying in stay}
+        yield updated_s + load_s, sooner
         # The way of the first micro-batches to the loss: at least so many are in the first group.
-        begun_s, first = self._seconds(Kind.UPDATE, 0) + self._seconds(Kind.LOAD, 0), self.choices.speculate[0]
-        sooner = {s: -load[Lane.CPU] for s, load in early.items() if s == first}
-        yield begun_s + before_s * self.groups[0] / self.groups[-1], sooner
-        yield begun_s, {**sooner, self.choices.up: self.scale_s / self.n_groups}
+        way_s, on_device = before_s * self.groups[0] / self.groups[-1], {n: staying.update[Lane.GPU] for n, staying in stay}
+        # The device's updates do not wait for the last speculation, as the host's first update does.
+        on_device |= {s: -max(load.values()) for s, load in early.items() if s == c.speculate[0]}
+        load_s, may_stay = self._load_s(0)
+        begun_s = self._seconds(Kind.UPDATE, 0) + load_s
+        sooner = {s: -load[Lane.CPU] for s, load in early.items() if s == c.speculate[0]}
+        sooner[c.stay[0]] = may_stay.get(c.stay[0], 0.0) - self.staying[0].of_host[Lane.CPU]
+        for of_begin_s, less in ((begun_s, sooner), *([(0.0, on_device)] if c.can_stay else [])):
+            yield of_begin_s + way_s, less
+            yield of_begin_s, {**less, c.up: self.scale_s / self.n_groups}
         updates, loads = self.loads.of_each(Kind.UPDATE, blocks), self.loads.of_each(Kind.LOAD, blocks)
         for key in self.keys:
             if key not in (*Lane,):
-                yield updates[key] + loads[key], {s: -load.get(key, 0.0) for s, load in early.items()}
+                sooner = {s: -load.get(key, 0.0) for s, load in early.items()}
+                sooner |= {n: -staying.of_host[key] - staying.load[key] for n, staying in stay}
+                yield updates[key] + loads[key], sooner
+
+    def _load_s(self, block: int) -> tuple[float, dict[int, float]]:
+        """Seconds of a block's load; and where the block may stay, how much less that may be, or nothing in the first place."""
+        c, seconds = self.choices, self._seconds(Kind.LOAD, block)
+        if block not in c.can_stay:
+            return seconds, {}
+        of_class = next(i for i, blocks in enumerate(c.classes) if block in blocks)
+        return (seconds, {c.stay[of_class]: -seconds}) if len(c.classes[of_class]) == 1 else (0.0, {})
+
+    def _arriving(self, key: Key, early: Mapping[int, Load]) -> Iterator[tuple[int, float]]:
+        """What each choice adds to what comes after the first gradient has left, or takes from it."""
+        c = self.choices
+        yield from ((n, squaring.more[key]) for n, squaring in zip(c.square, self.squaring, strict=True))
+        yield from ((s, update.get(key, 0.0)) for s, update in early.items())
+        for i, (n, staying) in enumerate(zip(c.stay, self.staying, strict=True)):
+            is_head = c.classes[i][0] == self.workload.n_layers + 1  # whose gradient is the first to leave
+            yield n, -max(staying.gradient[key], staying.gradient[Lane.D2H] if is_head else 0.0)
 
     def _after_first_loss(
         self, total: Load, variable: Mapping[int, Load], early: Mapping[int, Load], computed: Mapping[int, float]
@@ -228,6 +265,8 @@ class _Rows:
             row[c.early], row[c.early_saved] = -fetch.get(key, 0.0), -self._largest_s(Kind.FETCH_SAVED, key)
             for s, update in early.items():  # is done before the norm is known
                 row[s] = row.get(s, 0.0) + update.get(key, 0.0)
+            for n, staying in zip(c.stay, self.staying, strict=True):  # the host's update and the first load are taken off below
+                row[n] += staying.of_host[key] + staying.load[key] - (staying.update[key] if key is not Lane.GPU else 0.0)
             yield key, total[key] - updates[key] - loads[key] - forwards[key], row
 
     def _seconds(self, kind: Kind, block: int, micro_batch: int | None = None) -> float:
@@ -258,9 +297,10 @@ class _Rows:
             largest_s = max(self.loads.gradient_s(blocks[0]) for blocks in c.classes)
             turns_s, turns = self._turns()
             for end, late, more_s in ends:
-                self._at_least(end, turns_s - late * phases.n_slips * largest_s + more_s, turns)
+                home = {c.stay[0]: -phases.home_s if end == c.left else 0.0}
+                self._at_least(end, turns_s - late * phases.n_slips * largest_s + more_s, _sum(turns, home))
         for key in self.keys:
-            streamed = {c.resident[i]: -n_groups * one_load[i].get(key, 0.0) for i in c.layers}
+            streamed = {n: -n_groups * one_load[i].get(key, 0.0) for i in c.layers for n in (c.resident[i], c.stay[i])}
             one_load_s = n_groups * phases.largest_load.get(key, 0.0)
             # Loads take what is left of them when every slot is full.
             loads_s = n_groups * phases.loads[key] - one_load_s
@@ -276,12 +316,24 @@ class _Rows:
             for more, more_s in ways:
                 for end, late, then_s in ends:
                     left_s = phases.left_s(key, buffers) if late else phases.all_left_s(key, buffers)
-                    for leaving_s in (0.0, left_s):
-                        self._at_least(end, phases.down[key] + more_s + leaving_s + then_s, {**backward, **more})
+                    for leaving_s, staying in ((0.0, {}), (left_s, self._staying(key, buffers))):
+                        row = _sum(backward, more, staying)
+                        if end == c.left:
+                            row[c.stay[0]] = row.get(c.stay[0], 0.0) - phases.home_s
+                        self._at_least(end, phases.down[key] + more_s + leaving_s + then_s, row)
         around = ({c.up: 1.0, c.back: 1.0}, {c.left: 1.0})
         for then, rows in ((c.around, around), (c.last, ({c.back: 1.0}, {c.left: 1.0}))):
             for row in rows:
                 self.program.at_most({**row, then: -1.0}, 0.0)
+
+    def _staying(self, key: Key, buffers: Buffers) -> dict[int, float]:
+        """What does not leave on the ways down. Where no more layers' gradients leave than there are slots, the head's may leave
+        after them."""
+        c, n_slots = self.choices, buffers.n_slots + buffers.n_staged
+        n_before = max(1, self.workload.n_layers - n_slots)  # stay, before that is so
+        row = {c.stay[i]: -self.staying[i].gradient[key] - self.phases.head_leaving[key] / n_before for i in c.layers}
+        head = next(i for i, blocks in enumerate(c.classes) if blocks[0] == self.workload.n_layers + 1)
+        return row | {c.stay[head]: -self.phases.head_leaving[key]}
 
     def _largest_s(self, kind: Kind, key: Key) -> float:
         """Of one copy of what any layer saves."""
@@ -303,4 +355,11 @@ class _Rows:
         c = self.choices
         turns = {n: self.loads.last_backwards_s(c.classes[i][0], way) for (i, way), (n, _) in c.saving.items()}
         turns |= {c.square[i]: self.squaring[i].more[Lane.GPU] for i in c.layers}
+        for i in c.layers:  # what stays has a slot of its own
+            most_s = max(turns[n] for (j, _), (n, _) in c.saving.items() if j == i)
+            turns[c.stay[i]] = -most_s - self.squaring[i].more[Lane.GPU] - self.staying[i].gradient[Lane.D2H]
         return self.loads.gradients_s(), turns
+
+
+def _sum(*rows: Mapping[int, float]) -> dict[int, float]:
+    return {n: sum(row.get(n, 0.0) for row in rows) for n in {n: None for row in rows for n in row}}

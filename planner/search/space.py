@@ -7,7 +7,7 @@ before the next forward, which only adds a wait. A baseline is a known system's 
 bits of the result are the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -69,6 +69,7 @@ class Fill:
     resident: tuple[int, ...]
     speculate: tuple[int, ...]
     square: tuple[int, ...]
+    stay: tuple[int, ...]  # masters and moments on the device, whose gradients are squared there too
     n_spilled: int
 
 
@@ -165,6 +166,18 @@ def with_ways(policy: Policy, ways: Mapping[int, Way]) -> Policy:
     return replace(policy, save=save, offload_blocks=tuple(sorted(away)))
 
 
+def staying(policy: Policy, blocks: Collection[int]) -> Policy:
+    """The policy in which the device holds the state of these blocks."""
+    return replace(
+        policy,
+        update=Update.DEFERRED if blocks else policy.update,
+        device_blocks=tuple(sorted(blocks)),
+        square_blocks=tuple(sorted({*policy.square_blocks, *blocks})),
+        resident_blocks=tuple(b for b in policy.resident_blocks if b not in blocks),
+        speculate_blocks=tuple(b for b in policy.speculate_blocks if b not in blocks),
+    )
+
+
 def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
     """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
     the first. `spread`: evenly over the layers, so that uploads between them are spaced. What goes to the host is always spread, so
@@ -172,28 +185,31 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     classes = classes_of(workload)
     place = _spread if spread else _packed
     ways: dict[int, Way] = {}
-    resident, square = list[int](), list[int]()
+    resident, square, stay = list[int](), list[int](), list[int]()
     for i, blocks in enumerate(classes):
         away = [way for way, counts in fill.ways.items() if way.away for _ in range(counts[i])]
         here = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
         leaving = evenly(blocks, len(away))
         ways |= zip(leaving, away, strict=True)
         ways |= zip(place([b for b in blocks if b not in leaving], len(here)), here, strict=True)
-        resident += _spread(blocks, fill.resident[i]) if spread else blocks[: fill.resident[i]]
+        stay += blocks[: fill.stay[i]]
+        others = [b for b in blocks if b not in stay]
+        resident += _spread(others, fill.resident[i]) if spread else others[: fill.resident[i]]
         square += blocks[: fill.square[i]]
     kept_inputs = {b - 1 for b, way in ways.items() if way.saved is Saved.ALL}
     return replace(
         with_ways(policy, ways),
         resident_blocks=tuple(sorted(resident)),
-        square_blocks=tuple(sorted(square)),
-        speculate_blocks=speculated(sum(fill.speculate), len(workload.blocks)),
+        square_blocks=tuple(sorted({*square, *stay})),
+        device_blocks=tuple(sorted(stay)),
+        speculate_blocks=speculated(sum(fill.speculate), [b for b in range(len(workload.blocks)) if b not in stay]),
         spill_blocks=tuple([b for b in range(workload.n_layers) if b not in kept_inputs][: fill.n_spilled]),
     )
 
 
-def speculated(n: int, n_blocks: int) -> tuple[int, ...]:
+def speculated(n: int, blocks: Sequence[int]) -> tuple[int, ...]:
     """So many blocks, evenly spaced: then the host has work throughout backward, and throughout the next forward."""
-    return tuple(_spread(range(n_blocks), n))
+    return tuple(_spread(blocks, n))
 
 
 def evenly(blocks: Sequence[int], n: int) -> list[int]:

@@ -68,6 +68,8 @@ def _refuse_blocks(workload: Workload, policy: Policy) -> None:
             f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of {UPDATED_TOGETHER}; "
             "leave it to the host"
         )
+    if both := {*policy.device_blocks}.intersection(policy.resident_blocks):
+        raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")
     if len(policy.save) > n_layers:
         raise PlanError(f"save names what {len(policy.save)} layers save, but there are {n_layers}")
     if policy.save[-1:] == (Saved.INPUT,):

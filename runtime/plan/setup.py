@@ -85,6 +85,11 @@ class Setup:
         on_device = self.policy.device_blocks
         return Slot("device_state", on_device.index(block)) if block in on_device else Slot("state", block)
 
+    def staying_bytes(self, block: int) -> int:
+        """What a block's state takes of the device, if it is there, with the gradient that waits for the norm."""
+        of = self.workload.blocks[block]
+        return of.host_elements * sum(self.state_bytes().values()) + of.slot_elements * ITEM_BYTES[self.gradient_dtype(block)]
+
     def weights_slot(self, block: int) -> Slot:
         """Where the weights of a resident block lie, or of the embedding or the head."""
         resident, n_streaming = self.policy.resident_blocks, self.policy.prefetch_depth + 1

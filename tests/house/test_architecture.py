@@ -53,7 +53,7 @@ HOME = {
         *(f"runtime/{room}" for room in ("host", "compute", "machines", "checkpoint", "data", "train")),
         *("runtime/batch.py", "hwprofiles/probe"),
     },
-    "scipy": {"hwprofiles/fit.py", "planner/search/integer.py"},
+    "scipy": {"hwprofiles/fit.py", "planner/bounds/integer.py"},
     "transformers": {
         *(f"runtime/compute/{name}.py" for name in ("documents", "kernels", "meta_models")),
         *("runtime/data/templates.py", "runtime/train/generation.py", "runtime/train/schedules.py"),

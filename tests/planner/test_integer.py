@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.search.integer import Program
+from planner.bounds.integer import Program
 from tests.tour import ROOT
 
 NOISY = """

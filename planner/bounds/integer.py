@@ -52,8 +52,9 @@ class Program:
             )
         if found.status == INFEASIBLE:
             return None
-        assert found.mip_dual_bound is not None, f"the solver ends with {found.message}"
-        return float(found.mip_dual_bound), self.low if found.x is None else [float(x) for x in found.x]
+        bound = found.mip_dual_bound if any(self.integer) else found.fun  # of a linear program the two are one
+        assert bound is not None, f"the solver ends with {found.message}"
+        return float(bound), self.low if found.x is None else [float(x) for x in found.x]
 
 
 @contextmanager
