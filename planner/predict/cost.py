@@ -12,7 +12,7 @@ from hwprofiles.schema import Direction, Profile
 from planner.lower.arenas import SQUARE_BYTES
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
 from runtime.plan.region import Demand, Region, Resource, Uses
-from runtime.plan.setup import MOMENT_BYTES
+from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS, MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
@@ -22,8 +22,7 @@ BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, 
 # A CPU's profile is probed with the calls that the modules make.
 EAGER_FRACTION = 0.841
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
-DEVICE_UPDATE_ELEMENTS = 2**21  # that a GPU updates at a time (`runtime/host/device_updates.py`)
-DEVICE_UPDATE_KERNELS = 20  # that it launches for these
+DEVICE_UPDATE_KERNELS = 20  # that a GPU launches for all elements that it updates at a time (`runtime/host/device_updates.py`)
 SQUARE_KERNELS = 4  # of `runtime/host/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
 # Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
 # head width 128, 8k tokens, causal) of the 290 that the profile has there.

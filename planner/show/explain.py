@@ -149,6 +149,8 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
         traits["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
     if policy.square_blocks:
         traits["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
+    if policy.device_blocks:
+        traits["state"] = f"masters and moments of {counted(len(policy.device_blocks), 'block')} on the device, which updates them"
     early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
     return traits | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
 

@@ -16,7 +16,7 @@ from runtime.plan.workload import BlockKind
 
 from .report_step import Stretch
 
-STATE = frozenset({"state", "norm"})  # what one step leaves to the next
+STATE = frozenset({"state", "device_state", "norm"})  # what one step leaves to the next
 KEPT, COMPUTED, CONTEXT, RUNTIME = "kept activations", "block being computed", "context", "runtime"
 OTHER = "other"
 SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are summed up

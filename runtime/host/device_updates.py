@@ -16,6 +16,7 @@ import torch
 
 from runtime.errors import PlanError
 from runtime.plan import Op, Plan
+from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS
 from runtime.settings import AdamW
 
 from .chunks import Scratch, halves, join, round_up_half
@@ -25,9 +26,7 @@ from .optimizer import ParamState, SplitMaster, adamw_
 from .updates import Updates
 from .workers import Workers
 
-# What one call updates: kernels large enough for a GPU, and scratch memory that its second cache holds; on a processor, the host's.
-UPDATE_ELEMENTS = {"cuda": 2**21, "cpu": 2**17}
-FP32_SCRATCH = 6  # tensors of so many elements, that a call makes at a time, at most
+CPU_ELEMENTS = 2**17  # that a processor updates at a time: what it makes of them stays in a cache
 PROBE_ELEMENTS = 2**16 + 24
 
 Tensor = torch.Tensor
@@ -178,7 +177,7 @@ class DeviceUpdates:
         self.plan, self.arenas, self.state, self.updates = plan, arenas, state, updates
         self._offsets = [block.offsets()[0] for block in plan.workload.blocks]
         self._step = exact_step(device) if plan.policy.device_blocks else None
-        self._n_elements = UPDATE_ELEMENTS[device.type]
+        self._n_elements = CPU_ELEMENTS if device.type == "cpu" else DEVICE_UPDATE_ELEMENTS
         self._alone = Workers(1, Scratch)  # a snapshot's copy is made by this thread
 
     def update(self, op: Op, step: int) -> None:

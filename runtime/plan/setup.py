@@ -15,8 +15,8 @@ from .policy import Policy, Semantics
 from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Recompute, Saved, Workload
 
 MOMENT_BYTES = 8  # AdamW's two, fp32
-# What an update on the device makes at a time besides: seven fp32 tensors of 2^21 elements, and a mask.
-DEVICE_UPDATE_SCRATCH_BYTES = (7 * 4 + 1) * 2**21
+DEVICE_UPDATE_ELEMENTS = 2**24  # that a GPU updates at a time: fewer, and launching its kernels would take longer than they do
+DEVICE_UPDATE_SCRATCH_BYTES = (7 * 4 + 1) * DEVICE_UPDATE_ELEMENTS  # seven fp32 tensors of so many, and a mask
 REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 
