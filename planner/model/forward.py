@@ -193,7 +193,7 @@ def route(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
 def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     """The experts' MLPs on the rows routed to them, and their weighted sum."""
     scores = route(tape, x, s)
-    n, inner, each = s.n_rows * s.width, s.n_rows * s.inner, 1 if s.grouped else s.n_experts
+    n, each = s.n_rows * s.width, 1 if s.grouped else s.n_experts
     index = Tensor(s.n_rows, INT64 if s.grouped else 2 * INT64)
     # Which rows belong to another device's expert: none, but transformers 5.17 asks. What it masks takes the place of what it was
     mask = Tensor(s.n_rows, 1 if s.grouped else 0)
@@ -224,19 +224,7 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
             tape.held = (*names, bias)
         return y
 
-    gate_up = product(rows, s.width, 2 * s.inner)
-    half_bytes = inner * tape.item_bytes
-    if s.bias:  # clamped gate and up, gate * sigmoid(a * gate), up + 1
-        gate, up = (tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=each) for _ in "gu")
-        sigmoid = tape.step([tape.step([gate], inner, n_calls=each)], inner, saves_out=True, n_calls=each)
-        act = tape.step([gate, sigmoid], inner, saves=[gate, sigmoid], n_calls=each)
-        held, tape.held = tape.held, (*tape.held, up)
-        up = tape.step([up], inner, n_calls=each)
-        mixed = tape.step([up, act], inner, saves=[up, act], n_calls=each)
-        tape.held = held
-    else:
-        act = tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=each)
-        mixed = tape.step([act, gate_up], inner, saves=[act, gate_up], moved_bytes=3 * half_bytes, n_calls=each)
+    mixed = _gated(tape, product(rows, s.width, 2 * s.inner), s)
     y = product(mixed, s.inner, s.width)
     weighted_bytes = max(y.item_bytes, row_weights.item_bytes)
     # Where precisions are mixed, one of the factors is also made in the wider one
@@ -252,3 +240,21 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
         y = tape.step([y], s.n_tokens * s.width, saves=[y], moved_bytes=3 * y.n_bytes, n_calls=each, looped=True)
     tape.held = ()
     return y
+
+
+def _gated(tape: Tape, gate_up: Tensor, s: ExpertsShape) -> Tensor:
+    """What the experts' gates let through of their up-projections."""
+    inner, n_calls = s.n_rows * s.inner, 1 if s.grouped else s.n_experts
+    half_bytes = inner * tape.item_bytes
+    if s.bias:  # clamped gate and up, gate * sigmoid(a * gate), up + 1
+        gate, up = (tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=n_calls) for _ in "gu")
+        sigmoid = tape.step([tape.step([gate], inner, n_calls=n_calls)], inner, saves_out=True, n_calls=n_calls)
+        act = tape.step([gate, sigmoid], inner, saves=[gate, sigmoid], n_calls=n_calls)
+        held, tape.held = tape.held, (*tape.held, up)
+        up = tape.step([up], inner, n_calls=n_calls)
+        mixed = tape.step([up, act], inner, saves=[up, act], n_calls=n_calls)
+        tape.held = held
+    else:
+        act = tape.step([gate_up], inner, saves=[gate_up], moved_bytes=2 * half_bytes, n_calls=n_calls)
+        mixed = tape.step([act, gate_up], inner, saves=[act, gate_up], moved_bytes=3 * half_bytes, n_calls=n_calls)
+    return mixed

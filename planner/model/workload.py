@@ -75,27 +75,14 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
     """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
     a, seq_len, head_dim = config.architecture, semantics.seq_len, config.head_dim
     tokens, width = n_seq * seq_len, config.hidden
-    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
     masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
     norm, pointwise = semantics.norm, semantics.pointwise
     shape = fw.AttentionShape(n_seq, seq_len, config.n_heads, config.n_kv_heads, head_dim, masked, semantics.attention_kernel)
     tape = Tape(ITEM_BYTES[semantics.compute_dtype])
     x = Tensor(tokens * width, tape.item_bytes, ours=False)
-    normed = fw.rms_norm(tape, x, width, a.norm, norm)
-    q = tape.linear(normed, tokens, width, q_width, config.qkv_bias)
-    q = fw.rms_norm(tape, q, head_dim, a.norm, norm) if a.head_norms else q
-    k = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
-    k = fw.rms_norm(tape, k, head_dim, a.norm, norm) if a.head_norms else k
-    v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
     table_width = head_dim // 2 if a.rotary == "halves" else head_dim
     table = Tensor(seq_len * table_width, tape.item_bytes, ours=False, differentiable=False)
-    q, k = (fw.rotate(tape, x, table, a.rotary, pointwise) for x in (q, k))
-    if semantics.attention == "sdpa":
-        mixed = fw.fused_attention(tape, q, k, v, shape)
-    else:
-        mixed = fw.eager_attention(tape, q, k, v, shape, config.softcap, a.sinks)
-    y = tape.linear(mixed, tokens, q_width, width, config.out_bias)
-    y = fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
+    y = _attend(tape, config, semantics, x, table, shape)
     x = tape.step([x, y], tokens * width, scratch_bytes=0)
     normed = fw.rms_norm(tape, x, width, a.norm, norm)
 
@@ -137,6 +124,26 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
         tile_sum_bytes=tape.tile_sum_bytes,
         tiers=tape.tiers(shared_bytes),
     )
+
+
+def _attend(tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: Tensor, shape: fw.AttentionShape) -> Tensor:
+    """The first half of a decoder layer, from its input to what is added to it."""
+    a, head_dim, norm = config.architecture, config.head_dim, semantics.norm
+    tokens, width = shape.n_tokens, config.hidden
+    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
+    normed = fw.rms_norm(tape, x, width, a.norm, norm)
+    q = tape.linear(normed, tokens, width, q_width, config.qkv_bias)
+    q = fw.rms_norm(tape, q, head_dim, a.norm, norm) if a.head_norms else q
+    k = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
+    k = fw.rms_norm(tape, k, head_dim, a.norm, norm) if a.head_norms else k
+    v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
+    q, k = (fw.rotate(tape, x, table, a.rotary, semantics.pointwise) for x in (q, k))
+    if semantics.attention == "sdpa":
+        mixed = fw.fused_attention(tape, q, k, v, shape)
+    else:
+        mixed = fw.eager_attention(tape, q, k, v, shape, config.softcap, a.sinks)
+    y = tape.linear(mixed, tokens, q_width, width, config.out_bias)
+    return fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
 
 
 def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:

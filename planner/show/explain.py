@@ -51,10 +51,23 @@ def kernels_in_words(semantics: Semantics) -> str:
 
 
 def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
-    plan, claim, certificate = answer.plan, answer.prediction_json(), answer.certificate
+    for table in (_asked(answer, profile), _predicted(answer), *_tables(answer, profile), _memory(answer.needs)):
+        yield table
+        yield Text()
+    yield _baselines(answer)
+    yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
+    if answer.resident is not None:
+        yield Text("Resident: all state and AdamW on the device, as no plan has it yet, with this micro-batch.", style="dim")
+    yield Text()
+    yield from map(Text, sureness(answer, profile))
+
+
+def _asked(answer: Answer, profile: Profile) -> Table:
+    """What was asked for, and the policy that answers it."""
+    plan = answer.plan
     semantics, policy = plan.semantics, plan.policy
     resident = advice(None if answer.resident is None else answer.resident.step_s, answer.step_s)
-    yield _rows(
+    return _rows(
         (
             "model",
             f"{plan.model.name or plan.model.path}: {show_count(plan.workload.n_params)} parameters, "
@@ -72,8 +85,12 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
         ("kernels", kernels_in_words(semantics)),
         *(("" if i else "policy", text) for i, text in enumerate(clauses(policy, plan).values())),
     )
-    yield Text()
-    yield _rows(
+
+
+def _predicted(answer: Answer) -> Table:
+    """The step, what binds it, and how far from the best it can be."""
+    claim, certificate = answer.prediction_json(), answer.certificate
+    return _rows(
         (
             "predicted",
             f"{show_seconds(claim['step_s'])} a step (P10 to P90: {show_seconds(claim['p10_step_s'])} to "
@@ -86,37 +103,36 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
         *(() if answer.clipped_step_s is None else (("clipped", _clipped(answer, answer.clipped_step_s)),)),
         *((("note", "no steady rhythm found: the step is the mean of the last steps"),) if not answer.prediction.periodic else ()),
     )
-    yield Text()
+
+
+def _tables(answer: Answer, profile: Profile) -> Iterator[Table]:
+    """Where the seconds go: by lane, by what holds the step up, and by what would shorten it."""
+    plan, claim = answer.plan, answer.prediction_json()
     lanes = _table("lane", "busy", "share of the step")
     for lane in Lane:
         busy_s = claim["busy_s"][str(lane)]
         lanes.add_row(f"{lane}: {LANE_TITLE[lane]}", show_seconds(busy_s), f"{busy_s / claim['step_s']:.0%}")
     yield lanes
-    yield Text()
     parts = _table("the step is", "takes", "in all", "share")
     for row in waterfall(plan, profile).rows():
         parts.add_row(*row)
     yield parts
-    yield Text()
     gains = _table("10 % more of", "saves", "of the step")
     for found in sensitivities(plan, profile):
         gains.add_row(*found.row())
     yield gains
-    yield Text()
-    yield _memory(answer.needs)
-    yield Text()
+
+
+def _baselines(answer: Answer) -> Table:
+    """The schedules of other systems beside this one."""
+    step_s = answer.prediction_json()["step_s"]
     others = _table("schedule", "step", "this plan is")
     for name, outcome in answer.all_baselines().items():
         if "step_s" in outcome:
-            others.add_row(name, show_seconds(outcome["step_s"]), f"{outcome['step_s'] / claim['step_s']:.2f} times as fast")
+            others.add_row(name, show_seconds(outcome["step_s"]), f"{outcome['step_s'] / step_s:.2f} times as fast")
         else:
             others.add_row(name, "does not fit", outcome["does_not_fit"])
-    yield others
-    yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
-    if answer.resident is not None:
-        yield Text("Resident: all state and AdamW on the device, as no plan has it yet, with this micro-batch.", style="dim")
-    yield Text()
-    yield from map(Text, sureness(answer, profile))
+    return others
 
 
 def _next_best(answer: Answer, policy: Policy, step_s: float) -> tuple[str, str]:
