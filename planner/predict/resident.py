@@ -1,7 +1,7 @@
 """How fast would training be with all its state on the device?
 
-Where it fits: weights, masters, moments and gradients stay there, and AdamW works there. No schedule of ours does that, so it is no
-policy but a figure to hold plans against, under the same semantics (the micro-batch too), kernels and costs:
+Where it fits: weights, masters, moments and gradients stay there, and AdamW works there in one pass. No schedule of ours does just
+that, so it is no policy but a figure to hold plans against, under the same semantics (the micro-batch too), kernels and costs:
 
 - Work is that of the cost model: forward, backward and loss of each micro-batch, recompute, summing gradients. Micro-batches come
   one after another, so activations are those of one. One queue does everything: no op is handed from lane to lane, and only what

@@ -57,7 +57,7 @@ def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
     yield _baselines(answer)
     yield Text("Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim")
     if answer.resident is not None:
-        yield Text("Resident: all state and AdamW on the device, as no plan has it yet, with this micro-batch.", style="dim")
+        yield Text("Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch.", style="dim")
     yield Text()
     yield from map(Text, sureness(answer, profile))
 
@@ -220,7 +220,7 @@ def certificate_sentence(certificate: Certificate, step_s: float) -> str:
     return (
         f"{whose} below {show_seconds(certificate.policy_bound_s)} "
         f"(gap {certificate.gap_fraction:.1%} of a step of {show_seconds(step_s)}); "
-        f"no schedule that updates on the host, with this micro-batch, is below {show_seconds(certificate.machine_bound_s)}"
+        f"no schedule with this micro-batch is below {show_seconds(certificate.machine_bound_s)}"
     )
 
 

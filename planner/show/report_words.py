@@ -181,7 +181,7 @@ def certified(claim: Claim) -> str:
     else:
         first = f"This policy was asked for, not searched for; with it no step takes less than {exact(claim.policy_bound_s)}."
     binds = f" What binds is {claim.binding}." if claim.binding else ""
-    host = f"No schedule that updates on the host, with this micro-batch, takes less than {exact(claim.machine_bound_s)}."
+    host = f"No schedule with this micro-batch takes less than {exact(claim.machine_bound_s)}."
     return f"{first} {host}{binds}"
 
 

@@ -64,7 +64,7 @@ HOME = {
     "pyarrow": {"runtime/data/token_cache.py", "runtime/data/sources.py"},
     "yaml": {"runtime/train/run_config.py"},
     **{library: {"runtime/train/monitors.py"} for library in ("tensorboard", "wandb", "mlflow")},
-    "numpy": {"runtime/data", "planner/search/integer.py"},
+    "numpy": {"runtime/data", "planner/bounds/integer.py"},
 }
 
 IMPORTED_AS = {"PyYAML": "yaml"}  # where a distribution has another name than its module
