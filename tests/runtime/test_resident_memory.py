@@ -55,8 +55,8 @@ def test_after_150_steps_of_chats_of_any_length_what_was_resident_is_what_was_pl
     assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
 
 
-def test_after_60_steps_of_documents_too(tmp_path):
-    resident_bytes, planned_bytes = resident_and_planned(tmp_path, "documents", 60)
+def test_after_30_steps_of_documents_too(tmp_path):
+    resident_bytes, planned_bytes = resident_and_planned(tmp_path, "documents", 30)
     assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
 
 
