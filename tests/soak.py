@@ -35,6 +35,7 @@ SOAK = (
     "test_compare.py::test_the_order_in_which_machines_are_given_does_not_matter",
     "test_compare.py::test_the_smallest_host_memory_fits_and_a_byte_less_does_not[None-free0]",
     "test_compare.py::test_the_smallest_host_memory_fits_and_a_byte_less_does_not[None-free1]",
+    "test_compare.py::test_tiles_that_were_named_are_those_that_are_planned",
     "test_compare.py::test_what_binds_a_machine_and_whose_tokens_cost_least_can_be_read",
     "test_compare.py::test_what_has_no_price_says_so",
     "test_compare.py::test_where_the_device_is_too_small_no_host_memory_helps",
@@ -52,11 +53,13 @@ SOAK = (
     "test_failures.py::test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one[4-5]",
     "test_failures.py::test_a_run_that_is_told_to_end_saves_its_step_exits_with_0_and_the_next_goes_on_to_the_same_bits",
     "test_generation.py::test_drawn_tokens_are_among_the_likeliest_and_come_as_often_as_they_should",
+    "test_gpu_benchmark.py::test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_said",
+    "test_gpu_benchmark.py::test_a_stage_over_its_limit_is_killed_with_all_that_it_started_and_the_next_still_runs",
     "test_gpu_benchmark.py::test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_tried_again",
-    "test_hostile.py::test_a_batch_beyond_all_measure_is_answered[qwen2.5-0.5b-size0]",
     "test_hostile.py::test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints",
     "test_hostile.py::test_a_tokenizer_on_which_its_library_panics_is_one_line",
     "test_hostile.py::test_what_binds_a_step_that_is_full_of_nothing_is_what_waits",
+    "test_hostile_files.py::test_a_plan_of_very_many_ops_is_answered",
     "test_hostile_files.py::test_many_published_runs_are_told_apart_in_no_time",
     "test_kernels.py::test_a_function_is_compiled_where_its_bits_stay_and_runs_call_by_call_elsewhere",
     "test_kills.py::test_training_that_is_killed_three_times_goes_on_to_the_same_bits",
@@ -79,10 +82,13 @@ SOAK = (
     "test_recalibrate.py::test_noise_of_ops_does_not_hide_what_is_wrong",
     "test_recalibrate.py::test_updates_that_are_done_again_because_norms_are_clipped_are_no_slow_machine",
     "test_remedy.py::test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it",
+    "test_remedy.py::test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by",
     "test_report.py::test_a_plan_of_ten_thousand_ops_makes_a_page_of_less_than_two_megabytes",
     "test_report_browser.py::test_keys_zoom_move_and_show_the_whole_step_again",
     "test_resident.py::test_compare_has_a_line_for_each_machine_that_is_better_without_streaming",
     "test_resident_memory.py::test_after_150_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned",
+    "test_run_folders.py::test_a_checkpoint_is_a_model_to_begin_from_as_the_refusal_of_another_schedule_says",
+    "test_run_settings.py::test_a_schedule_goes_on_where_a_resumed_run_left_it",
     "test_run_settings.py::test_the_profile_that_a_run_shows_is_one_that_plans_are_made_with",
     "test_run_settings.py::test_what_is_looked_at_changes_no_bit_of_training",
     "test_run_signals.py::test_a_damaged_checkpoint_is_refused_by_file_and_the_one_before_it_is_offered_and_works",
@@ -97,6 +103,7 @@ SOAK = (
     "test_tiles.py::test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit[mistral]",
     "test_tiles.py::test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit[qwen2]",
     "test_tiles.py::test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit[qwen3]",
+    "test_token_cache.py::test_another_tokenizer_or_template_makes_other_tokens",
     "test_uncertainty.py::test_no_measurement_that_matters_is_left_out",
     "test_uncertainty.py::test_the_interval_is_that_of_plain_sampling",
     "test_validate.py::test_a_run_that_the_fit_has_not_seen_is_predicted_within_the_target",
@@ -160,7 +167,7 @@ DRAWN = (
     "test_waterfall.py::test_what_is_free_has_no_part_in_the_step",
 )
 SHARE = 7  # one in so many: a prime, so that no value of a product of parameters is the one that is always taken
-FEWEST = 3
+FEWEST = 2
 
 # Of these, `make test` takes the first case and then one in SHARE, and `make soak` the others.
 SOME = (
@@ -194,6 +201,7 @@ SOME = (
     "test_generation.py::test_the_likeliest_tokens_are_those_of_transformers",
     "test_host_never_waits.py::test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one",
     "test_host_never_waits.py::test_the_links_lanes_only_copy_between_arenas_and_nobody_waits_for_it",
+    "test_hostile.py::test_a_batch_beyond_all_measure_is_answered",
     "test_hostile.py::test_a_disk_that_is_full_leaves_nothing_half_written",
     "test_hostile.py::test_standard_output_that_is_full_is_one_line",
     "test_hostile_commands.py::test_a_command_takes_a_changed_file_or_refuses_it_in_one_line",
