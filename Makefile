@@ -5,6 +5,9 @@ PY := .venv/bin/python
 PYTHON_OLDEST ?= python3.12
 PY_OLDEST := .venv-oldest/bin/python
 
+# Modules are compiled once, not by each of the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test soak test-oldest lint types unit format tour clean
 
 demo: .venv/stamp

@@ -153,10 +153,25 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
     return False
 
 
+IMPORTED_BY_A_RUN = (
+    *("datasets", "transformers.models.qwen3.modeling_qwen3", "transformers.trainer_pt_utils"),
+    *(
+        "penstock.assembly",
+        "penstock.cli.outcome",
+        "penstock.cli.progress",
+        "penstock.cli.run",
+        "penstock.session",
+        "penstock.watch",
+    ),
+    *("planner.check.recount", "runtime.data.data", "runtime.data.map_style", "runtime.data.token_cache", "runtime.machines.cuda"),
+    *("runtime.train.evaluation", "runtime.train.generation", "runtime.train.trainer"),
+)
+
+
 @cache
 def _imported_once() -> None:
     """What a run imports takes seconds: here, and not again in every process."""
-    for name in ("transformers.models.qwen3.modeling_qwen3", "penstock.assembly", "penstock.cli.run", "penstock.session"):
+    for name in IMPORTED_BY_A_RUN:
         import_module(name)
 
 

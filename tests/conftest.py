@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from .soak import DRAWN, PAIRS, SOAK, VALUES, covering, share
+from .soak import DRAWN, long_lane, share
 
 # Shared machines are slow at times, which proves nothing; and a build must not depend on which examples were drawn.
 settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
@@ -19,18 +19,14 @@ settings.load_profile("house")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-COLLECTED = pytest.StashKey[set[str]]()  # the names of all cases, whichever lane is asked for
+COLLECTED = pytest.StashKey[dict[str, Any]]()  # the parameters of all cases, by name, whichever lane is asked for
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The lanes are lists, so that they can be read."""
     names = {item: item.nodeid.rpartition("/")[2] for item in items}
-    config.stash[COLLECTED] = {*names.values()}
-    long = {*SOAK}
-    for tests, strength in ((PAIRS, 2), (VALUES, 1)):
-        for test in tests:
-            of = {name: item.callspec.params for item, name in names.items() if name.partition("[")[0] == test}  # type: ignore[attr-defined]
-            long |= of.keys() - covering(of, strength)
+    config.stash[COLLECTED] = {name: getattr(getattr(item, "callspec", None), "params", {}) for item, name in names.items()}
+    long = long_lane(config.stash[COLLECTED])
     for item, name in names.items():
         if name in long:
             item.add_marker(pytest.mark.soak)

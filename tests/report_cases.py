@@ -19,7 +19,7 @@ from planner.show.report import report
 from runtime.plan import Plan, PlanFile
 
 SLOWER = 1.1  # than predicted: what the runs made here measure
-MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4")
+MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
 TOKENS_PER_STEP = 2048
 
 

@@ -92,7 +92,7 @@ def test_the_names_are_these_and_none_wakes_torch() -> None:
     assert all(getattr(penstock, name) is not None for name in names)
     code = (
         "import sys, penstock\nassert not {'torch', 'scipy', 'pydantic'} & {*sys.modules}\n"
-        "found = penstock.plan('qwen2.5-0.5b', 'rtx4090-server', seq_len=512, batch_size=2)\n"
+        "found = penstock.plan('qwen2.5-0.5b', 'rtx4090-server', seq_len=512, batch_size=4, micro_batch=2)\n"
         "penstock.check(found, quick=True), penstock.predict(found), str(found), found._repr_html_()\n"
         "assert 'torch' not in sys.modules"
     )

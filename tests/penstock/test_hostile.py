@@ -298,6 +298,9 @@ def test_what_binds_is_what_the_step_is_full_of(house):
     assert said["prediction"]["busy_s"]["gpu"] > 0.9 * said["prediction"]["step_s"]
     assert said["certificate"]["binding"] == "device compute"
     assert "binding    device compute" in invoke(*args).stdout
+
+
+def test_what_binds_a_step_that_is_full_of_nothing_is_what_waits():
     large = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", 64, "--seq-len", 1024, "--master", "bf16", "--json"]
     said = json.loads(invoke(*large).stdout)
     assert max(said["prediction"]["busy_s"].values()) < 0.9 * said["prediction"]["step_s"]

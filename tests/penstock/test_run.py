@@ -162,7 +162,7 @@ def test_a_plan_that_was_edited_into_a_race_is_refused(home):
 
 def test_a_plan_that_needs_more_memory_than_there_is_exits_with_3(home):
     done = penstock(
-        "plan", "qwen2.5-72b", "--machine", "gh200", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
+        "plan", "qwen2.5-14b", "--machine", "gh200", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
     )
     assert done.exit_code == 0, done.output
     one_line(train(home, home / "big.json", out="o"), 3, "more than are free")

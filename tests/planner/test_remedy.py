@@ -102,7 +102,7 @@ def proposals(request):
     return [*_changes(request, found), _with_memory(request, found[0])]
 
 
-@pytest.mark.parametrize("named", [frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}, SIZES])
+@pytest.mark.parametrize("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
 def test_no_change_resets_a_size_that_the_user_named(named):
     """Four times the gradient's bytes, a device of 3 GB: every kind of change is tried, with and without fitting."""
     model = read_model("qwen2.5-7b")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -33,6 +34,7 @@ def on(profile, model, of):
     return resident(frame(model, build_workload(model, of), of, Policy()), CostModel(profile))
 
 
+@cache
 def saying(*args):
     result = CliRunner().invoke(cli, list(args))
     assert result.exit_code == 0, result.output

@@ -1,6 +1,7 @@
 """Does a thread that outlives runs do all of them, and outlive nothing else?"""
 
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -133,14 +134,18 @@ def test_after_a_failure_the_same_thread_performs_the_next_run():
     assert len(machine.performed) - before == 4 * len(plan.ops)
 
 
-EXITING = """
+# Without the modules of the tests, which take seconds to import
+EXITING = f"""
 import sys, threading
 from runtime.executor import execute
-from tests.runtime.test_lane_thread import OnOneThread, tiny_plan
+from runtime.lane_thread import LaneThread
+from runtime.machine import NullMachine
+from runtime.plan import Kind, Lane, Plan
 
+{inspect.getsource(OnOneThread)}
 machine = OnOneThread()
 machine.keeps_itself = machine
-execute(tiny_plan(), machine, 2)
+execute(Plan.parse(sys.stdin.read()), machine, 2)
 if sys.argv[1] == "hanging":
     machine.gpu.run(threading.Event().wait).start()
 print("done", flush=True)
@@ -152,7 +157,15 @@ if sys.argv[1] == "raising":
 @pytest.mark.parametrize(("how", "code"), [("ending", 0), ("raising", 1), ("hanging", 0)])
 def test_no_process_waits_for_such_a_thread_when_it_ends(how, code):
     began_s = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", EXITING, how], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", EXITING, how],
+        input=str(tiny_plan()),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
     assert "Fatal" not in done.stderr
     assert time.perf_counter() - began_s < 100

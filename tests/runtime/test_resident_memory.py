@@ -30,7 +30,7 @@ finally:
 """
 
 
-def write_chats(path, n_chats=1500):
+def write_chats(path, n_chats):
     """Of any length up to a sequence's, in letters, which the byte-level tokenizer takes one by one."""
     rng = random.Random(0)
     with path.open("w") as file:
@@ -55,15 +55,15 @@ def test_after_150_steps_of_chats_of_any_length_what_was_resident_is_what_was_pl
     assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
 
 
-def test_after_60_steps_of_documents_too(tmp_path):
-    resident_bytes, planned_bytes = resident_and_planned(tmp_path, "documents", 60)
+def test_after_30_steps_of_documents_too(tmp_path):
+    resident_bytes, planned_bytes = resident_and_planned(tmp_path, "documents", 30, n_chats=300)
     assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
 
 
-def resident_and_planned(tmp_path, packing, n_steps):
+def resident_and_planned(tmp_path, packing, n_steps, n_chats=1500):
     """The most bytes that a run of so many steps had, and what its plan says."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
-    write_chats(tmp_path / "chats.jsonl")
+    write_chats(tmp_path / "chats.jsonl", n_chats)
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)
     done = penstock("plan", tmp_path, "--machine", "cpu-2core", *sizes, "-o", tmp_path / "plan.json")
     assert done.exit_code == 0, done.output
