@@ -285,6 +285,7 @@ VALUES = (
     "test_activation_offload.py::test_training_is_the_plain_loop_to_the_bit_wherever_activations_wait",
     "test_checkpoint.py::test_transformers_loads_the_checkpoint_of_every_type",
     "test_device_norms.py::test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit",
+    "test_device_state.py::test_training_is_the_plain_loop_to_the_bit_wherever_state_lies",
     "test_documents.py::test_loss_and_gradients_are_those_of_the_documents_alone",
     "test_evaluation.py::test_of_the_same_batch_it_is_the_loss_of_the_training_step_to_the_bit",
     "test_host_never_waits.py::test_of_every_type_that_we_know_the_model_is_asked_for_masks_and_positions_twice",

@@ -32,8 +32,8 @@ BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is w
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far from optimal the plan can be: no policy of the space is below one bound; no schedule that has this micro-batch is below
-    the other."""
+    """How far from optimal the plan can be: no policy of the space is below one bound, no schedule with this micro-batch below the
+    other."""
 
     policy_bound_s: float
     machine_bound_s: float
