@@ -21,7 +21,7 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from hwprofiles.schema import read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.search import branch, climb, estimate, relax, space
+from planner.search import branch, choices, climb, estimate, loads, space
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
 from runtime.errors import DoesNotFitError
@@ -33,6 +33,7 @@ KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the cho
     "boundary_stride": lambda policy: policy.boundary_stride > 1,
     "save: attention": lambda policy: Saved.ATTENTION in policy.save,
     "offload_blocks": lambda policy: bool(policy.offload_blocks),
+    "device_blocks": lambda policy: bool(policy.device_blocks),
 }
 TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS = ("qwen3-8b", "qwen2.5-14b"), ("rtx4090-desktop", "h100-sxm"), (4096, 65536, 131072)
 ENOUGH = 1.02
@@ -77,9 +78,13 @@ def step_s(cell: Cell, knob: str) -> float | None:
         if knob == "offload_blocks":
             ways_of = space.ways_of
             stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
-            stack.enter_context(patch.object(relax, "ways_of", stay))
+            for room in (loads, choices):
+                stack.enter_context(patch.object(room, "ways_of", stay))
             stack.enter_context(patch.object(climb, "AWAY", ()))
             stack.enter_context(patch.object(estimate.Greedy, "_leaving", lambda self, saved: {}))
+        if knob == "device_blocks":
+            for room in (loads, choices, climb, estimate):
+                stack.enter_context(patch.object(room, "places_to_stay", lambda plan, profile: []))
         semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
         try:
             return search(model, workload, semantics, profile, free=SIZES).step_s

@@ -1,17 +1,19 @@
-"""What is gained where saved activations may wait on the host?
+"""What is gained where saved activations may wait on the host, or state is kept on the device?
 
     python -m benchmarks.offload > docs/benchmarks/offload_DATE.md
+    python -m benchmarks.offload state > docs/benchmarks/state_DATE.md
 
-Each cell is searched as `penstock plan` does it, and once more without `offload_blocks`: then no plan that sends saved activations
-away is suggested, bounded or climbed to, nor sizes chosen with one in mind. The fastest other system's schedule under the same
-semantics, with sizes of the first search, stands beside. Cells are those of `grid.py` and a few that others publish figures for.
-Nothing is measured. Half an hour of one core.
+Each cell is searched as `penstock plan` does it, and once more without `offload_blocks` (or `device_blocks`): then no plan that
+makes this choice is suggested, bounded or climbed to, nor sizes chosen with one in mind. The fastest other system's schedule under
+the same semantics, with sizes of the first search, stands beside. Cells are those of `grid.py` and a few that others publish
+figures for; of state, small steps on devices with room. Nothing is measured. Half an hour of one core, a quarter for state.
 """
 
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import penstock
@@ -31,6 +33,14 @@ PUBLISHED = (
 )
 
 
+SMALL_STEPS = tuple(
+    Cell(model, machine, 4096, n)
+    for model, machine, n in product(
+        ("qwen2.5-7b", "qwen2.5-14b"), ("h100-sxm", "gh200", "h200-pcie5", "b200"), (8192, 16384, 32768)
+    )
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """Of a cell: its plan, and the best without the choice."""
@@ -40,11 +50,11 @@ class Found:
     other_s: float | None  # of the fastest other system's schedule
     gap_fraction: float
     above_machine_fraction: float  # the step above what no schedule goes below
-    away: str
+    what: str
     binding: str
 
 
-def found(cell: Cell) -> Found | None:
+def found(knob: str, cell: Cell) -> Found | None:
     """Both searches; None where nothing fits."""
     profile = read_profile(cell.machine).with_memory(None, cell.host_bytes)
     try:
@@ -53,13 +63,13 @@ def found(cell: Cell) -> Found | None:
         return None
     answer, policy = planned.answer, planned.plan.policy
     others = [of["step_s"] for of in answer.baselines.values() if "step_s" in of]
-    counts = {saved: sum(policy.saved(b) is saved for b in policy.offload_blocks) for saved in Saved}
-    away = ", ".join(f"{saved} of {n}" for saved, n in counts.items() if n)
+    counts: dict[str, int] = {saved: sum(policy.saved(b) is saved for b in policy.offload_blocks) for saved in Saved}
+    if knob == "device_blocks":
+        counts = {"state": len(policy.device_blocks)}
+    what = ", ".join(f"{name} of {n}" for name, n in counts.items() if n)
     proof = answer.certificate
     above = answer.step_s / proof.machine_bound_s - 1
-    return Found(
-        answer.step_s, step_s(cell, "offload_blocks"), min(others, default=None), proof.gap_fraction, above, away, proof.binding
-    )
+    return Found(answer.step_s, step_s(cell, knob), min(others, default=None), proof.gap_fraction, above, what, proof.binding)
 
 
 def row(cell: Cell, of: Found | None) -> str:
@@ -71,19 +81,22 @@ def row(cell: Cell, of: Found | None) -> str:
     tokens_per_s = f"{cell.n_tokens / of.step_s:,.0f}"
     return (
         f"{head} {show_seconds(of.step_s)} | {tokens_per_s} | {without} | {other} | {of.gap_fraction:.1%} | "
-        f"{of.above_machine_fraction:.0%} | {of.away or 'nothing'}; {of.binding} |"
+        f"{of.above_machine_fraction:.0%} | {of.what or 'nothing'}; {of.binding} |"
     )
 
 
 def main() -> None:
+    knob = "device_blocks" if "state" in sys.argv[1:] else "offload_blocks"
     grid = [Cell(m, machine, SEQ_LEN, n) for m, machine, n in product(MODELS, MACHINES, TOKENS_PER_STEP)]
-    cells = list(dict.fromkeys([*PUBLISHED, *grid]))
+    cells = list(SMALL_STEPS) if knob == "device_blocks" else list(dict.fromkeys([*PUBLISHED, *grid]))
+    n_processes = next((int(argument) for argument in sys.argv[1:] if argument.isdigit()), 2)
     rows: list[tuple[Cell, Found | None]] = []
-    with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 2) as processes:
-        for cell, of in zip(cells, processes.map(found, cells), strict=True):
+    with ProcessPoolExecutor(n_processes) as processes:
+        for cell, of in zip(cells, processes.map(partial(found, knob), cells), strict=True):
             rows.append((cell, of))
             print(row(cell, of), file=sys.stderr, flush=True)
-    print("# What is gained where saved activations may wait on the host?\n")
+    place = "state is kept on the device" if knob == "device_blocks" else "saved activations may wait on the host"
+    print(f"# What is gained where {place}?\n")
     print((__doc__ or "").split("\n\n", 2)[2])
     faster = [of.without_s / of.step_s for _, of in rows if of is not None and of.without_s is not None]
     gaps = [of.gap_fraction for _, of in rows if of is not None]
@@ -101,7 +114,7 @@ def main() -> None:
         "| model | machine | tokens | step | tokens/s | without | times | best other system, times | gap | above machine bound |",
         end="",
     )
-    print(" saved on the host; what binds |")
+    print(" blocks of which that is so; what binds |")
     print("|---" * 3 + "|---:" * 7 + "|---|")
     print("\n".join(row(cell, of) for cell, of in rows))
 

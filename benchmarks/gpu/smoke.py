@@ -56,6 +56,7 @@ POLICIES = {
     "every second input": Policy(boundary_stride=2),
     "resident": Policy(resident_blocks=(1, 3), save=saves(all=(2,)), update=Update.DEFERRED, prefetch_depth=2),
     "squared on the device": Policy(square_blocks=(1, 2), accumulation_group=4),
+    "state on the device": Policy(square_blocks=(1, 2), device_blocks=(1, 2), accumulation_group=4, update=Update.DEFERRED),
 }
 
 

@@ -21,6 +21,7 @@ from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.compute.recompute import FUSED_ATTENTION, Replay
 from runtime.executor import Execution, execute
+from runtime.host.device_updates import call_by_call, emulated, gives_the_hosts_bits, one_kernel
 from runtime.host.optimizer import AdamW
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
@@ -270,6 +271,11 @@ def test_a_run_of_two_hundred_steps_takes_no_memory_that_one_of_four_does_not_an
     side = {machine.lanes.streams_of[lane].cuda_stream for lane in (Lane.H2D, Lane.D2H)}
     new = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] not in before]
     assert not side & {segment["stream"] for segment in new}
+
+
+def test_a_gpu_updates_to_the_hosts_bits_in_one_kernel_or_many() -> None:
+    for step in (one_kernel(), call_by_call(emulated)):
+        assert gives_the_hosts_bits(step, torch.device("cuda"))
 
 
 def test_every_arena_of_the_host_is_locked_and_let_go():
