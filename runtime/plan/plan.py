@@ -250,7 +250,8 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
-        raise PlanError(f"{where}: {place}: {first['msg'][:160]}; make it again with `penstock plan`") from None
+        problem = first["msg"].removeprefix("Value error, ")[:160]
+        raise PlanError(f"{where}: {place}: {problem}; make it again with `penstock plan`") from None
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     if len(sizes) != len(plan.arenas):
         raise PlanError(f"{where}: two arenas have the same name; make it again with `penstock plan`")
