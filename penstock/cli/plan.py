@@ -148,6 +148,8 @@ def plan(
         "attention": attention,
     }
     refuse_larger(micro_batch or 1, given["batch_size"])
+    if output is not None:
+        PlanFile.refuse_unwritable(output)
     try:
         answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps)
     except DoesNotFitError as error:

@@ -288,6 +288,17 @@ def test_what_is_wrong_with_what_layers_save_is_said_in_words(tmp_path, answered
         assert "Value error" not in words
 
 
+@pytest.mark.parametrize(
+    ("place", "why"), [("no/such/p.json", "No such file or directory"), ("file/p.json", "Not a directory"), (".", "a folder")]
+)
+def test_where_a_plan_cannot_be_written_nothing_is_searched(tmp_path, monkeypatch, place, why):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("penstock.api.answer_of", lambda *_: pytest.fail("searched"))
+    said = refused(invoke(*SMALL, "-o", tmp_path / place))
+    assert "Invalid value for '-o'" in said if place == "." else f"{place}: cannot be written ({why}); choose" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path, answered):
     plan, trace, run = answered[1], tmp_path / "t.json", tmp_path / "run"
     run.mkdir()
