@@ -266,6 +266,17 @@ def test_the_machine_bound_names_what_is_slow():
     }
 
 
+def test_where_layers_can_save_nothing_that_leaves_no_greedy_plan_is_made_as_if_they_did():
+    """Groups of other sizes are tried for what leaves alone: a group fills the link while another computes."""
+    model, profile = read_model("qwen2.5-0.5b"), read_profile("rtx4090-server").with_memory(10**10, None)
+    s = Semantics(4096, 16, 1)
+    whole = build_workload(model, s)
+    poor = replace(whole, blocks=tuple(replace(block, tiers=()) for block in whole.blocks))
+    groups = {poor: {1, 16}, whole: {1, 8, 16}}
+    for workload, expected in groups.items():
+        assert {policy.accumulation_group for policy in Greedy(model, workload, s, profile).policies()} == expected
+
+
 def test_the_answer_is_never_worse_than_a_static_candidate():
     for name, clip in (("h200-pcie5", 1.0), ("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
