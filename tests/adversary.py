@@ -181,9 +181,19 @@ def _drawn_blocks(rng: random.Random, of: Semantics, n_layers: int) -> tuple[Blo
         layers.append(block)
     tied = "table" if rng.random() < 0.5 else None
     table = Parameter("table", (vocab, width))
+    # Of what is saved: how much there is, in how many tensors, and the share that is copied to where it waits.
+    times, n_saved, copied = rng.choice((1, 1, 4, 20)), rng.choice((0, 1, 3, 50)), rng.choice((0.0, rng.random(), 1.0))
+    layers = [replace(block, tiers=tuple(_more_saved(tier, times, n_saved, copied) for tier in block.tiers)) for block in layers]
     embedding = Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary)
     head = (Parameter("norm", (width,)), Parameter("head", (vocab, width), tied))
     return embedding, *layers, Block("head", BlockKind.HEAD, head, (Matmul(tokens, width, vocab),), n_kernels=5)
+
+
+def _more_saved(tier: Tier, times: int, n_saved: int, copied: float) -> Tier:
+    if tier.saved is Saved.INPUT:
+        return tier
+    saved_bytes = tier.saved_bytes * times
+    return replace(tier, saved_bytes=saved_bytes, n_saved=n_saved, copied_bytes=int(saved_bytes * copied))
 
 
 def drawn_policy(rng: random.Random, of: Cell) -> Policy:

@@ -98,17 +98,23 @@ def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
     """Every way to recompute, or none but the whole forward, or any of them."""
     ways = [Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS]
     chosen = draw(st.sampled_from([ways, ways, []]) | st.lists(st.sampled_from(ways), unique=True))
-    return tuple(
-        Tier(
-            saved,
-            saved_bytes=0 if saved is Saved.INPUT else draw(st.integers(0, 10**5)),
-            transient_bytes=draw(st.integers(0, 10**6)),
-            n_matmuls=0 if saved is Saved.PRODUCTS else draw(st.integers(1, 2)),
-            attention=saved is Saved.INPUT,
-            pointwise_bytes=draw(st.integers(0, 10**5)),
-            n_kernels=draw(st.integers(0, 9)),
-        )
-        for saved in chosen
+    return tuple(draw(_tier(saved)) for saved in chosen)
+
+
+@st.composite
+def _tier(draw: st.DrawFn, saved: Saved) -> Tier:
+    """One that saves more than the input does so in a few tensors, some of which are copied to where they wait."""
+    saved_bytes = 0 if saved is Saved.INPUT else draw(st.integers(0, 10**5))
+    return Tier(
+        saved,
+        saved_bytes,
+        transient_bytes=draw(st.integers(0, 10**6)),
+        n_matmuls=0 if saved is Saved.PRODUCTS else draw(st.integers(1, 2)),
+        attention=saved is Saved.INPUT,
+        pointwise_bytes=draw(st.integers(0, 10**5)),
+        n_kernels=draw(st.integers(0, 9)),
+        n_saved=0 if saved is Saved.INPUT else draw(st.integers(0, 9)),
+        copied_bytes=draw(st.sampled_from([0, saved_bytes]) | st.integers(0, saved_bytes)),
     )
 
 
@@ -172,8 +178,12 @@ def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
         if block.attention is not None:
             share["attention"] = replace(block.attention, n_sequences=n_left)
         matmuls = tuple(replace(m, m=m.m // n * n_left) for m in block.matmuls)
-        tiers = tuple(replace(t, pointwise_bytes=t.pointwise_bytes // n * n_left) for t in block.tiers)
-        return replace(block, matmuls=matmuls, tiers=tiers, **share)
+        return replace(block, matmuls=matmuls, tiers=tuple(map(less_saved, block.tiers)), **share)
+
+    def less_saved(tier: Tier) -> Tier:
+        sizes = ("saved_bytes", "transient_bytes", "pointwise_bytes", "copied_bytes")
+        share: dict[str, Any] = {name: getattr(tier, name) // n * n_left for name in sizes}
+        return replace(tier, **share)
 
     return Workload(blocks, tuple(map(less, blocks)) if n_left else ())
 

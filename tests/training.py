@@ -27,6 +27,7 @@ Tensors = dict[str, torch.Tensor]
 # Most of what a policy can ask for at once, of a model of at least four layers.
 EVERYTHING = Policy(
     save=saves(products=(1,)),
+    offload_blocks=(1,),
     spill_blocks=(2, 3),
     accumulation_group=4,
     update=Update.DEFERRED,

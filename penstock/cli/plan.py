@@ -148,6 +148,8 @@ def plan(
         "attention": attention,
     }
     refuse_larger(micro_batch or 1, given["batch_size"])
+    if output is not None:
+        PlanFile.refuse_unwritable(output)
     try:
         answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps)
     except DoesNotFitError as error:
@@ -220,7 +222,7 @@ def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy 
     except ValidationError as error:
         first = error.errors()[0]
         place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
-        problem = f"--policy {path}: {place}: {first['msg'][:160]}"
+        problem = f"--policy {path}: {place}: {first['msg'].removeprefix('Value error, ')[:160]}"
         raise click.UsageError(f"{problem}; known are the fields of `policy` in a plan") from None
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         problem = f"--policy {path}: not JSON ({str(error)[:80]})"

@@ -218,9 +218,9 @@ def _computing_s(plan: Setup, cost: CostModel) -> float:
     """Forward, loss and backward of every micro-batch, gradients summed, nothing computed again."""
     n, head = plan.semantics.n_micro_batches, len(plan.workload.blocks) - 1
     kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(head)]
+    keeping = replace(plan, policy=Policy(accumulation_group=n, save=saves(all=range(1, head))))
     total_s = 0.0
     for kind, b in kinds:
-        keeping = replace(plan, policy=Policy(accumulation_group=n, save=saves(all=(b,))))
         for m, count in plan.alike(range(n)):
             total_s += count * cost.demand(keeping, Op(kind, b, m)).alone_s
     return total_s

@@ -30,9 +30,8 @@ SHORTER_GROUPS = (2, 3)
 # Where a step is bound by more than its busiest lane by this, uploads that come again for every group may be worth more than what
 # is saved of activations: then one in so many blocks has its weights on the device before anything else is.
 MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
-MOST_LEAVING = (
-    12  # micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait
-)
+# Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
+MOST_LEAVING = 12
 GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
 
 
@@ -110,6 +109,8 @@ class Greedy:
                     found |= {other: None for other in others if other is not None}
         for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
             away = self._leaving(saved)
+            if not away:
+                continue
             fitting = (self._filled(group, spills, away=away)[0] for group in halves(n) if group <= MOST_LEAVING)
             found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(1, spills, away=away)[0]) is not None:

@@ -115,7 +115,8 @@ class Compute:
             return self._keeping(weight_slot)
         shelf = None
         if (slot := op.get("saved")) is not None:
-            shelf = self._shelves[op.block, op.micro_batch or 0] = Shelf(self.arenas.raw(slot))
+            moved = self.plan.recompute(op.block, op.micro_batch).slot_bytes  # of the slot, which may be larger; the rest stays
+            shelf = self._shelves[op.block, op.micro_batch or 0] = Shelf(self.arenas.raw(slot)[:moved])
         return Replay(saved, lambda: self._again(op, step), shelf).recording()
 
     def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:

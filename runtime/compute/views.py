@@ -65,12 +65,12 @@ class Shelf:
 
     def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a call returns, and the same with spots in place of the tensors that are on the shelf."""
-        name = func.overloadpacket.__name__
-        if name in MATRICES:
-            a, b = args[MATRICES[name] :][:2]
+        packet = func.overloadpacket
+        if packet.__name__ in MATRICES and func is packet.default:
+            a, b = args[MATRICES[packet.__name__] :][:2]
             shape = torch.Size((a.shape[0], b.shape[1]))
             if (spot := self._room(a.dtype, shape, (shape[1], 1))) is not None:
-                return func.overloadpacket.out(*args, **kwargs, out=self.view(spot)), spot
+                return packet.out(*args, **kwargs, out=self.view(spot)), spot
         made, form = tree_flatten(func(*args, **kwargs))
         noted = list(map(self._put, made))
         found = [self.view(spot) if isinstance(spot, Spot) else thing for thing, spot in zip(made, noted, strict=True)]
@@ -83,8 +83,10 @@ class Shelf:
 
     def _put(self, thing: Any) -> Any:
         """Where a result lies now. States of random numbers, which are a few integers, stay where they are."""
-        if not isinstance(thing, torch.Tensor) or not thing.dtype.is_floating_point or not thing.numel():
+        if not isinstance(thing, torch.Tensor):
             return thing
+        if not thing.dtype.is_floating_point or not thing.numel():
+            return thing.detach()  # from the graph that the original gets as soon as autograd sees it
         n_spanned = 1 + sum((n - 1) * stride for n, stride in zip(thing.shape, thing.stride(), strict=True))
         assert n_spanned == thing.numel(), f"a result of shape {(*thing.shape,)} has gaps: its strides are {thing.stride()}"
         spot = self._room(thing.dtype, thing.shape, thing.stride())

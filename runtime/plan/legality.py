@@ -71,13 +71,13 @@ def _refuse_blocks(workload: Workload, policy: Policy) -> None:
     if both := {*policy.device_blocks}.intersection(policy.resident_blocks):
         raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")
     if len(policy.save) > n_layers:
-        raise PlanError(f"save names what {len(policy.save)} layers save, but there are {n_layers}")
+        raise PlanError(f"save names layer {len(policy.save)}, but there are {n_layers}")
     if policy.save[-1:] == (Saved.INPUT,):
         raise PlanError("save ends with a layer that saves its input, as all do that it does not name; leave it out")
     for b, saved in enumerate(policy.save, start=1):
         if saved is Saved.ALL and b - 1 in policy.spill_blocks:
             raise PlanError("a layer that saves all saves its input too: the block before it cannot spill")
-        if workload.blocks[b].recompute(saved) is None:
+        if any(blocks[b].recompute(saved) is None for blocks in (workload.blocks, workload.smaller) if blocks):
             raise PlanError(f"this model's layers cannot save only {saved}; leave `{saved}` out of save")
     offloaded = policy.offload_blocks
     if any(policy.saved(b) not in (Saved.ATTENTION, Saved.PRODUCTS) for b in offloaded) or list(offloaded) != sorted({*offloaded}):

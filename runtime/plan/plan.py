@@ -96,6 +96,8 @@ too has `forward`, which writes nothing.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +105,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.errors import PlanError
-from runtime.files import read_whole, write_whole
+from runtime.files import read_whole, try_to_write, write_whole
 from runtime.units import on_one_line
 
 from .ops import OpLine, Repeat
@@ -192,10 +194,14 @@ class PlanFile:
     def write(self, path: Path) -> None:
         """Write the file whole or not at all; PlanError where the folder cannot be written."""
         text = json.dumps(_fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim})
-        try:
+        with _written(path):
             write_whole(path, text + "\n")
-        except OSError as error:
-            raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+    @staticmethod
+    def refuse_unwritable(path: Path) -> None:
+        """PlanError now rather than after a search, where `write` would raise it."""
+        with _written(path):
+            try_to_write(path)
 
     @staticmethod
     def read(path: Path) -> "PlanFile":
@@ -221,6 +227,15 @@ class PlanFile:
         if plan.model.fingerprint != fingerprint:
             raise PlanError(f"{path}: the model's fingerprint does not match its configuration; make it again with `penstock plan`")
         return PlanFile(plan, claim)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Around what writes there."""
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,7 +265,8 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
-        raise PlanError(f"{where}: {place}: {first['msg'][:160]}; make it again with `penstock plan`") from None
+        problem = first["msg"].removeprefix("Value error, ")[:160]
+        raise PlanError(f"{where}: {place}: {problem}; make it again with `penstock plan`") from None
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     if len(sizes) != len(plan.arenas):
         raise PlanError(f"{where}: two arenas have the same name; make it again with `penstock plan`")

@@ -7,7 +7,6 @@ the planner's, and changes no bit.
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -89,21 +88,23 @@ class Update(StrEnum):
 
 def saves(all: Iterable[int] = (), products: Iterable[int] = (), attention: Iterable[int] = ()) -> tuple[Saved, ...]:
     """`Policy.save` in which these layers save all, what products made, or what attention made, and the others their input."""
-    of = dict.fromkeys(attention, Saved.ATTENTION) | dict.fromkeys(products, Saved.PRODUCTS) | dict.fromkeys(all, Saved.ALL)
+    of: dict[int, Saved] = {}
+    for saved, layers in ((Saved.ALL, all), (Saved.PRODUCTS, products), (Saved.ATTENTION, attention)):
+        for b in layers:
+            if type(b) is not int or not 0 < b <= MOST_LAYERS:
+                raise PlanError(f"save names layers, which are numbered from 1 to {MOST_LAYERS}")
+            if b in of:
+                raise PlanError(f"save names layer {b} twice; a layer saves one of {', '.join(RICHER)}")
+            of[b] = saved
     return tuple(of.get(b, Saved.INPUT) for b in range(1, max(of, default=0) + 1))
 
 
 def _save_from_file(value: object) -> object:
     """`{"all": [3, 4], "products": [1]}`, each layer once."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(layers, list | tuple) for layers in value.values()):
         raise PlanError('save names layers by what they save, as {"all": [3, 4], "products": [1]}')
-    if not all(
-        isinstance(layers, list) and all(type(b) is int and 0 < b <= MOST_LAYERS for b in layers) for layers in value.values()
-    ):
-        raise PlanError("save names layers, which are numbered from 1")
-    layers = list(chain(*value.values()))
-    if not value.keys() <= {*RICHER} or len({*layers}) < len(layers):
-        raise PlanError('save names each layer once, as {"all": [3, 4], "products": [1], "attention": []}')
+    if unknown := [word for word in value if word not in RICHER]:
+        raise PlanError(f"save knows all, products and attention, not {str(unknown[0])[:40]!r}")
     return saves(**value)
 
 
@@ -140,7 +141,7 @@ class Policy:
         """What a file may say, `{"all": [3]}`, and plain words, may be said in Python too."""
         if isinstance(self.save, dict):
             object.__setattr__(self, "save", _save_from_file(self.save))
-        elif any(type(of) is not Saved for of in self.save):
+        elif type(self.save) is not tuple or any(type(of) is not Saved for of in self.save):
             object.__setattr__(self, "save", tuple(map(Saved, self.save)))
 
     def to_json(self) -> dict[str, Any]:

@@ -264,6 +264,43 @@ def test_a_policy_that_cannot_be_is_refused(tmp_path, text):
     refused(invoke(*SMALL, "--policy", policy))
 
 
+@pytest.mark.parametrize(
+    ("save", "said"),
+    [
+        ('{"all": [25]}', "save names layer 25, but there are 24"),
+        ('{"all": [65536]}', "save names layer 65536, but there are 24"),
+        ('{"all": [65537]}', "save names layers, which are numbered from 1 to 65536"),
+        ('{"all": [true]}', "save names layers, which are numbered from 1 to 65536"),
+        ('{"input": [1]}', "save knows all, products and attention, not 'input'"),
+        ('{"a\\nb": [1]}', "save knows all, products and attention, not 'a\\nb'"),
+        ('{"all": [3], "products": [3]}', "save names layer 3 twice; a layer saves one of attention, products, all"),
+        ('{"all": 3}', 'save names layers by what they save, as {"all": [3, 4], "products": [1]}'),
+    ],
+)
+def test_what_is_wrong_with_what_layers_save_is_said_in_words(tmp_path, answered, save, said):
+    """Of a policy in a file of its own, and of one in a plan."""
+    policy, plan = tmp_path / "policy.json", tmp_path / "plan.json"
+    policy.write_text(f'{{"save": {save}}}')
+    fields = json.loads(answered[1].read_text())
+    fields["policy"]["save"] = json.loads(save)
+    plan.write_text(json.dumps(fields))
+    checked = invoke("check", plan)
+    for words in (refused(invoke(*SMALL, "--policy", policy)), refused(checked, code=checked.exit_code)):
+        assert f": {said}" in words
+        assert "Value error" not in words
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("no/such/p.json", "No such file or directory"), ("file/p.json", "Not a directory"), (".", "a folder")]
+)
+def test_where_a_plan_cannot_be_written_nothing_is_searched(tmp_path, monkeypatch, place, why):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("penstock.api.answer_of", lambda *_: pytest.fail("searched"))
+    said = refused(invoke(*SMALL, "-o", tmp_path / place))
+    assert "Invalid value for '-o'" in said if place == "." else f"{place}: cannot be written ({why}); choose" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_report_draws_predicted_and_measured_on_the_same_tracks(tmp_path, answered):
     plan, trace, run = answered[1], tmp_path / "t.json", tmp_path / "run"
     run.mkdir()

@@ -67,7 +67,7 @@ def test_a_plan_that_keeps_its_policy_passes(policy: dict[str, Any]) -> None:
         ({"offload_blocks": (99,)}, "offload_blocks must be layers that save attention or products"),
         ({"save": saves(all=(1,)), "offload_blocks": (1,)}, "offload_blocks must be layers that save attention or products"),
         ({"save": (Saved.ALL, Saved.INPUT)}, "save ends with a layer that saves its input"),
-        ({"save": saves(attention=(4,))}, "save names what 4 layers save, but there are 3"),
+        ({"save": saves(attention=(4,))}, "save names layer 4, but there are 3"),
         ({"save": saves(attention=(1,))}, "this model's layers cannot save only attention"),
         ({"save": saves(products=(2,))}, "this model's layers cannot save only products"),
     ],
@@ -85,6 +85,20 @@ def test_a_way_to_recompute_is_asked_of_layers_that_do() -> None:
     check(under(plan, save=saves(all=(1,))))
     assert "this model's layers cannot save only attention" in error_of(under(plan, save=saves(all=(1,), attention=(2, 3))))
     assert "this model's layers cannot save only products" in error_of(under(plan, save=saves(products=(2,))))
+
+
+def test_of_a_smaller_micro_batch_it_is_asked_too() -> None:
+    """A file's blocks of it are blocks of their own."""
+    whole = tiered(Saved.PRODUCTS).workload
+    policy = Policy(save=saves(products=(1, 2)), offload_blocks=(1, 2))
+    plan = lower(MODEL, replace(whole, smaller=whole.blocks), Semantics(4, 3, 2), policy, PROFILE)
+    check(plan)
+    for b in (1, 2):
+        poor = tuple(replace(block, tiers=()) if i == b else block for i, block in enumerate(whole.blocks))
+        said = error_of(replace(plan, workload=replace(whole, smaller=poor)))
+        assert said.startswith("policy: this model's layers cannot save only products")
+    poor = tuple(replace(block, tiers=()) if i == 3 else block for i, block in enumerate(whole.blocks))
+    check(replace(plan, workload=replace(whole, smaller=poor)))
 
 
 def test_what_a_layer_saves_besides_its_input_is_counted_and_does_not_forbid_that_the_input_spills() -> None:

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planner.model.workload import build_workload
 from planner.show.explain import clauses
 from runtime.compute.recompute import Replay
 from runtime.compute.views import Shelf
-from runtime.plan import Policy, Update, saves
-from runtime.plan.workload import SLOT_ALIGN_BYTES, Saved
+from runtime.executor import OpError
+from runtime.plan import Policy, Semantics, Update, saves
+from runtime.plan.workload import SLOT_ALIGN_BYTES, Block, Model, Saved, Tier, Workload
 from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
-from tests.training import differences, plain, plan_of, semantics_of, streamed
+from tests.training import Remembering, differences, plain, plan_of, semantics_of, streamed
 
 LAYERS = (1, 2)
 WAYS = {
@@ -115,3 +117,58 @@ def test_a_slot_that_is_too_small_is_no_silent_loss() -> None:
     replay = Replay(Saved.PRODUCTS, lambda: None, shelf)
     with pytest.raises(AssertionError, match="finds no room"), replay.recording():
         torch.relu(torch.relu(torch.randn(6, 8) @ weight) @ weight).sum()
+
+
+def undercounted(monkeypatch: pytest.MonkeyPatch, saved: Saved, smaller_alone: bool) -> None:
+    """Plans say half of the bytes that layers save in this way: of every micro-batch, or of a smaller one."""
+
+    def less(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        def halved(tier: Tier) -> Tier:
+            return replace(tier, saved_bytes=tier.saved_bytes // 2, n_saved=0) if tier.saved is saved else tier
+
+        return tuple(replace(block, tiers=tuple(map(halved, block.tiers))) for block in blocks)
+
+    def build(model: Model, semantics: Semantics) -> Workload:
+        true = build_workload(model, semantics)
+        return Workload(true.blocks if smaller_alone else less(true.blocks), less(true.smaller))
+
+    monkeypatch.setattr("tests.training.build_workload", build)
+
+
+def test_a_smaller_micro_batch_that_is_undercounted_is_an_error_and_no_wrong_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is that of the others, with room for what does not move."""
+    semantics = semantics_of("llama", batch_size=3, micro_batch=2)
+    undercounted(monkeypatch, Saved.PRODUCTS, smaller_alone=True)
+    with pytest.raises(OpError, match="finds no room"):
+        streamed(tiny_config("llama"), semantics, WAYS["products, one micro-batch after another"], machine_type=Remembering)
+
+
+def test_so_is_a_layer_that_saves_less_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    undercounted(monkeypatch, Saved.ATTENTION, smaller_alone=False)
+    with pytest.raises(OpError, match="finds no room"):
+        streamed(
+            tiny_config("llama"),
+            semantics_of("llama"),
+            WAYS["attention of one, products of the other"],
+            machine_type=Remembering,
+        )
+
+
+def test_what_stays_where_it_is_has_no_graph() -> None:
+    """It would keep alive what the forward made until backward has come."""
+    shelf = Shelf(torch.zeros(SLOT_ALIGN_BYTES, dtype=torch.uint8))
+    nothing = torch.zeros(0, 8, requires_grad=True)
+    made, noted = shelf.computed(torch.ops.aten.relu.default, (nothing,), {})
+    assert (made.requires_grad, noted.requires_grad) == (True, False)
+    assert shelf.n_bytes == 0
+
+
+def test_a_product_that_is_already_told_where_to_go_is_copied() -> None:
+    """Only of the plain call is it known what the one with a place for its result computes."""
+    a, b, c = torch.randn(4, 8), torch.randn(8, 6), torch.empty(4, 6)
+    shelf = Shelf(torch.zeros(SLOT_ALIGN_BYTES, dtype=torch.uint8))
+    made, noted = shelf.computed(torch.ops.aten.mm.out, (a, b), {"out": c})
+    assert torch.equal(c, a @ b)
+    assert torch.equal(made, c)
+    assert torch.equal(shelf.found(noted), c)
+    assert made.data_ptr() == shelf.slot.data_ptr()

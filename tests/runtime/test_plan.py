@@ -30,7 +30,7 @@ from runtime.plan import (
     saves,
 )
 from runtime.plan.timeline import Span, Timeline, chrome_trace
-from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
+from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
 from runtime.units import GB, TB, GiB, MiB, parse_bytes, show_bytes, show_rate, show_seconds
 
 LOAD = "load h2d b1 state=state[1] weights=weights[0]"
@@ -137,10 +137,11 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.sampled_from(("bf16", "fp32"))),
         clip_norm=draw(st.none() | st.floats(1e-300, 1e300)),
     )
+    n_products = draw(st.integers(0, n_layers))
     policy = Policy(
         draw(st.integers(1, 9)),
         update=draw(st.sampled_from(Update)),
-        save=saves(all=tuple(range(n_layers)), products=tuple(range(draw(st.integers(0, n_layers)))), attention=(1,)),
+        save=saves(products=range(1, n_products + 1), all=range(n_products + 1, n_layers), attention=(n_layers + 1,)),
         boundary_stride=draw(st.integers(1, 9)),
         speculate_blocks=tuple(range(draw(st.integers(0, n_layers)))),
     )
@@ -753,3 +754,31 @@ def test_what_layers_save_may_be_said_in_words_as_a_file_has_it_or_as_it_is_kept
     assert Policy(**kept.to_json()) == kept
     with pytest.raises(ValueError, match="some"):
         Policy(save=("some",))  # type: ignore[arg-type]
+
+
+def test_however_it_is_said_what_layers_save_is_kept_as_a_tuple() -> None:
+    """A policy is a key of what the search knows; and what is read once is gone."""
+    kept = Policy(save=(Saved.ALL, Saved.PRODUCTS))
+    assert Policy(save=[Saved.ALL, Saved.PRODUCTS]) == kept  # type: ignore[arg-type]
+    assert Policy(save={"all": (1,), "products": (2,)}) == kept  # type: ignore[arg-type]
+    for once in (iter(kept.save), iter(["all", "products"])):
+        policy = Policy(save=once)  # type: ignore[arg-type]
+        assert (policy, policy.saved(2), hash(policy)) == (kept, Saved.PRODUCTS, hash(kept))
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ({"all": (0, -2)}, "save names layers, which are numbered from 1 to 65536"),
+        ({"products": (0, 3)}, "save names layers, which are numbered from 1 to 65536"),
+        ({"attention": (2, 1.5)}, "save names layers, which are numbered from 1 to 65536"),
+        ({"attention": (2**16 + 1,)}, "save names layers, which are numbered from 1 to 65536"),
+        ({"all": (1,), "products": (2, 1)}, "save names layer 1 twice; a layer saves one of attention, products, all"),
+        ({"all": (3, 3)}, "save names layer 3 twice; a layer saves one of attention, products, all"),
+    ],
+)
+def test_layers_that_there_cannot_be_are_not_dropped_and_none_saves_in_two_ways(layers: dict[str, Any], said: str) -> None:
+    for ask in (lambda: saves(**layers), lambda: Policy(save=layers)):  # type: ignore[arg-type]
+        with pytest.raises(PlanError) as caught:
+            ask()
+        assert str(caught.value) == said
