@@ -39,7 +39,7 @@ MAY_IMPORT = {
 MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 18  # of op
-MOST_LINES = 29_400  # of the house without its tests; twenty thousand are aimed at
+MOST_LINES = 29_500  # of the house without its tests; twenty thousand are aimed at
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
 HOME = {

@@ -268,6 +268,7 @@ CHANGED = {
     Kind.ACCUMULATE: {"arrived"},
     Kind.NORM: {"norm"},
     Kind.UPDATE: {"state"},
+    Kind.UPDATE_ON_DEVICE: {"state"},
     Kind.SETTLE: {"state", "shadow"},
 }
 OPTIONAL = {
