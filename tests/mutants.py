@@ -556,7 +556,7 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         1,
         True,
         "fp32",
-        {"square_blocks": (1, 2, 3), "device_blocks": (1, 2, 3), "resident_blocks": (2,), "update": Update.DEFERRED},
+        {"square_blocks": (1, 2, 3), "device_blocks": (1, 2, 3), "resident_blocks": (4,), "update": Update.DEFERRED},
     ),
 )
 

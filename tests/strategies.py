@@ -259,7 +259,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
         accumulation_group=group,
         update=update,
         speculate_blocks=tuple(b for b in speculating if b not in on_device),
-        resident_blocks=_some(draw, range(n + 2)),
+        resident_blocks=tuple(b for b in _some(draw, range(n + 2)) if b not in on_device),
         **draw(_saving(workload)),
     )
 

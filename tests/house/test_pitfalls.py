@@ -191,6 +191,7 @@ OTHER_POLICY = {
     "boundary_stride": 2,
     "speculate_blocks": (1,),
     "square_blocks": (1,),
+    "device_blocks": (1,),
 }
 
 
@@ -216,6 +217,7 @@ def test_every_field_of_the_policy_is_read(name):
     # Late gradients need a second slot to wait in.
     policy = replace(POLICY, gradient_slots=2) if name == "offload_late_blocks" else POLICY
     policy = replace(policy, save=saves(products=(1,))) if name == "offload_blocks" else policy
+    policy = replace(policy, square_blocks=(1,)) if name == "device_blocks" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
     other = replace(policy, **{name: OTHER_POLICY[name]})
     assert planned("llama", semantics_of("llama"), policy) != planned("llama", semantics_of("llama"), other)

@@ -138,7 +138,7 @@ def test_words_name_what_a_reader_needs():
         "tokens/s",
         "binding",
         "P10 to P90",
-        "no schedule that",
+        "no schedule with",
         "megatrain",
         "saved for backward",
         "assumed",

@@ -13,7 +13,7 @@ from tests.tour import ROOT
 
 NOISY = """
 import ctypes, os
-from planner.search import integer
+from planner.bounds import integer
 solve = integer.milp
 def noisy(*words, **options):
     ctypes.CDLL(None).puts(b"tmpSolver.run();")

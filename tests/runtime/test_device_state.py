@@ -35,7 +35,7 @@ WAYS = {
         gradient_slots=2,
     ),
     "late offloads, weights that stay": Policy(
-        accumulation_group=4, square_blocks=(2,), device_blocks=(2,), resident_blocks=(2,), offload_late_blocks=1, gradient_slots=2
+        accumulation_group=4, square_blocks=(2,), device_blocks=(2,), resident_blocks=(1,), offload_late_blocks=1, gradient_slots=2
     ),
     "activations away": Policy(
         accumulation_group=4,
