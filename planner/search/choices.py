@@ -14,6 +14,7 @@ from planner.predict.memory import footprint
 from runtime.plan import Setup, Update
 from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
+from runtime.plan.setup import DEVICE_UPDATE_SCRATCH_BYTES
 from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Saved
 
 from .space import PREFETCH_DEPTHS, Family, Fill, Way, classes_of, ways_of
@@ -93,7 +94,6 @@ class Choices:
         needs = footprint(self.plan, profile)
         weights = self.plan.arena("weights")
         assert weights is not None
-        n_layers = self.workload.n_layers
         device_bytes, host_bytes = float(needs.device_memory_bytes), float(needs.host_memory_bytes)
         boundary_bytes = group * -(-blocks[0].boundary_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         item = weights.slot_bytes[0] / max(b.slot_elements for b in blocks[1:-1])
@@ -113,14 +113,8 @@ class Choices:
                 device[n] = group * again.saved_bytes
             p.at_most({used: again.transient_bytes / device_bytes, self.transient: -1.0}, 0.0)
         p.at_most({self.transient: -1.0}, -self.plan.vocab_transient_bytes / device_bytes)
-        # State, and a gradient that waits for the norm; where all stay, the slots through which gradients leave are empty.
-        gradients = self.plan.arena("gradients")
-        assert gradients is not None
-        slots_bytes = sum(gradients.slot_bytes[:-1]), gradients.slot_bytes[-1]
-        n_sharing = n_layers, 2  # layers; the embedding and the head
-        for i, stay in enumerate(self.stay):
-            is_vocab = i not in self.layers
-            device[stay] = self.plan.staying_bytes(self.classes[i][0]) - slots_bytes[is_vocab] / n_sharing[is_vocab]
+        device |= {stay: self.plan.staying_bytes(self.classes[i][0]) for i, stay in enumerate(self.stay)}
+        device |= self._empty_slots(device_bytes)
         fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - weights.slot_bytes[0]
         p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
         per_param = sum(self.plan.state_bytes().values())
@@ -128,6 +122,25 @@ class Choices:
             host[self.speculate[i]] = blocks[of_class[0]].host_elements * per_param
             host[self.stay[i]] = -self.plan.staying_bytes(of_class[0])
         p.at_most({v: n / host_bytes for v, n in host.items()}, 1 - needs.host_peak_bytes / host_bytes + SLACK)
+
+    def _empty_slots(self, device_bytes: float) -> dict[int, float]:
+        """Where anything stays, its update takes room for a moment; where all layers do, or the whole vocabulary, the slots through
+        which their gradients leave are empty."""
+        p, gradients = self.program, self.plan.arena("gradients")
+        assert gradients is not None
+        if not self.can_stay:
+            return {}
+        any_stays, n_blocks = p.variable(0, 1), len(self.workload.blocks)
+        p.at_most({**dict.fromkeys(self.stay, 1.0), any_stays: -float(n_blocks)}, 0.0)
+        p.at_most({any_stays: DEVICE_UPDATE_SCRATCH_BYTES / device_bytes, self.transient: -1.0}, 0.0)
+        of_layers = [self.stay[i] for i in self.layers]
+        of_vocab = [stay for stay in self.stay if stay not in of_layers]
+        empty: dict[int, float] = {}
+        for stay, slots in ((of_layers, gradients.slot_bytes[:-1]), (of_vocab, gradients.slot_bytes[-1:])):
+            all_stay, n = p.variable(0, 1), 2 if stay is of_vocab else self.workload.n_layers
+            p.at_most({all_stay: float(n), **dict.fromkeys(stay, -1.0)}, 0.0)
+            empty[all_stay] = -sum(slots)
+        return empty
 
     def fill(self, x: list[float]) -> Fill:
         """What a solution chooses."""
