@@ -18,16 +18,17 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import Group, faster
 from planner.predict.memory import footprint, frame
+from planner.predict.resident import shares_memory
 from planner.predict.simulate import simulate
 from planner.search.branch import Tree
 from planner.search.estimate import Greedy
 from planner.search.micro_batch import with_micro_batch
 from planner.search.relax import Relaxation
 from planner.search.search import search
-from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, family_of, leanest, with_ways
+from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, family_of, leanest, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.plan.legality import can_square
+from runtime.plan.legality import can_square, can_stay
 from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
 from tests.strategies import with_smaller
 
@@ -232,7 +233,7 @@ def test_the_search_finds_what_brute_force_finds(s, data):
     workload = data.draw(workloads(s, most_layers=2))
     profile = MACHINES[data.draw(st.sampled_from(sorted(MACHINES)))]
     s = replace(s, batch_size=s.micro_batch * min(2, s.n_micro_batches))
-    hold_against_brute_force(workload, s, profile, every_policy(s, workload, STAYING))
+    hold_against_brute_force(workload, s, profile, every_policy(s, workload, profile, STAYING))
 
 
 @given(semantics(), st.data())
@@ -247,7 +248,7 @@ def test_the_search_finds_what_brute_force_finds_where_what_is_saved_has_to_leav
     profile = data.draw(st.sampled_from(SLOW_TO_COMPUTE))
     needed = footprint(frame(NOBODY, workload, s, leaving), profile)
     profile = profile.with_memory(int(needed.device_peak_bytes * data.draw(st.sampled_from([1.0, 1.02, 1.2]))), None)
-    policies = every_policy(s, workload, (*STAYING, LEAVING))
+    policies = every_policy(s, workload, profile, (*STAYING, LEAVING))
     fitting = (policy for policy in policies if footprint(frame(NOBODY, workload, s, policy), profile).fits)
     hold_against_brute_force(workload, s, profile, fitting, within=1.03)
 
@@ -265,17 +266,22 @@ def hold_against_brute_force(workload, s, profile, policies, within=1.01):
     assert answer.certificate.policy_bound_s <= shortest_s * (1 + 1e-9)
 
 
-def every_policy(s, workload, ways_of_layers):
+def every_policy(s, workload, profile, ways_of_layers):
     """The whole space of a model so small that it can be listed, but for what memory that is not short makes pointless."""
     layers = range(1, workload.n_layers + 1)
     for family, depth, n_slots in product(families(s, workload), (1, 2, 3, 4), (1, 2, 3)):
         one_group = family.accumulation_group == s.n_micro_batches
         lean = replace(family.policy(s), prefetch_depth=depth, gradient_slots=n_slots)
+        on_device = {()}
+        if one_group and family.update is Update.DEFERRED and not shares_memory(profile):
+            may_stay = tuple(can_stay(workload))
+            on_device |= {may_stay, tuple(b for b in may_stay if b in layers), may_stay[:1]}
         ways = product(ways_of_layers if family.boundary_stride == 1 else [Way(Saved.INPUT)], repeat=len(layers))
         for saving, resident, late in product(ways, (False, True), (0, 1)):
             if late < n_slots and (late == 0 or one_group):
                 policy = with_ways(lean, dict(enumerate(saving, start=1)))
-                yield replace(policy, offload_late_blocks=late, resident_blocks=tuple(layers) if resident else ())
+                policy = replace(policy, offload_late_blocks=late, resident_blocks=tuple(layers) if resident else ())
+                yield from (staying(policy, blocks) for blocks in on_device if not (resident and blocks))
 
 
 def test_the_machine_bound_names_what_is_slow():
