@@ -316,9 +316,10 @@ class Tree:
         """The policy with so many blocks updated before the norm is known, if that fits."""
         n_blocks = len(self.trial.workload.blocks)
         of_host = [b for b in range(n_blocks) if b not in policy.device_blocks]
-        early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
-        if 0 < n_early <= len(of_host) and self.trial.n_ops < MOST_CLIMBED_OPS and self.trial.fits(early):
-            self._take(early)
+        if 0 < n_early <= len(of_host) and self.trial.n_ops < MOST_CLIMBED_OPS:
+            early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
+            if self.trial.fits(early):
+                self._take(early)
 
     def _norm_elsewhere(self) -> None:
         """See whether the best plan gains from more norms on the device, or fewer: bounds may not tell them apart."""

@@ -13,6 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from hwprofiles.schema import Profile
+from planner.bounds.bounds import places_to_stay
 from planner.predict.memory import Footprint, footprint, frame
 from runtime.plan import Policy, Semantics, Setup, Update, saves
 from runtime.plan.policy import RICHER
@@ -137,6 +138,25 @@ def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Pro
         for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
+        if family.update is Update.DEFERRED and (may_stay := places_to_stay(frame(model, workload, semantics, lean), profile)):
+            yield _with_state_on_device(model, workload, semantics, profile, lean, may_stay)
+
+
+def _with_state_on_device(
+    model: Model, workload: Workload, semantics: Semantics, profile: Profile, lean: Policy, may_stay: Sequence[int]
+) -> tuple[Setup, Footprint]:
+    """The policy with the state of as many of these blocks on the device as it has room for: then least is on the host."""
+
+    def of(n: int) -> tuple[Setup, Footprint]:
+        plan = frame(model, workload, semantics, staying(lean, may_stay[:n]))
+        return plan, footprint(plan, profile)
+
+    least, most = 0, len(may_stay)
+    while least < most:
+        middle = (least + most + 1) // 2
+        needs = of(middle)[1]
+        least, most = (middle, most) if needs.device_peak_bytes <= needs.device_memory_bytes else (least, middle - 1)
+    return of(least)
 
 
 def classes_of(workload: Workload) -> list[list[int]]:

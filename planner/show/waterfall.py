@@ -95,7 +95,7 @@ def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Water
     step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
     levels = [
         _compute_s(_keeping_all(plan), nothing_but_compute, frozenset({Kind.RECOMPUTE})),
-        _compute_s(_leaving_nothing(plan), nothing_but_compute),
+        _compute_s(plan, nothing_but_compute),
         *(_step_s(plan, less, _hidden_edges(plan, less), max_steps) for less in (with_link, with_optimizer, with_dram)),
     ]
     ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, step_s)
@@ -150,11 +150,6 @@ def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset())
 def _keeping_all(plan: Plan) -> Plan:
     """The same ops, were there memory for every activation: no backward computes anything again."""
     return replace(plan, policy=replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=()))
-
-
-def _leaving_nothing(plan: Plan) -> Plan:
-    """The same ops, were nothing copied on the device to be sent away: such copies are there for the link."""
-    return replace(plan, policy=replace(plan.policy, offload_blocks=()))
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:

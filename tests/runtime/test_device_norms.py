@@ -193,20 +193,21 @@ def test_the_host_reads_no_gradient_twice(tied):
 
 def test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_would_wait_for():
     """And no plan it finds would be faster with nothing, only the embedding, or everything squared."""
-    model, squared = read_model("qwen2.5-7b"), {}
+    model, squared, all_squared = read_model("qwen2.5-7b"), {}, {}
     for machine, tokens, clip in (("gh200", 4096, None), ("h200-pcie5", 16384, 1.0)):
         profile = read_profile(machine)
         s, workload = with_micro_batch(model, Semantics(4096, tokens // 4096, 1, clip_norm=clip), profile)
         answer = search(model, workload, s, profile)
         policy = answer.plan.policy
-        squared[machine] = len(policy.square_blocks)
+        all_squared[machine] = len(policy.square_blocks)
+        squared[machine] = len({*policy.square_blocks}.difference(policy.device_blocks))
         assert policy.accumulation_group == s.n_micro_batches
         for blocks in ((), (0,), tuple(can_square(workload))):
             other = lower(model, workload, s, replace(policy, square_blocks=tuple(sorted({*blocks, *policy.device_blocks}))), {})
             other_s = simulate(other, CostModel(profile).demands(other), region_of(profile)).step_s
             assert answer.prediction.step_s <= other_s
-    assert squared["gh200"] > model.config["num_hidden_layers"] // 2
-    assert squared["h200-pcie5"] == 1
+    assert all_squared["gh200"] > model.config["num_hidden_layers"] // 2
+    assert squared["h200-pcie5"] <= 1
 
 
 @given(st.data())

@@ -152,6 +152,8 @@ def test_the_loss_is_that_of_transformers_on_the_same_weights_and_dropout_is_off
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_of_the_same_batch_it_is_the_loss_of_the_training_step_to_the_bit(model_type, policy):
+    if model_type == "gpt_oss" and policy.device_blocks:
+        pytest.skip("parameters of four elements, whose state stays on the host")
     semantics, config = semantics_of(model_type, loss_tile_tokens=7), tiny_config(model_type, num_hidden_layers=3)
     machine = machine_of(config, semantics, policy, delay_seed=2)
     batch = batches_of(config["vocab_size"], 4, 16)[0]
