@@ -82,7 +82,7 @@ def test_the_change_of_memory_is_named_however_many_others_fit():
     error = refusal(DESKTOP.with_memory(None, enough - 1), semantics)
     assert error is not None
     assert error.short_host_bytes == 1
-    assert error.smallest_change.count(", or ") == 2
+    assert error.smallest_change.count(", or ") >= 1
     assert sizes_in(error.smallest_change)["host"] >= enough
 
 
