@@ -162,7 +162,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would_fit(tmp_path)
     assert result.exit_code == 3
     said = json.loads(result.stdout)
     assert said["fits"] is False
-    # 116.8 G parameters: master 4, the weight in it, moments 8, gradient 2 bytes each; 6 GB for the process. A part is on the device.
+    # 116.8 G parameters: master 4, the weight in it, moments 8, gradient 2 bytes each; 6 GB for the process. The device holds some.
     most = 116.83e9 * 14 + 6e9 - 1.5e12
     assert most - 141e9 < said["short_bytes"]["host"] < most - 70e9
     assert "--master bf16" in said["smallest_change"]
