@@ -14,10 +14,11 @@ import click
 
 from planner.search.search import search
 from runtime.plan import Update
-from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of
+from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of, with_state_on_device
 
 FAULT_FRACTION = 0.01  # a bound that is higher by that is to be caught
 N_TRIES = 8  # of a climb
+N_STAYING = 2  # policies drawn that keep state on the device
 SEARCHED_CELLS = 10  # one cell in ten is searched, too
 N_NEIGHBOURS = 100
 LEAST_GAIN_FRACTION = 0.005  # by which a climb is not to improve what a search found
@@ -73,13 +74,15 @@ def attacked(number: int) -> Tally:
         tally.n_empty = 1
         return tally
     relaxation, fastest = relaxation_of(of), climbed(rng, of, start, N_TRIES)[0]
-    policies = dict.fromkeys((start, fastest, neighbour(rng, of, start), neighbour(rng, of, fastest)))
+    staying = with_state_on_device(rng, of, N_STAYING)
+    policies = dict.fromkeys((start, fastest, neighbour(rng, of, start), neighbour(rng, of, fastest), *staying))
     for policy in (policy for policy in policies if of.needs(policy).fits):
         found = held(of, policy, relaxation)
         tally.n_cases += bool(found)
         groups = "one group" if policy.accumulation_group == of.semantics.n_micro_batches else "groups"
+        kept = ", state on the device" if policy.device_blocks else ""
         for one in found:
-            tally.rows[f"{one.name} | {policy.update}, {groups}"].add(one, number)
+            tally.rows[f"{one.name} | {policy.update}, {groups}{kept}"].add(one, number)
     if number % SEARCHED_CELLS == 0 and 8 * of.semantics.n_micro_batches * (of.workload.n_layers + 2) <= MOST_SEARCHED_OPS:
         _attack_search(of, rng, tally)
     return tally

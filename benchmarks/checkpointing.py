@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 import penstock
-from demo.demo import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
+from benchmarks.small import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
 from planner.model.workload import build_workload, read_model
 from runtime.units import GB, show_bytes
 
@@ -90,6 +90,7 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
     """`n_steps` more, with a checkpoint due after every second interval."""
     seen = Seen()
     settings = {
+        "tokenizer": "bytes",
         "optimizer.weight_decay": 0.1,
         "checkpoint.every": 2 * INTERVAL,
         "checkpoint.keep": 2,
@@ -104,6 +105,7 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
             lr=6e-4,
             device="cpu",
             resume=first_step > 0,
+            from_scratch=True,
             settings=settings,
             on_step=lambda metrics: seen.ends_s.append(time.perf_counter()),
         )

@@ -17,7 +17,7 @@ from hwprofiles.schema import Profile, Share, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import read_model, supported_attention
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster
+from planner.predict.faster import Group, faster, with_any_memory
 from planner.predict.simulate import simulate
 from planner.search.branch import MAX_STEPS
 from planner.search.micro_batch import SIZES, with_micro_batch
@@ -94,7 +94,7 @@ def unshared(profile: Profile) -> Profile:
 
 def compared(machine: str, work: Work) -> Row | None:
     """None where it does not fit."""
-    model, profile = read_model(work.model), read_profile(machine).with_memory(None, HOST_MEMORY_BYTES)
+    model, profile = read_model(work.model), with_any_memory(read_profile(machine), None, HOST_MEMORY_BYTES)
     attention = supported_attention(model)[0]
     n_sequences = work.tokens_per_step // SEQ_LEN
     given = Semantics(SEQ_LEN, n_sequences, 1, clip_norm=work.clip_norm, attention=attention)  # type: ignore[arg-type]

@@ -19,7 +19,9 @@ from statistics import median
 import penstock
 from benchmarks.predicted_and_measured import Compared
 from benchmarks.text import standard_library
+from hwprofiles.schema import read_profile
 from planner.predict.cost import costs
+from planner.predict.faster import with_any_memory
 from runtime.machines.emulated import MEDIAN_OP_S
 from runtime.plan import Plan, Policy, saves
 from runtime.plan.workload import Saved
@@ -59,6 +61,7 @@ CELLS = (
     Cell("qwen2.5-72b", "rtx4090-server", SHORT),
     Cell("qwen2.5-32b", "h200-pcie5", SHORT, (SPECULATES, SPILLS, EVERYTHING)),
     *(Cell("qwen2.5-14b", machine, TWICE, (LEAVES,)) for machine in ("gh200", "h200-pcie5", "rtx4090-server")),
+    *(Cell("qwen2.5-7b", machine, SHORT) for machine in ("h100-sxm", "h200-pcie5", "b200")),  # state on the device
 )
 
 
@@ -83,6 +86,7 @@ def used(policy: Policy) -> str:
         "speculated": policy.speculate_blocks,
         "resident": policy.resident_blocks,
         "offloaded": policy.offload_blocks,
+        "updated on the device": policy.device_blocks,
         "products saved": policy.saving(Saved.PRODUCTS),
         "attention saved": policy.saving(Saved.ATTENTION),
     }
@@ -124,7 +128,7 @@ def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: 
     """Plan, perform at the machine's pace, compare."""
     name = named(policy)
     asked = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
-    found = penstock.plan(cell.model, cell.machine, host_memory_bytes=2 * TB, policy=asked, **cell.sizes)
+    found = penstock.plan(cell.model, with_any_memory(read_profile(cell.machine), None, 2 * TB), policy=asked, **cell.sizes)
     plan, scale = found.plan, time_scale(found.plan, found.profile)
     out = home / "out"
     options = {"out": out, "steps": n_steps, "device": "emulated", "time_scale": scale}

@@ -15,6 +15,7 @@ from typing import Any
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
+from planner.predict.faster import with_any_memory
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import Answer, search
 from planner.show.explain import kernels_in_words
@@ -52,7 +53,7 @@ def tokens_per_s(answer: Answer) -> float:
 
 def row(model: str, machine: str, shape: tuple[int, int]) -> str:
     """One cell, before and after; where a figure is wanted also with activation and rotary embedding call by call."""
-    profile = read_profile(machine).with_memory(None, HOST_BYTES)
+    profile = with_any_memory(read_profile(machine), None, HOST_BYTES)
     before, after = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
     name = f"| {model} | {machine} | {shape[0]} x {shape[1]:,} |"
     if before is None or after is None:

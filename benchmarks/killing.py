@@ -51,7 +51,7 @@ class Process:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.said.append(line.rstrip("\n"))
-            if (steps := re.search(r"; steps ([0-9]+) to [0-9]+$", line)) is not None:
+            if (steps := re.match(r"steps: ([0-9]+) to [0-9]+,", line)) is not None:
                 self.first_step = self.last_step = int(steps[1]) - 1
                 self.started_s = time.monotonic()
             elif (step := re.match(r"step ([0-9]+)/", line)) is not None:

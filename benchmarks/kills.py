@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import penstock
-from demo.demo import write_chats
+from benchmarks.small import write_chats
 from runtime.checkpoint.checkpoint import load_state, whole
 from runtime.errors import CheckpointError
 
@@ -243,6 +243,8 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
                 "max_new_tokens": 4,
             },
             "steps": n_steps,
+            "from_scratch": True,
+            "tokenizer": "bytes",
         }
         (home / f"{way}.yaml").write_text(json.dumps(settings))  # JSON is YAML
 

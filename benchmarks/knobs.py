@@ -21,6 +21,7 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from hwprofiles.schema import read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
+from planner.predict.faster import with_any_memory
 from planner.search import branch, choices, climb, estimate, loads, space
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
@@ -63,7 +64,7 @@ class Cell:
 
 def step_s(cell: Cell, knob: str) -> float | None:
     """Seconds of a step of the best plan found without a choice ("": with all of them); None where none fits."""
-    model, profile = read_model(cell.model), read_profile(cell.machine).with_memory(None, cell.host_bytes)
+    model, profile = read_model(cell.model), with_any_memory(read_profile(cell.machine), None, cell.host_bytes)
     semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     with ExitStack() as stack:
         if knob:
@@ -100,7 +101,7 @@ def searched(cell: Cell) -> dict[str, float | None]:
 def tight() -> Iterator[Cell]:
     """Machines with hardly more host memory than a step needs."""
     for model_name, machine, seq_len in product(TIGHT_MODELS, TIGHT_MACHINES, TIGHT_SEQ_LENS):
-        model, profile = read_model(model_name), read_profile(machine).with_memory(None, 2 * TB)
+        model, profile = read_model(model_name), with_any_memory(read_profile(machine), None, 2 * TB)
         semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
         semantics = with_kernels(model, semantics, profile)
         workload = build_workload(model, semantics)

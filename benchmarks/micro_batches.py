@@ -17,6 +17,7 @@ from itertools import product
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
+from planner.predict.faster import with_any_memory
 from planner.predict.memory import footprint, frame
 from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
 from planner.search.search import Answer, search
@@ -54,7 +55,7 @@ class Asked:
 
     @staticmethod
     def of(model_name: str, machine: str, batch: int, seq_len: int, device_bytes: int | None = None) -> "Asked":
-        model, profile = read_model(model_name), read_profile(machine).with_memory(device_bytes, 2 * TB)
+        model, profile = read_model(model_name), with_any_memory(read_profile(machine), device_bytes, 2 * TB)
         semantics = Semantics(seq_len, batch, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
         return Asked(model, with_kernels(model, semantics, profile), profile)
 

@@ -20,6 +20,7 @@ import penstock
 from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from benchmarks.knobs import Cell, step_s
 from hwprofiles.schema import read_profile
+from planner.predict.faster import with_any_memory
 from runtime.errors import DoesNotFitError
 from runtime.plan.workload import Saved
 from runtime.units import TB, show_seconds
@@ -56,7 +57,7 @@ class Found:
 
 def found(knob: str, cell: Cell) -> Found | None:
     """Both searches; None where nothing fits."""
-    profile = read_profile(cell.machine).with_memory(None, cell.host_bytes)
+    profile = with_any_memory(read_profile(cell.machine), None, cell.host_bytes)
     try:
         planned = penstock.plan(cell.model, profile, seq_len=cell.seq_len, batch_size=cell.n_tokens // cell.seq_len)
     except DoesNotFitError:
@@ -86,6 +87,8 @@ def row(cell: Cell, of: Found | None) -> str:
 
 
 def main() -> None:
+    if unknown := [argument for argument in sys.argv[1:] if argument != "state" and not argument.isdigit()]:
+        sys.exit(f"{unknown[0]!r}: what is there is `state`, and a number of processes")
     knob = "device_blocks" if "state" in sys.argv[1:] else "offload_blocks"
     grid = [Cell(m, machine, SEQ_LEN, n) for m, machine, n in product(MODELS, MACHINES, TOKENS_PER_STEP)]
     cells = list(SMALL_STEPS) if knob == "device_blocks" else list(dict.fromkeys([*PUBLISHED, *grid]))

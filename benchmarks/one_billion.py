@@ -86,6 +86,7 @@ def main() -> None:
             str(n_steps),
             "--out",
             str(home / "out"),
+            *("--from-scratch", "--tokenizer", "bytes"),
         ]
         table, samples = watched(words)
     print("```\n" + table.rstrip().replace(str(folder), "") + "\n```\n")

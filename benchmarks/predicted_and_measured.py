@@ -16,8 +16,10 @@ from pathlib import Path
 from statistics import median
 
 import penstock
+from benchmarks.small import CONFIG
 from benchmarks.text import standard_library
-from demo.demo import CONFIG
+from hwprofiles.schema import read_profile
+from planner.predict.faster import with_any_memory
 from runtime.units import MB, TB
 
 N_STEPS = 11  # two warm up, nine are compared
@@ -58,7 +60,8 @@ def on_this_cpu(home: Path) -> tuple[list[Compared], dict[str, str]]:
         named = None if policy == "search" else policy
         sizes = {"seq_len": 256, "batch_size": 8, "micro_batch": 4, "device_memory_bytes": 152 * MB}
         found = penstock.plan(model, profile, policy=named, **sizes)
-        trained = penstock.train(found, home / "stdlib.jsonl", out=home / policy, steps=N_STEPS, lr=6e-4)
+        options = {"steps": N_STEPS, "lr": 6e-4, "from_scratch": True, "settings": {"tokenizer": "bytes"}}
+        trained = penstock.train(found, home / "stdlib.jsonl", out=home / policy, **options)
         times_s = trained.timeline.step_times_s[1:]
         rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", found.step_s, times_s))
         sums[policy] = hashlib.sha256((trained.checkpoint / "model.safetensors").read_bytes()).hexdigest()
@@ -69,7 +72,7 @@ def emulated(home: Path) -> list[Compared]:
     """Plans for machines that are not here, performed at their pace."""
     rows = []
     for model, machine, options in EMULATED:
-        found = penstock.plan(model, machine, host_memory_bytes=2 * TB, **options)
+        found = penstock.plan(model, with_any_memory(read_profile(machine), None, 2 * TB), **options)
         trained = penstock.train(found, home / "stdlib.jsonl", out=home / model, steps=N_STEPS, device="emulated")
         words = ", ".join(f"{name} {value}" for name, value in options.items())
         rows.append(Compared(f"{model}, {words}: emulated {machine}", found.step_s, trained.timeline.step_times_s[1:]))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from demo.demo import CONFIG
+from benchmarks.small import CONFIG
 from hwprofiles.schema import read_profile
 from planner.check.check import check
 from planner.lower.lower import lower

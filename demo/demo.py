@@ -1,20 +1,22 @@
 """What does Penstock do, in a few minutes on two cores?
 
-Measures this machine, plans a byte-level model on it with a quarter of the memory its training state needs, trains it on questions
-and answers made of the docstrings of the standard library, and compares the clock with the plan. The same run is then begun again,
-killed half-way and resumed: both end in the same bits. Last, it asks about two machines nobody here owns.
+Measures this machine, plans a byte-level model on it with half of the memory its training state needs, teaches it the Zen of
+Python by question and answer, and compares the clock with the plan. The same run is then begun again, killed half-way and resumed:
+both end in the same bits. It asks about two machines nobody here owns, and ends on what the model says, before and after.
 """
 
-import ast
 import hashlib
+import io
 import json
 import multiprocessing
 import shutil
 import signal
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,16 +25,19 @@ import penstock
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
-MODEL = OUT / "qwen3-38m"
-N_STEPS, SAVE_EVERY, KILL_AFTER = 24, 10, 14
-SEQ_LEN, BATCH_SIZE = 256, 8
-HELD_OUT = 40  # of that many questions, one is kept for evaluation
+MODEL = OUT / "qwen3-small"
+N_STEPS, SAVE_EVERY, KILL_AFTER = 80, 20, 45
+SHOWN_EVERY = 10  # of so many steps one is printed
+SEQ_LEN, BATCH_SIZE = 256, 4
+ASKED = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
+SHOWN_APART = 9  # of so many questions that are learned, one is shown with what the model says
+Pairs = list[tuple[str, str]]  # a question and its answer
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -40,7 +45,7 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -48,13 +53,11 @@ CONFIG = {
 STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 moments, bf16 gradient
 TRAINING = {
     "optimizer.schedule.kind": "cosine",
-    "optimizer.schedule.warmup_steps": 4,
+    "optimizer.schedule.warmup_steps": 10,
     "optimizer.weight_decay": 0.1,
     "checkpoint.every": SAVE_EVERY,
-    "evaluation.data": str(OUT / "held-out.jsonl"),
-    "evaluation.every": SAVE_EVERY,
-    "evaluation.prompts": ["What is json.loads for?"],
 }
+OF_ALL_RUNS = {"tokenizer": "bytes", "evaluation.data": str(OUT / "held-out.jsonl"), "evaluation.max_new_tokens": 70}
 
 
 def call(function: Callable[..., Any], *values: object, **options: object) -> Any:
@@ -79,13 +82,18 @@ def _shown(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__).lower()
 
 
-def train(plan: Path, out: Path, resume: bool = False) -> Any:
-    """The run that is made three times: whole, killed, and resumed."""
-    options = {"steps": N_STEPS, "lr": 6e-4, "resume": resume, "settings": TRAINING, "on_step": progress}
+def train(plan: Path, out: Path, resume: bool = False, **other: Any) -> Any:
+    """The run that is made three times: whole, killed, and resumed; and, as said otherwise, once before it has learned anything."""
+    asked = {"evaluation.prompts": [question for question, _ in questions()[0][::SHOWN_APART]]}
+    always = {"resume": resume, "from_scratch": True, "on_step": progress}
+    options = {"steps": N_STEPS, "lr": 1e-3, "settings": TRAINING} | always | other
+    options["settings"] = OF_ALL_RUNS | asked | options["settings"]
     return call(penstock.train, plan, OUT / "chats.jsonl", out=out, **options)
 
 
 def progress(metrics: Any) -> None:
+    if metrics.step % SHOWN_EVERY:
+        return
     lanes = "  ".join(f"{lane} {share:.0%}" for lane, share in metrics.busy_fractions().items())
     words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  {lanes}"
     print(
@@ -125,26 +133,33 @@ def losses(log: Path) -> list[float]:
     return [fields["loss"] for line in lines if "loss" in (fields := json.loads(line))]
 
 
-def questions(root: Path) -> Iterator[tuple[str, str]]:
-    """What the standard library's classes and functions are for, in the words of their docstrings."""
-    left_out = {"site-packages", "test", "tests", "idlelib", "turtledemo", "ensurepip"}
-    for file in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        if file.parent.name in left_out:
-            continue
-        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8", errors="ignore"))):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                answer = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-                if 20 <= len(answer) <= 200:
-                    yield f"What is {module}.{node.name} for?", answer
+@cache
+def questions() -> tuple[Pairs, Pairs]:
+    """Which line of the Zen of Python follows which, asked in several words; and for each line words that are kept from it."""
+    with redirect_stdout(io.StringIO()) as said:
+        import this  # noqa: F401
+    _, *lines = filter(None, said.getvalue().splitlines())
+    learned: Pairs = []
+    kept: Pairs = []
+    for number, (line, following) in enumerate(pairwise(lines)):
+        for way, words in enumerate(ASKED):
+            (kept if way == number % len(ASKED) else learned).append((words.format(line), following))
+    return learned, kept
 
 
-def write_chats(training: Path, held_out: Path) -> None:
+def write_chats(file: Path, pairs: Pairs) -> None:
     """One conversation a line, in the `messages` format."""
-    with training.open("w", encoding="utf-8") as most, held_out.open("w", encoding="utf-8") as some:
-        for number, (question, answer) in enumerate(questions(Path(sysconfig.get_paths()["stdlib"]))):
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            (most if number % HELD_OUT else some).write(json.dumps({"messages": messages}) + "\n")
+    chats = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+
+
+def show_what_was_learned(before: Path, after: Path) -> None:
+    """What the model says to some of the questions, as each run's last samples have it."""
+    told = [{s["prompt"]: s["text"] for s in map(json.loads, (run / "samples.jsonl").open())} for run in (before, after)]
+    print("\nWhat the model says, before and after:")
+    for question, answer in questions()[0][::SHOWN_APART]:
+        first, last = (" ".join(ascii(said[question])[1:-1].split()) for said in told)
+        print(f"  {question}\n    before: {first[:70]}\n    after:  {last}{'' if told[1][question] == answer else '  (wrong)'}")
 
 
 def sums(checkpoint: Path) -> dict[str, str]:
@@ -163,20 +178,23 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     MODEL.mkdir(parents=True)
     (MODEL / "config.json").write_text(json.dumps(CONFIG, indent=1))
-    write_chats(OUT / "chats.jsonl", OUT / "held-out.jsonl")
+    for name, pairs in zip(("chats", "held-out"), questions(), strict=True):
+        write_chats(OUT / f"{name}.jsonl", pairs)
     state_bytes = n_params() * STATE_BYTES_PER_PARAM
     print(f"A Qwen3 of {n_params() / 1e6:.1f} M parameters: its training state is {state_bytes / 1e6:.0f} MB.")
-    print(f"The 'device' gets a quarter of that, {state_bytes / 4e6:.0f} MB; everything else lives in host memory.")
+    print(f"The 'device' gets half of that, {state_bytes / 2e6:.1f} MB; everything else lives in host memory.")
 
     profile = call(penstock.probe, "cpu", quick=True)
     print(profile.summary)
     (OUT / "this-machine.json").write_text(json.dumps(profile.to_json(), indent=1))
-    sizes = {"seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "device_memory_bytes": state_bytes // 4}
+    sizes = {"seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "device_memory_bytes": state_bytes // 2}
     planned = call(penstock.plan, MODEL, profile, **sizes)
     print(planned)
     plan = planned.save(OUT / "plan.json")
     print(call(penstock.check, plan))
-    run = OUT / "run"
+    print("\nOne step that changes next to nothing: what does the model say before it has learned?")
+    untrained, run = OUT / "untrained", OUT / "run"
+    train(plan, untrained, steps=1, lr=1e-9, settings={})
     trained = train(plan, run)
     compare(planned, trained)
     found = losses(run / "metrics.jsonl")
@@ -195,7 +213,8 @@ def main() -> None:
 
     print("\nAnd without the hardware:")
     print(call(penstock.plan, "gpt-oss-120b", "h200-pcie5", host_memory_bytes=1_500 * 10**9, master_dtype="bf16"))
-    print(call(penstock.plan, "qwen2.5-72b", "gh200", host_memory_bytes=2_000 * 10**9))
+    print(call(penstock.plan, "qwen2.5-32b", "rtx4090-server"))
+    show_what_was_learned(untrained, run)
     print("\nThe checkpoints, the logs and the report lie in demo/out: open demo/out/report.html in a browser.")
 
 

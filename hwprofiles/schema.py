@@ -10,12 +10,11 @@ import errno
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,6 +23,7 @@ from runtime.files import read_whole
 from runtime.units import MiB, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
+from .refusal import explain, plain
 
 FOLDER = Path(__file__).parent / "profiles"
 MAX_PROFILE_FILE_BYTES = 8 * MiB
@@ -122,6 +122,7 @@ class Device(Part):
     matmul: dict[Dtype, tuple[MatmulPoint, ...]]
     attention: dict[Dtype, tuple[AttentionPoint, ...]]
     cudnn_attention: dict[Dtype, tuple[AttentionPoint, ...]] | None = None
+    pool_bytes: Quantity | None = None  # soldered memory of which the device's and the host's are parts; None: each has its own
 
 
 class CopyPoint(Part):
@@ -172,13 +173,17 @@ class Host(Part):
     optimizer: tuple[OptimizerPoint, ...]
     reduce_bytes_per_s: Quantity
     page_fault_bytes_per_s: Quantity
+    soldered_bytes: Quantity | None = None  # all that a run can have, where no module can be added
 
 
 class Price(Part):
-    """What the machine costs, on a day."""
+    """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought beside it where it has a price."""
 
     usd_per_hour: Quantity | None
+    usd: Quantity | None = None
     ram_usd_per_gb: Quantity | None
+    watts: Quantity | None = None  # of the whole machine at work
+    usd_per_kwh: Quantity | None = None  # None: an assumed one
     date: Day | None
 
 
@@ -209,10 +214,32 @@ class Profile(Part):
             _check_attention(points, f"device.cudnn_attention.{dtype}")
         for direction, curve in (("h2d", self.link.h2d), ("d2h", self.link.d2h)):
             _check_curve(curve.bytes_per_s, f"link.{direction}.bytes_per_s")
+        self._holds_its_memory()
         threads = [p.threads for p in self.host.optimizer]
         if not threads or threads != sorted(set(threads)):
             raise ValueError("host.optimizer: give at least one point, with `threads` rising")
         return self
+
+    def _holds_its_memory(self) -> None:
+        """ValueError where more memory is given out than there is soldered."""
+        device_bytes, host_bytes = self.device.memory_bytes.value, self.host.memory_bytes.value
+        most = self.most_host_bytes
+        if most is None or host_bytes <= most:
+            return
+        if (pool := self.device.pool_bytes) is not None:
+            raise ValueError(
+                f"{show_bytes(device_bytes)} for the device and {show_bytes(host_bytes)} for the host are more than the one pool "
+                f"of {show_bytes(pool.value)} that they share; give --device-memory and --host-memory of no more in all"
+            )
+        said = f"host memory of {show_bytes(host_bytes)}, but {show_bytes(most)} are soldered and none can be added"
+        raise ValueError(f"{said}; give --host-memory up to that")
+
+    @property
+    def most_host_bytes(self) -> int | None:
+        """What the host's memory can be at most, beside that of the device; None: more can be bought."""
+        if (pool := self.device.pool_bytes) is not None:
+            return int(pool.value - self.device.memory_bytes.value)
+        return None if self.host.soldered_bytes is None else int(self.host.soldered_bytes.value)
 
     @staticmethod
     def from_json(fields: dict[str, Any], where: str = "profile") -> "Profile":
@@ -220,26 +247,39 @@ class Profile(Part):
         try:
             return Profile.model_validate_json(json.dumps(fields))
         except ValidationError as error:
-            raise ProfileError(f"{_plain(where)}: {_explain(error)}") from None
+            raise ProfileError(f"{plain(where)}: {explain(error, Profile)}") from None
         except (TypeError, ValueError, RecursionError) as error:
-            raise ProfileError(f"{_plain(where)}: not JSON ({_plain(str(error))}); make it again with `penstock probe`") from None
+            raise ProfileError(f"{plain(where)}: not JSON ({plain(str(error))}); make it again with `penstock probe`") from None
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON values."""
         return self.model_dump(mode="json")
 
     def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None) -> "Profile":
-        """The same machine with memory sizes that its user gave; None leaves one as it is. ProfileError for zero or less."""
-        fields = self.to_json()
+        """The same machine with memory sizes that its user gave; None leaves one as it is. ProfileError for zero or less, and for
+        more than is soldered."""
         for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes)):
-            if n_bytes is None:
-                continue
-            if n_bytes <= 0:
+            if n_bytes is not None and n_bytes <= 0:
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
-            key = f"user_{place}_memory"
-            fields[place]["memory_bytes"] = {"value": float(n_bytes), "spread_fraction": 0.0, "source": key}
-            detail = f"{place} memory of {show_bytes(n_bytes)} as given by the user"
-            fields["sources"][key] = {"kind": "user", "detail": detail, "date": None, "device": None, "driver": None}
+        return self._given(
+            (place, "memory_bytes", n_bytes, f"{place} memory of {show_bytes(n_bytes)}")
+            for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes))
+            if n_bytes is not None
+        )
+
+    def with_prices(self, **prices: float | None) -> "Profile":
+        """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""
+        given = {key: value for key, value in prices.items() if value is not None}
+        return self._given(("price", key, value, f"{key} of {value:g}") for key, value in given.items())
+
+    def _given(self, changes: Iterable[tuple[str, str, float, str]]) -> "Profile":
+        """(part, key, value, what it is in words) of each quantity that the user gave."""
+        fields = self.to_json()
+        for part, key, value, words in changes:
+            source = f"user_{part}_{key.removesuffix('_bytes')}"
+            fields[part][key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
+            detail = f"{words} as given by the user"
+            fields["sources"][source] = {"kind": "user", "detail": detail, "date": None, "device": None, "driver": None}
         return Profile.from_json(fields, self.name)
 
     def quantities(self) -> Iterator[tuple[str, Quantity | Share]]:
@@ -294,11 +334,12 @@ def read_profile(name_or_path: str) -> Profile:
     """The shipped profile of that name, or the one in that file; ProfileError says in one line what is wrong."""
     shipped = shipped_profiles()
     path = FOLDER / f"{name_or_path}.json" if name_or_path in shipped else Path(name_or_path)
-    where = _plain(name_or_path)
+    where = plain(name_or_path)
     try:
         if not path.exists():
-            near = difflib.get_close_matches(name_or_path, shipped, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            asked = name_or_path.lower()
+            near = [name for name in shipped if asked and asked in name][:3] or difflib.get_close_matches(asked, shipped, n=1)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise ProfileError(f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`")
         fields = json.loads(read_whole(path, MAX_PROFILE_FILE_BYTES).decode("utf-8"))
     except OSError as error:
@@ -308,7 +349,7 @@ def read_profile(name_or_path: str) -> Profile:
     except ProfileError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{where}: not JSON ({_plain(str(error))}); make it again with `penstock probe -o FILE`") from None
+        raise ProfileError(f"{where}: not JSON ({plain(str(error))}); make it again with `penstock probe -o FILE`") from None
     if not isinstance(fields, dict):
         raise ProfileError(f"{where}: not a profile but a JSON {type(fields).__name__}; make one with `penstock probe -o FILE`")
     return Profile.from_json(fields, name_or_path)
@@ -356,41 +397,3 @@ def _quantities(place: str, part: object) -> Iterator[tuple[str, Quantity | Shar
                 yield from _quantities(f"{place}.{i}", item)
         case _:
             pass
-
-
-def _explain(error: ValidationError) -> str:
-    """One line: the key, what is wrong with it, and what to do. A misspelled key is worth more than the one it leaves missing."""
-    errors = error.errors(include_url=False)
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    *parents, key = first["loc"] or ("",)
-    place = _plain(".".join(map(str, first["loc"])))
-    match first["type"]:
-        case "extra_forbidden":
-            fields = _fields_at(parents)
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.4)
-            return f"{place}: unknown key; write {(near or [' or '.join(fields)])[0]}"
-        case "missing":
-            return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
-        case "value_error":
-            problem = _plain(first["msg"].removeprefix("Value error, "))
-            return f"{place}: {problem}" if first["loc"] else problem
-        case _:
-            return f"{place}: {_plain(first['msg'])}; correct it, in the unit of its name"
-
-
-def _fields_at(place: Sequence[int | str]) -> list[str]:
-    """Names of the keys that belong at a place in a profile."""
-    here: Any = Profile
-    for key in place:
-        if isinstance(here, type) and issubclass(here, BaseModel):
-            here = here.model_fields[str(key)].annotation
-        else:
-            here = get_args(here)[0] if get_origin(here) is tuple else get_args(here)[-1]
-        if get_origin(here) is UnionType:
-            here = get_args(here)[0]
-    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
-
-
-def _plain(text: str) -> str:
-    """Text that fits on a line of a terminal, whatever a file holds."""
-    return "".join(c if c.isprintable() else " " for c in text)[:200]

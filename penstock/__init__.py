@@ -2,7 +2,7 @@
 
     import penstock
 
-    found = penstock.plan("qwen2.5-7b", "rtx4090-server", seq_len=4096, batch_size=16)
+    found = penstock.plan("my-model", "rtx4090-server", seq_len=4096, batch_size=16)  # a folder, as `hf download` leaves it
     print(found)
     penstock.train(found, "chats.jsonl", steps=100, lr=1e-5, out="run")
 

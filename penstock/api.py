@@ -4,12 +4,12 @@ The same as the commands of that name, for programs and notebooks; the commands 
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from runtime.errors import CheckpointError, PlanError, WrongPlanError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hwprofiles.schema import Profile
     from planner.predict.simulate import Prediction
     from planner.search.search import Answer, Certificate
-    from runtime.data.given import Batches
+    from runtime.data.given import Batches, Given
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
     from runtime.plan.timeline import Timeline
@@ -187,7 +187,7 @@ def answer_of(
     from planner.model.kernels import PARTS, with_kernels
     from planner.model.workload import supported_attention
     from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
-    from planner.search.remedy import too_long
+    from planner.search.remedy import shorter, too_long
     from planner.search.search import search
     from planner.search.space import BASELINES, baseline
     from runtime.plan import Kernel, Policy, Semantics
@@ -215,7 +215,7 @@ def answer_of(
         fixed = None if fixed is None else _validated(Policy, fixed.to_json(), "policy")
     if n_ops := too_long(workload, asked, fixed):
         problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
-        raise PlanError(f"{problem}; use a larger --micro-batch")
+        raise PlanError(f"{problem}; {shorter(asked)}")
     return search(model, workload, asked, profile, fixed, free, clipped_fraction)
 
 
@@ -284,13 +284,14 @@ def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "str | Path
 
 def train(
     plan: "Planned | PlanFile | Plan | str | Path",
-    data: "str | Path | Batches",
+    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
     *,
     out: str | Path = "penstock-run",
     steps: int | None = None,
     lr: float | None = None,
     device: str = "auto",
     resume: bool = False,
+    from_scratch: bool = False,
     settings: Mapping[str, Any] | None = None,
     time_scale: float | None = None,
     on_step: "Callable[[Metrics], None]" = lambda metrics: None,
@@ -298,32 +299,28 @@ def train(
 ) -> Trained:
     """Train with a plan, and save; the bits are those of `penstock run`.
 
-    `data`: a folder or file, as for `--data`, or an object with `batch(step)`. `settings`: all else that a run's file can say, by
-    dotted names, as `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "evaluation.data": "held-out.jsonl"}`. `time_scale`:
-    how many times slower an emulated machine is. `on_step` is called after every step; `stop.request()`, there or in another
-    thread, makes the step in progress the last, and saves.
+    `data`: a folder or file, as for `--data`; a list of them, or of the keys of `data.mix`; or an object with `batch(step)`.
+    `from_scratch`: random weights; without it, and without a folder of weights in the plan, `settings` name one, as
+    `{"model": "Qwen3-8B"}`. `settings`: all else that a run's file can say, by dotted names, as
+    `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "tokenizer": "bytes"}`. `time_scale`: how many times slower an emulated
+    machine is. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
+    last, and saves.
     """
-    from runtime.compute.documents import supports_documents
-    from runtime.data.given import Given
     from runtime.train.run_config import RUN_FILE, read_run
 
     from .session import begun, online, write_settings
     from .watch import late_fraction, performed, watched
 
     _, file = _file_of(plan)
-    arguments = ("data.path", "out", "device", "plan", "steps", "optimizer.lr")
+    arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
     if given_twice := [name for name in settings or {} if name in arguments]:
         raise PlanError(f"settings: {given_twice[0]} is an argument of train; give it as one")
     folder = Path(out)
-    named = str(data) if isinstance(data, str | Path) else f"batches of {type(data).__qualname__}"
-    known: dict[str, Any] = {"data.path": named, "out": str(out), "device": device}
+    named, batches = _named(data)
+    known: dict[str, Any] = {**named, "out": str(out), "device": device, "from_scratch": from_scratch}
     known |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
     asked = read_run(None, {**known, **(settings or {}), "plan": str(folder / PLAN_FILE)})
-    given = None
-    if not isinstance(data, str | Path):
-        vocab_size = file.plan.workload.blocks[0].parameters[0].shape[0]
-        of = file.plan.semantics
-        given = Given(data, of.seq_len, of.batch_size, vocab_size, supports_documents(file.plan.model.config, of))
+    given = None if batches is None else _given(batches, file.plan)
     made = list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
@@ -341,6 +338,28 @@ def train(
         training = until_the_end.enter_context(watched(run, first_step, online()))
         timeline, _ = performed(run, training, first_step, step)
     return Trained(folder, made[-1].step if made else first_step, tuple(made), timeline, late_fraction(run))
+
+
+def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches") -> "tuple[dict[str, Any], Batches | None]":
+    """The settings that name the data, and the object that gives them, if one does."""
+    match data:
+        case str() | Path():
+            return {"data.path": str(data)}, None
+        case list() | tuple():
+            return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in data]}, None
+    kind = type(data).__qualname__
+    if not callable(getattr(data, "batch", None)):
+        raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
+    return {"data.path": f"batches of {kind}"}, cast("Batches", data)
+
+
+def _given(batches: "Batches", plan: "Plan") -> "Given":
+    """The batches as a run takes them, each held to the plan's shape."""
+    from runtime.compute.documents import supports_documents
+    from runtime.data.given import Given
+
+    of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
+    return Given(batches, of.seq_len, of.batch_size, vocab_size, supports_documents(plan.model.config, of))
 
 
 def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":

@@ -5,7 +5,7 @@ only waits to be started.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -16,8 +16,11 @@ from runtime.errors import DoesNotFitError, PlanError, WorkloadError
 from runtime.train.run_config import RunConfigError
 from runtime.units import show_bytes
 
+from .inputs import data_of, held_out_of, own_model, prompts_of, weights_of
+
 if TYPE_CHECKING:
     from planner.predict.simulate import Prediction
+    from runtime.checkpoint.checkpoint import State
     from runtime.data.data import Data
     from runtime.machines.torch_machine import TorchMachine
     from runtime.plan import Plan, PlanFile
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from runtime.settings import AdamW, OptimizerSettings, RunSettings
     from runtime.train.trainer import Training
 
-TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
+    from .inputs import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Session:
     n_steps: int
     scale: float  # how many times slower than the plan's machine; 1 unless emulated
     prediction: "Prediction"
+    weights: str  # where they come from, in words
+    tokenizer: str
     held_out: "Data | None" = None  # a sequence is a batch of its own there
     prompts: "Prompts | None" = None
 
@@ -46,16 +51,6 @@ class Session:
     def is_comparable(self) -> bool:
         """Whether the machine is of the kind that the prediction is for."""
         return self.device == "emulated" or self.plan.profile["device"]["kind"] == self.device
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """What the model is asked, and how it hears and answers."""
-
-    texts: tuple[str, ...]
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[list[int]], str]
-    end_ids: frozenset[int]
 
 
 def checked_plan(path: Path) -> "PlanFile":
@@ -89,10 +84,13 @@ def assemble(
     time_scale: float | None,
     until_the_end: ExitStack,
     data: "Data | None" = None,
+    state: "State | None" = None,
+    report: Callable[[str], None] = lambda words: None,
 ) -> Session:
     """Everything but the start. PenstockError for what cannot be; nothing is written but the cache of tokens.
 
-    What is opened here is closed with `until_the_end`. `data`: batches that are not read from where the settings say.
+    What is opened here is closed with `until_the_end`. `data`: batches that are not read from where the settings say; `state`: what
+    is resumed from; `report` hears what is done.
     """
     from planner.predict.simulate import simulate
 
@@ -100,11 +98,13 @@ def assemble(
     _refuse_parts_of_no_name(settings.optimizer, plan)
     prediction = simulate(plan, demands, region)
     if device == "emulated":
+        if state is not None:
+            raise RunConfigError("an emulated run saves nothing and resumes nothing: leave out resume, or choose another device")
         if data is not None:
             raise RunConfigError("an emulated run trains a stand-in with a vocabulary of its own: give it files, not batches")
-        run = _emulated(settings, plan, prediction, demands, region, time_scale, until_the_end)
+        run = _emulated(settings, plan, prediction, demands, region, time_scale, until_the_end, report)
     else:
-        run = _real(settings, plan, prediction, device, until_the_end, data)
+        run = _real(settings, plan, prediction, device, until_the_end, data, state, report)
     expected_s = prediction.step_s * run.scale if run.is_comparable else None
     return replace(run, training=replace(run.training, predicted_step_s=expected_s))
 
@@ -125,27 +125,55 @@ def _real(
     device: str,
     until_the_end: ExitStack,
     data: "Data | None",
+    state: "State | None",
+    report: Callable[[str], None],
 ) -> Session:
     """A run of the plan's own model on this machine's GPU or CPU. What is quickly refused is read before the weights are."""
-    from runtime.checkpoint.checkpoint import has_weights
+    from runtime.checkpoint.room import refuse_what_has_no_room
+    from runtime.executor import say
     from runtime.train.trainer import Training, load_model
 
-    folder, out = _model_folder(plan, settings.model), Path(settings.out)
-    _refuse_what_does_not_fit(plan, device)
-    data = data or _data(settings, plan, folder, until_the_end)
-    held_out = _held_out(settings, plan, folder, until_the_end)
-    prompts = _prompts(settings, plan, folder, until_the_end)
+    plan, folder = own_model(plan, settings.model)
+    out, first_step = Path(settings.out), 0 if state is None else state.step
+    weights = None if settings.from_scratch or state is not None else weights_of(plan, folder)
+    _refuse_what_does_not_fit(plan, device, settings.device)
+    report("reading the data")
+    data = data or data_of(settings, plan, folder, until_the_end, report=report)
+    held_out = held_out_of(settings, plan, folder, until_the_end, report)
+    prompts = prompts_of(settings, plan, folder, until_the_end)
     n_steps = _n_steps(settings, data)
+    each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
+    refuse_what_has_no_room(out, settings.checkpoint, each_bytes, first_step, n_steps, run_s)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
+    report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
     store = _machine(device, plan, data, of_step, settings.seed)
-    if folder is not None and has_weights(folder):
-        load_model(store, folder)
+    if state is not None:
+        said = f"{state.path}, after step {state.step}"
+    elif weights is not None:
+        said = str(weights)
+        load_model(store, weights, report)
     else:
+        said = f"RANDOM, from scratch, by seed {settings.seed}"
+        say("RANDOM WEIGHTS: trained from scratch, as was asked; the model knows nothing at its first step")
+        report("making random weights")
         store.initialise(settings.seed)
     training = Training(
-        plan, store, store, data, settings.seed, out, True, tokenizer_from=folder, checkpoint=settings.checkpoint, optimizer=kept
+        plan,
+        store,
+        store,
+        data,
+        settings.seed,
+        Path(settings.out),
+        saves=True,
+        tokenizer_from=folder if settings.tokenizer == "model" else None,
+        checkpoint=settings.checkpoint,
+        optimizer=kept,
     )
-    return Session(settings, plan, device, training, n_steps, 1.0, prediction, held_out, prompts)
+    if state is not None:
+        report("putting back the state")
+        training.resume(state)
+    tokenizer = str(folder) if settings.tokenizer == "model" and folder is not None else settings.tokenizer
+    return Session(settings, plan, device, training, n_steps, 1.0, prediction, said, tokenizer, held_out, prompts)
 
 
 def _emulated(
@@ -156,13 +184,15 @@ def _emulated(
     region: "Region",
     time_scale: float | None,
     until_the_end: ExitStack,
+    report: Callable[[str], None],
 ) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, whose weights nobody saves or asks."""
     from runtime.machines.emulated import EmulatedMachine, time_scale_for
     from runtime.train.trainer import Training
 
     small = _stand_in(plan)
-    data = _data(settings, small, None, until_the_end)
+    report("reading the data")
+    data = data_of(replace(settings, tokenizer="bytes"), small, None, until_the_end, report=report)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
     store = _machine("cpu", small, data, of_step, settings.seed)
@@ -170,64 +200,7 @@ def _emulated(
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
     training = Training(small, machine, store, data, settings.seed, Path(settings.out), saves=False, optimizer=kept)
-    return Session(settings, plan, "emulated", training, n_steps, scale, prediction)
-
-
-# -- the parts ------------------------------------------------------------------------------------------------------------
-
-
-def _data(
-    settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack, batch_size: int | None = None
-) -> "Data":
-    from runtime.compute.documents import supports_documents
-    from runtime.data.data import read_data
-
-    semantics = plan.semantics
-    data = read_data(
-        settings.data,
-        folder,
-        _vocab_size(plan),
-        semantics.seq_len,
-        batch_size or semantics.batch_size,
-        settings.seed,
-        Path(settings.out) / TOKENS_FOLDER,
-        by_document=supports_documents(plan.model.config, semantics) is None,
-    )
-    until_the_end.callback(data.close)
-    return data
-
-
-def _vocab_size(plan: "Plan") -> int:
-    return plan.workload.blocks[0].parameters[0].shape[0]
-
-
-def _held_out(settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack) -> "Data | None":
-    """The data to evaluate on, in its own order."""
-    path = settings.evaluation.data
-    if path is None:
-        return None
-    of = replace(settings.data, path=path, shuffle=False, streaming=False, workers=0)
-    return _data(replace(settings, data=of), plan, folder, until_the_end, batch_size=1)
-
-
-def _prompts(settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack) -> Prompts | None:
-    """What is asked. A model that is trained on conversations answers; one that is trained on text continues it."""
-    from runtime.data.reading import read_set
-    from runtime.train.generation import check_prompts
-
-    texts = settings.evaluation.prompts
-    if not texts:
-        return None
-    reading = read_set(settings.data, folder, _vocab_size(plan), Path(settings.out) / TOKENS_FOLDER)
-    until_the_end.callback(reading.close)
-
-    def encode(text: str) -> list[int]:
-        is_text = reading.format == "text"
-        ids = reading.encoder.encode(text) if is_text else reading.chat_format.prompt([{"role": "user", "content": text}])
-        return [int(i) for i in ids]
-
-    check_prompts([encode(text) for text in texts], plan.semantics.seq_len)
-    return Prompts(texts, encode, reading.encoder.decode, reading.encoder.answer_ends | {reading.encoder.end_id})
+    return Session(settings, plan, "emulated", training, n_steps, scale, prediction, "random, of a tiny stand-in", "bytes")
 
 
 def _n_steps(settings: "RunSettings", data: "Data") -> int:
@@ -268,27 +241,6 @@ def _machine(device: str, plan: "Plan", data: "Data", of_step: "Callable[[int], 
     return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True)
 
 
-def _model_folder(plan: "Plan", given: str | None) -> Path | None:
-    """Where weights and tokenizer come from; None: random weights, and bytes for tokens."""
-    from planner.model.workload import read_model
-
-    folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
-    if folder is None:
-        return None
-    if not folder.is_dir():
-        raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
-    found = read_model(str(folder))
-    if _as_built(found.config) != _as_built(plan.model.config):
-        raise PlanError(f"{folder}: its config.json is not the one the plan was made for; plan again with this model")
-    return folder
-
-
-def _as_built(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what says nothing of the modules, which a checkpoint or another version writes otherwise."""
-    about_files = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path", "use_cache")
-    return {key: value for key, value in config.items() if key not in about_files}
-
-
 def _stand_in(plan: "Plan") -> "Plan":
     """The same ops on a tiny model with the same blocks."""
     from planner.lower.lower import lower
@@ -305,7 +257,7 @@ def _stand_in(plan: "Plan") -> "Plan":
     return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
+def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str) -> None:
     """What the plan books must be free. A CPU's own memory has the place of the device's."""
     from runtime.host.memory import available_host_bytes
     from runtime.plan.footprint import host_needs, planned_device_needs
@@ -320,6 +272,9 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str) -> None:
         where = "of pinned memory"
     else:
         on_host += on_device
+        if plan.profile["device"]["kind"] == "cuda":
+            found = " (no GPU was found)" if asked == "auto" else ""
+            where = f"here, where the CPU's memory takes the place of the GPU's{found}"
     available_bytes = available_host_bytes()
     if available_bytes is not None and on_host > available_bytes:
         raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes)

@@ -33,13 +33,15 @@ def begun(
     time_scale: float | None = None,
     data: "Data | None" = None,
     refuse: "Callable[[Plan, str], None]" = lambda plan, device: None,
+    report: "Callable[[str], None]" = lambda words: None,
 ) -> "Iterator[tuple[Session, int]]":
     """A run that waits to be started, and how many of its steps are done. PenstockError for what cannot be, and nothing is written.
 
     `file`: a plan that is not read from where the settings say; `data`: batches that are not read from there either; `refuse` may
-    refuse a plan and a device before any weight is read.
+    refuse a plan and a device before any weight is read; `report` hears what is done.
     """
     from runtime.checkpoint.checkpoint import writable_folder
+    from runtime.executor import say
     from runtime.train.monitors import refuse_missing
 
     from .assembly import assemble, checked, checked_plan, device_of
@@ -47,12 +49,15 @@ def begun(
 
     if settings.device not in ("cpu", "emulated"):
         _let_segments_grow()
+    report("checking the plan")
     if file is None:
         assert settings.plan is not None
         file = checked_plan(Path(settings.plan))
     else:
         checked(file, "the plan")
     device, out = device_of(settings.device), Path(settings.out)
+    if settings.device == "auto" and device == "cpu" and file.plan.profile["device"]["kind"] == "cuda":
+        say(f"no GPU found: the plan for {on_one_line(file.plan.profile['name'])} trains on this CPU")
     _refuse_odd_files(out)
     _refuse_what_others_wrote(out)
     refuse_missing(settings.monitors)
@@ -62,12 +67,12 @@ def begun(
     with _no_empty_folder(out), ExitStack() as until_the_end:
         writable_folder(out)
         until_the_end.enter_context(_alone_in(out))
+        if resume or resume_from is not None:
+            report("reading the checkpoint")
         state = _state(out, resume, resume_from)
         refuse(file.plan, device)
-        run = assemble(settings, file.plan, device, time_scale, until_the_end, data)
-        if state is not None:
-            run.training.resume(state)
         first_step = state.step if state is not None else 0
+        run = assemble(settings, file.plan, device, time_scale, until_the_end, data, state, report)
         if first_step > run.n_steps or (first_step == run.n_steps and not lacks_evaluation(run, first_step)):
             raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {run.n_steps} with --steps")
         yield run, first_step
@@ -164,7 +169,7 @@ def online() -> bool:
 @contextmanager
 def _no_empty_folder(out: Path) -> Iterator[None]:
     """A run that fails before it wrote anything of its own leaves no folder that was not there before."""
-    from .assembly import TOKENS_FOLDER
+    from .inputs import TOKENS_FOLDER
 
     was_there = out.is_dir()
     try:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from runtime.train.monitors import Monitor
     from runtime.train.trainer import Look, Metrics, Training
 
-    from .assembly import Prompts, Session
+    from .assembly import Session
+    from .inputs import Prompts
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters of a sample's line; samples.jsonl holds all
 
@@ -40,13 +41,13 @@ def performed(
     run: "Session", training: "Training", first_step: int, on_step: "Callable[[Metrics], None]"
 ) -> "tuple[Timeline, list[float]]":
     """Train to the end: the timeline, and the seconds of each step after the warm-up, on the clock of the plan's machine."""
-    from runtime.train.trainer import scaled, write_timeline
+    from runtime.train.trainer import scaled
 
     timeline, times_s = training.run(first_step, run.n_steps, on_step)
     if run.scale == 1.0:
         return timeline, times_s
     timeline = scaled(timeline, run.scale)
-    write_timeline(training.folder / "timeline.json", timeline)
+    training.keep_timeline(timeline)
     return timeline, [t / run.scale for t in times_s]
 
 
@@ -74,7 +75,11 @@ def _looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]
     if (held_out := run.held_out) is not None:
         n_sequences = min(asked.max_sequences, held_out.n_steps or asked.max_sequences)
         evaluator = Evaluator(machine, held_out, n_sequences, run.training.stop)
-        looks.append(Look("metrics.jsonl", "eval_loss", lambda step: _show_evaluation(run, step, evaluator.run(), monitors)))
+
+        def evaluate(step: int) -> None:
+            _show_evaluation(run, step, evaluator.run(), monitors)
+
+        looks.append(Look("metrics.jsonl", "eval_loss", evaluate, asked.first))
     if (prompts := run.prompts) is not None:
         looks.append(Look("samples.jsonl", "prompt", lambda step: _show_samples(run, machine, prompts, step, monitors)))
     return tuple(looks)
@@ -90,11 +95,12 @@ def _show_evaluation(run: "Session", step: int, found: "Evaluated", monitors: "t
         "eval_tokens": found.n_tokens,
         "eval_s": found.seconds,
     }
-    add_lines(run.training.folder / "metrics.jsonl", [{"step": step} | values])
+    add_lines(run.training.folder / "metrics.jsonl", [{"step": step} | values], say, run.training.stop)
     for monitor in monitors:
         monitor.log(step, values)
+    when = f"after step {step}" if step else "before the first step"
     say(
-        f"evaluation after step {step}: loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  {found.n_tokens:,} tokens  "
+        f"evaluation {when}: loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  {found.n_tokens:,} tokens  "
         f"{show_seconds(found.seconds)}"
     )
 
@@ -117,7 +123,8 @@ def _show_samples(run: "Session", machine: "TorchMachine", prompts: "Prompts", s
         prompts.end_ids,
         run.training.stop,
     )
-    add_lines(run.training.folder / "samples.jsonl", [{"step": step, "prompt": s.prompt, "text": s.text} for s in found])
+    lines = [{"step": step, "prompt": s.prompt, "text": s.text} for s in found]
+    add_lines(run.training.folder / "samples.jsonl", lines, say, run.training.stop)
     for number, sample in enumerate(found):
         for monitor in monitors:
             monitor.text(step, f"samples/{number}", f"{sample.prompt}\n\n{sample.text}")

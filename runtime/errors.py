@@ -43,3 +43,7 @@ class DoesNotFitError(PenstockError):
         self.short_device_bytes = short_device_bytes
         self.short_host_bytes = short_host_bytes
         self.smallest_change = smallest_change
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """It may come from another process."""
+        return type(self), (str(self), self.short_device_bytes, self.short_host_bytes, self.smallest_change)

@@ -37,11 +37,16 @@ class OpError(RuntimeError):
 class Stop:
     """Asks a run to end after the step in progress. A signal handler may ask: nothing is waited for."""
 
-    def __init__(self) -> None:
-        self.is_requested = False
+    def __init__(self, also: "Stop | None" = None) -> None:
+        """`also`: who asks that one asks this one too."""
+        self._is_requested, self._also = False, also
+
+    @property
+    def is_requested(self) -> bool:
+        return self._is_requested or (self._also is not None and self._also.is_requested)
 
     def request(self) -> None:
-        self.is_requested = True
+        self._is_requested = True
 
 
 @dataclass(slots=True)

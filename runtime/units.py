@@ -10,19 +10,36 @@ from .errors import PenstockError
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
-_UNITS = {"": 1, "B": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
+_UNITS = {"B": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
+_UNITS |= {"K": KB, "M": MB, "G": GB, "T": TB}
+
+
+LEAST_PLAIN_BYTES = MB  # of a number without a unit: 128 would be a guess
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `80GB` (10^9), `1.5TB`, `24GiB` (2^30) or a plain count; PenstockError when it is no positive size."""
+    """Bytes of `80GB` or `80G` (10^9), `1.5TB`, `24GiB` (2^30), or of a number that can be meant for nothing but bytes.
+
+    PenstockError when it is no positive size, or a small number without a unit."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    if match is not None and not match[2] and float(match[1]) < LEAST_PLAIN_BYTES:
+        raise PenstockError(f"{text.strip()[:40]!r} is not a size, for it has no unit; write for example 80GB, 1.5TB or 24GiB")
+    if match is None or (match[2] and match[2].upper() not in _UNITS):
         raise PenstockError(f"{text!r} is not a size; write for example 80GB, 1.5TB or 24GiB")
-    value = float(match[1]) * _UNITS[match[2].upper()]
+    value = float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1)
     n_bytes = round(value) if value < 2**63 else 0
     if n_bytes <= 0:
         raise PenstockError(f"{text[:40]!r} is not a size above zero that exists; write for example 80GB, 1.5TB or 24GiB")
     return n_bytes
+
+
+def parse_count(text: str) -> int:
+    """A count such as `100M`, `1.5B`, `2T` or 250000; PenstockError when it is none above zero."""
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([KkMmGgBbTt]?)\s*", text)
+    n = 0 if match is None else round(float(match[1]) * {"": 1, "K": KB, "M": MB, "G": GB, "B": GB, "T": TB}[match[2].upper()])
+    if not 0 < n < 10**18:
+        raise PenstockError(f"{text[:40]!r} is not a count above zero; write for example 250000, 100M or 1.5B")
+    return n
 
 
 def on_one_line(text: str, longest: int = 480) -> str:
@@ -49,6 +66,16 @@ def show_seconds(seconds: float) -> str:
     if abs(seconds) >= 1 or seconds == 0:
         return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:.0f} s"
     return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def show_duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`: how long to wait."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def show_rate(per_s: float, unit: str) -> str:

@@ -6,16 +6,18 @@ policy to faster policy: near the fastest is where a bound that is too high is f
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile
-from planner.bounds.bounds import machine_bound, places_to_stay, policy_bounds
+from planner.bounds.bounds import places_to_stay, policy_bounds
+from planner.bounds.machine import machine_bound
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster
+from planner.predict.faster import Group, faster, with_any_memory
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.climb import AWAY
@@ -92,7 +94,7 @@ def cell(number: int) -> Cell:
     n_micro_batches = rng.choice((1, 2, 3, 4, 5, 8, 11, 16, 24, 32, 48, 64))
     while n_micro_batches > 1 and 8 * n_micro_batches * (n_layers + 2) > MOST_OPS:
         n_micro_batches //= 2
-    of = _semantics(rng, n_micro_batches)
+    of = _in_sum_groups(_semantics(rng, n_micro_batches), random.Random(f"sums of cell {number}"))
     model, workload = (
         _real(rng, of, n_layers) if rng.random() < 0.5 else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
     )
@@ -102,13 +104,13 @@ def cell(number: int) -> Cell:
     often = 0.0 if eager_is_legal(of) else rng.choice((None, None, 0.0, 0.3, 1.0))
     if rng.random() < 0.3:  # one thing so slow that a step is hardly more than it: bounds that seldom bind do there
         machine = faster(machine, {rng.choice(STARVED): 10 ** rng.uniform(-2.5, -1)})
-    profile = machine.with_memory(PLENTY_BYTES, PLENTY_BYTES)
+    profile = with_any_memory(machine, PLENTY_BYTES, PLENTY_BYTES)
     found = Cell(number, model, workload, of, profile, often)
     if rng.random() < 0.6:  # barely enough for some policy, or somewhat more
         needs = found.needs(drawn_policy(rng, found))
         roomy = rng.choice((1.0, 1.0, 1.05, 1.3, 2.0))
-        profile = machine.with_memory(
-            int(needs.device_peak_bytes * roomy), int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
+        profile = with_any_memory(
+            machine, int(needs.device_peak_bytes * roomy), int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
         )
     return replace(found, profile=profile)
 
@@ -126,6 +128,12 @@ def _semantics(rng: random.Random, n_micro_batches: int) -> Semantics:
         master_dtype=dtypes[2],
         clip_norm=rng.choice((1.0, 1.0, None)),
     )
+
+
+def _in_sum_groups(of: Semantics, rng: random.Random) -> Semantics:
+    """As many as there can be, some, or, in half of the cells, one."""
+    most = of.n_micro_batches & -of.n_micro_batches
+    return replace(of, sum_groups=rng.choice((1, 1, most, 1 << rng.randrange(most.bit_length()))))
 
 
 @cache
@@ -311,6 +319,26 @@ def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[
             if step_s is not None and step_s < best_s:
                 best, best_s = tried, step_s
     return best, best_s
+
+
+def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Policy]:
+    """Policies that fit, of n drawn that keep the state of some blocks on the device, wherever that is possible."""
+    whole = Policy(accumulation_group=of.semantics.n_micro_batches, update=Update.DEFERRED)
+    may = places_to_stay(frame(of.model, of.workload, of.semantics, whole), of.profile)
+    for _ in range(n if may else 0):
+        policy = whole
+        for _ in range(rng.choice((0, 2, 5))):
+            policy = neighbour(rng, of, policy)
+        if policy.accumulation_group != whole.accumulation_group or policy.update is not Update.DEFERRED:
+            continue
+        some = [b for b in may if rng.random() < 0.5]
+        policy = staying(policy, rng.choice((may, some, may[1:-1], [rng.choice(may)])))
+        if rng.random() < 0.5:
+            policy = replace(policy, square_blocks=tuple(can_square(of.workload)))
+        with suppress(PlanError):
+            refuse_illegal(of.workload, of.semantics, policy)
+            if of.needs(policy).fits:
+                yield policy
 
 
 def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:

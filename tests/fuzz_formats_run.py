@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from penstock.cli.run_files import read_logged_run as read_logs
 from planner.show.report import report
-from runtime.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, sum_of
+from runtime.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, refuse_quantised, sum_of
 from runtime.data.chat import read_chat_format
 from runtime.data.data import read_data
 from runtime.data.encoders import read_encoder
@@ -195,6 +195,7 @@ def _weights() -> list[bytes]:
 
 
 def _read_weights(folder: Path) -> None:
+    refuse_quantised(folder, {}, TENSORS)
     for name, tensor in load_weights(folder, TENSORS, SHAPES):
         assert tuple(tensor.shape) == SHAPES[name]
         tensor.double().sum()

@@ -24,6 +24,7 @@ from runtime.errors import PenstockError
 from runtime.plan import Op, Plan, PlanFile
 from runtime.plan.workload import Model
 
+from .running import SCRATCH
 from .tiny import tiny_config
 
 Fields = dict[str, Any]
@@ -32,12 +33,12 @@ Edit = Callable[[Fields], object]
 ASKED, FOUND, SLOW, STATE = "asked.json", "found.json", "slow.json", "run/checkpoint-2/trainer_state.json"
 LOOK = ("check", "--quick")
 SEARCH = ("check",)
-AGAIN = ("run", FOUND, "--data", "text", "--out", "run", "--steps", "3", "--resume")
+AGAIN = ("run", FOUND, "--data", "text", "--out", "run", "--steps", "3", *SCRATCH, "--resume")
 DRAW = ("report", FOUND, "run", "-o", "page.html")
 POLICY = {
     "prefetch_depth": 2, "gradient_slots": 2, "accumulation_group": 4, "update": "deferred",
     "save": {"all": [24], "products": [3, 4]},
-    "spill_blocks": [0, 1], "resident_blocks": [2], "speculate_blocks": [5, 6], "square_blocks": [7],
+    "spill_blocks": [0, 1], "resident_blocks": [2], "speculate_blocks": [5, 6], "square_blocks": [7, 8], "device_blocks": [8],
 }  # fmt: skip
 ASKED_OF = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--seq-len", "512", "--batch-size", "4", "--micro-batch", "1")
 FOUND_OF = ("model", "--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2")
@@ -321,7 +322,7 @@ def plan_lies() -> Iterator[Lie]:
         yield lie(f"256 bytes more in the last slot of {name}", name, with_larger(name), peaks)
 
 
-ARENAS = ("weights", "activations", "gradients", "sums", "squares", "state", "host_gradients", "spilled", "norm")
+ARENAS = ("weights", "activations", "gradients", "sums", "squares", "device_state", "state", "host_gradients", "spilled", "norm")
 
 
 def with_larger(name: str) -> Edit:
@@ -379,7 +380,7 @@ def run_lies() -> Iterator[Lie]:
     yield Lie("other weights in a checkpoint", "run/checkpoint-2/model.safetensors", flip, "SHA-256", AGAIN)
     yield Lie("another step in a checkpoint", STATE, of_json(put("step", 1)), "SHA-256", AGAIN)
     yield Lie("another step, sum and all", STATE, summed(put("step", 1)), "the state of step 1", AGAIN)
-    yield Lie("another seed, sum and all", STATE, summed(put("state.seed", 5)), "its seed is not", AGAIN)
+    yield Lie("another seed, sum and all", STATE, summed(put("state.seed", 5)), "of another seed", AGAIN)
     yield Lie("other semantics, sum and all", STATE, summed(put("state.semantics.seq_len", 64)), "semantics", AGAIN)
     yield Lie("more updates than steps, sum and all", STATE, summed(put("state.n_updates", 9)), "n_updates", AGAIN)
     yield Lie(
@@ -444,11 +445,11 @@ def prepare(home: Path) -> None:
         asked(home, 0.1),
         invoke("plan", home / FOUND_OF[0], *FOUND_OF[1:], "-o", home / FOUND),
         invoke("plan", home / FOUND_OF[0], *FOUND_OF[1:], "--policy", "megatrain", "-o", home / SLOW),
-        invoke("run", home / FOUND, "--data", home / "text", "--out", home / "run", "--steps", 2),
+        invoke("run", home / FOUND, "--data", home / "text", "--out", home / "run", "--steps", 2, *SCRATCH),
     ]
     assert [done.exit_code for done in made] == [0] * len(made), [done.output for done in made]
     (home / "machine.json").write_text(json.dumps(json.loads((home / FOUND).read_text())["profile"]))
-    (home / "run.yaml").write_text("data: {path: text}\nplan: found.json\nsteps: 3\n")
+    (home / "run.yaml").write_text("data: {path: text}\nplan: found.json\nsteps: 3\nfrom_scratch: true\ntokenizer: bytes\n")
 
 
 def asked(home: Path, clipped_fraction: float, machine: str = "") -> Result:

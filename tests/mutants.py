@@ -481,7 +481,9 @@ def is_killed(mutant: Plan) -> bool:
     return False
 
 
-_SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, micro-batches, tied, compute dtype, policy
+_SAMPLES: tuple[
+    tuple[int, int, bool, str, dict[str, Any]], ...
+] = (  # layers, micro-batches, tied, compute dtype, policy and sum groups
     (3, 1, False, "bf16", {"save": saves(all=(2,))}),
     (4, 1, True, "fp32", {"save": saves(all=(2,)), "gradient_slots": 2, "offload_late_blocks": 1, "update": Update.DEFERRED}),
     (3, 2, False, "bf16", {"save": saves(all=(2,)), "accumulation_group": 2, "gradient_slots": 2, "update": Update.EAGER}),
@@ -558,6 +560,8 @@ _SAMPLES: tuple[tuple[int, int, bool, str, dict[str, Any]], ...] = (  # layers, 
         "fp32",
         {"square_blocks": (1, 2, 3), "device_blocks": (1, 2, 3), "resident_blocks": (4,), "update": Update.DEFERRED},
     ),
+    (2, 4, False, "bf16", {"sum_groups": 4, "accumulation_group": 4, "update": Update.DEFERRED, "gradient_slots": 2}),
+    (2, 4, True, "bf16", {"sum_groups": 2, "accumulation_group": 2, "update": Update.DEFERRED}),
 )
 
 
@@ -565,11 +569,14 @@ def sample_plans() -> list[Plan]:
     """A few plans that differ in every knob: small enough to try all their mutants."""
     made = []
     for n_layers, n_micro_batches, tied, dtype, knobs in _SAMPLES:
+        knobs = dict(knobs)
+        sum_groups = knobs.pop("sum_groups", 1)
         policy = Policy(**{"prefetch_depth": 1 + knobs.get("offload_late_blocks", 0)} | knobs)
         semantics = Semantics(
             seq_len=4,
             batch_size=n_micro_batches,
             micro_batch=1,
+            sum_groups=sum_groups,
             compute_dtype=dtype,  # type: ignore[arg-type]
             clip_norm=None if policy.update is Update.EAGER else 1.0,
         )

@@ -75,6 +75,14 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
         b, m = op.block, op.micro_batch
         values = {n: held.get(slot, name("garbage", str(slot), step)) for n, slot in op.operands}
         new: dict[str, Any] = {}
+        is_first = m is not None and m % ((last + 1) // plan.semantics.sum_groups) == 0
+
+        def joined(part: Any, into: tuple[Slot, ...] = op.every("into")) -> Any:
+            """What becomes of a sum that joins those that wait for it, one after the other."""
+            for slot in into:
+                part = held[slot] = name("add", held.get(slot), part)
+            return part
+
         match op.kind:
             case Kind.LOAD:
                 new["weights"] = name("weights", b, values["state"], values.get("tied"))
@@ -90,8 +98,9 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 if op.kind is Kind.LOSS:
                     results.append(("loss", step, m, term))
                 new["x"] = name("of input", term)
-                before = values["sum"] if m and "sum" in values else name("zero")
+                before = name("zero") if is_first or "sum" not in values else values["sum"]
                 total = new["sum"] = name("add", before, term)
+                total = joined(total)
                 new["gradient"] = name("rounded", total) if reduced else total
             case Kind.SQUARE:
                 new["squares"] = name("squared", b, values["gradient"])
@@ -104,7 +113,8 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
             case Kind.FETCH_ACTIVATION:
                 new["y"] = values["spilled"]
             case Kind.ACCUMULATE:
-                new["arrived"] = name("add", values["arrived"] if m else name("zero"), values["staged"])
+                new["arrived"] = name("add", name("zero") if is_first else values["arrived"], values["staged"])
+                joined(new["arrived"])
             case Kind.NORM:
                 so_far = values["norm"] if isinstance(values["norm"], tuple) and values["norm"][0] == step else (step, frozenset())
                 squares = [held.get(slot, name("garbage", str(slot), step)) for slot in op.every("squares")]

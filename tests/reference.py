@@ -225,13 +225,42 @@ def micro_batch_sums(
     model: torch.nn.Module, parameters: dict[str, torch.Tensor], semantics: Semantics, batch
 ) -> tuple[dict[str, torch.Tensor], float]:
     """fp32 sums of the micro-batches' gradients, by name, and the mean loss; a tied weight gets its two sums added at the end."""
+    micro_batches = torch.arange(semantics.batch_size).split(semantics.micro_batch)
+    of_a_group = len(micro_batches) // semantics.sum_groups
+    n_supervised, losses = int((batch.targets != -100).sum()), []
+    groups = [
+        group_sums(model, parameters, semantics, batch, micro_batches[first : first + of_a_group], n_supervised, losses)
+        for first in range(0, len(micro_batches), of_a_group)
+    ]
+    sums = tree_sum(groups)
+    head_name = next(name for name, p in parameters.items() if p is model.lm_head.weight)
+    sums[head_name] = sums.pop("head") + sums[head_name]
+    return sums, sum(losses) / n_supervised
+
+
+def tree_sum(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A balanced binary tree's: the left half's sum and the right half's."""
+    if len(parts) == 1:
+        return parts[0]
+    left, right = tree_sum(parts[: len(parts) // 2]), tree_sum(parts[len(parts) // 2 :])
+    return {name: left[name] + right[name] for name in left}
+
+
+def group_sums(
+    model: torch.nn.Module,
+    parameters: dict[str, torch.Tensor],
+    semantics: Semantics,
+    batch,
+    micro_batches: list[torch.Tensor],
+    n_supervised: int,
+    losses: list[float],
+) -> dict[str, torch.Tensor]:
+    """Of some micro-batches, in order, from zero; what the head's weight gets of the loss is named `head`."""
     body, head = model.model, model.lm_head.weight
     cap = getattr(model.config, "final_logit_softcapping", None)
-    n_supervised = int((batch.targets != -100).sum())
     sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
     head_sum = torch.zeros(head.shape)
-    loss_sum = 0.0
-    for rows in torch.arange(semantics.batch_size).split(semantics.micro_batch):
+    for rows in micro_batches:
         hidden = body(input_ids=batch.input_ids[rows], use_cache=False, **packed(model, semantics, batch, rows)).last_hidden_state
         flat, targets = hidden.detach().flatten(0, 1), batch.targets[rows].flatten()
         d_hidden, d_head = [], torch.zeros(head.shape)
@@ -248,7 +277,7 @@ def micro_batch_sums(
                 dx, dw = torch.autograd.grad(loss / n_supervised, [x, w])
             d_hidden.append(dx)
             d_head += dw
-            loss_sum += loss.item()
+            losses.append(loss.item())
         hidden.backward(torch.cat(d_hidden).view_as(hidden))
         head_sum += d_head
         for i, layer in enumerate(body.layers):
@@ -259,6 +288,4 @@ def micro_batch_sums(
             if p.grad is not None:
                 sums[name] += p.grad
                 p.grad = None
-    head_name = next(name for name, p in parameters.items() if p is head)
-    sums[head_name] = head_sum + sums[head_name]
-    return sums, loss_sum / n_supervised
+    return sums | {"head": head_sum}

@@ -20,7 +20,8 @@ import click
 from hypothesis import HealthCheck, Phase, given, settings
 
 from benchmarks import grid
-from demo.demo import CONFIG
+from benchmarks.small import CONFIG
+from tests.running import SCRATCH
 from tests.strategies import Case, cases
 
 N_PLANS = 2000
@@ -77,7 +78,7 @@ def trained(folder: Path) -> Iterator[tuple[str, str]]:
         chosen = ["--policy", folder / "policy.json"] if policy else []
         sizes = ["--seq-len", 128, "--batch-size", 8, "--micro-batch", 2]
         _penstock("plan", model, "--machine", "cpu-2core", *sizes, *chosen, "-o", plan)
-        _penstock("run", plan, "--data", data, "--steps", 3, "--save-every", 3, "--out", out)
+        _penstock("run", plan, "--data", data, "--steps", 3, "--save-every", 3, "--out", out, *SCRATCH)
         for file in sorted((out / "checkpoint-3").iterdir()):
             yield f"{name} {file.name}", digest(file.read_bytes())
         spans = json.loads((out / "timeline.json").read_text())["spans"]

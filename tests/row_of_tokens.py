@@ -55,8 +55,8 @@ class RowOfTokens:
             targets_BT[b, : len(ids_T) - 1] = ids_T[1:]
         return Batch(torch.from_numpy(ids_BT), torch.from_numpy(targets_BT))
 
-    def words(self) -> str:
-        return f"{self.n_sequences:,} sequences of {self.seq_len:,} tokens"
+    def words(self) -> dict[str, str]:
+        return {"sequences": f"{self.n_sequences:,} of {self.seq_len:,} tokens"}
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -13,6 +13,7 @@ from penstock.cli.main import cli
 from .tiny import tiny_config
 
 SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
+SCRATCH = ["--from-scratch", "--tokenizer", "bytes"]  # of a model's folder that holds its configuration alone
 
 
 def penstock(*args):
@@ -42,8 +43,9 @@ def _planned(config, model):
         return _plan(home, name="plan.json", model=model).read_bytes()
 
 
-def train(home, plan, *extra, out="out", steps=4):
-    return penstock("run", plan, "--data", home / "data", "--out", home / out, "--steps", steps, "--lr", "1e-3", *extra)
+def train(home, plan, *extra, out="out", steps=4, scratch=SCRATCH):
+    run = ["run", plan, "--data", home / "data", "--out", home / out, "--steps", steps, "--lr", "1e-3", *scratch]
+    return penstock(*run, *extra)
 
 
 def make_home(tmp_path):

@@ -73,12 +73,16 @@ PROFILE: dict[str, Any] = {
 
 
 def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
-    """Up to four micro-batches, the last one smaller or not; every dtype that goes together, with and without clipping."""
+    """Up to four micro-batches, the last one smaller or not, in any groups that may be summed apart; every dtype that goes
+    together, with and without clipping."""
     dtypes = st.sampled_from([(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")])
 
-    def build(sizes: tuple[int, int, int, int], dtypes: tuple[Any, Any, Any], clip: float | None, skip: bool) -> Semantics:
+    def build(
+        sizes: tuple[int, int, int, int], dtypes: tuple[Any, Any, Any], clip: float | None, skip: bool, most_groups: int
+    ) -> Semantics:
         seq_len, micro_batch, n, n_missing = sizes
         return Semantics(
+            sum_groups=min(most_groups, n & -n),
             seq_len=seq_len,
             micro_batch=micro_batch,
             batch_size=micro_batch * n - (n_missing % micro_batch if n > 1 else 0),
@@ -90,7 +94,8 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
         )
 
     sizes = st.tuples(st.integers(1, 64), st.integers(1, 3), st.integers(1, max_micro_batches), st.integers(0, 2))
-    return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans())
+    groups = st.sampled_from([1, 1, 2, 4, 8])
+    return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans(), groups)
 
 
 @st.composite

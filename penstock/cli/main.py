@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, NoReturn
 
 import click
@@ -19,6 +18,7 @@ from runtime.errors import PenstockError
 from runtime.units import on_one_line
 
 from .check import check
+from .options import version_in_words
 from .plan import plan
 
 # What only `run` and `probe` need.
@@ -26,8 +26,11 @@ RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "
 # Commands of other rooms: where they live, and what `--help` says of them without waking that room.
 ELSEWHERE = {
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
+    "data": ("penstock.cli.data.data", "Show what would be learned of your data, and count it."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
-    "compare": ("penstock.cli.compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "fits": ("penstock.cli.which.fits", "The largest models that host memory of 32 to 2048 GB can train, and their speed."),
+    "compare": ("penstock.cli.which.compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "machines": ("penstock.cli.which.machines", "List the machines that can be planned for, and what is known of them."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
     "validate": ("penstock.cli.validate", "Predict published runs and say how far off the predictions are."),
 }
@@ -120,10 +123,7 @@ def _fail(message: str, exit_code: int) -> NoReturn:
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if not wanted or ctx.resilient_parsing:
         return
-    try:
-        click.echo(f"penstock {metadata.version('penstock')}")
-    except metadata.PackageNotFoundError:
-        click.echo("penstock, version unknown: run from its source folder without `pip install .`")
+    click.echo(version_in_words())
     ctx.exit()
 
 

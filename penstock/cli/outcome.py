@@ -31,6 +31,11 @@ WORTH_NAMING = 0.02  # of a step
 MOST_NAMED = 4
 
 
+def show_tokens(per_s: float) -> str:
+    """As in the line of a step, or with three digits where they are few."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     name: str
@@ -70,7 +75,7 @@ def _rows(run: "Session", timeline: "Timeline", times_s: list[float]) -> list[_R
     predicted_busy_s, measured_busy_s = prediction.busy_s(plan), _settled(timeline, times_s).busy_s(plan)
     rows += [_Row(f"busy, {lane}", predicted_busy_s[lane], measured_busy_s[lane], show_seconds) for lane in predicted_busy_s]
     n_tokens = plan.semantics.tokens_per_step
-    rows.append(_Row("tokens/s", n_tokens / prediction.step_s, n_tokens / step_s, lambda v: f"{v:.4g}"))
+    rows.append(_Row("tokens/s", n_tokens / prediction.step_s, n_tokens / step_s, show_tokens))
     return rows if run.device == "emulated" else [*rows, *_memory_rows(plan, run.training)]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import resources
@@ -14,20 +15,28 @@ import click
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step
+from .options import COUNT, Bytes, ClipNorm, Command, refuse_endless, refuse_larger, sequences_of_a_step, with_prices
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
     from planner.search.search import Answer
     from runtime.plan import Kernel, Policy, Semantics
-    from runtime.plan.workload import Workload
+    from runtime.plan.workload import Model, Workload
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 
 
-class _Plan(click.Command):
+class _Plan(Command):
     """`plan --help` ends with the names that can be given. Only folders are listed; no room wakes."""
+
+    def also(self) -> Mapping[str, str]:
+        return {
+            **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "cutoff_len", "sequence_len"), "--seq-len"),
+            **dict.fromkeys(("global_batch_size", "train_batch_size"), "--batch-size"),
+            **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "--clip-norm"),
+            "micro_batch_size": "--micro-batch",
+        }
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):
@@ -59,13 +68,19 @@ class _Plan(click.Command):
 )
 @click.option(
     "--master",
+    "master_dtype",
     type=click.Choice(["fp32", "bf16"]),
     default="fp32",
     show_default=True,
     help="Precision of the weights that are trained.",
 )
 @click.option(
-    "--compute", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Precision of the products."
+    "--compute",
+    "compute_dtype",
+    type=click.Choice(["bf16", "fp32"]),
+    default="bf16",
+    show_default=True,
+    help="Precision of the products.",
 )
 @click.option(
     "--gradient-dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Precision of a gradient."
@@ -85,12 +100,20 @@ class _Plan(click.Command):
     help="Tokens whose logits exist at a time.  [default: 4096 with fused kernels, else 1024, or what fits]",
 )
 @click.option("--mlp-tile-tokens", type=COUNT, help="Tokens that go through an MLP at a time.  [default: all, or what fits]")
-@click.option("--runnable", is_flag=True, expose_value=False, help="Only what `penstock run` performs: today that is everything.")
+@click.option(
+    "--sum-groups",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    help="Parts of a step whose gradients are summed apart, and then as a tree: an order that as many GPUs could keep.",
+)
+@click.option("--runnable", is_flag=True, expose_value=False, hidden=True)  # of scripts from when not every plan could be run
 @click.option(
     "--clipped-steps",
     type=click.FloatRange(0, 1),
     help="Share of steps whose gradient is clipped, if known: then blocks may be updated before the norm is.",
 )
+@with_prices
 @click.option("--measurements", is_flag=True, help="Rank what to measure: by how much each measurement would narrow P10 to P90.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
@@ -100,24 +123,21 @@ def plan(
     seq_len: int,
     batch_size: int | None,
     tokens_per_step: int | None,
-    micro_batch: int | None,
     host_memory: int | None,
     device_memory: int | None,
     policy: str,
     clip_norm: float | str,
-    on_nonfinite: str,
-    master: str,
-    compute: str,
-    gradient_dtype: str,
-    attention: str | None,
     kernels: "Kernel | None",
     deterministic: bool,
-    loss_tile_tokens: int | None,
-    mlp_tile_tokens: int | None,
     clipped_steps: float | None,
+    tokens: int | None,
+    usd_per_hour: float | None,
+    usd: float | None,
+    usd_per_kwh: float | None,
     measurements: bool,
     output: Path | None,
     as_json: bool,
+    **semantics: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
 
@@ -126,6 +146,7 @@ def plan(
     """
     from hwprofiles.schema import read_profile
     from penstock.api import answer_of
+    from planner.model.config import unread_weights
     from planner.model.workload import read_model
     from runtime.plan import PlanFile
 
@@ -133,21 +154,15 @@ def plan(
     profile = read_profile(machine)
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
+    profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
     described = read_model(model)
     given: dict[str, Any] = {
         "seq_len": seq_len,
         "batch_size": sequences_of_a_step(batch_size, tokens_per_step, seq_len),
-        "micro_batch": micro_batch,
-        "compute_dtype": compute,
-        "gradient_dtype": gradient_dtype,
-        "master_dtype": master,
         "clip_norm": None if isinstance(clip_norm, str) else clip_norm,
-        "on_nonfinite": on_nonfinite,
-        "loss_tile_tokens": loss_tile_tokens,
-        "mlp_tile_tokens": mlp_tile_tokens,
-        "attention": attention,
     }
-    refuse_larger(micro_batch or 1, given["batch_size"])
+    given |= semantics  # whose options are named as its fields
+    refuse_larger(given["micro_batch"] or 1, given["batch_size"])
     if output is not None:
         PlanFile.refuse_unwritable(output)
     try:
@@ -160,17 +175,33 @@ def plan(
     if output is not None:
         PlanFile(answer.plan, answer.claim()).write(output)
     if as_json:
-        click.echo(json.dumps(_fields(answer, profile, measurements)))
+        click.echo(json.dumps(_fields(answer, profile, measurements, tokens)))
     else:
-        _show(answer, profile, measurements)
+        _show(answer, profile, measurements, tokens)
+    if (unread := unread_weights(described)) is not None:
+        click.echo(f"note: {on_one_line(unread)}", err=True)
     if output is not None:
         written = on_one_line(str(output))
-        click.echo(f"wrote {written}; next: penstock check {written}, then penstock run {written} --data FOLDER", err=True)
+        run = f"penstock run {written} --data FOLDER{_needed(described)}"
+        click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 
-def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[str, Any]:
-    """What `--json` prints of an answer; `measurements` only where they were asked for."""
+def _needed(model: "Model") -> str:
+    """What else `run` must be told about a model whose folder lacks weights or a tokenizer."""
+    from planner.model.config import WEIGHT_PATTERNS, download, hub_name
+
+    if (there := hub_name(model.name)) is not None and model.path is None:
+        return f" --model {there.partition('/')[2]}{download(model)}"
+    folder = Path(model.path) if model.path is not None else None
+    has_weights = folder is not None and any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern))
+    has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
+    return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
+
+
+def _fields(answer: "Answer", profile: "Profile", measurements: bool, tokens: int | None) -> dict[str, Any]:
+    """What `--json` prints of an answer; `measurements` and `job` only where they were asked for."""
     from planner.search.uncertainty import measurements_worth_making
+    from planner.show.price import hourly, job
 
     fields = {
         "semantics": asdict(answer.plan.semantics),
@@ -179,12 +210,17 @@ def _fields(answer: "Answer", profile: "Profile", measurements: bool) -> dict[st
         "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
     }
+    tokens_per_s, hour = answer.plan.semantics.tokens_per_step / answer.step_s, hourly(profile)
+    rented, bought = hour.per_million(tokens_per_s)
+    fields |= {"usd_per_million_tokens": rented, "bought_usd_per_million_tokens": bought}
+    if tokens is not None:
+        fields["job"] = asdict(job(tokens, tokens_per_s, hour))
     if measurements:
         fields["measurements"] = [m.to_json() for m in measurements_worth_making(answer.plan, profile, answer.drawn)]
     return fields
 
 
-def _show(answer: "Answer", profile: "Profile", measurements: bool) -> None:
+def _show(answer: "Answer", profile: "Profile", measurements: bool, tokens: int | None) -> None:
     """The answer in words; which measurements would make it surer only where that was asked for."""
     from rich.console import Console
 
@@ -192,7 +228,7 @@ def _show(answer: "Answer", profile: "Profile", measurements: bool) -> None:
     from planner.show.explain import explain
 
     rows = measurement_rows(answer.plan, profile, answer.drawn) if measurements else None
-    explain(answer, profile, Console(file=sys.stdout), rows)
+    explain(answer, profile, Console(file=sys.stdout), rows, tokens)
 
 
 def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy | None":

@@ -192,6 +192,17 @@ def _text(value: Any, indent: int) -> str:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A bar on a terminal; elsewhere a line for each thing that is measured."""
+    if not console.is_terminal:
+        told = set[str]()
+
+        def tell(what: str, fraction: float) -> None:
+            if what not in told:
+                told.add(what)
+                console.print(f"measuring: {what}")
+
+        yield tell
+        return
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("starting", total=1.0)

@@ -1,12 +1,15 @@
 """How does a user get a picture of a plan, or of a run?"""
 
 import os
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from runtime.units import on_one_line, show_bytes
+
+from .options import version_in_words
 
 if TYPE_CHECKING:
     from runtime.plan import PlanFile
@@ -66,7 +69,9 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     run = None if run_dir is None else read_logged_run(run_dir, len(file.plan.ops))
     if run_dir is not None and run is not None and run.timeline is not None:
         refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
-    return page_of(file, on_one_line(plan_file.name), run)
+    names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
+    made = f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}"
+    return page_of(file, on_one_line(plan_file.name), run, made)
 
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:

@@ -1,10 +1,9 @@
 """How does a user start a run?"""
 
-import os
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runtime.train.run_config import RUN_FILE
-from runtime.units import on_one_line, show_count
+from runtime.units import on_one_line
 
-from .run_options import PATH, POSITIVE, given_settings, setting_flags
+from .run_options import PATH, POSITIVE, RunCommand, given_settings, setting_flags
 
 if TYPE_CHECKING:
     from penstock.assembly import Session
@@ -22,8 +21,10 @@ if TYPE_CHECKING:
     from runtime.plan import Plan
     from runtime.settings import RunSettings
 
+    from .progress import Preparing
 
-@click.command("run")
+
+@click.command("run", cls=RunCommand)
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
 @click.option("--config", type=PATH, help="YAML or TOML file of settings; flags override it.")
 @setting_flags
@@ -52,16 +53,26 @@ def run(
     """
     from runtime.train.run_config import read_run
 
+    from .progress import Preparing
+
     given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
-    settings = read_run(config, given)
-    if settings.plan is None:
-        raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
-    _refuse_what_makes_no_sense(settings, given, resume or resume_from is not None, time_scale)
-    code = _run(settings, resume, resume_from, recalibrate, time_scale)
+    with Preparing() as report:
+        settings = read_run(config, given)
+        if settings.plan is None:
+            raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
+        _refuse_what_makes_no_sense(settings, given, resume or resume_from is not None, time_scale)
+        code = _run(settings, resume, resume_from, recalibrate, time_scale, report)
     ctx.exit(code)
 
 
-def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalibrate: Path | None, time_scale: float | None) -> int:
+def _run(
+    settings: "RunSettings",
+    resume: bool,
+    resume_from: str | None,
+    recalibrate: Path | None,
+    time_scale: float | None,
+    report: "Preparing",
+) -> int:
     """Put the run together and perform it; the exit code."""
     from penstock.session import begun
 
@@ -71,33 +82,42 @@ def _run(settings: "RunSettings", resume: bool, resume_from: str | None, recalib
         if recalibrate is not None:
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
-    with begun(settings, None, resume, resume_from, time_scale, refuse=refuse) as (session, first_step):
+    with begun(settings, None, resume, resume_from, time_scale, refuse=refuse, report=report) as (session, first_step):
+        report.stop()
         return _train(session, first_step, recalibrate)
 
 
 def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:
     """Perform the steps and show what came of them; the exit code."""
+    from penstock.overview import overview
     from penstock.session import online, write_settings
     from penstock.watch import performed, watched
+    from runtime.checkpoint.room import NoRoomError
 
     from .outcome import show_outcome
-    from .progress import Progress
+    from .progress import LANES, Progress, show_overview
 
     plan, training = run.plan, run.training
     write_settings(Path(run.settings.out), run.settings)
     if run.device == "emulated":
         name = plan.profile["name"]
         click.echo(f"{name}, emulated {run.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
-    steps = f"steps {first_step + 1} to {run.n_steps}" if first_step < run.n_steps else "all steps are done, evaluating"
-    click.echo(f"{_words(run)}; {steps}", err=True)
+    show_overview(overview(run, first_step), training.data.words().get("warning"))
     speed_up = run.scale * plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
+    lanes = LANES if run.device == "cpu" else {}
+    progress = Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes, lanes)
     with ExitStack() as until_the_end:
         training = until_the_end.enter_context(watched(run, first_step, online()))
-        asked = until_the_end.enter_context(_first_signal_asks(training.stop))
-        progress = until_the_end.enter_context(
-            Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes)
-        )
-        timeline, times_s = performed(run, training, first_step, progress.step)
+        asked = until_the_end.enter_context(_first_signal_asks(training.stop, progress.tell))
+        until_the_end.enter_context(progress)
+        try:
+            timeline, times_s = performed(run, training, first_step, progress.step)
+        except NoRoomError as error:
+            if asked.by is None:
+                raise
+            until_the_end.close()
+            click.echo(f"{asked.words}: {error}", err=True)
+            return 128 + asked.by
     if training.stop.is_requested and (progress.n_done < run.n_steps or training.lacks_evaluation(run.n_steps, run.n_steps)):
         click.echo(f"{asked.words}: {_stopped(run, first_step, progress.n_done)}", err=True)
         return asked.exit_code
@@ -111,20 +131,18 @@ def _stopped(run: "Session", first_step: int, n_done: int) -> str:
     at = f"stopped after step {n_done} of {run.n_steps}"
     if not run.training.saves:
         return f"{at}, and nothing is saved"
+    if run.settings.checkpoint.weights_only and n_done > first_step:
+        return f"{at}; its weights alone are saved: train on from them with --model {run.settings.out}/checkpoint-{n_done}"
     saved = "saved" if n_done > first_step else "nothing to save"
     return (
         f"{at}, {saved}; resume with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
     )
 
 
-def _words(run: "Session") -> str:
-    batch_size = run.training.plan.semantics.batch_size
-    return f"{show_count(run.plan.workload.n_params)} parameters; {run.training.data.words()}, {batch_size} a step"
-
-
 def _refuse_what_makes_no_sense(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
-    if settings.device == "emulated" and (resumes or "checkpoint.every" in given):
-        raise click.UsageError("an emulated run saves nothing: leave out --resume and --save-every, or --device emulated")
+    if settings.device == "emulated" and (resumes or any(name.startswith("checkpoint.") for name in given)):
+        about = "--resume, --save-every and all else about checkpoints"
+        raise click.UsageError(f"an emulated run saves nothing: leave out {about}, or --device emulated")
     if settings.device == "emulated" and ("evaluation.data" in given or "evaluation.prompts" in given):
         raise click.UsageError("an emulated run has a stand-in's weights: leave out --eval-data and --prompt, or --device emulated")
     if time_scale is not None and settings.device != "emulated":
@@ -148,7 +166,7 @@ class _Asked:
 
 
 @contextmanager
-def _first_signal_asks(stop: "Stop") -> Iterator[_Asked]:
+def _first_signal_asks(stop: "Stop", tell: Callable[[str], None]) -> Iterator[_Asked]:
     """The first SIGTERM or Ctrl-C asks for an end after the step; the second does what the first would have done before."""
     asked = _Asked()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -159,8 +177,7 @@ def _first_signal_asks(stop: "Stop") -> Iterator[_Asked]:
         stop.request()
         for other, handler in heeded.items():
             signal.signal(other, handler)
-        with suppress(OSError):  # not `print`: whatever was being printed may be what the signal came into
-            os.write(2, b"\nfinishing the step, then saving; once more ends at once\n")
+        tell("finishing the step, then saving; once more ends at once")
 
     for number in heeded:
         signal.signal(number, ask)

@@ -115,7 +115,7 @@ def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
         return
     squared, away = set(plan.policy.square_blocks), set(plan.policy.offload_blocks)
     several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD_GRADIENT and not reduced)
-    micro_batches = sorted({0, min(1, last), last}) if several else [None]
+    micro_batches = [m for m, _ in plan.alike(range(last + 1))] if several else [None]
     for b, block in enumerate(plan.workload.blocks):
         without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
         moved = () if b in away else (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED)

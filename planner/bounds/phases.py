@@ -214,7 +214,8 @@ def phases_of(plan: Setup, groups: range) -> Phases:
     smallest, largest = min(n % size or size for size in groups), groups[-1]
     n_groups, n_whole = -(-n // largest), n - bool(plan.semantics.n_left)
     n_leaving = sum(0 < b <= n_layers for b in {*range(n_layers + 2)}.difference(plan.policy.device_blocks))
-    equal = n_groups * largest == n_whole
+    # The last group joins more sums of the host's than those before it.
+    equal = n_groups * largest == n_whole and (plan.reduced or plan.semantics.sum_groups == 1)
     return Phases(
         n_groups, equal, min(1.0, largest / max(1, n_whole)), n_leaving * (1 if plan.reduced else smallest), smallest, n_layers + 1
     )
@@ -265,5 +266,5 @@ def _add_vocab(phases: Phases, kind: Kind, block: int, load: Mapping[Key, float]
     turns.n += count
     turns.total_s += count * load[LANE_OF[kind]]
     turns.shortest_s = min(turns.shortest_s, load[LANE_OF[kind]])
-    if block and kind in (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE):
+    if block and kind in (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE) and turns.n == count:  # the first sort, which takes least
         add(phases.head_leaving, load, 1)

@@ -55,11 +55,14 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     of_state = [0 if b in shape.on_device else blocks[b].host_elements for b in range(shape.n_blocks)]
     of_state += [blocks[b].host_elements for b in shape.shadows]
     on_device = [blocks[b].host_elements for b in shape.on_device]
-    n_sums, first_vocab_sum = shape.sums_layers + (not shape.vocab_slot_is_sum), int(shape.sums_layers)
+    first_vocab_sum = shape.n_sums * shape.sums_layers
+    n_sums = first_vocab_sum + (shape.n_sums - shape.tied if shape.reduced else 0)
+    n_arrived = shape.n_blocks if shape.reduced else shape.n_blocks * shape.n_sums
     last = {name: sizes.get(name, 0) - 1 for name in ("host_gradients", "staging")}
 
     def arrived_bytes(i: int) -> int:
-        if i in (0, last["host_gradients"]):
+        i = i if shape.ring else i % shape.n_blocks
+        if i in (0, last["host_gradients"] if shape.ring else shape.head):
             return sent[0 if i == 0 else -1] * vocab_wire
         return (layer if shape.ring else sent[i]) * kept
 
@@ -84,7 +87,7 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         # Of each element the master, in one piece or in two, and the two moments
         "state": _Need(Place.HOST, len(of_state), lambda i: of_state[i] * (master + 2 * FP32), exact_from=0),
         "host_gradients": _Need(
-            Place.HOST, None if shape.ring else shape.n_blocks, arrived_bytes, exact_from=None if shape.ring else 0, least=3
+            Place.HOST, None if shape.ring else n_arrived, arrived_bytes, exact_from=None if shape.ring else 0, least=3
         ),
         "norm": _Need(Place.HOST, 1 + len(squares), lambda i: norms[i]),
     }
@@ -171,7 +174,9 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
         case Kind.UPDATE_ON_DEVICE:
             return [gradient, norm, state]
         case Kind.ACCUMULATE:
-            return [("staged", _staged(shape, sizes, b)), ("arrived", _arrived(shape, sizes, b))]
+            place, n = shape.sum_place(m), len(shape.summed_with(m))
+            to, *into = (_slot("host_gradients", (place - i) * shape.n_blocks + b) for i in range(n))
+            return [("staged", _staged(shape, sizes, b)), ("arrived", to), *(("into", slot) for slot in into)]
         case Kind.NORM:
             every: _Operands = [("squares", _slot("norm", 1 + i)) for i in shape.squared.values()] if b == 0 else []
             return [*([] if squares else arrived), *every, norm]
@@ -202,7 +207,7 @@ def _arrived(shape: Shape, sizes: dict[str, int], block: int) -> Expected:
     last = sizes["host_gradients"] - 1
     if shape.ring and not shape.vocab(block):
         return "host_gradients", range(1, last)
-    return _slot("host_gradients", last if block == shape.head else block)
+    return _slot("host_gradients", last if shape.ring and block == shape.head else block)
 
 
 def _staged(shape: Shape, sizes: dict[str, int], block: int) -> Expected:
@@ -214,15 +219,16 @@ def _staged(shape: Shape, sizes: dict[str, int], block: int) -> Expected:
 def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Operands:
     """How the gradient of one micro-batch joins the sum, and which of them leaves one."""
     first, last = op.micro_batch == 0, op.micro_batch == shape.n_micro_batches - 1
-    total = ("sum", shape.sum(op.block))
     if not shape.reduced:
         return [gradient]
+    place, n = shape.sum_place(op.micro_batch or 0), len(shape.summed_with(op.micro_batch or 0))
+    total: _Operands = [("into" if i else "sum", shape.sum(op.block, place - i)) for i in range(n)]
     if shape.vocab(op.block) and shape.tied:  # the sum is the gradient
-        return [total]
+        return total
     # With one micro-batch there is nothing to sum, but in the head: its gradient is a sum over tiles of tokens.
     if first and last and op.block != shape.head:
         return [gradient]
-    return [total, gradient] if last else [total]
+    return [*total, gradient] if last else total
 
 
 _Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a step are alike in all of them
@@ -347,6 +353,8 @@ def check_repeat(plan: Plan, repeat: Repeat, shape: Shape) -> None:
     of_first = [m for op in plan.ops[repeat.start : repeat.end] if (m := op.micro_batch) is not None]
     first = min(of_first, default=0)
     after = first + repeat.times * repeat.micro_batches
+    if shape.sum_groups > 1:
+        raise PlanError(f"{repeat}: no two of {shape.sum_groups} sum groups are added up alike; {AGAIN}")
     if first % shape.group or repeat.micro_batches % shape.group or not 0 < first < after < shape.n_micro_batches:
         raise PlanError(f"{repeat}: not whole groups of {shape.group} micro-batches, between the first and the last; {AGAIN}")
     parts = (range(first), range(first, first + repeat.micro_batches), range(after, shape.n_micro_batches))

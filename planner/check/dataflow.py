@@ -100,9 +100,7 @@ class _Memory:
                 self.update()
             case Kind.ACCUMULATE:
                 self.need("staged", "gradient", b, m)
-                if m:
-                    self.need("arrived", "gradient sum", b, m - 1)
-                self.put("arrived", "gradient" if m == last else "gradient sum", None if m == last else m)
+                self.add_up([op["arrived"], *op.every("into")], m or 0, is_whole=m == last)
             case Kind.NORM:
                 self.norm()
             case Kind.UPDATE:
@@ -149,13 +147,21 @@ class _Memory:
         if b:
             self.held[op["x"]] = _Held("output gradient", b - 1, m, self.step)
         has_sum, has_gradient = op.get("sum") is not None, op.get("gradient") is not None
-        if has_sum:
-            if m:
-                self.need("sum", "gradient sum", b, m - 1)
-            is_whole = m == shape.n_micro_batches - 1 and not has_gradient  # then the sum is the gradient
-            self.put("sum", "gradient" if is_whole else "gradient sum", None if is_whole else m)
+        if has_sum:  # which without a gradient is the gradient, in the end
+            self.add_up([op["sum"], *op.every("into")], m, is_whole=m == shape.n_micro_batches - 1 and not has_gradient)
         if has_gradient:
             self.put("gradient", "gradient", None if shape.reduced else m)
+
+    def add_up(self, slots: list[Slot], m: int, is_whole: bool) -> None:
+        """A micro-batch's gradient joins the sum in the first slot, or begins it; the sum that of the next, and so on."""
+        b, n_done = self.op.block, m  # the first micro-batch that is in what is added
+        for slot, together in zip(slots, self.shape.summed_with(m), strict=True):
+            if n_done > together.start:
+                self.need_in(slot, _sum_of(range(together.start, n_done)), b, n_done - 1)
+            n_done = together.start
+            self.held[slot] = _Held(_sum_of(together), b, m, self.step)
+        if is_whole:
+            self.held[slots[-1]] = _Held("gradient", b, None, self.step)
 
     def norm(self) -> None:
         """What has arrived joins the sum of the step, or begins it; block 0 brings what the device squared."""
@@ -191,6 +197,11 @@ class _Memory:
         """The optimizer turns the state of this step into that of the next; a shadow is then spent, whatever came of it."""
         self.need("state", "state", self.op.block)
         self.held[self.op["state"]] = _Held("state", self.op.block, None, self.step + 1)
+
+
+def _sum_of(micro_batches: range) -> str:
+    """What a slot holds of a gradient; the last micro-batch in it is said besides."""
+    return f"gradient sum from micro-batch {micro_batches.start} on"
 
 
 def check_data(plan: Plan, shape: Shape, order: list[int], n_steps: int) -> None:

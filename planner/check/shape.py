@@ -28,6 +28,7 @@ class Shape:
     head: int
     n_micro_batches: int
     group: int
+    sum_groups: int  # of micro-batches, each with a sum of its own
     reduced: bool  # one group: a gradient leaves the device once, complete
     tied: bool
     eager: bool
@@ -54,6 +55,7 @@ class Shape:
             head=head,
             n_micro_batches=n_micro_batches,
             group=group,
+            sum_groups=plan.semantics.sum_groups,
             reduced=group >= n_micro_batches,
             tied=plan.workload.tied,
             eager=policy.update is Update.EAGER,
@@ -118,11 +120,39 @@ class Shape:
             return _one("gradients", self.gradient_slots + 1 + self.on_device[block])
         return _one("gradients", self.gradient_slots) if self.vocab(block) else ("gradients", range(self.gradient_slots))
 
-    def sum(self, block: int) -> Expected:
-        """Where micro-batches are added up on the device."""
-        if self.vocab(block):
-            return self.gradient(block) if self.tied else _one("sums", int(self.sums_layers))
-        return _one("sums", 0)
+    def sum(self, block: int, place: int) -> Expected:
+        """Where micro-batches are added up on the device: the first sum of a block, or another that is beside it."""
+        if not self.vocab(block):
+            return _one("sums", place)
+        if self.tied and place == 0:
+            return self.gradient(block)
+        return _one("sums", self.n_sums * self.sums_layers + place - self.tied)
+
+    @property
+    def n_sums(self) -> int:
+        """Of a block at a time: halves of halves, down to a single group."""
+        n, parts = 1, self.sum_groups
+        while parts > 1:
+            n, parts = n + 1, parts // 2
+        return n
+
+    def summed_with(self, micro_batch: int) -> list[range]:
+        """The micro-batches that are in a sum together once this one is: of its group so far; then, if that is whole, with those of
+        each left half that waits for it, ever more."""
+        of_a_group = self.n_micro_batches // self.sum_groups
+        first, n = micro_batch // of_a_group * of_a_group, of_a_group
+        found = [range(first, micro_batch + 1)]
+        while found[-1].stop - found[-1].start == n and first % (2 * n):  # a right half
+            first, n = first - n, 2 * n
+            found.append(range(first, micro_batch + 1))
+        return found
+
+    def sum_place(self, micro_batch: int) -> int:
+        """Of its group's sum: left halves that wait have those before it."""
+        place, n = 0, self.n_micro_batches // 2
+        while n >= self.n_micro_batches // self.sum_groups:
+            place, micro_batch, n = place + (micro_batch >= n), micro_batch % n, n // 2
+        return place
 
     @property
     def sums_layers(self) -> bool:

@@ -77,8 +77,10 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.device_blocks:
         per_param = sum(plan.state_bytes().values())
         yield Arena("device_state", Place.DEVICE, tuple(blocks[b].host_elements * per_param for b in policy.device_blocks))
-    sums = [layer_elements * ITEM_BYTES["fp32"]] if sums_layers(plan) else []
-    sums += [] if vocab_slot_is_sum(plan) else [vocab_elements * ITEM_BYTES["fp32"]]
+    n_sums = plan.semantics.n_sums
+    sums = [layer_elements * ITEM_BYTES["fp32"]] * (n_sums * sums_layers(plan))
+    n_apart = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # of the vocabulary's, those in slots of their own
+    sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_apart
     if sums:
         yield Arena("sums", Place.DEVICE, tuple(sums))
     if policy.square_blocks:
@@ -107,7 +109,7 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     if eager_ring(plan):
         layers = gradients[1:-1]
         gradients[1:-1] = [max(layers)] * min(N_EAGER_SLOTS, len(layers))
-    yield Arena("host_gradients", Place.HOST, tuple(gradients))
+    yield Arena("host_gradients", Place.HOST, tuple(gradients) * (1 if plan.reduced else plan.semantics.n_sums))
     if not plan.reduced:
         layer_elements, vocab_elements = _largest_elements(plan)
         staging = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * N_STAGING_SLOTS

@@ -39,6 +39,8 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
     """Whether a step has so many groups that what repeats is to be said once."""
     n = semantics.n_micro_batches
+    if semantics.sum_groups > 1:  # no two groups do the same
+        return False
     is_worth_it = n >= FEWEST_FOLDED_GROUPS * policy.accumulation_group and n * len(workload.blocks) >= FEWEST_FOLDED
     return is_worth_it and n <= MAX_REPETITIONS
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from runtime.plan import CONTRACT, Kind, Op, Setup, Slot, Update
+from runtime.plan import CONTRACT, Kind, Op, Semantics, Setup, Slot, Update
 from runtime.plan.ops import Operand
 from runtime.plan.workload import BlockKind
 
@@ -29,6 +29,11 @@ class Draft:
     def uses(self, **operands: Slot | None) -> "Draft":
         """Add operands, those that are there."""
         self.operands += [(name, slot) for name, slot in operands.items() if slot is not None]
+        return self
+
+    def uses_all(self, name: str, slots: Iterable[Slot]) -> "Draft":
+        """Add operands of one name."""
+        self.operands += [(name, slot) for slot in slots]
         return self
 
     def slot(self, name: str) -> Slot:
@@ -197,7 +202,7 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
     on_device, staging = _Ring("gradients", 0, plan.policy.gradient_slots), _Ring("staging", 0, N_STAGING_SLOTS)
     of_vocabulary, on_host = Slot("gradients", plan.policy.gradient_slots), _host_gradients(plan)
     own = {b: Slot("gradients", plan.policy.gradient_slots + 1 + i) for i, b in enumerate(plan.policy.device_blocks)}
-    layer_sum, vocabulary_sum = Slot("sums", 0), of_vocabulary if vocab_slot_is_sum(plan) else Slot("sums", int(sums_layers(plan)))
+    sum_of, of = _sums(plan, of_vocabulary), plan.semantics
     out: dict[int, Slot] = {}
     for op in ops:
         b, m = op.block, op.micro_batch
@@ -214,17 +219,34 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             out[b] = of_vocabulary
         elif m == 0 or not plan.reduced:
             out[b] = on_device.next()
-        total = layer_sum if is_layer else vocabulary_sum
-        is_its_own_sum = total == out[b]
+        total, *into = (sum_of(is_layer, level) for level in _levels(of, m))
+        is_its_own_sum = not is_layer and vocab_slot_is_sum(plan)
         has_sum = plan.reduced and (last > 0 or b == head or is_its_own_sum)
         makes_gradient = not plan.reduced or (m == last and not is_its_own_sum)
-        yield op.uses(sum=total if has_sum else None, gradient=out[b] if makes_gradient else None)
+        op.uses(sum=total if has_sum else None, gradient=out[b] if makes_gradient else None)
+        yield op.uses_all("into", into if has_sum else ())
         if not plan.reduced:
-            to, staged = Slot("host_gradients", b), staging.next() if is_layer else Slot("staging", N_STAGING_SLOTS)
+            staged = staging.next() if is_layer else Slot("staging", N_STAGING_SLOTS)
             yield Draft(Kind.OFFLOAD_GRADIENT, b, m).uses(gradient=out[b], arrived=staged)
-            yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to)
+            to, *into = (Slot("host_gradients", level * len(blocks) + b) for level in _levels(of, m))
+            yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to).uses_all("into", into)
         elif m == last and b not in own:
             yield Draft(Kind.OFFLOAD_GRADIENT, b).uses(gradient=out[b], arrived=on_host(b))
+
+
+def _levels(of: Semantics, m: int) -> range:
+    """The sum that a micro-batch joins, and those that this one then joins."""
+    return range(of.sum_level(m), of.sum_level(m) - of.n_joined(m) - 1, -1)
+
+
+def _sums(plan: Setup, of_vocabulary: Slot) -> Callable[[bool, int], Slot]:
+    """The device's slot for a sum of layers' gradients, or of the embedding's and the head's."""
+    n_of_layers = plan.semantics.n_sums * sums_layers(plan)
+    if not vocab_slot_is_sum(plan):
+        return lambda is_layer, level: Slot("sums", level if is_layer else n_of_layers + level)
+    return lambda is_layer, level: (
+        of_vocabulary if not is_layer and level == 0 else Slot("sums", level if is_layer else n_of_layers + level - 1)
+    )
 
 
 def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
@@ -305,16 +327,14 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
             case Kind.OFFLOAD_GRADIENT if plan.reduced:
                 arrived[b] = op.slot("arrived")
             case Kind.ACCUMULATE if op.micro_batch == last:
-                arrived[b] = op.slot("arrived")
+                arrived[b] = Slot("host_gradients", b)
             case Kind.OFFLOAD_SQUARES:
                 pass
             case _:
                 continue
         if b not in squared or b == 0:
-            sums = [("squares", Slot("norm", 1 + i)) for i in range(len(squared)) if b == 0]
             draft = Draft(Kind.NORM, b) if b in squared else of(Kind.NORM, b)
-            draft.operands += sums
-            yield draft.uses(norm=norm)
+            yield draft.uses_all("squares", (Slot("norm", 1 + i) for i in range(len(squared)) if b == 0)).uses(norm=norm)
         if is_eager:
             own = Slot("norm", 1 + squared.index(b)) if b in squared else None
             yield of(Kind.UPDATE, b).uses(norm=own, state=Slot("state", b))

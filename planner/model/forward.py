@@ -5,6 +5,7 @@ Norms, rotary embedding, attention, MLP and experts as transformers writes them,
 
 # T tokens of a micro-batch, H hidden width, R rows sent to experts (T x experts per token), I width inside the MLP
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.plan import AttentionKernel, Kernel
@@ -87,6 +88,19 @@ def rotate(tape: Tape, x: Tensor, table: Tensor, style: str, kernel: Kernel = "e
     negated = tape.step([x], half, moved_bytes=2 * half_bytes)
     turned = tape.step([negated, x], n, moved_bytes=4 * half_bytes)
     return tape.step([straight, tape.step([turned, table], n)], n)
+
+
+def rotate_interleaved(tape: Tape, heads: Sequence[Tensor], table: Tensor) -> list[Tensor]:
+    """The same of neighbours instead of halves, in fp32: each layer lays cosines and sines out anew, and keeps them."""
+    cos, sin = (tape.step([table], table.n_elements, item_bytes=FP32, differentiable=False) for _ in range(2))
+    sums = []
+    for x in heads:
+        n, half_bytes = x.n_elements, x.n_bytes // 2
+        straight = tape.step([tape.cast(x, FP32), cos], n, item_bytes=FP32, saves=[cos])
+        negated = tape.step([x], n // 2, moved_bytes=2 * half_bytes)
+        turned = tape.cast(tape.step([negated, x], n, moved_bytes=4 * half_bytes), FP32)
+        sums.append(tape.step([straight, tape.step([turned, sin], n, item_bytes=FP32, saves=[sin])], n, item_bytes=FP32))
+    return [tape.cast(total, tape.item_bytes) for total in sums]
 
 
 def fused_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:

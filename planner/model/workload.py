@@ -43,10 +43,10 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
 def _blocks(config: Config, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
     """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
     embedding, head = _embedding(config, semantics, n_sequences), _head(config, semantics, n_sequences)
-    kinds: dict[tuple[int | None, bool], Block] = {}  # layers of one structure differ in nothing but their names
+    kinds: dict[tuple[int | None, bool, bool], Block] = {}  # layers of one structure differ in nothing but their names
     layers = []
     for i in range(config.n_layers):
-        key = (config.window(i), config.sparse(i))
+        key = (config.window(i), config.sparse(i), config.rotated[i])
         if key not in kinds:
             kinds[key] = _layer(config, semantics, n_sequences, *key)
         layers.append(_renamed(kinds[key], f"model.layers.{i}"))
@@ -71,7 +71,7 @@ def can_tile_mlp(model: Model) -> bool:
     return not any(map(config.sparse, range(config.n_layers)))
 
 
-def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool) -> Block:
+def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool, rotated: bool) -> Block:
     """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
     a, seq_len, head_dim = config.architecture, semantics.seq_len, config.head_dim
     tokens, width = n_seq * seq_len, config.hidden
@@ -81,8 +81,9 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
     tape = Tape(ITEM_BYTES[semantics.compute_dtype])
     x = Tensor(tokens * width, tape.item_bytes, ours=False)
     table_width = head_dim // 2 if a.rotary == "halves" else head_dim
-    table = Tensor(seq_len * table_width, tape.item_bytes, ours=False, differentiable=False)
-    y = _attend(tape, config, semantics, x, table, shape)
+    table_item_bytes = FP32 if a.rotary == "interleaved" else tape.item_bytes
+    table = Tensor(seq_len * table_width, table_item_bytes, ours=False, differentiable=False)
+    y = _attend(tape, config, semantics, x, table if rotated else None, shape)
     x = tape.step([x, y], tokens * width, scratch_bytes=0)
     normed = fw.rms_norm(tape, x, width, a.norm, norm)
 
@@ -126,8 +127,8 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
     )
 
 
-def _attend(tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: Tensor, shape: fw.AttentionShape) -> Tensor:
-    """The first half of a decoder layer, from its input to what is added to it."""
+def _attend(tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: Tensor | None, shape: fw.AttentionShape) -> Tensor:
+    """The first half of a decoder layer, from its input to what is added to it. Without a `table` nothing is rotated."""
     a, head_dim, norm = config.architecture, config.head_dim, semantics.norm
     tokens, width = shape.n_tokens, config.hidden
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
@@ -137,7 +138,10 @@ def _attend(tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: 
     k = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
     k = fw.rms_norm(tape, k, head_dim, a.norm, norm) if a.head_norms else k
     v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
-    q, k = (fw.rotate(tape, x, table, a.rotary, semantics.pointwise) for x in (q, k))
+    if table is not None and a.rotary == "interleaved":
+        q, k = fw.rotate_interleaved(tape, (q, k), table)
+    elif table is not None:
+        q, k = (fw.rotate(tape, x, table, a.rotary, semantics.pointwise) for x in (q, k))
     if semantics.attention == "sdpa":
         mixed = fw.fused_attention(tape, q, k, v, shape)
     else:
@@ -187,7 +191,7 @@ def _embedding(config: Config, semantics: Semantics, n_sequences: int) -> Block:
     """Rows of the table, one per token; its backward makes a dense gradient of the whole table."""
     tokens, item_bytes = n_sequences * semantics.seq_len, ITEM_BYTES[semantics.compute_dtype]
     boundary_bytes = tokens * config.hidden * item_bytes
-    scaled = config.architecture.softcap  # gemma2 multiplies embeddings by the square root of their width
+    scaled = config.architecture.scaled_embedding  # gemma multiplies embeddings by the square root of their width
     return Block(
         name="model.embed_tokens",
         kind=BlockKind.EMBEDDING,

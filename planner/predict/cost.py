@@ -4,7 +4,6 @@ From sizes and a profile to seconds of work alone and the rates at which shared 
 memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -16,6 +15,7 @@ from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS, MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
+JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
 # What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
 # fitted from three published runs (docs/accuracy.md). A fused pointwise kernel reaches the rate of an isolated one, which it is.
@@ -31,9 +31,9 @@ BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backw
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
-def costs(plan: Plan, profile: Profile, alike: Mapping[int, int] | None = None) -> list[Demand]:
-    """What each op of the plan asks for, in plan order. `alike`: of each block, one that differs in nothing but names."""
-    return CostModel(profile, alike=alike or {}).demands(plan)
+def costs(plan: Plan, profile: Profile) -> list[Demand]:
+    """What each op of the plan asks for, in plan order."""
+    return CostModel(profile).demands(plan)
 
 
 def region_of(profile: Profile) -> Region:
@@ -71,8 +71,8 @@ def device_update_bytes_per_param(plan: Setup) -> int:
     return gradient + stepped + (0 if semantics.master_dtype == "fp32" and not semantics.splits_masters else joined + cut)
 
 
-# Kind, block; first and last micro-batch; what of the policy matters to one op
-_Key = tuple[Kind, int, bool, bool, Saved, bool, bool, bool, bool, bool]
+# Kind, block; whether the micro-batch begins a sum, how many that then joins, whether it is the last; what of the policy matters
+_Key = tuple[Kind, int, bool, int, bool, Saved, bool, bool, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -84,7 +84,6 @@ class CostModel:
 
     profile: Profile
     clipped: bool = False
-    alike: Mapping[int, int] = field(default_factory=dict)  # of a block, one that costs the same; of one that is not there, itself
     capacity: dict[Resource, float] = field(init=False)
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
@@ -106,11 +105,11 @@ class CostModel:
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
         m = op.micro_batch
-        policy, b = plan.policy, op.block
-        first, last = m == 0, m == plan.semantics.n_micro_batches - 1
+        policy, b, of = plan.policy, op.block, plan.semantics
+        how = (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
         places = b in policy.offload_blocks, b in policy.device_blocks
-        key = (op.kind, self.alike.get(b, b), first, last, policy.saved(b), *places, plan.reduced, *squared)
+        key = (op.kind, plan.workload.first_alike.get(b, b), *how, policy.saved(b), *places, plan.reduced, *squared)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -161,8 +160,8 @@ class CostModel:
                 return self._compute(seconds, n_bytes)
             case Kind.ACCUMULATE:
                 # Read what was staged and the sum, write the sum.
-                staged = ITEM_BYTES[plan.gradient_dtype(op.block)]
-                return self._reduce(block.slot_elements * (staged + 2 * FP32_BYTES))
+                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], plan.semantics.n_joined(op.micro_batch or 0)
+                return self._reduce(block.slot_elements * (staged + 2 * FP32_BYTES + joined * JOINED_BYTES))
             case Kind.SQUARE:
                 n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._compute(self.square_s(block, n_bytes), n_bytes)
@@ -256,12 +255,13 @@ class CostModel:
         elements = plan.workload.blocks[op.block].slot_elements
         item = ITEM_BYTES[plan.semantics.compute_dtype]
         out = ITEM_BYTES[plan.gradient_dtype(op.block)]
-        first, last = op.micro_batch == 0, op.micro_batch == plan.semantics.n_micro_batches - 1
+        m, of = op.micro_batch or 0, plan.semantics
+        first, last = of.begins_sum(m), m == of.n_micro_batches - 1
         dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
-        if not plan.reduced or (first and last):
+        if not plan.reduced or of.n_micro_batches == 1:
             return elements * (dense + item + out)
         read_sum, write_out = (0 if first else FP32_BYTES), (out if last else 0)
-        return elements * (dense + item + read_sum + FP32_BYTES + write_out)
+        return elements * (dense + item + read_sum + FP32_BYTES + of.n_joined(m) * JOINED_BYTES + write_out)
 
     @property
     def _memory_rate(self) -> float:

@@ -1,7 +1,8 @@
 """How is one group of a profile's rates scaled?
 
 Speeds that one measurement settles together form a group and move together: a rate of twice the speed doubles, a time halves.
-Sizes and prices stay. Every "what if" is a profile made here, costed and simulated like any other.
+Prices stay, and sizes but for comparisons at equal memory. Every "what if" is a profile made here, costed and simulated like any
+other.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,6 +62,14 @@ def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
         return quantity if group is None else sped_up(place, quantity, factors.get(group, 1.0))
 
     return with_quantities(profile, change)
+
+
+def with_any_memory(profile: Profile, device_memory_bytes: int | None, host_memory_bytes: int | None) -> Profile:
+    """The machine as if it had so much memory, soldered or not; None leaves a size as it is. For comparisons at equal memory."""
+    device, host = (
+        part.model_copy(update={name: None}) for part, name in ((profile.device, "pool_bytes"), (profile.host, "soldered_bytes"))
+    )
+    return profile.model_copy(update={"device": device, "host": host}).with_memory(device_memory_bytes, host_memory_bytes)
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:

@@ -74,7 +74,8 @@ def shares_memory(profile: Profile) -> bool:
 
 def resident(plan: Setup, cost: CostModel) -> Resident | None:
     """The fastest step of the plan's semantics with all state on the device; of its policy nothing matters. None: one memory."""
-    profile, semantics, layers = cost.profile, plan.semantics, plan.workload.blocks[1:-1]
+    profile, semantics, layers = cost.profile, replace(plan.semantics, sum_groups=1), plan.workload.blocks[1:-1]
+    plan = replace(plan, semantics=semantics)  # nobody else sums in groups
     if shares_memory(profile):
         return None
     # What one micro-batch asks of memory: its boundaries, the block being computed, documents

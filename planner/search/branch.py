@@ -26,7 +26,7 @@ from runtime.plan.workload import Model, Saved, Workload
 
 from .climb import neighbours
 from .estimate import Shorter
-from .remedy import most_ops, too_long
+from .remedy import most_ops, shorter, too_long
 from .space import (
     BASELINES,
     GRADIENT_SLOTS,
@@ -203,11 +203,16 @@ class Tree:
         return sum(demand.uncontended_s * count for kind, _, demand, count in ops if LANE_OF[kind] is Lane.GPU)
 
     def _scout(self) -> None:
-        """Where plans are so long that few can be simulated, begin with one of each promising family."""
+        """Where plans are so long that few can be simulated, or bounds know less, begin with one of each promising family."""
         one_group = Policy(accumulation_group=self.trial.semantics.n_micro_batches)
-        if most_ops(self.trial.workload, self.trial.semantics, one_group) <= LONGEST_UNSCOUTED_OPS:
+        is_short = most_ops(self.trial.workload, self.trial.semantics, one_group) <= LONGEST_UNSCOUTED_OPS
+        several = self.trial.semantics.sum_groups > 1  # which are joined many at once: when, no bound knows
+        if is_short and not several:
             return
-        for node in sorted(self.open)[:SCOUTED_FAMILIES]:
+        promising = sorted(self.open)[:SCOUTED_FAMILIES]
+        for node in [node for node in self.open if node.family.boundary_stride == 1] if several else promising:
+            if self.trial.n_ops >= MAX_SEARCHED_OPS:
+                break
             fitting = [
                 policy
                 for buffers in SCOUTED_BUFFERS
@@ -226,7 +231,7 @@ class Tree:
         if too_long(*of):
             n_micro_batches = self.trial.semantics.n_micro_batches
             said = f"only plans of up to {most_ops(*of)} ops fit, for {n_micro_batches} micro-batches in large groups"
-            raise PlanError(f"{said}; use a larger --micro-batch")
+            raise PlanError(f"{said}; {shorter(self.trial.semantics)}")
         self._take(policy)
 
     def _close_to_best(self, bound_s: float) -> bool:

@@ -17,7 +17,7 @@ from runtime.plan.policy import RICHER
 from runtime.plan.setup import DEVICE_UPDATE_SCRATCH_BYTES
 from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Saved
 
-from .space import PREFETCH_DEPTHS, Family, Fill, Way, classes_of, ways_of
+from .space import PREFETCH_DEPTHS, Family, Fill, Way, ways_of
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 
@@ -30,7 +30,7 @@ class Choices:
     ) -> None:
         self.plan, self.workload, self.group = plan, plan.workload, family.groups[-1]
         self.n_groups = -(-plan.semantics.n_micro_batches // family.accumulation_group)
-        self.classes = classes_of(self.workload)
+        self.classes = self.workload.classes
         kinds = [self.workload.blocks[blocks[0]].kind for blocks in self.classes]
         self.layers = [i for i, kind in enumerate(kinds) if kind is BlockKind.LAYER]  # the classes that are layers
         p, n_layers = Program(), self.workload.n_layers

@@ -11,7 +11,7 @@ from itertools import islice, product
 from types import MappingProxyType
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import ops_at_least, places_to_stay, policy_bound
+from planner.bounds.bounds import ops_at_least, policy_bound
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
@@ -20,7 +20,7 @@ from runtime.plan import LANE_OF, Kind, Lane, Op, Policy, Semantics, Setup, Upda
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
-from .space import Family, Way, eager_is_legal, evenly, staying, ways_of, with_ways
+from .space import Family, Way, eager_is_legal, evenly, most, most_on_device, staying, ways_of, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 MAX_STEPS = 6  # greedy plans settle in two or three
@@ -57,7 +57,8 @@ class Shorter:
         """About the seconds of a step, extrapolated where it is long."""
         if policy not in self._known_s:
             batches = self.sizes(policy)
-            steps_s = [self._simulated_s(policy, replace(self.semantics, batch_size=n)) for n in batches]
+            whole = self.semantics if len(batches) == 1 else replace(self.semantics, sum_groups=1)
+            steps_s = [self._simulated_s(policy, replace(whole, batch_size=n)) for n in batches]
             per_sequence_s = (steps_s[-1] - steps_s[0]) / (batches[-1] - batches[0]) if len(batches) > 1 else 0.0
             self._known_s[policy] = steps_s[-1] + (self.semantics.batch_size - batches[-1]) * per_sequence_s
         return self._known_s[policy]
@@ -121,16 +122,8 @@ class Greedy:
 
     def _may_stay(self) -> Sequence[int]:
         """As many blocks as the device has room for the state of, beside a lean policy: the first ones."""
-        whole = Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED)
-        blocks = places_to_stay(self._frame(whole), self.profile)
-        least, most = 0, len(blocks)
-        while least < most:
-            middle = (least + most + 1) // 2
-            if footprint(self._frame(staying(whole, blocks[:middle])), self.profile).fits:
-                least = middle
-            else:
-                most = middle - 1
-        return blocks[:least]
+        whole = self._frame(Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED))
+        return most_on_device(whole, self.profile)[0].policy.device_blocks
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
         """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
@@ -197,14 +190,8 @@ class Greedy:
         framed = self._frame(lean)
         of_others = (upgrade for upgrade in self._upgrades(lean, family) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
-        least, most = 0, len(upgrades) + len(blocks)
-        while least < most:
-            middle = (least + most + 1) // 2
-            if self._fits(framed, _with(lean, upgrades, blocks, middle)):
-                least = middle
-            else:
-                most = middle - 1
-        return _with(lean, upgrades, blocks, least), least >= len(upgrades)
+        n = most(len(upgrades) + len(blocks), lambda n: self._fits(framed, _with(lean, upgrades, blocks, n)))
+        return _with(lean, upgrades, blocks, n), n >= len(upgrades)
 
     def _order(self, group: int) -> Callable[[int], float]:
         """Which blocks get memory first: those that are needed first, the last; or where weights come again for every group, blocks

@@ -16,7 +16,7 @@ from runtime.plan.legality import can_square
 from runtime.plan.region import Demand
 from runtime.plan.workload import BlockKind, Model, Workload
 
-from .space import Way, classes_of, ways_of, with_ways
+from .space import Way, ways_of, with_ways
 
 
 class Frames:
@@ -48,7 +48,7 @@ class Frames:
             if lean.update is Update.DEFERRED and (stay := places_to_stay(plan, self.cost.profile)):
                 yield self.of(replace(squared, device_blocks=tuple(stay)))
         of_cpu = self.cost.profile.device.kind == "cpu"
-        for b, *_ in classes_of(self.workload):
+        for b, *_ in self.workload.classes:
             if self.workload.blocks[b].kind is BlockKind.LAYER:
                 for way in ways_of(self.workload.blocks[b], 1):
                     if way.away or of_cpu:

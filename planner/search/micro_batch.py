@@ -7,7 +7,9 @@ from dataclasses import replace
 from hwprofiles.schema import Profile
 from planner.model.workload import build_workload, can_tile_mlp
 from planner.predict.memory import footprint, frame
+from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics
+from runtime.plan.legality import refuse_sum_groups
 from runtime.plan.workload import Model, Workload
 
 from .estimate import Greedy
@@ -72,7 +74,7 @@ def possible_sizes(
     memory_bytes = profile.device.memory_bytes.value
     found: dict[Semantics, Workload] = {}
     too_large: Semantics | None = None
-    for n in candidates(semantics.batch_size) if "micro_batch" in free else [semantics.micro_batch]:
+    for n in candidates(semantics, "micro_batch" in free):
         if found and n * max(N_PARTS) < semantics.batch_size:
             break
         usual = replace(semantics, micro_batch=n)
@@ -104,9 +106,18 @@ def _head_bytes_above_others(workload: Workload) -> int:
     return head.transient_bytes - max(block.transient_bytes for block in others)
 
 
-def candidates(batch_size: int) -> list[int]:
-    """Micro-batches worth trying, the largest first: the batch in equal parts, but for what the last one lacks."""
-    return sorted({-(-batch_size // n) for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
+def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
+    """Micro-batches worth trying, the largest first: the batch in equal parts, but for what the last one lacks; or the one that was
+    chosen. PlanError where none makes the groups that are to be summed apart."""
+    if not is_free:
+        refuse_sum_groups(semantics)
+        return [semantics.micro_batch]
+    sizes = sorted({-(-semantics.batch_size // n) for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
+    found = [n for n in sizes if replace(semantics, micro_batch=n).n_micro_batches % semantics.sum_groups == 0]
+    if not found:
+        refuse_sum_groups(replace(semantics, micro_batch=1))
+        raise PlanError(f"{semantics.sum_groups} sum groups are more than any step is cut into; choose fewer")
+    return found
 
 
 def estimated(model: Model, sizes: Sequence[tuple[Semantics, Workload]], profile: Profile) -> dict[int, float]:

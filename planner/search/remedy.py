@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -19,6 +19,7 @@ from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_that_fit, with_mi
 from .space import leanest
 
 MAX_CHANGES = 3
+MOST_HALVINGS = 8  # of a sequence, or a batch
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
 
 
@@ -39,6 +40,11 @@ def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) ->
     """How many ops a plan may have that would be too long to write; None where it is not."""
     n_ops = most_ops(workload, semantics, policy)
     return n_ops if n_ops > MAX_PLAN_OPS else None
+
+
+def shorter(of: Semantics) -> str:
+    """What makes a plan that is too long shorter."""
+    return "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if of.sum_groups > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +101,48 @@ def _nearest(found: list[Footprint]) -> Footprint:
 
 
 def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
-    """Single changes to try, memory apart: first those that cost nothing but bits, then sizes."""
+    """Single changes to try, memory apart: first a size, which costs no precision, then what costs nothing but bits."""
     s = request.semantics
+    on_device = any(n.short_device_bytes for n in found)
+    sizes = [_fewer(request), _shorter(request)] if on_device else [_shorter(request)]
+    of_any_kind = chain(*sizes, _smaller(request))
+    yield from islice((size for size in of_any_kind if size[1].fits()), 1)  # of the first kind that helps, the largest
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
         yield "--master bf16", _changed(request, master_dtype="bf16")
+    if s.sum_groups > 1:
+        yield "--sum-groups 1", _changed(request, sum_groups=1)
     if s.gradient_dtype == "fp32":
         yield "--gradient-dtype bf16", _changed(request, gradient_dtype="bf16")
     if s.clip_norm is not None and s.on_nonfinite == "stop":
         yield "--clip-norm none", _changed(request, clip_norm=None)
-    if any(n.short_device_bytes for n in found):
-        workload = build_workload(request.model, s)
-        least, below = -(-s.batch_size // MOST_MICRO_BATCHES), min(s.micro_batch, _most_sequences(request, workload) + 1)
-        smaller = [b for b in candidates(s.batch_size) if least <= b < below]
-        short_enough = (b for b in smaller if not too_long(workload, replace(s, micro_batch=b), request.fixed))
-        fewer = ((f"--micro-batch {b}", _changed(request, micro_batch=b)) for b in short_enough)
-        shorter = ((f"--seq-len {n}", _changed(request, seq_len=n)) for k in range(1, 8) if (n := s.seq_len >> k))
-        for sizes in (fewer, shorter):
-            yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest that fits
+
+
+def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
+    """Fewer sequences at a time."""
+    s, workload = request.semantics, build_workload(request.model, request.semantics)
+    least, below = -(-s.batch_size // MOST_MICRO_BATCHES), min(s.micro_batch, _most_sequences(request, workload) + 1)
+    for n in candidates(s):
+        if least <= n < below and not too_long(workload, replace(s, micro_batch=n), request.fixed):
+            yield f"--micro-batch {n}", _changed(request, micro_batch=n)
+
+
+def _shorter(request: Request) -> Iterator[tuple[str, Request]]:
+    """Shorter sequences; none where even the shortest do not help."""
+    yield from _halved(request, "seq_len", "--seq-len")
+
+
+def _smaller(request: Request) -> Iterator[tuple[str, Request]]:
+    """Fewer sequences in a step; none where even few do not help, or where the user said how many are computed at a time."""
+    if "micro_batch" in request.free and request.fixed is None:
+        yield from _halved(request, "batch_size", "--batch-size")
+
+
+def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Request]]:
+    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(request.semantics, field) >> k)]
+    if field == "batch_size":
+        sizes = [n for n in sizes if n % request.semantics.sum_groups == 0]
+    if sizes and _changed(request, **{field: sizes[-1]}).fits():
+        yield from ((f"{option} {n}", _changed(request, **{field: n})) for n in sizes)
 
 
 def _most_sequences(request: Request, workload: Workload) -> int:
@@ -131,22 +162,34 @@ def _changed(request: Request, **changes: Any) -> Request:
 
 
 def _with_memories(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
-    """A machine with what is missing; if a policy was asked for that needs more with the sizes chosen there, also smaller ones."""
-    text, larger = _with_memory(request, needs)
-    yield text, larger
+    """A machine with what is missing; if a policy was asked for that needs more with the sizes chosen there, also smaller ones.
+    None where memory is soldered and there is no more of it."""
+    found = _with_memory(request, needs)
+    if found is None:
+        return
+    yield found
+    text, larger = found
     if request.fixed is not None and "micro_batch" in request.free:
-        for n in candidates(request.semantics.batch_size):
+        for n in candidates(request.semantics):
             if n < larger.semantics.micro_batch:
                 yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
 
 
-def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request]:
-    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them."""
+def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request] | None:
+    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them. Of one pool the other side has
+    what is left."""
     missing = (
         ("device", needs.device_peak_bytes, needs.short_device_bytes),
         ("host", needs.host_peak_bytes, needs.short_host_bytes),
     )
     sizes = {place: -(-peak // _step(peak)) * _step(peak) for place, peak, short in missing if short}
+    if (pool := request.profile.device.pool_bytes) is not None:
+        left = int(pool.value) - sum(sizes.values())
+        sizes = {place: sizes.get(place, left // GB * GB) for place in ("device", "host")}
+        if left < 0 or min(sizes.values()) <= 0:
+            return None
+    elif (most := request.profile.most_host_bytes) is not None and sizes.get("host", 0) > most:
+        return None
     text = " ".join(f"--{place}-memory {n // GB}GB" for place, n in sizes.items())
     profile = request.profile.with_memory(sizes.get("device"), sizes.get("host"))
     return text, _changed(replace(request, profile=profile))

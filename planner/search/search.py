@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import FACET, LANE_NAME, machine_bound, policy_bound
+from planner.bounds.bounds import FACET, LANE_NAME, policy_bound
+from planner.bounds.machine import machine_bound
 from planner.predict.arithmetic import arithmetic
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint, frame

@@ -7,7 +7,8 @@ before the next forward, which only adds a wait. A baseline is a known system's 
 bits of the result are the same.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -64,7 +65,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How many blocks of each class of equal ones use what memory is left; classes as `classes_of` lists them."""
+    """How many blocks of each class of equal ones use what memory is left; classes as `Workload.classes` lists them."""
 
     ways: Mapping[Way, tuple[int, ...]]  # to save more than the input
     resident: tuple[int, ...]
@@ -138,38 +139,28 @@ def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Pro
         for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
-        if family.update is Update.DEFERRED and (may_stay := places_to_stay(frame(model, workload, semantics, lean), profile)):
-            yield _with_state_on_device(model, workload, semantics, profile, lean, may_stay)
+        if family.update is Update.DEFERRED and places_to_stay(plan, profile):
+            yield most_on_device(frame(model, workload, semantics, lean), profile)
 
 
-def _with_state_on_device(
-    model: Model, workload: Workload, semantics: Semantics, profile: Profile, lean: Policy, may_stay: Sequence[int]
-) -> tuple[Setup, Footprint]:
-    """The policy with the state of as many of these blocks on the device as it has room for: then least is on the host."""
+def most_on_device(lean: Setup, profile: Profile) -> tuple[Setup, Footprint]:
+    """The lean policy with the state of as many blocks on the device as it has room for: then least is on the host."""
+    may_stay = places_to_stay(lean, profile)
 
     def of(n: int) -> tuple[Setup, Footprint]:
-        plan = frame(model, workload, semantics, staying(lean, may_stay[:n]))
+        plan = frame(lean.model, lean.workload, lean.semantics, staying(lean.policy, may_stay[:n]))
         return plan, footprint(plan, profile)
 
-    least, most = 0, len(may_stay)
-    while least < most:
-        middle = (least + most + 1) // 2
-        needs = of(middle)[1]
-        least, most = (middle, most) if needs.device_peak_bytes <= needs.device_memory_bytes else (least, middle - 1)
-    return of(least)
+    def has_room(n: int) -> bool:
+        needs = of(n)[1]
+        return needs.device_peak_bytes <= needs.device_memory_bytes
+
+    return of(most(len(may_stay), has_room))
 
 
-def classes_of(workload: Workload) -> list[list[int]]:
-    """Blocks that differ in nothing but names: the embedding, each class of layers by its first layer, the head."""
-    classes: dict[object, list[int]] = {}
-    for b, block in enumerate(workload.blocks):
-        classes.setdefault(_nameless(block), []).append(b)
-    return list(classes.values())
-
-
-def _nameless(block: Block) -> Block:
-    shapes = tuple(replace(p, name="") for p in block.parameters)
-    return replace(block, name="", parameters=shapes)
+def most(n: int, fits: Callable[[int], bool]) -> int:
+    """The largest of 1 to n that fits, where all below it do; 0 if none does."""
+    return bisect_left(range(1, n + 1), True, key=lambda size: not fits(size))
 
 
 def ways_of(block: Block, boundary_stride: int) -> list[Way]:
@@ -202,7 +193,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
     the first. `spread`: evenly over the layers, so that uploads between them are spaced. What goes to the host is always spread, so
     that the link has it one by one. Squared are the first layers: their gradients come last, when the step waits for the norm."""
-    classes = classes_of(workload)
+    classes = workload.classes
     place = _spread if spread else _packed
     ways: dict[int, Way] = {}
     resident, square, stay = list[int](), list[int](), list[int]()

@@ -19,8 +19,6 @@ from planner.predict.simulate import n_simulated, simulate
 from runtime.plan import Plan
 from runtime.units import show_seconds
 
-from .space import classes_of
-
 MOST_DRAWS, LEAST_DRAWS = 32, 8
 DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
 MAX_STEPS = 8  # of a draw: most plans repeat after two
@@ -83,8 +81,7 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     """P10, P50 and P90 of the plan's step over machines drawn from the profile's spreads; None: as many as are affordable."""
     n_draws = affordable_draws(plan) if n_draws is None else n_draws
     assert n_draws > 0, "an interval needs a draw"
-    alike = {b: blocks[0] for blocks in classes_of(plan.workload) for b in blocks}
-    steps_s = sorted(_step_s(plan, _drawn(profile, deviations), alike) for deviations in _deviations(n_draws, seed))
+    steps_s = sorted(_step_s(plan, _drawn(profile, deviations)) for deviations in _deviations(n_draws, seed))
     p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
 
@@ -183,8 +180,8 @@ def _drawn(profile: Profile, deviations: Mapping[Group, float]) -> Profile:
     return with_quantities(profile, change)
 
 
-def _step_s(plan: Plan, profile: Profile, alike: Mapping[int, int] | None = None) -> float:
-    return simulate(plan, costs(plan, profile, alike), region_of(profile), MAX_STEPS).step_s
+def _step_s(plan: Plan, profile: Profile) -> float:
+    return simulate(plan, costs(plan, profile), region_of(profile), MAX_STEPS).step_s
 
 
 def _percentile(ordered: list[float], p: float) -> float:

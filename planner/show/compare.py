@@ -1,11 +1,10 @@
 """Which machine should do this work?
 
-Each machine gets its own search, and with it its own micro-batch unless one is given. The price of a machine is that of
-renting it, and of the host memory beside it, which single-GPU rentals rarely include at these sizes: bought, and written off
-over three years of full use. Both are dated, and what has no price has none here.
+Each machine gets its own search, and with it its own micro-batch unless one is given. Renting and buying are two prices
+(`price.py`), and what has no price has none here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, assert_never
 
@@ -20,40 +19,26 @@ from planner.search.space import leanest
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model, Workload
-from runtime.units import GB, show_bytes, show_seconds
+from runtime.units import show_bytes, show_seconds
 
-RAM_LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
+from .price import USD_PER_KWH, Hourly, Job, hourly, job, show_days
+
 TITLES = (
     "machine",
     "tokens/s",
     "step",
     "P10 to P90",
-    "USD per M tokens",
+    "rented: USD per M tokens",
+    "bought: USD per M tokens",
     "of it RAM",
     "least host memory",
     "micro-batch",
     "bound by",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Hourly:
-    """What an hour of a machine costs, and what is missing to know more. The parts are None where the profile has no price."""
-
-    rent_usd: float | None
-    ram_usd: float | None  # of all host memory that the profile has
-    date: str | None  # of the older price
-    note: str | None
-
-    @property
-    def total_usd(self) -> float | None:
-        """Rent and memory; None without a rent, for memory alone computes nothing."""
-        return None if self.rent_usd is None else self.rent_usd + (self.ram_usd or 0.0)
-
-    @property
-    def ram_fraction(self) -> float | None:
-        """The share of memory in the total."""
-        return None if self.total_usd is None or self.ram_usd is None else self.ram_usd / self.total_usd
+JOB_TITLES = ("time", "rented: USD", "bought: USD")  # of a job
+# Which titles stay on a narrow terminal, the first longest.
+MATTER = ("machine", "tokens/s", "time", "rented: USD", "bought: USD", "rented: USD per M tokens", "least host memory",
+          "bought: USD per M tokens", "bound by", "step", "P10 to P90", "micro-batch", "of it RAM")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +98,25 @@ class Candidate:
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """None where the work does not fit or the machine has no price."""
-        match self.outcome:
-            case Speed() as speed:
-                total_usd = self.hourly.total_usd
-                return None if total_usd is None else total_usd / 3600 / speed.tokens_per_s * 1e6
-            case Misfit() | TooLong():
-                return None
-            case _:
-                assert_never(self.outcome)
+        """Rented; None where the work does not fit or the machine has no rent."""
+        return self.per_million()[0]
+
+    @property
+    def bought_usd_per_million_tokens(self) -> float | None:
+        """Bought, with power; None where the work does not fit or the machine has no purchase price."""
+        return self.per_million()[1]
+
+    def per_million(self) -> tuple[float | None, float | None]:
+        """USD of a million tokens, rented and bought."""
+        return self.hourly.per_million(self.outcome.tokens_per_s) if isinstance(self.outcome, Speed) else (None, None)
+
+    def job(self, n_tokens: int) -> Job | None:
+        """What so many tokens take and cost; None where the work does not fit."""
+        return job(n_tokens, self.outcome.tokens_per_s, self.hourly) if isinstance(self.outcome, Speed) else None
 
     def to_json(self) -> dict[str, Any]:
         hourly = self.hourly
+        hour = {"total": hourly.rent_usd, "rent": hourly.rent_usd, "ram": hourly.ram_usd}
         return {
             "machine": self.machine,
             "fits": isinstance(self.outcome, Speed),
@@ -132,35 +124,42 @@ class Candidate:
             "reason": None if isinstance(self.outcome, Speed) else self.outcome.reason,
             "smallest_host_bytes": self.smallest_host_bytes,
             "usd_per_million_tokens": self.usd_per_million_tokens,
-            "usd_per_hour": {"total": hourly.total_usd, "rent": hourly.rent_usd, "ram": hourly.ram_usd},
+            "bought_usd_per_million_tokens": self.bought_usd_per_million_tokens,
+            "usd_per_hour": hour | {"bought": hourly.bought_usd, "machine": hourly.machine_usd, "power": hourly.power_usd},
             "ram_fraction": hourly.ram_fraction,
             "price_date": hourly.date,
             "price_note": hourly.note,
         }
 
-    def row(self) -> tuple[str, ...]:
-        """One text per title of `TITLES`."""
-        usd, ram, least = self.usd_per_million_tokens, self.hourly.ram_fraction, self.smallest_host_bytes
+    def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
+        """One text per title of `TITLES`, and of `JOB_TITLES` where a job is asked about."""
+        ram, least = self.hourly.ram_fraction, self.smallest_host_bytes
         host = "-" if least is None else show_bytes(least)
         match self.outcome:
             case Speed() as speed:
-                return (
+                row = (
                     self.machine,
                     f"{speed.tokens_per_s:,.0f}",
                     show_seconds(speed.step_s),
                     f"{show_seconds(speed.p10_step_s)} to {show_seconds(speed.p90_step_s)}",
-                    "no price" if usd is None else f"{usd:.3g}",
+                    *("no price" if usd is None else f"{usd:.3g}" for usd in self.per_million()),
                     "no price" if ram is None else f"{ram:.0%}",
                     host,
                     str(speed.micro_batch),
                     speed.binding,
                 )
             case Misfit():
-                return self.machine, "does not fit", "-", "-", "-", "-", host, "-", "-"
+                row = (self.machine, "does not fit", "-", "-", "-", "-", "-", host, "-", "-")
             case TooLong():
-                return self.machine, "too long", "-", "-", "-", "-", host, "-", "-"
+                row = (self.machine, "too long", "-", "-", "-", "-", "-", host, "-", "-")
             case _:
                 assert_never(self.outcome)
+        if n_tokens is None:
+            return row
+        of = self.job(n_tokens)
+        if of is None:
+            return *row, "-", "-", "-"
+        return *row, show_days(of.seconds), *("no price" if usd is None else f"{usd:,.2f}" for usd in (of.rent_usd, of.bought_usd))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,30 +172,39 @@ class Comparison:
 
     @property
     def cheapest(self) -> str | None:
-        """The machine whose tokens cost least, of those with a price."""
-        priced = [(usd, c.machine) for c in self.candidates if (usd := c.usd_per_million_tokens) is not None]
-        return min(priced)[1] if priced else None
+        """The machine whose tokens cost least to who rents it, of those with a rent."""
+        return _least((c.usd_per_million_tokens, c.machine) for c in self.candidates)
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def cheapest_bought(self) -> str | None:
+        """To who buys it, of those with a purchase price."""
+        return _least((c.bought_usd_per_million_tokens, c.machine) for c in self.candidates)
+
+    def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
+        """All of it; with the job of so many tokens, where that is asked about."""
+        jobs = [None if n_tokens is None else c.job(n_tokens) for c in self.candidates]
         return {
             "model": self.model,
             "tokens_per_step": self.tokens_per_step,
             "cheapest": self.cheapest,
-            "machines": [c.to_json() for c in self.candidates],
+            "cheapest_bought": self.cheapest_bought,
+            "machines": [
+                c.to_json() | ({} if of is None else {"job": asdict(of)}) for c, of in zip(self.candidates, jobs, strict=True)
+            ],
         }
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """A row per machine, under `TITLES`."""
-        return [c.row() for c in self.candidates]
+    def rows(self, n_tokens: int | None = None) -> list[tuple[str, ...]]:
+        """A row per machine, under `TITLES`, and `JOB_TITLES` where a job is asked about."""
+        return [c.row(n_tokens) for c in self.candidates]
 
     def notes(self) -> Iterator[str]:
         """What the rows leave out: whose tokens cost least, why machines do not fit, who should not stream, what has no price, how
         old the prices are."""
-        unpriced = any(isinstance(c.outcome, Speed) and c.usd_per_million_tokens is None for c in self.candidates)
-        for c in self.candidates:
-            if c.machine == self.cheapest:
-                among = " of those with a price" if unpriced else ""
-                yield f"Cheapest{among}: {c.machine}, {c.usd_per_million_tokens:.3g} USD per million tokens"
+        for bought, how, name in ((False, "to rent", self.cheapest), (True, "to buy", self.cheapest_bought)):
+            usd = {c.machine: c.per_million()[bought] for c in self.candidates if isinstance(c.outcome, Speed)}
+            if name is not None:
+                among = " of those with a price" if None in usd.values() else ""
+                yield f"Cheapest {how}{among}: {name}, {usd[name]:.3g} USD per million tokens"
         for c in self.candidates:
             match c.outcome:
                 case Misfit() as misfit:
@@ -213,7 +221,10 @@ class Comparison:
                 yield f"{c.machine}: {c.hourly.note}"
         dates = [c.hourly.date for c in self.candidates if c.hourly.date is not None]
         if dates:
-            yield f"Prices as of {min(dates)} or later; host memory is bought and written off over three years of full use."
+            yield (
+                f"Prices as of {min(dates)} or later. Rented: the price of an hour, with the host memory in it. Bought: "
+                f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
+            )
 
 
 def compare(
@@ -224,8 +235,16 @@ def compare(
     `free`: sizes that each machine chooses for itself, as it does its kernels.
     PlanError for semantics or a policy that no plan can have.
     """
-    candidates = [_candidate(model, profile, semantics, fixed, free) for profile in profiles]
+    return ranked(model, semantics, [candidate(model, profile, semantics, fixed, free) for profile in profiles])
+
+
+def ranked(model: Model, semantics: Semantics, candidates: Sequence[Candidate]) -> Comparison:
+    """Machines in their order."""
     return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=_rank)))
+
+
+def _least(priced: Iterable[tuple[float | None, str]]) -> str | None:
+    return min(((usd, name) for usd, name in priced if usd is not None), default=(0.0, None))[1]
 
 
 def _rank(candidate: Candidate) -> tuple[Literal[0, 1, 2], float, str]:
@@ -240,7 +259,10 @@ def _rank(candidate: Candidate) -> tuple[Literal[0, 1, 2], float, str]:
             assert_never(candidate.outcome)
 
 
-def _candidate(model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None, free: frozenset[str]) -> Candidate:
+def candidate(
+    model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
+) -> Candidate:
+    """What becomes of the work on one machine."""
     semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile, free)
     outcome = _outcome(model, workload, semantics, profile, fixed, free)
     least = None if isinstance(outcome, TooLong) else smallest_host_bytes(model, workload, semantics, profile, fixed)
@@ -252,7 +274,7 @@ def _outcome(
 ) -> Outcome:
     if n_ops := too_long(workload, semantics, fixed):
         fewer = 1 << (semantics.n_micro_batches - 1).bit_length() - 1  # a power of two has divisors for a larger micro-batch
-        while fewer > 1 and too_long(workload, replace(semantics, batch_size=fewer * semantics.micro_batch), fixed):
+        while fewer > 1 and too_long(workload, replace(semantics, batch_size=fewer * semantics.micro_batch, sum_groups=1), fixed):
             fewer //= 2
         change = f"--batch-size {fewer * semantics.micro_batch}" + ("" if "micro_batch" in free else ", or a larger --micro-batch")
         return TooLong(semantics.n_micro_batches, n_ops, change)
@@ -283,20 +305,3 @@ def smallest_host_bytes(
     else:
         found = [needs for _, needs in leanest(model, workload, semantics, profile)]
     return min((needs.host_peak_bytes for needs in found if not needs.short_device_bytes), default=None)
-
-
-def hourly(profile: Profile) -> Hourly:
-    """What an hour of the machine costs, by the prices in its profile."""
-    price = profile.price
-    quantities = [q for q in (price.usd_per_hour, price.ram_usd_per_gb) if q is not None]
-    dates = [day for q in quantities if (day := profile.sources[q.source].date) is not None]
-    dates += [price.date] if price.date is not None and quantities else []
-    ram_usd = None
-    if price.ram_usd_per_gb is not None:
-        ram_usd = price.ram_usd_per_gb.value * profile.host.memory_bytes.value / GB / RAM_LIFETIME_HOURS
-    note = None
-    if price.usd_per_hour is None:
-        note = "no price per hour in its profile, so none per token"
-    elif ram_usd is None:
-        note = "no price of memory in its profile, so the price is the rent alone"
-    return Hourly(None if price.usd_per_hour is None else price.usd_per_hour.value, ram_usd, min(dates, default=None), note)

@@ -15,6 +15,8 @@ from runtime.plan import Lane, Plan, Policy, Semantics, Update
 from runtime.plan.workload import Saved
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
+from .price import hourly, job, job_in_words
+from .price import in_words as price_in_words
 from .waterfall import sensitivities, waterfall
 
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
@@ -23,15 +25,41 @@ UPDATE_WORDS = {
     Update.BARRIER: "when the norm is known, all before the next step",
     Update.DEFERRED: "when the norm is known, block by block into the next forward",
 }
+# What parts of memory hold, in the field's words
+GLOSS = {
+    "state": "fp32 master weights and optimizer states",
+    "device state": "optimizer states that stay on the device",
+    "kept activations": "saved for backward",
+    "saved": "on its way to the host, or back",
+    "activations": "layer inputs",
+    "spilled": "layer inputs, offloaded",
+    "offloaded": "activations, offloaded",
+    "sums": "accumulated gradients",
+    "squares": "of gradients, for the norm",
+    "host gradients": "of blocks, until they are updated by",
+    "staging": "gradients being accumulated",
+    "resident weights": "weights that stay",
+    "runtime": "Python, torch and its libraries",
+    "context": "the driver's",
+}
 MANY_FRACTION = 0.25  # of the numbers assumed or from a datasheet: then the reader should know
 SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
 PIPE_COLUMNS = 120
+PROOF = "what is bounded is every order, buffer and choice that a plan may have, so no other plan gains more than the gap"
+PROOF_OF_ONE = "what is bounded is the order in which this policy's work can be done"
 CONVENTION = "forward and twice that, causal half of attention, no recompute"
 
 
-def explain(answer: Answer, profile: Profile, console: Console, measurements: Sequence[tuple[str, ...]] | None = None) -> None:
-    """Print the plan: what it is, how fast, what it takes, what binds, how sure; `measurements`: rows under a head, if wanted."""
-    group = Group(*_parts(answer, profile), *([] if measurements is None else _measurements(measurements)))
+def explain(
+    answer: Answer,
+    profile: Profile,
+    console: Console,
+    measurements: Sequence[tuple[str, ...]] | None = None,
+    n_tokens: int | None = None,
+) -> None:
+    """Print the plan: what it is, how fast, what it takes, what binds, how sure; `measurements`: rows under a head, if wanted;
+    `n_tokens`: of a job whose hours and price are wanted."""
+    group = Group(*_parts(answer, profile, n_tokens), *([] if measurements is None else _measurements(measurements)))
     if console.is_terminal:
         console.print(group)
         return
@@ -50,8 +78,8 @@ def kernels_in_words(semantics: Semantics) -> str:
     return f"{others}; {attention} attention"
 
 
-def _parts(answer: Answer, profile: Profile) -> Iterator[RenderableType]:
-    for table in (_asked(answer, profile), _predicted(answer), *_tables(answer, profile), _memory(answer.needs)):
+def _parts(answer: Answer, profile: Profile, n_tokens: int | None) -> Iterator[RenderableType]:
+    for table in (_asked(answer, profile), _predicted(answer, profile, n_tokens), *_tables(answer, profile), _memory(answer.needs)):
         yield table
         yield Text()
     yield _baselines(answer)
@@ -87,18 +115,26 @@ def _asked(answer: Answer, profile: Profile) -> Table:
     )
 
 
-def _predicted(answer: Answer) -> Table:
-    """The step, what binds it, and how far from the best it can be."""
-    claim, certificate = answer.prediction_json(), answer.certificate
+def _predicted(answer: Answer, profile: Profile, n_tokens: int | None) -> Table:
+    """The step, what it rests on and costs, what binds it, and how far from the best it can be."""
+    claim, certificate, hour = answer.prediction_json(), answer.certificate, hourly(profile)
+    counts = profile.count_sources()
+    tokens_per_s, soft = claim["tokens_per_s"], counts["assumed"] + counts["datasheet"]
+    work = () if n_tokens is None else ((f"{show_count(n_tokens)} tokens", job_in_words(job(n_tokens, tokens_per_s, hour))),)
     return _rows(
         (
             "predicted",
             f"{show_seconds(claim['step_s'])} a step (P10 to P90: {show_seconds(claim['p10_step_s'])} to "
             f"{show_seconds(claim['p90_step_s'])}), {claim['tokens_per_s']:,.0f} tokens/s",
         ),
+        ("", f"from a profile of which {soft} of {sum(counts.values())} numbers are assumed or a datasheet's"),
         ("", f"{show_rate(claim['model_flop_per_s'], 'FLOP')} of model work: {CONVENTION}"),
+        *work,
+        *(("" if i else "price", words) for i, words in enumerate(price_in_words(hour, tokens_per_s))),
+        ("checkpoint", f"{show_bytes(answer.plan.checkpoint_bytes())} each: weights, masters and moments"),
         ("binding", certificate.binding),
         ("proof", certificate_sentence(certificate, claim["step_s"])),
+        ("", PROOF if certificate.n_families else PROOF_OF_ONE),
         *(() if answer.next_best is None else (_next_best(answer, *answer.next_best),)),
         *(() if answer.clipped_step_s is None else (("clipped", _clipped(answer, answer.clipped_step_s)),)),
         *((("note", "no steady rhythm found: the step is the mean of the last steps"),) if not answer.prediction.periodic else ()),
@@ -162,11 +198,13 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
     if policy.resident_blocks:
         traits["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
     if policy.spill_blocks:
-        traits["spilled"] = f"boundaries of {counted(len(policy.spill_blocks), 'block')} spill to the host"
+        traits["spilled"] = f"layer inputs of {counted(len(policy.spill_blocks), 'block')} wait on the host (activation offload)"
     if policy.square_blocks:
-        traits["norm"] = f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device"
+        traits["norm"] = (
+            f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device, for the norm that clips"
+        )
     if policy.device_blocks:
-        traits["state"] = f"masters and moments of {counted(len(policy.device_blocks), 'block')} on the device, which updates them"
+        traits["state"] = f"optimizer states of {counted(len(policy.device_blocks), 'block')} on the device, which updates them"
     early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
     return traits | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
 
@@ -174,12 +212,12 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
 def _order(policy: Policy, n_micro_batches: int) -> str:
     """How micro-batches go through the layers."""
     if n_micro_batches == 1:
-        return "one micro-batch"
+        return "one micro-batch: no gradient accumulation"
     if policy.accumulation_group >= n_micro_batches:
-        return "layer by layer over all micro-batches"
+        return "gradient accumulation, layer by layer over all micro-batches"
     if policy.accumulation_group > 1:
-        return f"layer by layer over groups of {policy.accumulation_group} micro-batches"
-    return "one micro-batch after another"
+        return f"gradient accumulation, layer by layer over groups of {policy.accumulation_group} micro-batches"
+    return "gradient accumulation, one micro-batch after another"
 
 
 def _saved(policy: Policy, n_layers: int) -> str:
@@ -195,7 +233,7 @@ def _saved(policy: Policy, n_layers: int) -> str:
     n_away = Counter(policy.saved(b) for b in policy.offload_blocks)
     n_words = ((what, n_saving[of], n_away[of]) for of, what in words.items())
     saved = [f"{what} of {counted(n, 'layer')}{_away(away, n)}" for what, n, away in n_words if n]
-    again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is computed again"
+    again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is computed again (gradient checkpointing)"
     return f"saved for backward: {', '.join(saved)}{again}"
 
 
@@ -211,7 +249,8 @@ def counted(n: int, noun: str, plural: str = "s") -> str:
 def micro_batches_in_words(semantics: Semantics) -> str:
     """`5 micro-batches of 16, the last of 3`."""
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
-    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}"
+    apart = f", in {semantics.sum_groups} sum groups" if semantics.sum_groups > 1 else ""
+    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{apart}"
 
 
 def certificate_sentence(certificate: Certificate, step_s: float) -> str:
@@ -260,7 +299,8 @@ def _memory(needs: Footprint) -> Table:
         table.add_row(title, show_bytes(peak), show_bytes(has))
         shown = {name: n for name, n in parts.items() if n >= SMALL_FRACTION * peak}
         for name, n_bytes in sorted(shown.items(), key=lambda item: (-item[1], item[0])):
-            table.add_row(f"  {name.replace('_', ' ')}", show_bytes(n_bytes), "")
+            said = name.replace("_", " ")
+            table.add_row(f"  {said} ({GLOSS[said]})" if said in GLOSS else f"  {said}", show_bytes(n_bytes), "")
         rest = peak - sum(shown.values())
         if rest:
             table.add_row("  other", show_bytes(rest), "")

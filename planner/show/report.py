@@ -5,6 +5,7 @@ that the page says the same without its script.
 """
 
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -16,12 +17,12 @@ from runtime.plan import Plan, PlanFile
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 from runtime.units import show_bytes, show_seconds
 
-from .explain import LANE_TITLE, counted
+from .explain import GLOSS, LANE_TITLE, counted
 from .report_html import bar, inline_json, lines, page, table, text
 from .report_memory import OTHER, Held, held
 from .report_run import LoggedRun
 from .report_step import Stretch, measured_stretch, predicted_stretch
-from .report_words import Known, claim_of, exact, facts, figures, heading, lane_rows, sureness, verdict
+from .report_words import Known, claim_of, exact, facts, figures, heading, lane_rows, sureness, verdict, words
 from .waterfall import TITLES, Waterfall, sensitivities, waterfall
 
 MOST_ANALYSED_OPS = 60_000  # of a plan: beyond that the ten further simulations would take most of a minute
@@ -31,8 +32,9 @@ NOTHING_SAID = "(nothing but blanks)"
 BAR_KINDS = ("ideal", "recompute", "link", "dram", "optimizer", "rest")  # in the order of a waterfall's parts
 
 
-def report(file: PlanFile, where: str, run: LoggedRun | None) -> str:
-    """The page: one HTML file that needs nothing else. PlanError for a plan, or a claim, that cannot be right."""
+def report(file: PlanFile, where: str, run: LoggedRun | None, made: str = "") -> str:
+    """The page: one HTML file that needs nothing else. PlanError for a plan, or a claim, that cannot be right. `made`: when, by
+    which version and by which command, as its last line says it."""
     plan = file.plan
     profile = Profile.from_json(plan.profile, where)
     cost = CostModel(profile)
@@ -52,20 +54,25 @@ def report(file: PlanFile, where: str, run: LoggedRun | None) -> str:
             "facts": _facts(known),
             "figures": _figures(known),
             "verdict": '<div class="verdict">' + "".join(f"<p>{text(s)}</p>\n" for s in verdict(known)) + "</div>",
-            "step_words": text(_step_words(plan, stretches)),
+            "step_words": text(_step_words(plan, stretches, times_s)),
+            "memory_words": text(_memory_words(stretches)),
             "lanes": _lanes(known),
             "memory": _memory_table(memory),
             "waterfall": _waterfall(known),
             "training": _training(known),
             "sureness": lines(list(sureness(known))),
-            "footer": text(f"Made by penstock report from {where}, model {plan.model.fingerprint[:12]}."),
+            "footer": text(f"Made by penstock report from {where}, model {plan.model.fingerprint[:12]}. {made}".strip()),
+            "words": "".join(f"<dt>{text(a)}</dt><dd>{text(b)}</dd>\n" for a, b in words(known)),
             "data": inline_json(_data(known, drawn, stretches, memory)),
         }
     )
 
 
 def _facts(known: Known) -> str:
-    return '<dl class="facts">' + "".join(f"<dt>{text(a)}</dt><dd>{text(b)}</dd>\n" for a, b in facts(known)) + "</dl>"
+    """The policy, which takes many words, is folded."""
+    rows = ((a, f"<details><summary>how the plan goes about it</summary>{text(b)}</details>" if a == "policy" else text(b))
+            for a, b in facts(known))  # fmt: skip
+    return '<dl class="facts">' + "".join(f"<dt>{text(a)}</dt><dd>{b}</dd>\n" for a, b in rows) + "</dl>"
 
 
 def _figures(known: Known) -> str:
@@ -79,7 +86,14 @@ def _figures(known: Known) -> str:
     return f'<div class="figures">{tiles}</div>'
 
 
-def _step_words(plan: Plan, stretches: dict[str, Stretch]) -> str:
+def _memory_words(stretches: dict[str, Stretch]) -> str:
+    """Over which part of the axis memory is drawn: it is predicted, and a measured step may be longer."""
+    predicted_s, whole_s = stretches["predicted"].length_s, max(stretch.length_s for stretch in stretches.values())
+    shorter = f", over the {exact(predicted_s)} of a predicted step" if predicted_s < 0.95 * whole_s else ""
+    return f"What memory holds meanwhile, as predicted{shorter}"
+
+
+def _step_words(plan: Plan, stretches: dict[str, Stretch], times_s: list[float]) -> str:
     """Which steps are drawn."""
     words = "From the device's first op of a step to that of the next, once the steps repeat. "
     if plan.repeat is not None and plan.repeat.times > N_KEPT:
@@ -88,9 +102,15 @@ def _step_words(plan: Plan, stretches: dict[str, Stretch]) -> str:
     if "measured" not in stretches:
         return words + "Predicted; a run of the plan would be drawn below each lane."
     took, step = exact(stretches["measured"].length_s), stretches["measured"].step + 1
+    settled = (
+        f" The measured step of all figures is the median of {counted(len(times_s), 'step')}, {exact(median(times_s))}."
+        if times_s
+        else ""
+    )
     return (
-        words + f"Above: predicted, {exact(stretches['predicted'].length_s)}. Below: measured, step {step}, which took {took}: "
-        "the median of the settled steps whose ops are known."
+        words
+        + f"Above: predicted, {exact(stretches['predicted'].length_s)}. Below: a single measured step, step {step}, which took "
+        f"{took}: the middle one of the settled steps whose ops are known.{settled}"
     )
 
 
@@ -109,7 +129,7 @@ def _memory_table(memory: tuple[Held, Held]) -> str:
         names = sorted(one.reserved, key=lambda name: (-one.reserved[name], name))
         rows += [
             (
-                text(name.replace("_", " ")),
+                glossed(name.replace("_", " ")),
                 show_bytes(max(one.series[name])) if name in one.series else "",
                 show_bytes(one.reserved[name]),
             )
@@ -117,6 +137,11 @@ def _memory_table(memory: tuple[Held, Held]) -> str:
         ]
     body = table(("memory", "holds at most", "reserved"), rows)
     return f"<details><summary>Memory in numbers</summary>{body}</details>"
+
+
+def glossed(name: str) -> str:
+    """A part of memory, with what it holds where the cursor rests on it."""
+    return f'<span title="{text(GLOSS[name])}">{text(name)}</span>' if name in GLOSS else text(name)
 
 
 def _waterfall(known: Known) -> str:
@@ -132,9 +157,14 @@ def _waterfall(known: Known) -> str:
     spread = (claim.p10_step_s, claim.p90_step_s) if claim else None
     rows.append(("the predicted step", exact(found.step_s), "100%", bar((("predicted", 0.0, found.step_s),), scale, spread)))
     if times_s:
-        middle_s = times_s[len(times_s) // 2]
+        middle_s = median(times_s)
         rows.append(
-            ("a measured step", exact(middle_s), f"{middle_s / found.step_s:.0%}", bar((("measured", 0.0, middle_s),), scale))
+            (
+                "a measured step, the median",
+                exact(middle_s),
+                f"{middle_s / found.step_s:.0%}",
+                bar((("measured", 0.0, middle_s),), scale),
+            )
         )
     words = "The plan is simulated on a machine on which only computing takes time, then with one more burden after the other: "
     words += "what the step grows by is that burden's part." + (" The red range is P10 to P90." if claim else "")
@@ -199,6 +229,7 @@ def _data(known: Known, drawn: Plan, stretches: dict[str, Stretch], memory: tupl
     ops = drawn.ops
     return {
         "lanes": [[str(lane), title] for lane, title in LANE_TITLE.items()],
+        "gloss": GLOSS,
         "n_blocks": len(known.plan.workload.blocks),
         "ops": [str(op) if len(ops) <= MOST_LINES_OPS else op.name for op in ops],
         "tracks": [_track(name, stretch) for name, stretch in stretches.items()],

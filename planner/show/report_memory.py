@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hwprofiles.schema import Profile
 from planner.predict.memory import footprint
-from runtime.plan import Kind, Op, Place, Plan, Slot
+from runtime.plan import Kind, Op, Place, Plan, Semantics, Slot
 from runtime.plan.timeline import Span
 from runtime.plan.workload import BlockKind
 
@@ -66,10 +66,11 @@ def _in_order(spans: Iterable[Span]) -> list[Span]:
     return sorted(spans, key=lambda s: (s.step, s.op))
 
 
-def begins_anew(op: Op, slot: Slot) -> bool:
+def begins_anew(of: Semantics, op: Op, slot: Slot) -> bool:
     """Whether an op that writes the slot needs nothing of what was there."""
     if slot in op.reads:  # declared as read, but the first sum begins with zero
-        return op.micro_batch == 0 and (op.kind is Kind.ACCUMULATE or slot == op.get("sum"))
+        begins = op.micro_batch is not None and of.begins_sum(op.micro_batch)
+        return begins and slot == op.get("arrived" if op.kind is Kind.ACCUMULATE else "sum")
     return True
 
 
@@ -83,7 +84,7 @@ def _lives_of_slots(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
             if slot not in n_bytes:
                 continue
             start_s, end_s = alive.get(slot, (span.start_s, span.end_s))
-            if slot in op.writes and begins_anew(op, slot) and slot in alive:
+            if slot in op.writes and begins_anew(plan.semantics, op, slot) and slot in alive:
                 yield slot.arena, n_bytes[slot], start_s, end_s
                 start_s, end_s = span.start_s, span.end_s
             alive[slot] = start_s, max(end_s, span.end_s)

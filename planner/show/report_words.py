@@ -16,11 +16,24 @@ from runtime.plan import Lane, Plan
 from runtime.units import on_one_line, show_bytes, show_count, show_rate, show_seconds
 
 from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words
+from .price import hourly, in_words, show_days
 from .report_run import LoggedRun, number
 
+# What a page's terms mean, for who meets them first
+WORDS = {
+    "h2d, d2h": "copies from host memory to the device, and back (on a CPU, between two parts of its memory)",
+    "boundaries, layer inputs": "what each layer was given, saved for backward: activation checkpoints",
+    "recomputed": "a layer's forward done again in backward (gradient checkpointing)",
+    "activations out and back": "activation offload to host memory, and its prefetch",
+    "sums": "gradients accumulated over micro-batches",
+    "squares and norms": "the global gradient norm, by which gradients are clipped",
+    "state, masters, moments": "fp32 weights and the optimizer states of AdamW",
+    "low bars": "ops of the step before or after, which overlap this one",
+    "P10 to P90": "between which eight of ten machines lie that are off from the profile by as much as it says they may be",
+    "a measured step": "the median of the steps after warm-up; the one that is drawn is a single step, near it",
+}
 SAME_FRACTION = 1e-3  # a claimed step that differs by less from the simulated one is that step
 FAR = 3.0  # times the prediction: from here on not told in percent
-DAY_S, HOUR_S = 86400, 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +102,17 @@ def claim_of(fields: dict[str, Any] | None, where: str) -> Claim | None:
 
 
 def heading(known: Known) -> str:
-    model = known.plan.model
-    return f"{model.name or model.path or 'a model without a name'} on {known.profile.name}"
+    """`qwen2.5-32b (32.76 G parameters) on rtx4090-desktop (NVIDIA GeForce RTX 4090)`."""
+    model, profile, n_params = known.plan.model, known.profile, show_count(known.plan.workload.n_params)
+    return (
+        f"{model.name or model.path or 'a model without a name'} ({n_params} parameters) on {profile.name} ({profile.device.name})"
+    )
+
+
+def words(known: Known) -> Iterator[tuple[str, str]]:
+    """The terms of a page and what they mean; without those of what is not on it."""
+    missing = {"P10 to P90": known.claim is None, "a measured step": known.run is None}
+    yield from ((term, meaning) for term, meaning in WORDS.items() if not missing.get(term))
 
 
 def facts(known: Known) -> Iterator[tuple[str, str]]:
@@ -128,10 +150,8 @@ def figures(known: Known) -> Iterator[Figure]:
     step = f"measured {exact(median(times_s))} ({_off(median(times_s) / known.step_s)})" if times_s else None
     yield Figure("predicted step", exact(known.step_s), step, tuple(filter(None, (spread,))))
     speed = f"measured {n_tokens / median(times_s):,.0f}" if times_s else None
-    notes = [f"a billion tokens take {_days(1e9 / n_tokens * known.step_s)}"]
-    price = known.profile.price.usd_per_hour
-    if price is not None:
-        notes.append(f"${price.value / HOUR_S * known.step_s / n_tokens * 1e6:,.2f} per million, at ${price.value:,.2f} an hour")
+    notes = [f"a billion tokens take {show_days(1e9 / n_tokens * known.step_s)}"]
+    notes += in_words(hourly(known.profile), n_tokens / known.step_s)
     notes.append(f"{show_rate(model_flop(plan) / known.step_s, 'FLOP')} of model work")
     yield Figure("predicted tokens per second", f"{n_tokens / known.step_s:,.0f}", speed, tuple(notes))
     for title, peak_bytes, has_bytes in (
@@ -284,10 +304,3 @@ def _compared(ratio: float) -> str:
         return f"{ratio:.3g} times what was predicted"
     off = ratio - 1
     return "as predicted" if abs(off) < 5e-4 else f"{abs(off):.1%} {'more' if off > 0 else 'less'} than predicted"
-
-
-def _days(s: float) -> str:
-    for length_s, unit in ((365.25 * DAY_S, "year"), (DAY_S, "day"), (HOUR_S, "hour"), (60, "minute")):
-        if s >= 1.95 * length_s:
-            return f"{s / length_s:,.1f} {unit}s" if s < 100 * length_s else f"{s / length_s:,.0f} {unit}s"
-    return f"{s:.3g} seconds"

@@ -1,11 +1,13 @@
 """How is a checkpoint written while training goes on?
 
 By a thread of its own, block by block, from a snapshot. It gets its name once the trainer has logged the step: a run that resumes
-from it finds the log complete up to there. What goes wrong in the thread ends the run at the next step.
+from it finds the log complete up to there. What goes wrong in the thread ends the run at the next step; but where the disk is full,
+what is half written is removed, and the state is saved when there is room, as it then is. Training goes on; its end waits.
 """
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,13 +15,15 @@ from typing import Any
 
 import torch
 
+from runtime.executor import Stop
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE, available_host_bytes
 from runtime.host.optimizer import pieces_of
 from runtime.plan.workload import Parameter
 from runtime.settings import CheckpointSettings
 
-from .retention import keep_last
+from .retention import keep_last, remove
+from .room import NoRoomError, Wanted
 from .saving import Writing, writing
 from .snapshot import GivenUp, Snapshot, Snapshots
 from .tensor_files import LazyTensor
@@ -39,21 +43,45 @@ class Saver:
         tokenizer_from: Path | None,
         say: Callable[[str], None],
         first_step: int | None = None,
+        stop: Stop | None = None,
     ) -> None:
         """`fields(step)` is what the state after `step` steps is besides its tensors, as JSON. That after `first_step`, with which
-        a run began, needs no saving."""
+        a run began, needs no saving. `stop.request()` ends a wait for room: NoRoomError."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
-        self._fields, self._tokenizer_from = fields, tokenizer_from
+        self._fields, self._tokenizer_from, self._say, self._stop = fields, tokenizer_from, say, stop or Stop()
         self.snapshots = Snapshots(state, self.is_due_meanwhile, copy_bytes(settings) if settings.background else 0, say)
         self._permitted: dict[int, Mapping[str, Any]] = {}  # by step, until it is saved: what its state says besides
         self._is_over = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._saved = first_step  # the step of the last that is on disk
+        self._decided, self._due = first_step or 0, set[int]()  # the last step of which is known whether it is due; those that are
+        self._next_s = self._in_time()
+        self._wanted: Wanted | None = None  # room for a checkpoint that found none
+        self._put_off = set[int]()  # steps whose state found no room
+        self._n_tries = 0  # to write it
+        self._by_clock = set[int]()  # steps after which it was time
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is saved, though the run goes on."""
-        return self._settings.every is not None and step % self._settings.every == 0
+        """Whether the state after `step` steps is saved, though the run goes on. Decided when first asked: a lane and the trainer
+        ask, and hear the same."""
+        with self._changed:
+            if step > self._decided:
+                self._decided = step
+                is_scheduled = self._settings.every is not None and step % self._settings.every == 0
+                if self._wanted.has_come() if self._wanted is not None else is_scheduled or self.is_time():
+                    self._due.add(step)
+                    if self._wanted is None and not is_scheduled:
+                        self._by_clock.add(step)
+                    self._next_s, self._wanted = self._in_time(), None
+            return step in self._due
+
+    def is_time(self) -> bool:
+        """Whether nothing was saved for as long as may be."""
+        return self._next_s is not None and time.monotonic() >= self._next_s
+
+    def _in_time(self) -> float | None:
+        return time.monotonic() + self._settings.minutes * 60 if self._settings.minutes else None
 
     def is_due_meanwhile(self, step: int) -> bool:
         """Whether that is done while lanes are at work."""
@@ -76,6 +104,7 @@ class Saver:
         try:
             yield
             self._finish()
+            self._wait_for_room()
             self.raise_failure()
         except Exception:
             self._finish()  # also when a lane has failed: the state of a snapshot is kept until it is written
@@ -88,6 +117,16 @@ class Saver:
             self.snapshots.end()
             thread.join()
 
+    def _wait_for_room(self) -> None:
+        """Until the state after the last step, if it was put off, is written."""
+        if self._put_off and self._wanted is not None and self._failure is None:
+            self._say(self._wanted.words("no more steps are made, and the run waits"))
+        is_last = self._stop.is_requested
+        while self._put_off and self._wanted is not None and self._failure is None:
+            self._wanted.wait(self._stop, is_last)
+            self._ask_again(max(self._put_off))
+            self._finish()
+
     def is_logged(self, step: int) -> None:
         """Between steps; raises what went wrong in the thread."""
         self.raise_failure()
@@ -98,20 +137,32 @@ class Saver:
         """All that belongs to the step is logged: its checkpoint may get its name."""
         fields = self._fields(step)
         with self._changed:
-            if step != self._saved:
+            if step != self._saved and step not in self._put_off:
                 self._permitted[step] = fields
             self._changed.notify_all()
 
     def save(self, step: int) -> None:
-        """While all lanes are idle: the state as it is, unless it is on disk. Returns at once if there is a thread to write it."""
+        """While all lanes are idle: the state as it is, unless it is on disk. Returns at once if there is a thread to write it,
+        else when it is written."""
         if step == self._saved:
             return
-        self.snapshots.ask_for(step)
-        self.permit(step)
-        if self._state.gate is None:
+        is_last = self._stop.is_requested
+        self._ask_again(step)
+        while self._state.gate is None:
             snapshot = self.snapshots.begun()
             assert snapshot is not None
             self._write(snapshot)
+            if self._wanted is None:
+                return
+            self._wanted.wait(self._stop, is_last)
+            self._ask_again(step)
+
+    def _ask_again(self, step: int) -> None:
+        """For the state as it is; also where it found no room before."""
+        with self._changed:
+            self._put_off.discard(step)
+            self.snapshots.ask_for(step)
+            self.permit(step)
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -142,6 +193,38 @@ class Saver:
             self.snapshots.end()  # nothing waits for what will not be written
 
     def _write(self, snapshot: Snapshot) -> None:
+        """All of it, or nothing where there is no room."""
+        try:
+            self._written(snapshot)
+        except NoRoomError:
+            self._no_room(snapshot)
+            return
+        if self._settings.keep is not None:
+            keep_last(self._folder, self._settings.keep, snapshot.step)
+        elif self._saved in self._by_clock:  # what nobody asked for shall not fill the disk
+            remove([self._folder / f"checkpoint-{self._saved}"])
+        if self._n_tries:
+            self._say(f"there was room again: checkpoint-{snapshot.step} is written")
+        with self._changed:
+            self._saved, self._wanted, self._n_tries = snapshot.step, None, 0
+            self._put_off.clear()
+            del self._permitted[snapshot.step]
+            self._changed.notify_all()
+
+    def _no_room(self, snapshot: Snapshot) -> None:
+        """Save later: the state as it then is."""
+        with self._changed:
+            self.snapshots.drop(snapshot)
+            self._n_tries += 1
+            n_bytes = self._plan.checkpoint_bytes(self._settings.weights_only)
+            self._wanted = wanted = Wanted(self._folder / f"checkpoint-{snapshot.step}", n_bytes, self._n_tries)
+            self._put_off.add(snapshot.step)
+            self._permitted.pop(snapshot.step, None)
+            if self._n_tries == 1:
+                self._say(wanted.words("the run waits" if self._state.gate is None else "it is tried again"))
+            self._changed.notify_all()
+
+    def _written(self, snapshot: Snapshot) -> None:
         state = self._state
         with writing(self._folder, snapshot.step) as files:
             self._expect(files)
@@ -154,13 +237,8 @@ class Saver:
                 del copy, found
                 self.snapshots.is_written(snapshot, block)
             fields = self._permission(snapshot.step)
-            files.finish({**fields, "n_updates": snapshot.n_updates})
-        if self._settings.keep is not None:
-            keep_last(self._folder, self._settings.keep, snapshot.step)
-        with self._changed:
-            self._saved = snapshot.step
-            del self._permitted[snapshot.step]
-            self._changed.notify_all()
+            only = {"weights_only": True} if self._settings.weights_only else {}
+            files.finish({**fields, "n_updates": snapshot.n_updates, **only})
 
     def _permission(self, step: int) -> Mapping[str, Any]:
         with self._changed:
@@ -175,7 +253,7 @@ class Saver:
         dtype = DTYPE[plan.semantics.compute_dtype]
         weights = {p.name: _outline(dtype, p) for b in blocks for p in self._state.owned(b)}
         files.expect_model(weights, plan.model.config, self._tokenizer_from)
-        for block in blocks:
+        for block in blocks if not self._settings.weights_only else ():
             tensors: dict[str, torch.Tensor] = {}
             for p in self._state.owned(block):
                 tensors[f"master.{p.name}"] = _outline(DTYPE[plan.semantics.master_dtype], p)
@@ -185,6 +263,8 @@ class Saver:
     def _put(self, files: Writing, p: Parameter, copy: Copy | None) -> None:
         """Everything of a parameter. A split master is put together in pieces: whole, it would be a second one."""
         files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
+        if self._settings.weights_only:
+            return
         state, dtype = self._state.param_state(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
         files.put(f"master.{p.name}", LazyTensor(dtype, p.shape, lambda: (piece.cpu() for piece in pieces_of(state.master))))
         files.put(f"exp_avg.{p.name}", state.exp_avg.cpu())

@@ -13,7 +13,7 @@ A folder of that name is whole: it was written under another one (`saving.py`). 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ TOKENIZER_FILES = (
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 
+_UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
+_OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 
 # How experts are stored. In the modules an expert weight is one tensor for all experts; in published files of these
 # types each expert has its own: {type: (folder of the experts, gate, up, down)}.
@@ -122,6 +124,11 @@ def load_state(checkpoint: Path) -> State:
         raise CheckpointError(f"{path}: the state of step {step}, in a folder of another's name; resume from another checkpoint")
     if not isinstance(state, dict) or not isinstance(files, dict):
         raise CheckpointError(f"{path}: `state` or `files` is no object; resume from another checkpoint")
+    if state.get("weights_only"):
+        raise CheckpointError(
+            f"{checkpoint}: the model's weights alone (--weights-only), with nothing to resume a run from: train from them with "
+            f"--model {checkpoint} and another --out; resume from another checkpoint"
+        )
     for name, expected in files.items():
         _check_file(path, name, expected)
     names = sorted(name for name in files if name.startswith("optimizer-"))
@@ -151,8 +158,19 @@ def load_weights(
         yield name, tensor
 
 
+def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str]) -> None:
+    """CheckpointError for weights that mean nothing without scales; none is read. `names` are those that the modules have."""
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            method = config[key].get("quant_method", "") if isinstance(config[key], dict) else ""
+            raise CheckpointError(f"{folder}: its config.json has a {key} ({str(method)[:40]}); {_UNREAD}")
+    for name, dtype in Shards(_weight_files(folder)).dtypes():
+        if re.fullmatch(r"[FIU][468](_.*)?", dtype) or (name not in names and _OF_QUANTISED.search(name)):
+            raise CheckpointError(f"{folder}: {name[:200]} ({dtype}) belongs to quantised weights; {_UNREAD}")
+
+
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder holds weights in any format, readable or not; without them training starts from random ones."""
+    """Whether a model folder holds weights in any format, readable or not."""
     return any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).exists() or any(folder.glob("*.bin"))
 
 
@@ -170,8 +188,6 @@ def _assemble(folder: Path, stored: Shards, name: str) -> Tensor:
             rows.append([f"{layer}.{published}.experts.{len(rows)}.{part}.weight" for part in parts])
         if rows:
             return _stack(folder, stored, rows)
-    if f"{name}_blocks" in stored or f"{name}_scales" in stored or f"{name.removesuffix('.weight')}.qweight" in stored:
-        raise CheckpointError(f"{folder}: {name} is stored quantised; convert the model to bf16 first")
     raise CheckpointError(f"{folder}: no tensor {name} in its safetensors files; give the weights of this model")
 
 

@@ -2,20 +2,29 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runtime.errors import CheckpointError, DataError
 from runtime.host.host_state import HostState
-from runtime.plan import Plan
+from runtime.plan import Plan, Semantics
 from runtime.plan.workload import Parameter
 
 from .checkpoint import State
 
 if TYPE_CHECKING:
     from runtime.data.data import Data
+
+_IN_WORDS = {
+    "data_fingerprint": "set of data, or order of it",
+    "model_fingerprint": "model (its config.json differs)",
+    "semantics": "meaning of a step (batch, length, precision or clipping)",
+}
+
+# What a state does not say that was saved before there was a choice
+_SAID_BY_NONE = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
 
 
 def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,6 +42,8 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
     """CheckpointError that names what a state does not share with this run."""
     for key, value in expected.items():
         found = state.fields.get(key)
+        if key == "semantics" and isinstance(found, dict):
+            found = _SAID_BY_NONE | found
         if found == value:
             continue
         if key == "optimizer":
@@ -40,10 +51,8 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
                 f"{state.path}: optimizer settings differ from this run's{_difference(found, value)}; resume with those it "
                 f"began with, or start a new run from its weights, with --model {state.path} and another --out"
             )
-        words = _difference(found, value) if key == "semantics" else ""
-        raise CheckpointError(
-            f"{state.path}: its {key} is not this run's{words}; resume with the model, data, --seed and semantics it began with"
-        )
+        what = _IN_WORDS.get(key, key) + (_difference(found, value) if key == "semantics" else "")
+        raise CheckpointError(f"{state.path}: of another {what}; resume with the model, data, --seed and semantics it began with")
 
 
 def put_back(state: State, host: HostState, data: "Data") -> None:

@@ -6,6 +6,7 @@ leaves nothing that looks whole and is not.
 
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,18 +14,31 @@ from runtime.errors import CheckpointError
 
 from .checkpoint import load_state, whole
 
-_LEFT_OVER = re.compile(r"(checkpoint-[0-9]+)\.(partial|replaced|removed)")
+_LEFT_OVER = re.compile(r"(checkpoint-[0-9]+(?:\.left)?)\.(partial|replaced|removed)")
+
+
+def kept(folder: Path, step: int) -> list[Path]:
+    """What counts as kept: checkpoints that a run set aside when it resumed from an earlier one, then those up to this step."""
+    aside = [path for path in folder.glob("checkpoint-*.left") if re.fullmatch(r"checkpoint-[0-9]{1,18}\.left", path.name)]
+    return [*sorted(aside, key=lambda path: _step(path.with_suffix(""))), *(path for at, path in whole(folder) if at <= step)]
 
 
 def keep_last(folder: Path, n: int, step: int) -> None:
-    """Of the checkpoints up to this step only the last `n` stay. Those of later steps are of a course that was left: the user's."""
-    so_far = [path for at, path in whole(folder) if at <= step]
-    for path in so_far[: max(0, len(so_far) - n)]:
+    """Of the checkpoints up to this step, and those set aside, only the last `n` stay. Those of later steps are the user's."""
+    so_far = kept(folder, step)
+    remove(so_far[: max(0, len(so_far) - n)])
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete checkpoints that are there, none of which passes for whole meanwhile."""
+    for path in paths:
         removed = path.with_name(path.name + ".removed")
         try:
             _remove(removed)
             path.rename(removed)
             _remove(removed)
+        except FileNotFoundError:
+            continue  # somebody made room already
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be removed ({error.strerror}); remove it, or keep more checkpoints") from None
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from runtime.errors import CheckpointError
 from runtime.files import sync
 
 from .checkpoint import FORMAT_VERSION, INDEX_FILE, STATE_FILE, TOKENIZER_FILES, publish, sum_of
+from .room import refusal
 from .tensor_files import LazyTensor, TensorFile, write_new
 
 MAX_SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face shards
@@ -142,14 +142,15 @@ class Writing:
 
 @contextmanager
 def writing(folder: Path, step: int) -> Iterator[Writing]:
-    """`folder/checkpoint-<step>`, whole or not at all. CheckpointError, with nothing left behind, where the disk refuses."""
+    """`folder/checkpoint-<step>`, whole or not at all. CheckpointError, with nothing left behind, where the disk refuses;
+    NoRoomError where it is full."""
     files = Writing(folder, step)
     try:
         files.begin()
         yield files
     except OSError as error:
         files.give_up()
-        raise CheckpointError(f"{files.final}: cannot be written ({error.strerror}); make room or choose another --out") from None
+        raise refusal(files.final, error) from None
     except BaseException:
         files.give_up()
         raise

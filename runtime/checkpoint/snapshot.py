@@ -93,6 +93,8 @@ class Snapshots:
                 else:
                     snapshot.places[block], snapshot.copies[block] = _Place.COPIED, copy
                     self.n_copied += 1
+                    if self._now is not snapshot:
+                        self._drop_copies(snapshot)
                 self._changed.notify_all()
         if copy is None:
             with self._changed:
@@ -172,6 +174,18 @@ class Snapshots:
             if snapshot.copies.pop(block, None) is not None:
                 self._room_bytes += self._state.n_bytes(block)
             self._changed.notify_all()
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """It is written no further. The state after its step may be asked for again."""
+        with self._changed:
+            self._drop_copies(snapshot)
+            if self._last == snapshot.step:
+                self._last = None
+            self._let_go(snapshot)
+
+    def _drop_copies(self, snapshot: Snapshot) -> None:
+        self._room_bytes += sum(self._state.n_bytes(block) for block in snapshot.copies)
+        snapshot.copies.clear()
 
     def _let_go(self, snapshot: Snapshot) -> None:
         """What is left to do for the snapshot needs the state no more: the next may begin."""

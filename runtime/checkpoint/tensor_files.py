@@ -64,6 +64,10 @@ class Shards(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._at)
 
+    def dtypes(self) -> Iterator[tuple[str, str]]:
+        """(name, dtype as the format calls it) of each tensor; none is read."""
+        return ((name, str(self._files[path].get_slice(name).get_dtype())) for name, path in self._at.items())
+
     def __len__(self) -> int:
         return len(self._at)
 

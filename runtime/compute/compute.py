@@ -166,7 +166,7 @@ class Compute:
         targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
         losses = self.losses[step]
         total, out = op.get("sum"), op.get("gradient")
-        first = total is None or op.micro_batch == 0
+        first = total is None or self.plan.semantics.begins_sum(op.micro_batch)
         total = total or op["gradient"]
         running = self._views.parameters(op.block, total, "fp32")
         head = running["lm_head.weight"]
@@ -179,9 +179,19 @@ class Compute:
             head += own
         for name, gradient in others.items():
             running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
+        running = self._joined(op, running)
         if out is not None and out != total:
             for name, view in self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block)).items():
                 view.copy_(running[name])
+
+    def _joined(self, op: Op, part: Weights) -> Weights:
+        """The sum that this one has joined, in the end: its own where none waits for it."""
+        for slot in op.every("into"):
+            total = self._views.parameters(op.block, slot, "fp32")
+            for name, view in total.items():
+                view += part[name]
+            part = total
+        return part
 
     def _put_gradient(self, op: Op, found: Weights) -> None:
         """Add a micro-batch's gradients to the running fp32 sum, or start it; the last one rounds the sum into the gradient slot.
@@ -199,13 +209,16 @@ class Compute:
                 else:
                     view.copy_(found[name] + 0.0)  # before it is rounded
             return
-        for name, view in self._views.parameters(op.block, total, "fp32").items():
-            if op.micro_batch == 0:
+        assert op.micro_batch is not None
+        running = self._views.parameters(op.block, total, "fp32")
+        for name, view in running.items():
+            if self.plan.semantics.begins_sum(op.micro_batch):
                 view.zero_()
             if name in found:
                 view += found[name]
-            if rounded:
-                rounded[name].copy_(view)
+        running = self._joined(op, running)
+        for name, view in rounded.items():
+            view.copy_(running[name])
 
 
 def _leaves(weights: Weights) -> Weights:

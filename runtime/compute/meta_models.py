@@ -12,7 +12,16 @@ from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.plan import Semantics
 
-OURS = ("torch_dtype", "dtype", "model_type", "auto_map")  # what a plan decides, and what a file has no say in
+# What a plan decides, and what a file has no say in
+OURS = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
+# What says nothing of modules and what they compute: files, ids of tokens, random weights, outputs, what `layer_types` follow from
+_BESIDE = {
+    *("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache", "initializer_range", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict", "output_hidden_states", "output_attentions"),
+    *("id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("output_router_logits", "router_aux_loss_coef", "use_sliding_window", "max_window_layers"),
+}
+_ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not depend on `max_position_embeddings`
 
 
 def read_config(config: dict[str, Any]) -> Any:
@@ -21,6 +30,33 @@ def read_config(config: dict[str, Any]) -> Any:
         return AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k not in OURS})
     except Exception as error:  # whatever its code makes of a value that nobody expected
         raise _refused(error) from None
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """The first field in which two configurations mean other modules, or another computation: `rms_norm_eps is 1e-06, not 1e-05`.
+
+    Both as transformers completes them: a default that one leaves out is the same as the other's word, and so is a key that its
+    class does not know. None where they mean the same.
+    """
+    if one["model_type"] != other["model_type"]:
+        return f"model_type is {one['model_type']}, not {other['model_type']}"
+    configs = read_config(one), read_config(other)
+    a, b = (config.to_dict() for config in configs)
+    for key in sorted(type(configs[0])().to_dict().keys() - _BESIDE):
+        if a[key] != b[key] and not (key == "max_position_embeddings" and _any_length(a) and _any_length(b)):
+            return _in_words(key, a[key], b[key])
+    return None
+
+
+def _in_words(key: str, one: Any, other: Any) -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        first = min(k for k in {*one, *other} if (k in one, one.get(k)) != (k in other, other.get(k)))
+        return _in_words(f"{key}.{first}", one.get(first), other.get(first))
+    return f"{key} is {str(one)[:80]}, not {str(other)[:80]}"
+
+
+def _any_length(config: dict[str, Any]) -> bool:
+    return (config.get("rope_parameters") or {}).get("rope_type") in _ANY_LENGTH
 
 
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:

@@ -72,11 +72,12 @@ class Plain:
     def encode(self, chat: Chat, where: str) -> list[Encoded]:
         ids, runs = [self.encoder.encode("")], list[tuple[int, int]]()
         n = len(ids[0])
-        for message in chat.messages:
+        learned = _answers(chat)
+        for i, message in enumerate(chat.messages):
             if chat.tools or message.keys() - {"role", "content"}:
                 raise DataError(f"{where}: tools and their calls need a chat template, and the model has none; leave them out")
             turn = [self._begin(message["role"]), self.encoder.spans(message["content"])[0], np.array([self.encoder.end_id])]
-            if message["role"] == "assistant":
+            if i in learned:
                 runs.append((n + len(turn[0]), n + sum(map(len, turn))))
             n += sum(map(len, turn))
             ids += turn
@@ -113,14 +114,16 @@ class Templated:
             return [Encoded(np.empty(0, np.int64), _runs([]))]
         try:
             whole = self._whole(chat)
-            return self._answer_by_answer(chat, where) if whole is None else [whole]
+            return [whole] if whole is not None else self._answer_by_answer(chat, where)
         except ChatTemplateError as error:
             raise DataError(f"{where}: the chat template of {self.place} does not take it ({error})") from None
 
     def _whole(self, chat: Chat) -> Encoded | None:
         """All of it at once; None where the template writes a turn differently once others follow."""
         marks = self.template.marks_answers
-        cuts = [] if marks else [(i + more, not more) for i in _answers(chat) for more in (0, 1)]
+        # Where each answer begins and ends; of a template that marks them, those that it marks and nobody is to learn.
+        asked = sorted(_said(chat) & chat.unlearned) if marks else _answers(chat)
+        cuts = [(i + more, not more and not marks) for i in asked for more in (0, 1)]
         written = self.template.write(list(chat.messages), _tools(chat), cuts=cuts)
         spans = []
         for before, after in zip(written.cuts[::2], written.cuts[1::2], strict=True):
@@ -129,7 +132,8 @@ class Templated:
             spans.append((before, after))
         ids, ends = self.encoder.spans(written.text)
         if marks:
-            return Encoded(ids, _runs([self._through_end(ids, _tokens(ends, *span)) for span in written.generated]))
+            kept = [(a, b) for a, b in written.generated if not any(first <= a < stop for first, stop in spans)]
+            return Encoded(ids, _runs([self._through_end(ids, _tokens(ends, *span)) for span in kept]))
         return Encoded(ids, _runs([self._up_to_end(ids, ends, written.text, _tokens(ends, *span)) for span in spans]))
 
     def _answer_by_answer(self, chat: Chat, where: str) -> list[Encoded]:
@@ -182,9 +186,14 @@ class Templated:
         self.template.close()
 
 
+def _said(chat: Chat) -> set[int]:
+    """Which messages are the assistant's."""
+    return {i for i, message in enumerate(chat.messages) if message["role"] == "assistant"}
+
+
 def _answers(chat: Chat) -> list[int]:
     """Which messages are to be learned."""
-    return [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    return sorted(_said(chat) - chat.unlearned)
 
 
 def _tools(chat: Chat) -> list[dict[str, Any]] | None:

@@ -1,6 +1,6 @@
 """How does text become token ids?
 
-A model's own tokenizer is used where its folder holds one; a model without reads bytes.
+By the model's own tokenizer; as UTF-8 bytes where a run asks for that.
 """
 
 import hashlib
@@ -58,10 +58,14 @@ class Encoder(Protocol):
         """Text without special tokens; half a character is shown as U+FFFD."""
         ...
 
+    def shown(self, ids: list[int]) -> str:
+        """The same with special tokens."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ByteEncoder:
-    """A model without a tokenizer reads UTF-8 bytes: ids 0..255, and 256 ends a document."""
+    """UTF-8 bytes: ids 0..255, and 256 ends a document."""
 
     end_id: int = 256
     identity: str = "bytes"
@@ -84,6 +88,9 @@ class ByteEncoder:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < self.end_id).decode(errors="replace")
+
+    def shown(self, ids: list[int]) -> str:
+        return b"".join(bytes([i]) if i < self.end_id else b"<end>" for i in ids).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +117,13 @@ class Pieces:
         with _library("its tokenizer.json cannot decode"):
             return self.tokenizer.decode(ids)
 
+    def shown(self, ids: list[int]) -> str:
+        with _library("its tokenizer.json cannot decode"):
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+
 
 def read_encoder(model_folder: Path | None) -> Encoder:
-    """The tokenizer of a model folder, or bytes where there is none; DataError for one that cannot be used."""
+    """The tokenizer of a model folder, or bytes for no folder; DataError where there is none, or one that cannot be used."""
     if model_folder is None:
         return ByteEncoder()
     file = model_folder / "tokenizer.json"
@@ -120,7 +131,7 @@ def read_encoder(model_folder: Path | None) -> Encoder:
         for name in _OTHER_TOKENIZERS:
             if (model_folder / name).exists():
                 raise DataError(f"{model_folder}: {name} but no tokenizer.json; write one with `save_pretrained`")
-        return ByteEncoder()
+        raise DataError(f"{model_folder}: no tokenizer.json in it; copy the model's to it, or run with --tokenizer bytes")
     try:
         content = read_whole(file, MAX_TOKENIZER_BYTES)
     except OSError as error:

@@ -95,8 +95,8 @@ class Given:
         elif position != {"step": step}:
             raise CheckpointError(f"the checkpoint's data stood at {position}, not at step {step}: it was trained on other data")
 
-    def words(self) -> str:
-        return f"batches of {type(self.batches).__qualname__}"
+    def words(self) -> dict[str, str]:
+        return {"data": f"batches of {type(self.batches).__qualname__}"}
 
     def close(self) -> None:
         """Whoever made them closes them."""

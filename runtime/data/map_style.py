@@ -24,6 +24,12 @@ from .token_cache import TokenCache
 
 # B sequences of a batch, T positions of a sequence
 Segments = list[tuple[int, int, int]]
+MANY = 1 / 3  # of the documents: where more are cut, a longer sequence is worth a thought
+_PACKED = {
+    "joined": "joined and cut, attention sees across",
+    "documents": "packed whole, each attends to itself alone",
+    "one": "one document each, padded",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,10 @@ class BatchShape:
     seq_len: int
     batch_size: int
     pad_id: int
+
+    def words(self) -> str:
+        """What a sequence is."""
+        return f"of {self.seq_len:,} tokens, {_PACKED[self.packing]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +125,25 @@ class MapStyleData:
             epoch, place = divmod(step * self.shape.batch_size + b, self.n_sequences)
             if self.seed is not None:
                 place = int(order_of(self.n_sequences, self.seed, epoch)[place])
-            joined = self.shape.packing == "joined"
-            lengths.append(fill(ids_BT[b], targets_BT[b], self.documents, self.sequences[place], joined))
+            lengths.append(self.write(place, ids_BT[b], targets_BT[b]))
         return Rows(ids_BT, targets_BT, tuple(lengths) if self.shape.packing == "documents" else None)
+
+    def write(self, sequence: int, ids_T: Array, targets_T: Array) -> tuple[int, ...]:
+        """One sequence, by its number in the set; the tokens of each of its documents, and of the padding."""
+        return fill(ids_T, targets_T, self.documents, self.sequences[sequence], self.shape.packing == "joined")
 
     def batch(self, step: int) -> Batch:
         return self.rows(step).batch()
 
-    def words(self) -> str:
+    def words(self) -> dict[str, str]:
         share = (self.sequences.stop - self.sequences.start).sum() / (self.n_sequences * self.shape.seq_len)
-        return f"{self.about}: {in_words(self.counts)}; {self.n_sequences:,} sequences, {share:.0%} full"
+        sequences = f"{self.n_sequences:,} {self.shape.words()}, {share:.0%} full"
+        said = {"data": self.about, "rows": in_words(self.counts), "sequences": sequences}
+        cut = self.counts.n_cut / self.counts.n_documents
+        if cut > MANY:
+            end = f"{cut:.0%} of the documents are cut to {self.shape.seq_len:,} tokens, and what follows is not learned"
+            said["warning"] = f"{end}; plan with a longer --seq-len, or set data.too_long to split"
+        return said
 
     def close(self) -> None:
         """A mapped file closes with the last view of it."""

@@ -22,6 +22,7 @@ from runtime.batch import Batch
 from runtime.errors import DataError, PenstockError
 
 from .map_style import MapStyleData, Rows
+from .mixed import MixedData
 from .streamed import REMEMBERED_STEPS, StreamedData
 
 BATCHES_AHEAD = 2  # of each worker
@@ -47,7 +48,7 @@ class _Failed:
 class _Steps(IterableDataset[Any]):
     """What a worker does: with n workers, each makes every n-th batch, and the loader takes them in turn."""
 
-    def __init__(self, data: MapStyleData | StreamedData, first_step: int) -> None:
+    def __init__(self, data: MapStyleData | MixedData | StreamedData, first_step: int) -> None:
         self.data, self.first_step = data, first_step
 
     def __iter__(self) -> Iterator[_ReadyBatch | _Failed]:
@@ -81,7 +82,7 @@ class _Stopped(Exception):
 class _Flow:
     """Batches from a step on, until it is stopped."""
 
-    data: MapStyleData | StreamedData
+    data: MapStyleData | MixedData | StreamedData
     n_workers: int
     next_step: int
     cores: set[int]  # for the workers
@@ -146,7 +147,7 @@ class _Flow:
 class Prefetched:
     """The batches of other data, made ahead in `n_workers` processes; a stream is read by one."""
 
-    data: MapStyleData | StreamedData
+    data: MapStyleData | MixedData | StreamedData
     n_workers: int
     # A lane that asks for a batch has few cores of its own; workers are to have those that the run was started with.
     cores: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
@@ -205,9 +206,10 @@ class Prefetched:
             self._last = None
             self.data.resume(step, position)
 
-    def words(self) -> str:
+    def words(self) -> dict[str, str]:
         n_workers = 1 if isinstance(self.data, StreamedData) else self.n_workers
-        return f"{self.data.words()}; prepared ahead by {f'{n_workers} other processes' if n_workers > 1 else 'another process'}"
+        who = f"{n_workers} other processes" if n_workers > 1 else "another process"
+        return self.data.words() | {"prepared": f"ahead by {who}"}
 
     def _stop(self) -> None:
         flow, self._flow = self._flow, None

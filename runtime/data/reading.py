@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from runtime.data.files.columns import COLUMNS, Format, shown
+from runtime.data.files.sources import DataSource, find_files, has_rows
+from runtime.data.files.splits import TRAIN
 from runtime.errors import DataError
 from runtime.settings import DataSettings
 
 from .chat import ChatFormat, Encoded, Plain, read_chat_format
-from .encoders import ByteEncoder, Encoder, read_encoder
-from .formats import Chat, Format, document, format_of
-from .sources import JSONL, PARQUET, DataSource, find_files
+from .encoders import ByteEncoder, Encoder, Ids, read_encoder
+from .formats import Chat, Completion, document, format_of
 
 CHARACTERS_AT_ONCE = 2**22  # of rows that are tokenised at a time, which takes a hundred times their size
-VERSION = 1  # of what a row becomes; tokens of another version are made again
+VERSION = 2  # of what a row becomes; tokens of another version are made again
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,14 @@ class Reading:
     encoder: Encoder
     chat_format: ChatFormat
     vocab_size: int
+    is_text: bool  # texts as they are, not conversations
 
     @property
     def identity(self) -> str:
         """Differs where the tokens of some row may differ."""
         chat_format = "" if self.format == "text" else self.chat_format.identity
-        return json.dumps([VERSION, self.format, self.encoder.identity, chat_format])
+        columns = [sorted(self.source.columns.items())] if self.source.columns else []
+        return json.dumps([VERSION, self.format, self.encoder.identity, chat_format, *columns])
 
     @property
     def wide(self) -> bool:
@@ -89,12 +93,21 @@ class Reading:
             )
         return encoded
 
-    def _text(self, text: str) -> Encoded:
-        """All of a text is learned, and where it ends."""
+    def _text(self, said: str | Completion) -> Encoded:
+        """All of a text is learned, and where it ends; after a prompt, what begins behind it."""
+        text, n_before = (said, 0) if isinstance(said, str) else (said.prompt + said.completion, len(said.prompt))
         ids = self.encoder.encode(text) if text else np.empty(0, np.int64)
         if not len(ids):
             return Encoded(ids, np.empty((0, 2), np.int64))
-        return Encoded(np.append(ids, self.encoder.end_id), np.array([[0, len(ids) + 1]]))
+        first = self._first_token(ids, text, n_before) if n_before else 0
+        return Encoded(np.append(ids, self.encoder.end_id), np.array([[first, len(ids) + 1]]))
+
+    def _first_token(self, ids: Ids, text: str, character: int) -> int:
+        """The first token that holds something of the text from that character on."""
+        plain, ends = self.encoder.spans(text)
+        # Tokens that begin a document; an end that the text itself holds is not among `ids`.
+        n_special = next((n for n in range(len(ids)) if np.array_equal(ids[n : n + len(plain)], plain[: len(ids) - n])), 0)
+        return n_special + int((ends[:, 1] <= character).sum())
 
     def close(self) -> None:
         self.chat_format.close()
@@ -118,31 +131,39 @@ def n_characters(row: object) -> int:
     return n
 
 
-def read_set(settings: DataSettings, model_folder: Path | None, vocab_size: int, cache: Path) -> Reading:
+def read_set(
+    settings: DataSettings, model_folder: Path | None, vocab_size: int, cache: Path, preferred: tuple[str, ...] = TRAIN
+) -> Reading:
     """The data set of a run, for a model of `vocab_size` token ids; nothing but its first row is read yet. The folder in which
-    `cache` lies is the run's, and no part of it."""
+    `cache` lies is the run's, and no part of it. `preferred`: which splits, where the settings name none."""
     encoder = read_encoder(model_folder)
     if encoder.end_id >= vocab_size:
         advice = "reading bytes needs 257" if isinstance(encoder, ByteEncoder) else "use the tokenizer of this model"
         raise DataError(f"the end token {encoder.end_id} is outside the model's {vocab_size} token ids; {advice}")
-    source = find_files(Path(settings.path), cache)
-    format = _format(source) if settings.format == "auto" else settings.format
+    columns = settings.columns or {}
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise DataError(f"--columns {unknown[0][:40]}=...: no such column; there are {', '.join(COLUMNS)}")
+    source = replace(find_files(Path(settings.path or ""), cache, settings.split, preferred), columns=columns)
+    format, first = _format(source, settings.format)
+    is_text = format == "text" or (
+        isinstance(first, dict) and isinstance(first.get("prompt"), str) and format == "prompt-completion"
+    )
     n_files = len(source.files)
     if format != "text" and source.files != (source.path,):
-        source = replace(source, files=tuple(file for file in source.files if _has_rows(file)))
+        source = replace(source, files=tuple(file for file in source.files if has_rows(file)))
     chat_format: ChatFormat = Plain(encoder) if format == "text" else read_chat_format(model_folder, encoder)
-    return Reading(source, n_files - len(source.files), format, encoder, chat_format, vocab_size)
+    return Reading(source, n_files - len(source.files), format, encoder, chat_format, vocab_size, is_text)
 
 
-def _format(source: DataSource) -> Format:
-    """By the first row of the first file that has rows."""
+def _format(source: DataSource, asked: str) -> tuple[Format, object]:
+    """By the first row of the first file that has rows, and that row. DataError where it lacks what the user says is there."""
     for number, file in enumerate(source.files):
-        if _has_rows(file):
-            first: Any = next(source.rows(number), None)
-            if first is not None:
-                return format_of(first[1])
-    return "text"
-
-
-def _has_rows(file: Path) -> bool:
-    return file.suffix in JSONL + PARQUET
+        first: Any = next(source.rows(number), None) if has_rows(file) else None
+        if first is not None:
+            where, row = source.where(number, first[0]), first[1]
+            gone = [theirs for theirs in source.columns.values() if not isinstance(row, dict) or theirs not in row]
+            if gone:
+                columns = shown(row) if isinstance(row, dict) else "none"
+                raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {columns}")
+            return format_of(row, where, source.columns) if asked == "auto" else asked, row  # type: ignore[return-value]
+    return "text" if asked == "auto" else asked, None  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from datasets import IterableDataset
 from datasets.iterable_dataset import ExamplesIterable
 
 from runtime.batch import Batch
+from runtime.data.files.sources import DataSource
 from runtime.errors import CheckpointError, DataError
 from runtime.settings import DataSettings
 
@@ -26,7 +27,6 @@ from .chat import Encoded
 from .map_style import BatchShape, Rows, empty_rows, fill, in_words, order_of
 from .packing import Array, Counts, Sequences, TooLong, pack
 from .reading import Reading
-from .sources import DataSource
 
 BUFFER_TOKENS = 2**25  # a buffer ends with the document that reaches it
 REMEMBERED_STEPS = 1024  # positions; a run saves a step that it has just finished
@@ -215,9 +215,10 @@ class StreamedData:
         if encoded:
             yield ShuffleBuffer.of(encoded, places, self.reading.source), (n_files, 0)
 
-    def words(self) -> str:
+    def words(self) -> dict[str, str]:
         so_far = f"; so far {in_words(self.counts)}" if self.counts.n_documents else ""
-        return f"{self.about}; read as it is needed, in shuffle buffers of {self.buffer_documents:,} documents{so_far}"
+        rows = f"read as they are needed, in shuffle buffers of {self.buffer_documents:,} documents{so_far}"
+        return {"data": self.about, "rows": rows, "sequences": self.shape.words()}
 
     def close(self) -> None:
         self._stream, self._last = None, None

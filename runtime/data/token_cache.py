@@ -22,12 +22,12 @@ import pyarrow
 from datasets import Dataset, Features, LargeList, Value
 from datasets.arrow_writer import ArrowWriter
 
+from runtime.data.files.sources import DataSource
 from runtime.errors import DataError
 from runtime.files import sync
 
 from .chat import Encoded
 from .packing import Array
-from .sources import DataSource
 
 FORMAT = 2  # of the files; one of another format is made again
 BATCH_TOKENS = 2**20  # that wait to be written

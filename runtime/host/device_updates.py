@@ -135,7 +135,9 @@ def exact_step(device: torch.device) -> Step:
     for candidate in _candidates(device):
         if gives_the_hosts_bits(candidate, device):
             return candidate
-    raise PlanError(f"no AdamW on {device.type} gives the host's bits here; plan with --state host")
+    raise PlanError(
+        f"no AdamW on {device.type} gives the host's bits here; plan with --policy FILE, a policy with empty device_blocks"
+    )
 
 
 def _candidates(device: torch.device) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""Where on the host do a model's masters, moments and weights lie?"""
+"""Where do a model's masters, moments and weights lie?"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class Gate(Protocol):
 
 
 class HostState:
-    """Masters, moments and compute weights: a slot of `state` for each block.
+    """Masters, moments and compute weights: a slot of `state` for each block, or of `device_state` where the device holds them.
 
     A block that is updated on speculation has a second place for all of it, its shadow. Which of the two places is the state
     changes with every update that turns out right: slots are names, and `commit` exchanges what they mean.

@@ -59,7 +59,11 @@ class Updates:
     def accumulate(self, op: Op) -> None:
         n = self.plan.workload.blocks[op.block].slot_elements
         part = self.arenas.view(op["staged"], self.plan.gradient_dtype(op.block), (n,))
-        self.workers.run(add_tasks(self.arenas.view(op["arrived"], "fp32", (n,)), part, is_first=op.micro_batch == 0))
+        is_first = self.plan.semantics.begins_sum(op.micro_batch or 0)
+        for slot in (op["arrived"], *op.every("into")):
+            total = self.arenas.view(slot, "fp32", (n,))
+            self.workers.run(add_tasks(total, part, is_first))
+            part, is_first = total, False
 
     def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
         """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""

@@ -40,7 +40,8 @@ _STAND_IN_SIZES = {
     "sliding_window": 8,
     "vocab_size": 320,
 }
-_LEFT_OUT = ("rope_scaling", "rope_parameters", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings")
+_LEFT_OUT = ("rope_scaling", "rope_parameters", "max_position_embeddings")
+_NO_SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # a type's own may be beyond the vocabulary
 STAND_IN_SEQ_LEN = 16
 
 
@@ -48,7 +49,7 @@ def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
     """A model with the same blocks, tiny: as many layers of the same kinds, each a few thousand parameters."""
     small = {key: value for key, value in config.items() if key not in _LEFT_OUT}
     small |= {key: value for key, value in _STAND_IN_SIZES.items() if config.get(key) is not None}
-    return small | {"head_dim": _STAND_IN_SIZES["head_dim"]}
+    return small | _NO_SPECIAL | {"head_dim": _STAND_IN_SIZES["head_dim"]}
 
 
 def stand_in_semantics(semantics: Semantics) -> Semantics:

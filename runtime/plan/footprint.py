@@ -12,7 +12,8 @@ from .setup import Place, Setup
 from .workload import ITEM_BYTES, Saved
 
 # Of the types whose attention can be a fused one, all can attend document by document
-DOCUMENT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+DOCUMENT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "ernie4_5", "smollm3", "internlm3", "mixtral", "qwen3_moe")
+WIDE_TABLES = ("ernie4_5",)  # types whose layers keep cosines and sines of their own, in fp32: a plan books those of one sequence
 # Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
 # 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
 SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
@@ -72,8 +73,10 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         said = config.get("num_key_value_heads")
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
         if plan.saved(b) is Saved.ALL:
-            n_kept = 2 if _calls_fused(plan, width, on_cuda) else 2 + n_heads
-            kept_bytes += attention.n_sequences * of.seq_len * width * n_kept * item_bytes
+            n_joined = 0 if _calls_fused(plan, width, on_cuda) else n_heads
+            wide = config.get("model_type") in WIDE_TABLES
+            table_bytes = 2 * (ITEM_BYTES["fp32"] * (attention.n_sequences - 1) if wide else item_bytes * attention.n_sequences)
+            kept_bytes += of.seq_len * width * (table_bytes + attention.n_sequences * n_joined * item_bytes)
         # Most in backward: the gradients of queries, keys and values, and a copy of the sums; padded, besides, all that goes in:
         # the same three, results, and their gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads

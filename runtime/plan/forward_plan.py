@@ -31,7 +31,7 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     seq_len = seq_len or semantics.seq_len
     assert 0 < seq_len <= semantics.seq_len
     group = min(n_micro_batches, most_micro_batches(plan))
-    semantics = replace(semantics, batch_size=n_micro_batches * semantics.micro_batch, seq_len=seq_len)
+    semantics = replace(semantics, batch_size=n_micro_batches * semantics.micro_batch, seq_len=seq_len, sum_groups=1)
     program = list(_program(plan, n_micro_batches, group))
     ops = tuple(replace(op, waits=waits) for op, waits in zip(program, _waits(program), strict=True))
     workload = replace(plan.workload, smaller=())  # all micro-batches are whole

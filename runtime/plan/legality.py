@@ -12,12 +12,20 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
     """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
     if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
         raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
+    refuse_sum_groups(semantics)
     if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
         raise PlanError("eager updates need --clip-norm none and --on-nonfinite stop: the norm is known only after backward")
     if policy.speculate_blocks and policy.update is not Update.DEFERRED:
         raise PlanError("speculate_blocks are settled when the norm is known; they need update deferred")
     _refuse_gradients(semantics, policy)
     _refuse_blocks(workload, policy)
+
+
+def refuse_sum_groups(semantics: Semantics) -> None:
+    """PlanError where micro-batches do not form so many groups, or these no balanced binary tree."""
+    n, of = semantics.n_micro_batches, semantics.sum_groups
+    if n % of or of.bit_count() > 1:
+        raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
 
 
 def can_square(workload: Workload) -> range:
@@ -28,8 +36,8 @@ def can_square(workload: Workload) -> range:
 def can_stay(workload: Workload) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
     updates in another sequence than the rest."""
-    even = (all(p.n_elements % UPDATED_TOGETHER == 0 for p in block.parameters) for block in workload.blocks)
-    return [b for b, is_even in enumerate(even) if is_even and b in can_square(workload)]
+    blocks = workload.blocks
+    return [b for b in can_square(workload) if all(p.n_elements % UPDATED_TOGETHER == 0 for p in blocks[b].parameters)]
 
 
 def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:

@@ -22,7 +22,7 @@ layers, block L+1 the head (final norm and output matrix).
     fetch_saved b m         it comes back
     square b                the squares of a gradient, summed
     offload_gradient b      the gradient goes to the host. Where the host adds up (with m) it arrives in a slot of `staging`
-    accumulate b m          what is `staged` is added to `arrived` (fp32, ascending m)
+    accumulate b m          what is `staged` is added to `arrived` (fp32, ascending m), and that `into` earlier sums
     norm b                  the squares of what has arrived join the `norm`. Block 0, which comes last, ends the sum
     speculate b             the update, as if the norm asked for no clipping, into the block's `shadow`
     update b                AdamW on the block's `state`
@@ -39,14 +39,15 @@ An arena is a role, and its slots have sizes of their own, in this order:
     saved           some, if any layer is in offload_blocks
     gradients       gradient_slots for layers, one for the embedding or the head, one for each block of device_blocks
     sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
-                    of `gradients` is the sum)
+                    of `gradients` is the sum); of each as many as there are sums at a time (`Semantics.n_sums`), first the layers'
     squares         one for each block of square_blocks, of one fp64 per parameter
     device_state    one for each block of device_blocks, as `state` has them
     state           one per block (empty for one of device_blocks), then one per block of speculate_blocks: its shadow. A slot holds
                     what is uploaded, first; then what a split master lacks (`Semantics.splits_masters`), 16 bits per element; then
                     the two moments
     host_gradients  one per block (empty for one of device_blocks); with eager updates in one group: the embedding's, two for
-                    layers, the head's
+                    layers, the head's. Where the host sums, so many per block as there are sums at a time: after all firsts all
+                    seconds
     staging         two for layers, one for the embedding or the head
     spilled         for the i-th block that spills, i * group + m % group
     offloaded       for the i-th layer of offload_blocks, i * group + m % group
@@ -60,8 +61,10 @@ cannot keep its activations.
 
 "The gradient": with every micro-batch in one group, the fp32 `sum` lives in `sums`: the first micro-batch begins it, each adds to
 it, and the last rounds it into its `gradient`. With a single micro-batch a layer, and the embedding, have a gradient and no sum.
-With smaller groups each micro-batch has a gradient of its own and the host accumulates. The embedding's or the head's slot of
-`gradients` is fp32, and is itself the sum, when the weight is tied; and fp32, when groups are smaller than the step. What has
+With smaller groups each micro-batch has a gradient of its own and the host accumulates. With `sum_groups` above 1 a micro-batch
+joins the sum numbered `sum_level(m)`, which the first of a sum group begins; after the last, that sum is added to the one before it
+(`into`), and so on for each that is then whole, as far as sum 0, which is rounded when all are in it. The embedding's or the head's
+slot of `gradients` is fp32, and is itself sum 0, when the weight is tied; and fp32, when groups are smaller than the step. What has
 arrived of a tied weight's gradient is whole with the head's part (`tied`).
 
 A block in `policy.speculate_blocks` (updates deferred) is settled, not updated. Its gradient's `norm` is followed by `speculate`.
@@ -108,6 +111,7 @@ from runtime.errors import PlanError
 from runtime.files import read_whole, try_to_write, write_whole
 from runtime.units import on_one_line
 
+from .legality import refuse_sum_groups
 from .ops import OpLine, Repeat
 from .setup import Setup
 from .workload import FILE, BlockKind
@@ -274,6 +278,10 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
         raise PlanError(f"{where}: more than {MAX_BLOCKS} blocks, or than {MAX_PARAMETERS} weights in one of them")
     if len(plan.workload.blocks) < 3 or plan.semantics.batch_size < plan.semantics.micro_batch:
         raise PlanError(f"{where}: fewer than three blocks, or a batch that is smaller than its micro-batch")
+    try:
+        refuse_sum_groups(plan.semantics)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
     if len(plan.workload.smaller) != (len(plan.workload.blocks) if plan.semantics.n_left else 0):
         raise PlanError(f"{where}: blocks of a smaller micro-batch must be there just where the last one is smaller")
     kinds = [b.kind for b in plan.workload.blocks]

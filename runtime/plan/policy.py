@@ -5,7 +5,7 @@ the planner's, and changes no bit.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -45,6 +45,9 @@ class Semantics:
     loss: Kernel = "eager"
     pointwise: Kernel = "eager"  # the MLP's activation and the rotary embedding: the same bits, other time and memory
     attention_kernel: AttentionKernel = "flash"  # of fused attention on a GPU; a CPU has one of its own
+    # A power of two that divides the micro-batches: so many contiguous groups of them, each summed in order from zero, and the
+    # groups' sums by a balanced binary tree, left part and right part. 1: all in order.
+    sum_groups: Count = 1
     __pydantic_config__ = FILE
 
     @property
@@ -68,6 +71,28 @@ class Semantics:
 
     def n_sequences(self, micro_batch: int) -> int:
         return self.n_left if self.is_smaller(micro_batch) else self.micro_batch
+
+    def sum_level(self, micro_batch: int) -> int:
+        """Where the micro-batch joins a sum: beside so many sums of earlier groups, which wait for their right part."""
+        return (micro_batch // self._of_a_sum).bit_count()
+
+    def begins_sum(self, micro_batch: int) -> bool:
+        """Whether it is its group's first."""
+        return micro_batch % self._of_a_sum == 0
+
+    def n_joined(self, micro_batch: int) -> int:
+        """How many earlier sums its own then joins, each the left part of the next: none but after a group's last."""
+        group, place = divmod(micro_batch + 1, self._of_a_sum)
+        return 0 if place else (group & -group).bit_length() - 1
+
+    @property
+    def n_sums(self) -> int:
+        """Sums of one gradient that there are at a time."""
+        return self.sum_groups.bit_length()
+
+    @property
+    def _of_a_sum(self) -> int:
+        return self.n_micro_batches // self.sum_groups
 
     @property
     def tokens_per_step(self) -> int:
@@ -143,6 +168,9 @@ class Policy:
             object.__setattr__(self, "save", _save_from_file(self.save))
         elif type(self.save) is not tuple or any(type(of) is not Saved for of in self.save):
             object.__setattr__(self, "save", tuple(map(Saved, self.save)))
+        for name in _LISTS:
+            if type(blocks := getattr(self, name)) is not tuple:
+                object.__setattr__(self, name, tuple(blocks))
 
     def to_json(self) -> dict[str, Any]:
         """As a plan file has it."""
@@ -155,3 +183,6 @@ class Policy:
     def saving(self, saved: Saved) -> tuple[int, ...]:
         """The layers of which just this is saved; of their input, only those that are named."""
         return tuple([b for b, what in enumerate(self.save, start=1) if what is saved])
+
+
+_LISTS = tuple(field.name for field in fields(Policy) if field.name.endswith("_blocks") and field.default == ())

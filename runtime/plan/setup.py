@@ -6,6 +6,7 @@ ops: sizes, bounds and legality ask for no more.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import Field
@@ -62,6 +63,8 @@ class Setup:
     def alike(self, micro_batches: range) -> list[tuple[int, int]]:
         """One of each sort of these micro-batches, and how many are of that sort: the first and the last of a step move their
         gradients differently from those between, and the last may be smaller."""
+        if self.semantics.sum_groups > 1:
+            return _summed_alike(self.semantics, micro_batches)
         last = self.semantics.n_micro_batches - 1
         n_first, n_last = int(0 in micro_batches), int(last in micro_batches and last > 0)
         counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
@@ -141,3 +144,19 @@ class Setup:
         """Peak of the embedding or the head. Where the host sums micro-batches, the device has no sum of earlier ones."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
         return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes))
+
+    def checkpoint_bytes(self, weights_only: bool = False) -> int:
+        """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments. Besides them
+        there is a tokenizer, and names."""
+        of = self.semantics
+        state_bytes = 0 if weights_only else ITEM_BYTES[of.master_dtype] + MOMENT_BYTES
+        return self.workload.n_params * (ITEM_BYTES[of.compute_dtype] + state_bytes)
+
+
+@lru_cache(maxsize=256)
+def _summed_alike(of: Semantics, micro_batches: range) -> list[tuple[int, int]]:
+    """One of each sort: whether it begins a sum, and how many that then joins, tell them apart besides."""
+    last, sorts = of.n_micro_batches - 1, dict[tuple[object, ...], list[int]]()
+    for m in micro_batches:
+        sorts.setdefault((m in (0, last), of.is_smaller(m), of.begins_sum(m), of.n_joined(m)), []).append(m)
+    return [(alike[0], len(alike)) for alike in sorts.values()]

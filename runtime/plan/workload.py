@@ -5,8 +5,10 @@ Sizes and work only: names, shapes, FLOP and bytes of one micro-batch. The plann
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -32,10 +34,7 @@ class Parameter:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for dim in self.shape:
-            n *= dim
-        return n
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +130,12 @@ class Recompute:
         return self.saved_bytes + self.n_saved * SLOT_ALIGN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
-    """A streamable unit. FLOP and bytes are for one micro-batch, forward only unless the name says otherwise."""
+    """A streamable unit. FLOP and bytes are for one micro-batch, forward only unless the name says otherwise.
+
+    What follows from its sizes is asked for by every plan that a search looks at, and counted once.
+    """
 
     name: Annotated[str, Field(max_length=200)]
     kind: BlockKind
@@ -151,12 +153,12 @@ class Block:
     tiers: tuple[Tier, ...] = ()  # ways to recompute besides the whole forward from the input
     __pydantic_config__ = FILE
 
-    @property
+    @cached_property
     def n_params(self) -> int:
         """Parameters this block owns: a tied weight counts once, where it is owned."""
         return sum(p.n_elements for p in self.parameters if p.tied_to is None)
 
-    @property
+    @cached_property
     def forward_flop(self) -> int:
         return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
 
@@ -177,7 +179,7 @@ class Block:
             return Recompute(saved, 0, self.transient_bytes, *whole)
         return None
 
-    @property
+    @cached_property
     def tied(self) -> bool:
         """Whether the block uses a weight owned by block 0."""
         return any(p.tied_to is not None for p in self.parameters)
@@ -193,18 +195,18 @@ class Block:
             at += -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
         return offsets, at
 
-    @property
+    @cached_property
     def slot_elements(self) -> int:
         """Elements of a slot that holds all weights the block uses, tied ones included."""
         return self.offsets()[1]
 
-    @property
+    @cached_property
     def host_elements(self) -> int:
         """Elements of a host slot that holds the weights the block owns."""
         return self.offsets(owned_only=True)[1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """A model cut into blocks, with the sizes of one micro-batch: block 0 the embedding, then layers, last the head.
 
@@ -223,9 +225,27 @@ class Workload:
     def n_layers(self) -> int:
         return len(self.blocks) - 2
 
-    @property
+    @cached_property
     def tied(self) -> bool:
         return any(b.tied for b in self.blocks)
+
+    @cached_property
+    def classes(self) -> list[list[int]]:
+        """Blocks that differ in nothing but names: the embedding, each class of layers by its first layer, the head."""
+        found: dict[object, list[int]] = {}
+        for b, sizes in enumerate(zip(self.blocks, self.smaller or self.blocks, strict=True)):
+            found.setdefault(tuple(map(_nameless, sizes)), []).append(b)
+        return list(found.values())
+
+    @cached_property
+    def first_alike(self) -> dict[int, int]:
+        """Of each block, the first that differs from it in nothing but names."""
+        return {b: blocks[0] for blocks in self.classes for b in blocks}
+
+
+def _nameless(block: Block) -> Block:
+    shapes = tuple(replace(p, name="") for p in block.parameters)
+    return replace(block, name="", parameters=shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,48 @@
 """How is what a run has to say put into its files, and read back?"""
 
+import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import CheckpointError
+from runtime.checkpoint.room import patiently, refusal
+from runtime.executor import Stop
 from runtime.files import fields_of, write_whole
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """CheckpointError where the disk refuses."""
+    """CheckpointError where the disk refuses; NoRoomError where it is full."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror}); make room, or choose another --out") from None
+        raise refusal(path, error) from None
 
 
-def add_lines(path: Path, lines: Sequence[Mapping[str, Any]], to_disk: bool = False) -> None:
-    """Add lines of JSON, all at once; a number that is not finite is null, as JSON knows no other way to say it."""
+def add_lines(
+    path: Path, lines: Sequence[Mapping[str, Any]], say: Callable[[str], None], stop: Stop, to_disk: bool = False
+) -> None:
+    """Add lines of JSON, all at once, if need be when there is room. A number that is not finite is null, as JSON has it."""
     plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in lines]
-    with writing(path), path.open("a", encoding="utf-8") as log:
-        log.write("".join(json.dumps(fields) + "\n" for fields in plain))
-        if to_disk:
-            log.flush()
-            os.fsync(log.fileno())
+    content = "".join(json.dumps(fields) + "\n" for fields in plain).encode()
+
+    def add() -> None:
+        with writing(path), path.open("ab", buffering=0) as log:
+            was_bytes = log.tell()
+            try:
+                if log.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if to_disk:
+                    os.fsync(log.fileno())
+            except OSError:
+                log.truncate(was_bytes)  # no half line
+                raise
+
+    patiently(add, path, len(content), say, stop)
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,9 +7,11 @@ line, wherever the file lies. The settings as they were understood are written b
 
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from yaml.nodes import Node
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
+MAX_ADVICE = 360  # characters about keys that do not exist; of many, only their names are said
 MAX_DOTS = 256  # on a line of TOML: the standard library's reader needs memory with the square of the parts of one key
 RUN_FILE = "run.yaml"
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
@@ -32,7 +35,7 @@ WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 _RUN = TypeAdapter(RunSettings)
 
 # What other trainers call a setting, and ours.
-_ALSO_KNOWN_AS = {
+ALSO_KNOWN_AS = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "optimizer.schedule.kind"),
     **dict.fromkeys(("warmup_steps", "num_warmup_steps", "lr_warmup_steps"), "optimizer.schedule.warmup_steps"),
@@ -50,6 +53,24 @@ _ALSO_KNOWN_AS = {
     **dict.fromkeys(("eval_steps", "eval_every"), "evaluation.every"),
     **dict.fromkeys(("dataloader_num_workers", "preprocessing_num_workers"), "data.workers"),
     **dict.fromkeys(("report_to", "monitor", "loggers"), "monitors"),
+    **dict.fromkeys(("sample_packing", "pack_sequences"), "data.packing"),
+    **dict.fromkeys(("datasets", "interleave_probs", "dataset_mixer"), "data.mix"),
+    **dict.fromkeys(("dataset_split", "train_split", "dataset_train_split"), "data.split"),
+    **dict.fromkeys(("eval_split", "dataset_test_split"), "evaluation.split"),
+}
+# What other trainers have and this one has not.
+_ABSENT = {
+    "q?lora.*|dora.*|(use_)?peft.*|adapter.*": "adapters do not exist here: every weight is trained",
+    "load_in_.*|quantiz.*|bnb_.*": "quantised weights do not exist here: weights are bf16 or fp32",
+    "freez.*|unfrozen.*|finetuning_type": "frozen weights do not exist here: every weight is trained",
+    "deepspeed.*|fsdp.*|ddp_.*|tensor_parallel.*": "more than one GPU is not used here",
+    "rl|dpo.*|pref_.*|ref_model.*|reward_.*": "training on preferences or rewards does not exist here",
+    "optim|optim_args": "AdamW is the only optimizer; its settings are those of `optimizer`",
+    "gradient_checkpointing.*|activation_.*|offload.*": "the plan chooses what is recomputed and what is offloaded",
+    "neftune.*|label_smoothing.*": "it does not exist here: the loss is cross-entropy alone",
+    "push_to_hub.*|hub_.*": "nothing is sent to a network here",
+    "val_set_size|val_size|test_size": "held-out data is given as files of its own: evaluation.data",
+    "load_best_model.*|early_stopping.*|metric_for_best.*": "it does not exist here; checkpoint.keep says what stays",
 }
 _OF_THE_PLAN = {
     **dict.fromkeys(("clip_norm", "max_grad_norm", "gradient_clipping"), "--clip-norm"),
@@ -74,7 +95,7 @@ class RunConfigError(PenstockError):
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     """The settings of a file, if there is one, and of `flags` (by dotted names, as `optimizer.lr`), which go before it."""
-    given = _read(path) if path is not None else {}
+    given = _with_data_in_full(_read(path)) if path is not None else {}
     where = str(path) if path is not None else "the command line"
     _refuse_unknown(where, given, RunSettings, "")
     given = _without_empty_sections(given, RunSettings)
@@ -87,7 +108,7 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
         for part in sections:
             section = section.setdefault(part, {})
         section[key] = value
-    if given.get("data", {}).get("path") is None:
+    if given.get("data", {}).get("path") is None and not given.get("data", {}).get("mix"):
         raise RunConfigError("no data to train on: give --data, or data.path in the file of --config")
     try:
         settings = _RUN.validate_json(json.dumps(given, default=str))
@@ -95,8 +116,32 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
         raise RunConfigError(_words(error, where, flags)) from None
     if settings.steps is not None and settings.epochs is not None:
         raise RunConfigError(f"{where}: steps and epochs are both given; give one of them")
+    if settings.data.path is not None and settings.data.mix:
+        raise RunConfigError(f"{where}: data.path and data.mix are both given; put the path among those of data.mix")
     _refuse_idle(where, settings)
     return settings
+
+
+def _with_data_in_full(given: dict[str, Any]) -> dict[str, Any]:
+    """The same, where `data` or `data.path` is a path or a list of them, each with a weight or without."""
+    data = given.get("data")
+    if isinstance(data, str | list):
+        data = {"path": data}
+    if isinstance(data, dict) and isinstance(data.get("path"), list):
+        if "mix" in data:
+            raise RunConfigError("data.path is a list, and data.mix is there too; name all sets in one of them")
+        parts = [part_of(part) if isinstance(part, str) else part for part in data["path"]]
+        data = {key: value for key, value in data.items() if key != "path"} | {"mix": parts}
+    return given | {"data": data} if "data" in given else given
+
+
+def part_of(said: str) -> dict[str, Any]:
+    """`a.jsonl:0.7`, or a path alone; a file may be called so."""
+    path, _, weight = said.rpartition(":")
+    if path and not os.path.exists(said):
+        with suppress(ValueError):
+            return {"path": path, "weight": float(weight)}
+    return {"path": said}
 
 
 def _refuse_idle(where: str, settings: RunSettings) -> None:
@@ -104,6 +149,7 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
     data, looks, saving = settings.data, settings.evaluation, settings.checkpoint
     idle = {
         "evaluation.every": (looks.every is not None and looks.data is None and not looks.prompts, "evaluation.data or prompts"),
+        "evaluation.split": (looks.split is not None and looks.data is None, "evaluation.data"),
         "evaluation.top_p": (looks.top_p != EvaluationSettings().top_p and looks.temperature == 0, "a temperature above 0"),
         "data.shuffle_buffer": (
             data.shuffle_buffer != DataSettings(data.path).shuffle_buffer and not data.streaming,
@@ -259,17 +305,26 @@ def _scalar(path: Path, node: "Node") -> Any:
 
 
 def _refuse_unknown(where: str, given: Mapping[str, Any], kind: type, prefix: str) -> None:
-    """RunConfigError for the first key that is no setting."""
+    """RunConfigError for all keys that are no settings."""
+    if wrong := dict(_unknown(given, kind, prefix)):
+        each = "; ".join(f"{place}: {words}" for place, words in wrong.items())
+        if len(wrong) > 1 and len(each) > MAX_ADVICE:
+            each = on_one_line(f"{len(wrong)} keys that do not exist: {', '.join(wrong)}", MAX_ADVICE)
+        raise RunConfigError(f"{where}: {each}")
+
+
+def _unknown(given: Mapping[str, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
+    """Each key that is no setting, or no section, and what is wrong with it."""
     known: dict[str, Any] = {field.name: field.type for field in fields(kind)}
     for key, value in given.items():
         place = prefix + str(key)
         if key not in known:
-            raise RunConfigError(f"{where}: {place}: no such key; {_advice(place)}")
-        if is_dataclass(known[key]) and value is not None:
-            if not isinstance(value, dict):
-                names = ", ".join(field.name for field in fields(known[key]))
-                raise RunConfigError(f"{where}: {place}: should hold keys of its own ({names}), found {_shown(value)}")
-            _refuse_unknown(where, value, known[key], place + ".")
+            yield place, f"no such key; {advice(place)}"
+        elif is_dataclass(known[key]) and isinstance(value, dict):
+            yield from _unknown(value, known[key], place + ".")
+        elif is_dataclass(known[key]) and value is not None:
+            names = ", ".join(field.name for field in fields(known[key]))
+            yield place, f"should hold keys of its own ({names}), found {_shown(value)}"
 
 
 def names(kind: type = RunSettings, prefix: str = "") -> Iterator[str]:
@@ -281,16 +336,18 @@ def names(kind: type = RunSettings, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
-def _advice(place: str) -> str:
+def advice(place: str) -> str:
     """What may have been meant by a key that is not there."""
     section, _, key = place.rpartition(".")
     if key == "trust_remote_code":
         return "code that comes with a model or with data is never run, and nothing turns that on"
+    if absent := next((words for names, words in _ABSENT.items() if re.fullmatch(names, key)), None):
+        return absent
     if key in _OF_THE_PLAN:
         return f"it is the plan's: say {_OF_THE_PLAN[key]} to `penstock plan`"
     valid = list(names())
     here = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == section}
-    anywhere = {name.rpartition(".")[2]: name for name in reversed(valid)} | _ALSO_KNOWN_AS
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(valid)} | ALSO_KNOWN_AS
     whole = {name: name for name in valid}
     for asked, among, cutoff in ((key, here, 0.75), (key, anywhere, 0.75), (place, whole, 0.6), (key, here, 0.4)):
         if found := difflib.get_close_matches(asked, among, 1, cutoff):
@@ -303,7 +360,7 @@ def _words(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
     first = error.errors()[0]
     place = on_one_line(".".join(str(part) for part in first["loc"]), 120)
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    said_where = "the command line" if place.split(".0")[0] in flags else where
+    said_where = "the command line" if re.split(r"\.\d+", place)[0] in flags else where
     return f"{said_where}: {place or 'the settings'}: {expected[:200]}, found {_shown(first['input'])}"
 
 

@@ -18,6 +18,7 @@ from runtime.checkpoint.background import Saver
 from runtime.checkpoint.checkpoint import State, load_weights
 from runtime.checkpoint.resuming import identity, put_back, refuse_another
 from runtime.checkpoint.retention import clean
+from runtime.checkpoint.room import NoRoomError
 from runtime.compute.inference import Abandoned
 from runtime.errors import CheckpointError, PenstockError
 from runtime.executor import Execution, OpError, Step, Stop, say
@@ -81,6 +82,7 @@ class Look:
     log: str  # the file in the run's folder that it adds lines to
     field: str  # which its lines have, and no others there
     perform: Callable[[int], None]  # given the number of steps done, while all lanes are idle; Abandoned when asked to stop
+    first: bool = False  # before the first step too
 
     def was_performed(self, folder: Path, done: int) -> bool:
         """Whether the log tells of it."""
@@ -130,10 +132,13 @@ class Training:
             with saver.at_work() if saver is not None else nullcontext():
                 self._look(missing, done)
                 while done < n_steps and not self.stop.is_requested:
-                    with self._stretch(done, n_steps, saver) as stretch:
+                    pause = Stop(self.stop)
+                    with self._stretch(done, n_steps, saver, pause) as stretch:
                         for step in stretch:  # trained; what is due is saved meanwhile, where that is done in the background
                             done = step.number + 1
                             on_step(self._logged(step, saver))
+                            if saver is not None and not self.checkpoint.background and saver.is_time():
+                                pause.request()
                     longest = max(stretch.timeline, longest, key=lambda timeline: len(timeline.spans))  # the later one of equals
                     times_s += settled(stretch.timeline.step_times_s)
                     if saver is not None and saver.is_due(done):
@@ -142,9 +147,16 @@ class Training:
                         self._look(self._looks_after(done, n_steps), done)
                 if saver is not None:
                     saver.save(done)
-            write_timeline(self.folder / "timeline.json", longest)
+            self.keep_timeline(longest)
             self._look(self._looks_after(done, n_steps), done)  # all is on the disk
         return longest, times_s
+
+    def keep_timeline(self, timeline: Timeline) -> None:
+        """Beside the checkpoints, if there is room: it is worth no wait."""
+        try:
+            write_timeline(self.folder / "timeline.json", timeline)
+        except NoRoomError as error:
+            self.say(str(error))
 
     def _leave_what_followed(self, first_step: int) -> None:
         """No checkpoint and no line in the folder is of a later step than that which is gone on from."""
@@ -152,23 +164,23 @@ class Training:
         if self.saves:
             set_aside(self.folder, first_step, self.say)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines_up_to(self.folder / name, first_step)
+            keep_lines_up_to(self.folder / name, first_step or -1)  # nothing of another run, not even what it was before it began
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def _stretch(self, done: int, n_steps: int, saver: Saver | None) -> Execution:
-        """The steps from those that are done to the next pause, before which the lanes are drained."""
+    def _stretch(self, done: int, n_steps: int, saver: Saver | None, pause: Stop) -> Execution:
+        """The steps from those that are done to the next pause, before which the lanes are drained; or until one is asked for."""
         every = [self.evaluate_every if self.looks else None]
         every += [self.checkpoint.every if self.saves and not self.checkpoint.background else None]
         until = min([n_steps, *(done + n - done % n for n in every if n is not None)])
         let_go = saver.snapshots.end if saver is not None else lambda: None
-        return Execution(self.plan, self.machine, until - done, done, stop=self.stop, on_interrupt=let_go)
+        return Execution(self.plan, self.machine, until - done, done, stop=pause, on_interrupt=let_go)
 
     def _logged(self, step: Step, saver: Saver | None) -> Metrics:
         metrics = self._metrics(step)
         # A checkpoint on the disk has its line there too.
         to_disk = saver is not None and saver.is_due_meanwhile(metrics.step)
-        add_lines(self.folder / "metrics.jsonl", [asdict(metrics)], to_disk)
+        add_lines(self.folder / "metrics.jsonl", [asdict(metrics)], self.say, self.stop, to_disk)
         for monitor in self.monitors:
             monitor.log(metrics.step, metrics.values())
         if saver is not None:
@@ -202,7 +214,9 @@ class Training:
 
     def _looks_after(self, done: int, n_steps: int) -> Sequence[Look]:
         every = self.evaluate_every
-        return self.looks if done == n_steps or (every is not None and done > 0 and done % every == 0) else ()
+        if done == 0:
+            return [look for look in self.looks if look.first]
+        return self.looks if done == n_steps or (every is not None and done % every == 0) else ()
 
     def _missing(self, done: int, n_steps: int) -> Sequence[Look]:
         return [look for look in self._looks_after(done, n_steps) if not look.was_performed(self.folder, done)]
@@ -223,7 +237,7 @@ class Training:
         def fields(step: int) -> dict[str, Any]:
             return shared | {"data_position": self.data.position(step)}
 
-        return Saver(self.store.host, self.folder, settings, fields, self.tokenizer_from, self.say, first_step)
+        return Saver(self.store.host, self.folder, settings, fields, self.tokenizer_from, self.say, first_step, self.stop)
 
     def save(self, step: int) -> Path:
         """Write `checkpoint-<step>` from the state on the host, while nothing changes it."""
@@ -251,9 +265,10 @@ def device_memory_named() -> Iterator[None]:
         ) from error
 
 
-def load_model(store: TorchMachine, folder: Path) -> None:
+def load_model(store: TorchMachine, folder: Path, report: Callable[[str], None] = lambda words: None) -> None:
     """Put a Hugging Face model's weights into the host store, one tensor at a time."""
-    for number in range(len(store.plan.workload.blocks)):
+    for number in range(n_blocks := len(store.plan.workload.blocks)):
+        report(f"loading weights: {number} of {n_blocks} blocks")
         owned = {p.name: p for p in store.host.owned(number)}
         for name, weight in load_weights(folder, owned, {name: p.shape for name, p in owned.items()}):
             store.host.set_weight(owned[name], weight)
@@ -271,7 +286,7 @@ def set_aside(folder: Path, step: int, say: Callable[[str], None] = say) -> None
             else:
                 left.unlink(missing_ok=True)
             path.rename(left)
-            say(f"{path.name} belongs to an abandoned run; renamed {left.name}")
+            say(f"{path.name} is of a later step than the one resumed from: kept aside as {left.name}, and counted by --keep")
         if later:
             sync(folder)  # before the log is cut
     except OSError as error:

@@ -36,10 +36,11 @@ MAY_IMPORT = {
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},
 }
+SHELL = ["penstock.cli", "penstock.cli.data", "penstock.cli.which"]  # rooms that may need the shell
 MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 18  # of op
-MOST_LINES = 29_500  # of the house without its tests; twenty thousand are aimed at
+MOST_LINES = 32_100  # of the house without its tests; twenty thousand are aimed at
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
 HOME = {
@@ -47,7 +48,13 @@ HOME = {
     "rich": {"penstock/api.py", "penstock/cli", "planner/show/explain.py"},
     "pydantic": {
         *("runtime/plan", "runtime/settings.py", "runtime/train/run_config.py", "hwprofiles/schema.py"),
-        *("planner/check/claimed.py", "penstock/api.py", "penstock/cli/plan.py", "penstock/cli/run_files.py"),
+        *(
+            "hwprofiles/refusal.py",
+            "planner/check/claimed.py",
+            "penstock/api.py",
+            "penstock/cli/plan.py",
+            "penstock/cli/run_files.py",
+        ),
     },
     "torch": {
         *(f"runtime/{room}" for room in ("host", "compute", "machines", "checkpoint", "data", "train")),
@@ -61,7 +68,7 @@ HOME = {
     "safetensors": {"runtime/checkpoint/tensor_files.py"},
     "tokenizers": {"runtime/data/encoders.py"},
     "datasets": {"runtime/data/token_cache.py", "runtime/data/streamed.py"},
-    "pyarrow": {"runtime/data/token_cache.py", "runtime/data/sources.py"},
+    "pyarrow": {"runtime/data/token_cache.py", "runtime/data/files"},
     "yaml": {"runtime/train/run_config.py"},
     **{library: {"runtime/train/monitors.py"} for library in ("tensorboard", "wandb", "mlflow")},
     "numpy": {"runtime/data", "planner/bounds/integer.py"},
@@ -238,7 +245,7 @@ def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
     found = arrows(trees)
     order = list(TopologicalSorter(found).static_order())
     assert len(order) > 20
-    assert [room for room, others in found.items() if any(other.startswith("penstock") for other in others)] == ["penstock.cli"]
+    assert [room for room, others in found.items() if any(other.startswith("penstock") for other in others)] == SHELL
     with pytest.raises(CycleError):
         TopologicalSorter(found | {"runtime.plan": {"planner.search"}}).prepare()
 
@@ -447,7 +454,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
     assert [f"{_name(page)}: {to}" for page, to in links if "://" not in to and not (page.parent / to).exists()] == []
 
 
-_FIGURE = re.compile(r"(?<![\w.])\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens/s|(?:[KMGT]i?)?B(?:/s)?\b|[GTP]?FLOP)")
+_FIGURE = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens/s|(?:[KMGT]i?)?B(?:/s)?\b|[GTP]?FLOP)")
 
 
 def test_every_number_in_the_readme_links_to_the_page_that_made_it() -> None:
@@ -456,7 +463,7 @@ def test_every_number_in_the_readme_links_to_the_page_that_made_it() -> None:
     assert all(
         _FIGURE.search(text) for text in ("1.3x faster", "a step of 2.9 s", "within 5 %", "900 tokens/s", "80 GB", "2 TFLOP/s")
     )
-    assert not _FIGURE.search("Python 3.11 or newer, two cores, ops ^ 12, b3 m0")
+    assert not _FIGURE.search("Python 3.11 or newer, two cores, ops ^ 12, b3 m0, Qwen3-8B")
 
 
 def test_the_op_that_the_readme_shows_is_one() -> None:

@@ -14,7 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.chats import write_talker
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,8 +73,8 @@ def perform(command: str, folder: Path) -> str:
 
 def what_readers_have(folder: Path) -> None:
     """The reader's own: a model's folder (a tiny one has the place of the real one), some chats, the published runs."""
-    (folder / "my-32b").mkdir()
-    (folder / "my-32b" / "config.json").write_text(json.dumps(tiny_config("qwen2", vocab_size=272)))
+    config = tiny_config("qwen2", vocab_size=write_talker(folder / "my-32b", "chatml"))
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder / "my-32b")
     turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
     rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 40]
     for name, some in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):

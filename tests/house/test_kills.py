@@ -52,7 +52,7 @@ log_path = os.path.join(out, "metrics.jsonl")
 if os.path.exists(log_path) and sin != "logs twice":
     kept = [x for x in open(log_path) if x.endswith("\\n") and json.loads(x)["step"] <= first]
     open(log_path, "w").writelines(kept)
-print(f"a run of numbers; steps {first + 1} to {n_steps}", file=sys.stderr, flush=True)
+print(f"steps: {first + 1} to {n_steps}, each a number", file=sys.stderr, flush=True)
 for step in range(first + 1, n_steps + 1):
     time.sleep(0.008)
     total = (total * 31 + step) % 1000003
@@ -106,7 +106,7 @@ def test_training_that_is_killed_three_times_goes_on_to_the_same_bits(tmp_path):
     assert [mismatch for story in stories for mismatch in story.mismatches] == []
     assert len(kills) == 3
     assert all(kill.resumed for kill in kills)
-    assert len(lines(tmp_path / "undisturbed" / "metrics.jsonl")) == 6 + 2, "six steps, two evaluations"
+    assert len(lines(tmp_path / "undisturbed" / "metrics.jsonl")) == 6 + 3, "six steps, three evaluations"
     assert "last checkpoint" in left_by(tmp_path / "undisturbed")
 
 
@@ -239,7 +239,7 @@ def test_the_folder_shows_what_a_run_was_about(tmp_path, names, said, logged, ab
         (tmp_path / name).mkdir()
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(fields) + "\n" for fields in logged) + '{"step": 6, "eval_lo')
     words = "".join(f"print('step {step}/9 loss', file=sys.stderr);" for step in range(1, said + 1))
-    process = process_of(f"import sys; print('x; steps 1 to 9', file=sys.stderr); {words}")
+    process = process_of(f"import sys; print('steps: 1 to 9, each', file=sys.stderr); {words}")
     process.end()
     assert phases(tmp_path, process) == about
 
@@ -247,7 +247,7 @@ def test_the_folder_shows_what_a_run_was_about(tmp_path, names, said, logged, ab
 def test_an_aim_waits_for_what_it_waits_for(tmp_path):
     """A checkpoint for the second time, and then a share of the time that one takes to be written."""
     pace = Pace(10, life_s=1000.0, written_s=0.2, evaluated_s=0.0)
-    code = "import os, sys, time; print('x; steps 1 to 9', file=sys.stderr, flush=True)\n"
+    code = "import os, sys, time; print('steps: 1 to 9, each', file=sys.stderr, flush=True)\n"
     code += (
         "for n in (2, 4):\n    time.sleep(0.3); name = f'checkpoint-{n}.partial'; os.mkdir(name); time.sleep(0.1); os.rmdir(name)\n"
     )
@@ -261,7 +261,7 @@ def test_an_aim_waits_for_what_it_waits_for(tmp_path):
 
 
 def test_what_is_not_seen_in_time_is_waited_for_no_longer(tmp_path):
-    process = process_of("import sys, time; print('x; steps 1 to 9', file=sys.stderr, flush=True); time.sleep(100)")
+    process = process_of("import sys, time; print('steps: 1 to 9, each', file=sys.stderr, flush=True); time.sleep(100)")
     began_s = time.monotonic()
     assert Aim("retention", 3, 0.0).wait(process, tmp_path, Pace(10, 0.5, 0.0, 0.0))
     assert time.monotonic() - began_s >= killing.MISSED * 0.5

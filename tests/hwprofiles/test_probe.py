@@ -393,6 +393,7 @@ def test_the_command_writes_json_to_standard_output_and_the_table_to_standard_er
     assert result.exit_code == 0
     assert Profile.from_json(json.loads(result.stdout)).name == "this-machine"
     assert "numbers:" in result.stderr
+    assert result.stderr.startswith("measuring: copies\nmeasuring: optimizer\n"), "what is done is said when it is done"
 
 
 def test_a_probe_written_to_a_file_is_named_after_it(

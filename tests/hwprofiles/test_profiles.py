@@ -21,16 +21,27 @@ NAMES = [
     "b200",
     "cpu-2core",
     "gb10",
+    "gb200",
     "gb300",
     "gh200",
+    "h100-nvl",
+    "h100-pcie",
     "h100-sxm",
     "h200-pcie5",
+    "l40s-server",
+    "mi300x",
     "mi355x",
     "rtx3090-desktop",
+    "rtx3090-epyc",
+    "rtx3090-threadripper",
     "rtx4090-desktop",
     "rtx4090-server",
+    "rtx4090-threadripper",
     "rtx5090-desktop",
     "rtx5090-server",
+    "rtx5090-threadripper",
+    "rtxa6000-threadripper",
+    "rtxpro6000-workstation",
 ]
 ANY_PROFILE = pytest.mark.parametrize("name", NAMES)
 profiles = st.sampled_from([read_profile(name) for name in NAMES])
@@ -409,6 +420,8 @@ def test_an_unknown_machine_is_answered_with_the_nearest_and_all_shipped_ones(tm
     with pytest.raises(ProfileError, match="did you mean h200-pcie5") as caught:
         read_profile("h200-pcie4")
     assert all(name in str(caught.value) for name in NAMES)
+    with pytest.raises(ProfileError, match="did you mean rtx4090-desktop"):
+        read_profile("4090")
     with pytest.raises(ProfileError, match="cannot be read"):
         read_profile(str(tmp_path))
     with pytest.raises(ProfileError):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,11 +49,16 @@ class Packed(Counting):
         return Batch(input_ids, targets, self.document_tokens)
 
 
+def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Train random weights, on bytes."""
+    return penstock.train(plan, data, from_scratch=True, settings={"tokenizer": "bytes"} | (settings or {}), **options)
+
+
 class FromFiles:
     """The batches that a run makes of files, handed over by a program."""
 
     def __init__(self, home: Path) -> None:
-        self.data = read_data(DataSettings(str(home / "data")), home / "model", 272, 32, 4, 0, home / "cache")
+        self.data = read_data(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache")
 
     def batch(self, step: int) -> Batch:
         return self.data.batch(step)
@@ -161,14 +167,12 @@ def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict
 
 def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
     found, seen = planned(home), list[int]()
-    trained = penstock.train(
-        found, home / "data", out=home / "a", steps=3, lr=1e-3, on_step=lambda metrics: seen.append(metrics.step)
-    )
+    trained = train_new(found, home / "data", out=home / "a", steps=3, lr=1e-3, on_step=lambda metrics: seen.append(metrics.step))
     assert seen == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
     done = train(home, found.save(home / "plan.json"), out="b", steps=3)
     assert done.exit_code == 0, done.output
     assert weights_sha(trained.checkpoint) == weights_sha(home / "b" / "checkpoint-3")
-    given = penstock.train(found, FromFiles(home), out=home / "c", steps=3, lr=1e-3)
+    given = train_new(found, FromFiles(home), out=home / "c", steps=3, lr=1e-3)
     assert weights_sha(given.checkpoint) == weights_sha(trained.checkpoint)
     assert command("report", home / "plan.json", home / "b", "-o", home / "b.html").exit_code == 0
     assert [words in page for page in (trained.page(), (home / "b.html").read_text()) for words in ("Measured:", "a run of")] == [
@@ -179,10 +183,10 @@ def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
 
 def test_a_stopped_run_on_ones_own_batches_goes_on_to_the_same_bytes(home: Path) -> None:
     found, stop = planned(home), penstock.Stop()
-    whole = penstock.train(found, Counting(), out=home / "whole", steps=4, lr=1e-3)
-    part = penstock.train(found, Counting(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
+    whole = train_new(found, Counting(), out=home / "whole", steps=4, lr=1e-3)
+    part = train_new(found, Counting(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
     assert 1 <= part.n_done < 4
-    rest = penstock.train(found, Counting(), out=home / "part", steps=4, lr=1e-3, resume=True)
+    rest = train_new(found, Counting(), out=home / "part", steps=4, lr=1e-3, resume=True)
     assert rest.n_done == 4
     assert weights_sha(rest.checkpoint) == weights_sha(whole.checkpoint)
     assert losses(home / "part") == losses(home / "whole")
@@ -192,14 +196,14 @@ def test_a_plan_that_no_run_wrote_is_not_written_over(home: Path) -> None:
     (home / "out").mkdir()
     (home / "out" / "run-plan.json").write_text("mine")
     with pytest.raises(CheckpointError, match="not written by a run"):
-        penstock.train(planned(home), home / "data", out=home / "out", steps=1)
+        train_new(planned(home), home / "data", out=home / "out", steps=1)
     assert (home / "out" / "run-plan.json").read_text() == "mine"
 
 
 def test_a_command_goes_on_with_what_a_program_began(home: Path) -> None:
     found = planned(home)
-    whole = penstock.train(found, home / "data", out=home / "whole", steps=4)
-    penstock.train(found, home / "data", out=home / "part", steps=2)
+    whole = train_new(found, home / "data", out=home / "whole", steps=4)
+    train_new(found, home / "data", out=home / "part", steps=2)
     done = command("run", "--config", home / "part" / "run.yaml", "--resume", "--steps", 4)
     assert done.exit_code == 0, done.output
     assert weights_sha(home / "part" / "checkpoint-4") == weights_sha(whole.checkpoint)
@@ -207,12 +211,12 @@ def test_a_command_goes_on_with_what_a_program_began(home: Path) -> None:
 
 def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
     found = planned(home)
-    penstock.train(found, Known("a"), out=home / "out", steps=1)
+    train_new(found, Known("a"), out=home / "out", steps=1)
     other = Known("a")
-    penstock.train(found, other, out=home / "out", steps=2, resume=True)
+    train_new(found, other, out=home / "out", steps=2, resume=True)
     assert other.resumed_at == (1, {"row": 4})
     with pytest.raises(CheckpointError, match="data"):
-        penstock.train(found, Known("b"), out=home / "out", steps=3, resume=True)
+        train_new(found, Known("b"), out=home / "out", steps=3, resume=True)
 
 
 def test_an_emulated_run_tells_the_time_of_the_machine_that_it_emulates(home: Path) -> None:
@@ -243,19 +247,19 @@ def test_an_emulated_run_takes_no_batches(home: Path) -> None:
 )
 def test_what_is_no_batch_is_named_and_nothing_hangs(home: Path, batches: penstock.Batches, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        penstock.train(planned(home), batches, out=home / "out", steps=2)
+        train_new(planned(home), batches, out=home / "out", steps=2)
 
 
 def test_settings_go_by_the_names_of_a_runs_file(home: Path) -> None:
     settings = {"checkpoint.every": 1, "evaluation.data": str(home / "data"), "optimizer.weight_decay": 0.1}
-    trained = penstock.train(planned(home), home / "data", out=home / "out", steps=2, settings=settings)
+    trained = train_new(planned(home), home / "data", out=home / "out", steps=2, settings=settings)
     assert (trained.folder / "checkpoint-1").is_dir()
     assert "weight_decay: 0.1" in (trained.folder / "run.yaml").read_text()
     assert any("eval_loss" in line for line in (trained.folder / "metrics.jsonl").read_text().splitlines())
     with pytest.raises(penstock.PenstockError, match=r"optimizer\.wd"):
-        penstock.train(planned(home), home / "data", out=home / "other", settings={"optimizer.wd": 0.1})
+        train_new(planned(home), home / "data", out=home / "other", settings={"optimizer.wd": 0.1})
     with pytest.raises(PlanError, match="settings: out is an argument of train"):
-        penstock.train(planned(home), home / "data", out=home / "other", settings={"out": "elsewhere"})
+        train_new(planned(home), home / "data", out=home / "other", settings={"out": "elsewhere"})
 
 
 def test_documents_are_refused_where_none_can_be_kept_apart() -> None:

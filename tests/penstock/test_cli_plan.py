@@ -46,7 +46,10 @@ def test_json_is_pure_and_has_the_fields_of_the_contract(answered):
     result, _ = answered
     assert result.exit_code == 0
     said = json.loads(result.stdout)
-    assert set(said) == {"semantics", "policy", "prediction", "certificate", "baselines", "next_best"}
+    assert set(said) == {
+        *("semantics", "policy", "prediction", "certificate", "baselines", "next_best"),
+        *("usd_per_million_tokens", "bought_usd_per_million_tokens"),
+    }
     assert said["next_best"]["step_s"] >= said["prediction"]["step_s"]
     assert set(said["prediction"]) == {
         "step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s", "device_peak_bytes", "host_peak_bytes", "busy_s",
@@ -108,7 +111,18 @@ def test_a_plan_that_was_written_says_what_to_do_with_it(tmp_path):
     path = tmp_path / "p.json"
     said = invoke(*SMALL, "--runnable", "-o", path).stderr
     assert said.count("\n") == 1
-    assert f"next: penstock check {path}, then penstock run {path} --data FOLDER" in said
+    assert f"next: penstock check {path}, then penstock run {path} --data FOLDER --model Qwen2.5-0.5B-Instruct, once it is" in said
+
+
+def test_what_is_published_in_mxfp4_alone_is_said_when_it_is_planned():
+    assert "in MXFP4 only, which `run` does not read" in invoke(*GPT_OSS, "--master", "bf16", "--policy", "megatrain").stderr
+    assert "MXFP4" not in invoke(*SMALL).stderr
+
+
+def test_a_name_of_the_hub_is_answered_with_how_to_get_it():
+    words = refused(invoke("plan", "Qwen/Qwen3-8B", *SMALL[2:]))
+    assert "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B" in words
+    assert "the shipped qwen3-8b, which has no weights" in words
 
 
 def test_a_schedule_that_was_asked_for_and_is_slower_than_another_says_so():

@@ -17,6 +17,7 @@ from penstock.cli.main import cli
 from tests import fuzz_formats, fuzz_formats_run
 from tests.fuzz_judge import EXECUTED, PLANTED
 from tests.fuzz_mutations import OUTSIDE
+from tests.running import SCRATCH
 from tests.tiny import tiny_config
 
 from .test_hostile import SIZES, answered, refused
@@ -41,13 +42,14 @@ def house(tmp_path_factory) -> Path:
         (folder / "evil.py").write_text(PLANTED)
     done = answered("plan", model, *SIZES, "-o", home / "plan.json")
     assert done.exit_code == 0, done.output
-    done = answered("run", home / "plan.json", "--data", home / "data.jsonl", "--out", home / "run", "--steps", 2)
+    done = answered("run", home / "plan.json", "--data", home / "data.jsonl", "--out", home / "run", "--steps", 2, "--from-scratch")
     assert done.exit_code == 0, done.output
-    (home / "run.yaml").write_text(f"data: {{path: {home / 'data.jsonl'}}}\nsteps: 1\nplan: {home / 'plan.json'}\n")
+    said = f"data: {{path: {home / 'data.jsonl'}}}\nsteps: 1\nplan: {home / 'plan.json'}\nfrom_scratch: true\n"
+    (home / "run.yaml").write_text(said)
     return home
 
 
-_RUN = ["run", "plan.json", "--model", "model", "--data", "data.jsonl", "--steps", "1", "--out", "out"]
+_RUN = ["run", "plan.json", "--model", "model", "--data", "data.jsonl", "--steps", "1", "--out", "out", "--from-scratch"]
 _PROBE = ["probe", "--onto", "rtx4090-server", "--nvbandwidth", "bandwidth.json", "-o", "m.json"]
 _AGAIN = ["run", "plan.json", "--model", "model", "--data", "data.jsonl", "--out", "run", "--steps", "3", "--resume"]
 # The file that is changed, as what, and the command that reads it.
@@ -64,7 +66,7 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "run on data": ("data.jsonl", "JSONL", _RUN),
     "run with a tokenizer": ("model/tokenizer.json", "tokenizer.json", _RUN),
     "resume": ("run/checkpoint-2/trainer_state.json", "trainer state", _AGAIN),
-    "run from weights": ("run/checkpoint-2/model.safetensors", "safetensors", [*_RUN, "--model", "run/checkpoint-2"]),
+    "run from weights": ("run/checkpoint-2/model.safetensors", "safetensors", [*_RUN[:-1], "--model", "run/checkpoint-2"]),
 }
 
 
@@ -105,9 +107,9 @@ def _one_line(done: Any) -> None:
         ["compare", "qwen2.5-0.5b", "--machine", "pipe"],
         ["run", "--config", "pipe.yaml"],
         ["report", "plan.json", "folder", "-o", "page.html"],
-        ["run", "plan.json", "--data", "data.jsonl", "--out", "folder"],
+        ["run", "plan.json", "--data", "data.jsonl", "--out", "folder", *SCRATCH],
         ["run", "plan.json", "--data", "data.jsonl", "--model", "folder", "--out", "out"],
-        ["run", "plan.json", "--data", "data.jsonl", "--out", "out", "--recalibrate", "pipe"],
+        ["run", "plan.json", "--data", "data.jsonl", "--out", "out", *SCRATCH, "--recalibrate", "pipe"],
     ],
     ids=" ".join,
 )
@@ -139,5 +141,5 @@ def test_names_of_data_that_would_steer_a_terminal_stay_on_one_line(house, tmp_p
     data = tmp_path / "data"
     data.mkdir()
     (data / "a\x1b[2J\nb.jsonl").write_text("{broken\n")
-    line = refused(answered("run", house / "plan.json", "--data", data, "--out", tmp_path / "out"))
+    line = refused(answered("run", house / "plan.json", "--data", data, "--out", tmp_path / "out", *SCRATCH))
     assert "a\\x1b[2J\\nb.jsonl" in line

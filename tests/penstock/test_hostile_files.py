@@ -192,7 +192,7 @@ FLIP = """
 import sys
 from pathlib import Path
 from runtime.errors import DataError
-from runtime.data.sources import find_files
+from runtime.data.files.sources import find_files
 path = Path(sys.argv[1])
 good = path.read_bytes()
 footer = int.from_bytes(good[-8:-4], "little")

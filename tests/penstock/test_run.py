@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import shlex
 import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.running import make_home, one_line, penstock, plan_in, train, weights_sha
+from tests.chats import write_talker
+from tests.running import SCRATCH, SIZES, make_home, one_line, penstock, plan_in, train, weights_sha
 from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
 
 
@@ -74,7 +77,7 @@ def test_training_from_a_checkpoint_folder_starts_from_its_weights(home):
     shutil.copytree(home / "out" / "checkpoint-2", home / "second")
     plan = plan_in(home, name="second.json", model="second")
     first_losses = [json.loads(line)["loss"] for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert train(home, plan, out="out2", steps=1).exit_code == 0
+    assert train(home, plan, out="out2", steps=1, scratch=SCRATCH[1:]).exit_code == 0
     loss = json.loads((home / "out2" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert loss < first_losses[0] - 0.01
 
@@ -106,6 +109,68 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit_under_another_policy(
     assert steps == [1, 2, 3, 4, 5, 6, 7]
 
 
+def real_model(home, **config):
+    """A folder as transformers publishes one, with weights and a tokenizer, of what `home/model` describes in few words."""
+    folder = home / "real"
+    said = json.loads((home / "model" / "config.json").read_text()) | {"vocab_size": 420, "eos_token_id": 2, **config}
+    write_talker(folder, "chatml")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**said)).save_pretrained(folder)
+    return folder
+
+
+def test_a_plan_of_a_configuration_alone_trains_the_real_models_weights(home):
+    """Whose config.json says more; the checkpoint has what that says. One that computes otherwise is named."""
+    lean = json.loads((home / "model" / "config.json").read_text())
+    (home / "model" / "config.json").write_text(json.dumps(lean | {"vocab_size": 420}))
+    plan, folder = plan_in(home), real_model(home)
+    done = train(home, plan, "--model", folder, steps=1, scratch=())
+    assert done.exit_code == 0, done.output
+    assert "RANDOM" not in done.stderr
+    assert json.loads((home / "out" / "checkpoint-1" / "config.json").read_text())["eos_token_id"] == 2
+    assert (home / "out" / "checkpoint-1" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    one_line(train(home, plan, "--model", folder, out="o", scratch=()), 2, "rms_norm_eps is 0.001, not 1e-06", "plan again")
+
+
+def test_what_would_be_trained_in_silence_is_refused_and_both_ways_out_are_named(home):
+    plan, of = plan_in(home), ("--model", home / "model")
+    one_line(train(home, plan, out="o", scratch=()), 2, "no folder of weights", "--model", "--from-scratch")
+    one_line(train(home, plan, *of, out="o", scratch=()), 2, "holds no weights", "--model", "--from-scratch")
+    one_line(train(home, plan, out="o", scratch=SCRATCH[:1]), 2, "no tokenizer", "--model", "--tokenizer bytes")
+    one_line(train(home, plan, *of, out="o", scratch=SCRATCH[:1]), 2, "no tokenizer.json", "--tokenizer bytes")
+    assert not (home / "o").exists()
+    assert "RANDOM WEIGHTS" in train(home, plan, steps=1).stderr
+    assert "RANDOM WEIGHTS" not in train(home, plan, "--resume", steps=2, scratch=SCRATCH[1:]).stderr
+
+
+@pytest.mark.parametrize("how", ["fp8", "said"])
+def test_quantised_weights_are_refused_before_anything_is_read_or_written(home, how):
+    folder = real_model(home, vocab_size=272)
+    if how == "fp8":
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        save_file(tensors | {f"{name}_scale_inv": torch.ones(1)}, folder / "model.safetensors")
+    else:
+        said = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+        (folder / "config.json").write_text(json.dumps(said))
+    plan = plan_in(home, name="real.json", model="real")
+    named = "model.layers.0.mlp.up_proj.weight" if how == "fp8" else "quantization_config (fp8)"
+    one_line(train(home, plan, out="o", scratch=()), 2, named, "convert the model to bf16")
+    assert not (home / "o").exists()
+
+
+def test_what_plan_says_to_do_next_can_be_done(home):
+    real_model(home)
+    for model in ("model", "real"):
+        said = penstock("plan", home / model, *SIZES, "-o", home / "p.json").stderr
+        words = shlex.split(said.strip().rpartition(", then penstock ")[2].replace("FOLDER", str(home / "data")))
+        assert ("--from-scratch" in words) == (model == "model")
+        done = penstock(*words, "--steps", 1, "--out", home / f"out-{model}")
+        assert done.exit_code == 0, done.output
+
+
 def test_saving_on_the_way_changes_nothing(home):
     plan = plan_in(home)
     assert train(home, plan, out="whole", steps=4).exit_code == 0
@@ -125,9 +190,9 @@ def test_an_emulated_run_says_how_much_slower_it_was(home):
 def test_what_a_user_gets_wrong_is_one_line_and_leaves_nothing(home):
     plan = plan_in(home)
     one_line(penstock("run", home / "none.json", "--data", home / "data"), 2, "none.json", "cannot be read")
-    one_line(penstock("run", plan, "--data", home / "nowhere", "--out", home / "o"), 2, "nowhere", "not found")
+    one_line(penstock("run", plan, "--data", home / "nowhere", "--out", home / "o", *SCRATCH), 2, "nowhere", "not found")
     (home / "empty").mkdir()
-    one_line(penstock("run", plan, "--data", home / "empty", "--out", home / "o"), 2, "no text")
+    one_line(penstock("run", plan, "--data", home / "empty", "--out", home / "o", *SCRATCH), 2, "no text")
     one_line(train(home, plan, "--device", "cuda", out="o"), 2, "--device cuda")
     one_line(train(home, plan, "--time-scale", "3", out="o"), 2, "--device emulated")
     one_line(train(home, plan, "--lr", "0", out="o"), 2, "--lr")
@@ -162,8 +227,10 @@ def test_a_plan_that_was_edited_into_a_race_is_refused(home):
 
 def test_a_plan_that_needs_more_memory_than_there_is_exits_with_3(home):
     done = penstock(
-        "plan", "qwen2.5-14b", "--machine", "gh200", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
+        "plan", "qwen2.5-14b", "--machine", "h200-pcie5", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
     )
     assert done.exit_code == 0, done.output
-    one_line(train(home, home / "big.json", out="o"), 3, "more than are free")
+    done = train(home, home / "big.json", out="o")
+    one_line(done, 3, "more than are free", "the CPU's memory takes the place of the GPU's (no GPU was found)")
+    assert done.stderr.startswith("no GPU found: the plan for h200-pcie5 trains on this CPU\n")
     assert not (home / "o").exists()

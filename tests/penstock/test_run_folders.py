@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
-from tests.running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
+from penstock.assembly import checked_plan
+from runtime.checkpoint import room
+from tests.running import SCRATCH, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
 
 @pytest.fixture
@@ -35,6 +37,28 @@ def test_another_runs_checkpoint_is_taken_up_in_a_folder_of_its_own_only(home):
     assert train(home, plan, "--seed", 7, "--resume-from", elsewhere, out="three").exit_code == 0
     assert weights_sha(home / "three" / "checkpoint-4") == weights_sha(home / "two" / "checkpoint-4")
     assert [line["step"] for line in lines_of(home, "three")] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("more", "n", "ways"),
+    [
+        ([], 1, "make room, save --weights-only, or choose another --out"),
+        (["--save-every", 2], 4, "make room, keep fewer with --keep, save --weights-only"),
+        (["--save-every", 2, "--keep", 2], 3, "keep fewer"),
+        (["--save-every", 2, "--keep", 1, "--weights-only"], 2, "make room, or choose"),
+    ],
+)
+def test_a_folder_without_room_for_what_will_be_saved_is_refused_before_the_first_step(home, monkeypatch, more, n, ways):
+    """All that lie there at once, that which is being written too; a byte more, and the run is made."""
+    plan = plan_in(home)
+    each_bytes = checked_plan(plan).plan.checkpoint_bytes("--weights-only" in more)
+    monkeypatch.setattr(room, "free_bytes", lambda folder: n * each_bytes - 1)
+    one_line(train(home, plan, *more, steps=8), 2, f"{n} checkpoints of" if n > 1 else "a checkpoint of", ways)
+    assert not (home / "out").exists()
+    monkeypatch.setattr(room, "free_bytes", lambda folder: n * each_bytes)
+    assert train(home, plan, *more, steps=8).exit_code == 0
+    sizes = [path.stat().st_size for path in (home / "out" / "checkpoint-8").glob("*.safetensors")]
+    assert each_bytes < sum(sizes) < 1.1 * each_bytes + 4096
 
 
 def test_a_file_of_settings_that_a_user_wrote_is_not_replaced(home):
@@ -76,8 +100,8 @@ def test_a_checkpoint_is_a_model_to_begin_from_as_the_refusal_of_another_schedul
     assert train(home, plan).exit_code == 0
     checkpoint = home / "out" / "checkpoint-4"
     one_line(train(home, plan, "--resume", "--weight-decay", "0.5", steps=6), 2, f"--model {checkpoint}", "weight_decay")
-    assert train(home, plan, "--model", checkpoint, "--weight-decay", "0.5", out="anew").exit_code == 0
+    assert train(home, plan, "--model", checkpoint, "--weight-decay", "0.5", out="anew", scratch=SCRATCH[1:]).exit_code == 0
     other = shutil.copytree(checkpoint, home / "other")
     text = (other / "config.json").read_text()
     (other / "config.json").write_text(text.replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
-    one_line(train(home, plan, "--model", other, out="no"), 2, "not the one the plan was made for")
+    one_line(train(home, plan, "--model", other, out="no"), 2, "another model than the plan's: rms_norm_eps is 1.1e-05")

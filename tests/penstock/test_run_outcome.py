@@ -1,6 +1,10 @@
 """Is a user told what a run was like, and where it was otherwise than predicted?"""
 
+import os
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +12,8 @@ import pytest
 
 from penstock.assembly import demands_of
 from penstock.cli import outcome as cli_outcome
-from penstock.cli.progress import Progress
+from penstock.cli import progress
+from penstock.cli.progress import LANES, Preparing, Progress
 from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, PlanFile
 from runtime.plan.timeline import Timeline
@@ -104,5 +109,45 @@ METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu
 def test_a_line_says_how_far_how_fast_how_long_and_how_otherwise_than_predicted(capsys, metrics, n_steps, scale, expected):
     with Progress(0, n_steps, scale, scale, lambda: 1_500_000_000) as progress:
         progress.step(metrics)
+        progress.step(metrics)
     assert progress.n_done == 1
-    assert capsys.readouterr().err.splitlines() == [expected]
+    first, line = capsys.readouterr().err.splitlines()
+    assert line == expected
+    assert first == expected.partition("  +")[0], "the first step fills the pipeline, which nobody predicted"
+
+
+def test_what_must_stay_in_sight_is_below_the_bar_until_the_end_and_lanes_of_a_cpu_have_plain_names(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    with Progress(0, 3, 1.0, lanes=LANES) as shown:
+        shown.step(METRICS)
+        shown.tell("finishing the step")
+        time.sleep(0.6)
+        shown.step(replace(METRICS, step=2))
+    *_, bar, more, lanes, told = [line for line in capsys.readouterr().err.splitlines() if line.strip("\x1b[?25hl ")][-4:]
+    assert "2/3" in bar
+    assert more.startswith("lr")
+    assert lanes.startswith("compute 75%  copies in 25%")
+    assert re.match(r"finishing the step \(\d s\)", told)
+
+
+def test_what_takes_long_before_the_first_step_is_said_on_a_pipe_once_and_what_does_not_is_not(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LONG_S", 0.0)
+    with Preparing() as report:
+        for words in ("checking the plan", "loading weights: 1 of 34 blocks", "loading weights: 2 of 34 blocks"):
+            report(words)
+        time.sleep(1.2)
+    assert re.fullmatch(r"loading weights: 2 of 34 blocks  1 s\n", capsys.readouterr().err)
+
+
+def test_on_a_terminal_the_first_word_comes_before_anything_heavy_is_imported():
+    code = """
+import os, sys
+from penstock.cli import main, progress
+progress.Preparing.__exit__ = lambda self, *_: os.write(1, str("torch" in sys.modules).encode())
+main.cli(["run", "--data", "x"])
+"""
+    room = os.environ | {"FORCE_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=room, capture_output=True, text=True, check=False)
+    assert "starting" in done.stderr
+    assert done.stdout == "False"

@@ -12,10 +12,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock import assembly as cli_assembly
+from penstock import inputs as cli_inputs
 from runtime.plan import PlanFile
 from runtime.settings import DataSettings, EvaluationSettings, RunSettings
 from runtime.train.run_config import read_run
-from tests.running import SIZES, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
+from runtime.units import show_bytes
+from tests.running import SCRATCH, SIZES, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
 
 @pytest.fixture
@@ -27,6 +29,8 @@ def home(tmp_path):
 
 FILE = """
 plan: {home}/plan.json
+from_scratch: true
+tokenizer: bytes
 data:
   path: {home}/data
 out: {home}/{out}
@@ -61,7 +65,7 @@ def test_a_run_from_a_file_schedules_evaluates_keeps_and_shows_itself(home):
     trained, evaluated = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
     n = len(trained)
     assert [line["step"] for line in trained] == list(range(1, n + 1))
-    assert [line["step"] for line in evaluated] == [*range(4, n, 4), n]
+    assert [line["step"] for line in evaluated] == [*range(0, n, 4), n]
     assert trained[0]["lr"] == 0
     assert trained[2]["lr"] == 1e-3
     assert trained[-1]["lr"] < 1e-4
@@ -83,6 +87,7 @@ def test_a_run_from_a_file_schedules_evaluates_keeps_and_shows_itself(home):
     said = done.stderr
     (shown,) = [line for line in said.splitlines() if line.startswith(f'sample after step {n}: "Why?')]
     assert shown.startswith(f'sample after step {n}: "Why?\\nSay" > "')
+    assert re.search(r"^held out: .*held-out\.txt.*, \d+ sequences evaluated every 4 steps$", done.stdout + said, re.M)
     assert f"evaluation after step {n}: loss {evaluated[-1]['eval_loss']:.4f}  perplexity" in said
 
 
@@ -94,9 +99,8 @@ def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
     (home / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     plan = plan_in(home, "--seq-len", 96)
     flags = ["--packing", "documents", "--prompt", "What is 3?", "--eval-data", home / "chats.jsonl", "--schedule", "cosine"]
-    done = penstock(
-        "run", plan, "--data", home / "chats.jsonl", "--out", home / "out", "--epochs", 2, *flags, "--format", "messages"
-    )
+    of = ["--format", "messages", *SCRATCH]
+    done = penstock("run", plan, "--data", home / "chats.jsonl", "--out", home / "out", "--epochs", 2, *flags, *of)
     assert done.exit_code == 0, done.output
     lines = lines_of(home, "out")
     assert all(line["supervised_tokens"] < line["tokens"] / 2 for line in lines if "loss" in line), "questions are not learned"
@@ -110,9 +114,10 @@ def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
 def test_a_prompt_is_gone_on_with_by_who_learns_text_and_answered_by_who_learns_conversations(home, row, heard):
     (home / "rows.jsonl").write_text(json.dumps(row))
     plan = PlanFile.read(plan_in(home)).plan
-    run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), evaluation=EvaluationSettings(prompts=("Why?",)))
+    asked = EvaluationSettings(prompts=("Why?",))
+    run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), tokenizer="bytes", evaluation=asked)
     with ExitStack() as until_the_end:
-        prompts = cli_assembly._prompts(run, plan, None, until_the_end)
+        prompts = cli_inputs.prompts_of(run, plan, None, until_the_end)
         ids = prompts.encode("Why?")
         assert prompts.decode([i for i in ids if i not in prompts.end_ids]) == heard
 
@@ -141,7 +146,7 @@ def test_what_is_looked_at_changes_no_bit_of_training(home):
         f'data.path = "{home}/data"\nseed = 3\noptimizer = {{lr = 1e-3, weight_decay = 0.1, no_decay = '
         '["embed_tokens"], schedule = {kind = "cosine", warmup_steps = 2}}'
     )
-    done = penstock("run", home / "plan.json", "--config", home / "plain.toml", "--steps", 6, "--out", home / "plain")
+    done = penstock("run", home / "plan.json", "--config", home / "plain.toml", "--steps", 6, "--out", home / "plain", *SCRATCH)
     assert done.exit_code == 0, done.output
     shas = [weights_sha(home / out / "checkpoint-6") for out in ("looked", "not", "plain")]
     assert shas[0] == shas[1] == shas[2] != {}
@@ -182,6 +187,7 @@ def test_decay_groups_are_those_that_were_named_and_a_name_of_nothing_is_refused
         (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "there are: ")),
         (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
         (["--device", "emulated", "--resume-from", "checkpoint-1"], ("an emulated run saves nothing",)),
+        (["--device", "emulated", "--save-minutes", "5"], ("an emulated run saves nothing",)),
         (["--device", "emulated", "--prompt", "Why?"], ("an emulated run has a stand-in's weights",)),
         (["--eval-data", "nowhere"], ("nowhere", "not found")),
         (["--prompt", "x" * 40], ("prompt 1 has 40 tokens", "32")),
@@ -209,7 +215,7 @@ def test_a_run_without_plan_or_data_says_where_both_may_be_named(home):
 
 
 def test_data_without_a_known_end_asks_how_long_to_go_on(home):
-    asked = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming"]
+    asked = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming", *SCRATCH]
     one_line(penstock(*asked), 2, "say how many --steps")
     assert not (home / "o").exists()
     done = penstock(*asked, "--steps", 3)
@@ -223,6 +229,22 @@ def test_data_without_a_known_end_asks_how_long_to_go_on(home):
 def test_epochs_are_whole_steps_and_never_one_more_for_the_sake_of_a_rounded_fraction(epochs, of_an_epoch, n_steps):
     run = RunSettings(DataSettings("corpus"), epochs=epochs)
     assert cli_assembly._n_steps(run, SimpleNamespace(n_steps=of_an_epoch)) == n_steps
+
+
+def test_a_run_first_says_what_it_is_a_line_for_each_thing(home):
+    said = train(home, plan_in(home), steps=6).stderr.splitlines()
+    names = ["model", "weights", "tokenizer", "device", "data", "rows", "sequences", "steps", "predicted", "checkpoints"]
+    at = next(i for i, line in enumerate(said) if line.startswith("model: "))
+    assert [line.partition(": ")[0] for line in said[at : at + len(names)]] == names
+    found = dict(line.split(": ", 1) for line in said[at : at + len(names)])
+    assert (found["weights"], found["tokenizer"]) == ("RANDOM, from scratch, by seed 0", "bytes")
+    assert found["rows"] == "2 documents"
+    assert found["steps"] == "1 to 6, each of 4 sequences, 128 tokens"
+    assert re.fullmatch(r"\d+ s on cpu-2core, [\d.]+ m?s a step", found["predicted"])
+    size = show_bytes(PlanFile.read(home / "plan.json").plan.checkpoint_bytes())
+    assert re.fullmatch(rf"{size} each, [\d.]+ [MGT]B free in .*/out", found["checkpoints"])
+    first = next(line for line in said if line.startswith("step 1/6"))
+    assert "predicted" not in first, "the first step fills the pipeline"
 
 
 def test_a_plain_line_begins_as_it_always_did_and_goes_on_with_what_was_added(home):

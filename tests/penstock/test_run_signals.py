@@ -1,5 +1,6 @@
 """Does a run that is asked to end, or finds its last checkpoint damaged, lose nothing?"""
 
+import errno
 import re
 import shutil
 import signal
@@ -8,6 +9,7 @@ import pytest
 
 from penstock import assembly as cli_assembly
 from penstock.cli.progress import Progress
+from runtime.checkpoint import room, saving
 from runtime.train import evaluation, generation
 from tests.running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
@@ -68,7 +70,7 @@ def test_a_second_signal_ends_at_once(home, monkeypatch, number, code):
 
 def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(home, monkeypatch):
     plan = plan_in(home)
-    monkeypatch.setattr(cli_assembly, "_data", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(cli_assembly, "data_of", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     one_line(train(home, plan, out="o"), 143, "terminated")
     assert not (home / "o").exists()
 
@@ -98,6 +100,8 @@ def test_a_signal_while_the_end_is_looked_at_is_heeded_and_that_look_and_what_fo
     looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]
 
     def asked(*args):
+        if not (home / "out" / "metrics.jsonl").exists():  # before the first step
+            return perform(*args)
         saved.append((home / "out" / "checkpoint-3").is_dir())
         signal.raise_signal(signal.SIGTERM)
         return perform(*args)
@@ -107,13 +111,38 @@ def test_a_signal_while_the_end_is_looked_at_is_heeded_and_that_look_and_what_fo
         done = train(home, plan, *looks, steps=3)
     assert done.exit_code == 0, done.output
     assert saved == [True], "one pass"
-    assert ["eval_loss" in line for line in lines_of(home, "out")].count(True) == (module is generation)
+    looked_at = [0, 3] if module is generation else [0]
+    assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == looked_at
     assert not (home / "out" / "samples.jsonl").exists()
     again = train(home, plan, *looks, "--resume", steps=3)
     assert again.exit_code == 0, again.output
-    assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == [3]
+    assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == [0, 3]
     assert [line["prompt"] for line in lines_of(home, "out", "samples.jsonl")] == ["To be", "Why?"]
     assert [line["step"] for line in lines_of(home, "out") if "loss" in line] == [1, 2, 3]
+
+
+def test_a_run_that_waits_for_room_ends_when_it_is_told_to(home, monkeypatch):
+    """With the code of a signal, as nothing of it is saved; what was saved stands."""
+    plan = plan_in(home)
+    assert train(home, plan, steps=1).exit_code == 0
+
+    def refuse(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving.Writing, "begin", refuse)
+    monkeypatch.setattr(room.Wanted, "has_come", lambda self: signal.raise_signal(signal.SIGTERM))
+    done = train(home, plan, "--resume", steps=2)
+    assert done.exit_code == 143, done.output
+    assert "the run waits until there is room: make some" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(r"terminated: .*checkpoint-2: not written: the disk is full: .*; make room, .*", last)
+    assert [path.name for path in (home / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_weights_alone_are_not_resumed_and_that_is_one_line(home):
+    plan = plan_in(home)
+    assert train(home, plan, "--weights-only", steps=1).exit_code == 0
+    one_line(train(home, plan, "--resume", steps=2), 2, "checkpoint-1: the model's weights alone (--weights-only)", "--model")
 
 
 # -- checkpoints that are damaged -----------------------------------------------------------------------------------------

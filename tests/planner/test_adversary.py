@@ -12,13 +12,15 @@ from hwprofiles.schema import read_profile
 from planner.bounds.phases import Phases
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
+from planner.predict.faster import with_any_memory
 from planner.predict.memory import frame
 from planner.search.relax import Relaxation
 from planner.search.space import Family
 from runtime.plan import Kind, Policy, Semantics, Update
-from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of
+from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of, with_state_on_device
 
-N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds
+N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds, and
+N_STAYING = 2  # so many that keep state on the device, where they fit
 # Groups smaller than the step, where bounds were once above steps: model, machine, tokens a sequence, sequences, sizes of groups
 GROUPED = [
     ("qwen2.5-7b", "rtx4090-desktop", 1024, 16, (8,)),
@@ -31,14 +33,15 @@ GROUPED = [
 
 
 def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
-    """The bounds of the cell that a drawn policy, or one climbed to from it, goes below."""
+    """The bounds of the cell that a drawn policy goes below, or one climbed to from it, or one that keeps state on the device."""
     rng = random.Random(seed)
     start = start_of(rng, of)
     if start is None:
         return []
     relaxation = relaxation_of(of)
     fastest, _ = climbed(rng, of, start, n_tries)
-    found = [h for policy in dict.fromkeys((start, fastest)) for h in held(of, policy, relaxation)]
+    staying = with_state_on_device(rng, of, N_STAYING)
+    found = [h for policy in dict.fromkeys((start, fastest, *staying)) for h in held(of, policy, relaxation)]
     return [f"cell {of.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in found if h.is_broken]
 
 
@@ -49,7 +52,7 @@ def test_no_plan_is_faster_than_a_bound(first):
 
 def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
     read, s = read_model(model), Semantics(seq_len, n_sequences, 1)
-    profile = read_profile(machine).with_memory(PLENTY_BYTES, PLENTY_BYTES)
+    profile = with_any_memory(read_profile(machine), PLENTY_BYTES, PLENTY_BYTES)
     return Cell(0, read, build_workload(read, s), s, profile, None)
 
 

@@ -14,7 +14,8 @@ from planner.predict.faster import Group, faster
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.remedy import MAX_PLAN_OPS, most_ops
 from planner.search.search import search
-from planner.show.compare import TITLES, Misfit, Speed, TooLong, compare, hourly, smallest_host_bytes
+from planner.show.compare import TITLES, Misfit, Speed, TooLong, compare, smallest_host_bytes
+from planner.show.price import hourly
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 
@@ -39,8 +40,8 @@ def speeds(comparison):
 
 
 def test_a_machine_is_ranked_by_what_its_own_plan_says():
-    profiles = [read_profile(name) for name in NAMES]
-    found = compare(MODEL, profiles, SEMANTICS)
+    names = NAMES[1:]
+    found = compare(MODEL, [read_profile(name) for name in names], SEMANTICS)
     for candidate in found.candidates:
         profile = read_profile(candidate.machine)
         semantics, workload = with_micro_batch(MODEL, with_kernels(MODEL, SEMANTICS, profile), profile)
@@ -51,7 +52,7 @@ def test_a_machine_is_ranked_by_what_its_own_plan_says():
         assert speed.tokens_per_s == 512 / answer.prediction.step_s
         assert speed.micro_batch == semantics.micro_batch
         assert (speed.device_peak_bytes, speed.host_peak_bytes) == (answer.needs.device_peak_bytes, answer.needs.host_peak_bytes)
-    assert [c.machine for c in found.candidates] == sorted(NAMES, key=lambda name: -speeds(found)[name])
+    assert [c.machine for c in found.candidates] == sorted(names, key=lambda name: -speeds(found)[name])
 
 
 def test_the_order_in_which_machines_are_given_does_not_matter():
@@ -133,16 +134,20 @@ def test_where_the_device_is_too_small_no_host_memory_helps():
     assert candidate.outcome.reason.startswith("device memory is ")
 
 
-def test_dollars_are_rent_and_memory_over_three_years_by_the_tokens_of_an_hour():
-    candidate = compare(MODEL, [H200], SEMANTICS, DEFERRED).candidates[0]
-    # 3.59 USD/h of rent; 1500 GB at 30 USD/GB over 26,280 hours.
-    per_hour = 3.59 + 1500 * 30 / 26280
+def test_dollars_are_the_rent_of_the_hours_and_a_bought_machine_has_its_memory_in_its_price():
+    priced = named(H200, "h200-pcie5", usd={"value": 26280.0, "spread_fraction": 0.0, "source": "rental"}, watts=None)
+    candidate = compare(MODEL, [priced], SEMANTICS, DEFERRED).candidates[0]
     assert isinstance(candidate.outcome, Speed)
-    assert candidate.usd_per_million_tokens == pytest.approx(per_hour / (candidate.outcome.tokens_per_s * 3600 / 1e6))
-    assert candidate.hourly.ram_fraction == pytest.approx(1500 * 30 / 26280 / per_hour)
-    half = compare(MODEL, [H200.with_memory(None, 750 * 10**9)], SEMANTICS, DEFERRED).candidates[0]
+    million_hours = 1e6 / 3600 / candidate.outcome.tokens_per_s
+    assert candidate.usd_per_million_tokens == pytest.approx(3.59 * million_hours)
+    # The machine over 26,280 hours, and in it 1500 GB at 30 USD/GB.
+    ram = 1500 * 30 / 26280
+    assert candidate.bought_usd_per_million_tokens == pytest.approx((1 + ram) * million_hours)
+    assert candidate.hourly.ram_fraction == pytest.approx(ram / (1 + ram))
+    half = compare(MODEL, [priced.with_memory(None, 750 * 10**9)], SEMANTICS, DEFERRED).candidates[0]
     assert half.hourly.ram_usd == pytest.approx(candidate.hourly.ram_usd / 2)
     assert half.outcome == candidate.outcome
+    assert candidate.job(36_000_000).rent_usd == pytest.approx(36 * candidate.usd_per_million_tokens)
 
 
 def test_prices_change_no_rank_and_the_cheapest_is_named():
@@ -164,13 +169,12 @@ def test_what_has_no_price_says_so():
     found = compare(MODEL, [unpriced, no_ram, no_rent], SEMANTICS, DEFERRED)
     a, b, c = found.candidates  # equally fast, so by name
     assert (a.usd_per_million_tokens, a.hourly.ram_fraction, a.hourly.date) == (None, None, None)
-    assert (c.usd_per_million_tokens, c.hourly.ram_fraction) == (None, None)
+    assert c.usd_per_million_tokens is None
     assert b.usd_per_million_tokens is not None
-    assert b.hourly.ram_fraction is None
-    assert [row[4:6] for row in found.rows()][::2] == [("no price", "no price")] * 2
+    assert [row[4:7] for row in found.rows()][::2] == [("no price",) * 3] * 2
     said = list(found.notes())
-    assert "a: no price per hour in its profile, so none per token" in said
-    assert "b: no price of memory in its profile, so the price is the rent alone" in said
+    assert "a: no price in its profile: rent (--usd-per-hour) and purchase (--usd)" in said
+    assert "b: no price in its profile: purchase (--usd)" in said
     assert found.cheapest == "b"
     assert compare(MODEL, [unpriced], SEMANTICS, DEFERRED).cheapest is None
 
@@ -241,9 +245,12 @@ def test_what_binds_a_machine_and_whose_tokens_cost_least_can_be_read():
     for candidate, row in zip(found.candidates, found.rows(), strict=True):
         assert isinstance(candidate.outcome, Speed)
         assert row[TITLES.index("bound by")] == candidate.outcome.binding
-    assert next(iter(found.notes())) == f"Cheapest: fast, {found.candidates[0].usd_per_million_tokens:.3g} USD per million tokens"
+    assert (
+        next(iter(found.notes()))
+        == f"Cheapest to rent: fast, {found.candidates[0].usd_per_million_tokens:.3g} USD per million tokens"
+    )
     unpriced = named(H200, "a", usd_per_hour=None, ram_usd_per_gb=None, date=None)
     assert not any("Cheapest" in note for note in compare(MODEL, [unpriced], SEMANTICS, DEFERRED).notes())
     assert next(iter(compare(MODEL, [unpriced, H200], SEMANTICS, DEFERRED).notes())).startswith(
-        "Cheapest of those with a price: h200"
+        "Cheapest to rent of those with a price: h200"
     )

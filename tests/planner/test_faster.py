@@ -26,6 +26,8 @@ def test_every_speed_of_a_profile_is_in_a_group_and_nothing_else_is(name):
             "context_bytes",
             "workspace_bytes",
             "runtime_bytes",
+            "pool_bytes",
+            "soldered_bytes",
         }
         is_speed = not is_price_or_size and not place.startswith("link.host_cores_per_copy")
         assert (group_of(place) is not None) == is_speed, place

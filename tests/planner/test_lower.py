@@ -80,7 +80,7 @@ PASSES = [  # each with the ops that it adds, or moves, and the operands that it
     (with_weights, {Kind.LOAD}, {"weights"}),
     (partial(with_activations, ring_goes_on=True), {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
     (partial(with_saved, ring_goes_on=True), {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
-    (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "gradient"}),
+    (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "into", "gradient"}),
     (with_squares, {Kind.SQUARE, Kind.OFFLOAD_SQUARES}, {"squares", "norm"}),
     (with_late_offloads, {Kind.OFFLOAD_GRADIENT}, set()),
     (with_updates, {Kind.NORM, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),

@@ -2,10 +2,12 @@
 
 import base64
 import hashlib
+import inspect
 import json
 import re
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,15 +15,17 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli import run_files as cli_run_files
+from planner.lower import arenas
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.search.space import baseline
 from planner.show import report as report_file
+from planner.show import report_memory
 from planner.show.report import report
 from planner.show.report_run import Log, LoggedRun, LoggedSample, read_log
 from planner.show.report_step import predicted_stretch
 from runtime.errors import PlanError
-from runtime.plan import PlanFile, Semantics
+from runtime.plan import Kind, PlanFile, Semantics
 from runtime.plan.timeline import Span, Timeline
 from tests.report_cases import Page, line, make_plan, make_run, page_of, predicted
 from tests.strategies import plans
@@ -48,7 +52,7 @@ def test_the_page_of_a_plan_says_what_the_planner_claims(planned):
     assert f"A step is predicted to take {step}." in page.text
     assert f"No policy in the space takes less than {bound} a step" in page.text
     assert f"{claim['prediction']['p10_step_s'] * 1e3:.4g} ms and one in ten slower" in page.text
-    assert "qwen2.5-0.5b on rtx4090-server" in page.text
+    assert "qwen2.5-0.5b (494 M parameters) on rtx4090-server (NVIDIA GeForce RTX 4090)" in page.text
     assert "ideal compute" in page.text
     assert "10 % more of" in page.text
     counts = read_profile("rtx4090-server").count_sources()
@@ -235,3 +239,15 @@ def test_a_plan_of_ten_thousand_ops_makes_a_page_of_less_than_two_megabytes():
     data = Page(written).data
     assert [len(track["op"]) >= len(plan.ops) for track in data["tracks"]] == [True, True]
     assert all(len(one["times"]) <= 1000 for one in data["memory"])
+
+
+def test_every_kind_of_op_and_every_arena_has_a_colour():
+    """What has none is drawn in grey beside others in grey, and nobody can tell them apart."""
+    page = Path(report_file.__file__).parent / "page"
+    families = (page / "step.js").read_text().partition("const FAMILIES = [")[2].partition("];\n")[0]
+    series = (page / "memory.js").read_text().partition("const SERIES = {")[2].partition("};")[0]
+    held = {*re.findall(r'Arena\(\s*"(\w+)"', inspect.getsource(arenas)), "weights"}
+    held |= {report_memory.KEPT, report_memory.COMPUTED, report_memory.CONTEXT, report_memory.RUNTIME, report_memory.OTHER}
+    assert {kind for kind in Kind if f'"{kind}"' not in families} == set()
+    assert len(held) > 15
+    assert {name for name in held if not re.search(rf'(?<!\w)"?{name}"?: \[', series)} == set()

@@ -94,7 +94,9 @@ def obviously_held(plan, spans, at_s):
             if not following:
                 continue
             span, op = following[0]
-            begins_a_sum = op.micro_batch == 0 and (op.kind is Kind.ACCUMULATE or slot == op.get("sum"))
+            of_a_group = plan.semantics.n_micro_batches // plan.semantics.sum_groups
+            is_first = op.micro_batch is not None and op.micro_batch % of_a_group == 0
+            begins_a_sum = is_first and slot in (op.get("arrived"), op.get("sum"))
             if (slot in op.reads and not begins_a_sum) or span.start_s <= at_s:
                 found[arena.name] += n_bytes
     return found
@@ -120,7 +122,7 @@ def obviously_held(plan, spans, at_s):
 )
 def test_what_is_added_to_a_slot_prolongs_what_it_holds(line, anew):
     op = Op.parse(line)
-    assert {name: begins_anew(op, op[name]) for name in anew} == anew
+    assert {name: begins_anew(Semantics(8, 4, 1), op, op[name]) for name in anew} == anew
 
 
 @settings(max_examples=60)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
-from planner.bounds.bounds import machine_bound, ops_at_least, policy_bound
+from planner.bounds.bounds import ops_at_least, policy_bound
+from planner.bounds.machine import machine_bound
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster
+from planner.predict.faster import Group, faster, with_any_memory
 from planner.predict.memory import footprint, frame
 from planner.predict.resident import shares_memory
 from planner.predict.simulate import simulate
@@ -51,7 +52,7 @@ def slower(machine, *places, factor=200.0):
 
 
 MACHINES = {
-    name: profile.with_memory(10**15, 10**16)
+    name: with_any_memory(profile, 10**15, 10**16)
     for name, profile in {
         **{name: read_profile(name) for name in ("h200-pcie5", "rtx4090-desktop", "cpu-2core", "gb10")},
         "slow up": slower("h200-pcie5", "link.h2d.bytes_per_s"),
@@ -422,7 +423,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
 @pytest.mark.parametrize(
     ("model", "machine", "device", "host", "batch"),
     [
-        ("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 64),
+        ("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16),
         ("qwen2.5-72b", "rtx4090-server", None, None, 8),
         ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8),
     ],

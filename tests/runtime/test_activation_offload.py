@@ -12,7 +12,7 @@ from runtime.compute.views import Shelf
 from runtime.executor import OpError
 from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.workload import SLOT_ALIGN_BYTES, Block, Model, Saved, Tier, Workload
-from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import Remembering, differences, plain, plan_of, semantics_of, streamed
 
 LAYERS = (1, 2)
@@ -42,7 +42,7 @@ def possible(policy: Policy, model_type: str, experts: str = "eager") -> Policy:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_training_is_the_plain_loop_to_the_bit_wherever_activations_wait(model_type: str, way: str) -> None:
     """Slots are poisoned as soon as nobody is to read them, and lanes are late at random."""
     semantics = semantics_of(model_type)
@@ -83,7 +83,9 @@ def test_a_plan_says_what_waits_on_the_host() -> None:
     policy = Policy(save=saves(products=(1, 2, 3), attention=(4,)), offload_blocks=(1, 4))
     plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
     said = "the products of 3 layers (1 of them on the host), what attention made of 1 layer (on the host)"
-    assert clauses(policy, plan)["activations"] == f"saved for backward: {said}; the rest is computed again"
+    assert (
+        clauses(policy, plan)["activations"] == f"saved for backward: {said}; the rest is computed again (gradient checkpointing)"
+    )
 
 
 def test_products_are_computed_where_they_wait_and_the_last_which_nobody_asks_for_leaves_its_place() -> None:

@@ -1,5 +1,6 @@
 """Is a checkpoint that is written while training goes on the state between two steps, and training none the worse for it?"""
 
+import math
 import random
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.checkpoint import background
+from runtime.checkpoint import background, room
 from runtime.checkpoint.checkpoint import load_state, whole
 from runtime.checkpoint.saving import Writing
 from runtime.checkpoint.snapshot import Snapshots, order_of_updates
@@ -329,32 +330,92 @@ def test_a_checkpoint_gets_its_name_only_when_its_step_is_logged(tmp_path, monke
 
 
 @pytest.mark.parametrize("n_files", [1, 2, 6, 8])
-def test_a_disk_that_fills_up_meanwhile_ends_the_run_with_one_line_and_the_checkpoint_before_stands(
-    tmp_path, monkeypatch, drained, n_files
-):
-    fsync, n_calls = background.os.fsync, 0
-    behind = training(tmp_path, "deferred", every=2)
+def test_a_disk_that_fills_up_meanwhile_puts_the_save_off_and_training_goes_on(tmp_path, monkeypatch, drained, n_files):
+    """Nothing half written is left, the room of it is free, and what is saved in the end is the state that it would have been."""
+    fsync, n_calls, said, steps = background.os.fsync, 0, list[str](), list[int]()
+    behind = replace(training(tmp_path, "deferred", every=2, copy_bytes=60_000), say=said.append)
 
     def full(descriptor):
         nonlocal n_calls
-        if threading.current_thread().name == "saver" and (tmp_path / "checkpoint-4.partial").exists():
+        if threading.current_thread().name == "saver" and (tmp_path / "checkpoint-2.partial").exists():
             n_calls += 1
             if n_calls == n_files:
                 raise OSError(28, "No space left on device")
         fsync(descriptor)
 
+    def told(metrics):
+        until_s = time.perf_counter() + 20
+        while metrics.step == N_STEPS - 1 and not said and time.perf_counter() < until_s:
+            time.sleep(0.001)
+        steps.append(metrics.step)
+
     monkeypatch.setattr("os.fsync", full)
-    steps = []
-    with pytest.raises(CheckpointError, match=r"checkpoint-4: cannot be written \(No space left on device\); make room"):
-        in_time(lambda: behind.run(0, 40, lambda metrics: steps.append(metrics.step)))
-    assert 4 <= len(steps) < 40, "it ends soon after, not at its end"
-    assert [step for step, _ in whole(tmp_path)] == [2]
+    in_time(lambda: behind.run(0, N_STEPS, told))
+    assert steps == [*range(1, N_STEPS + 1)]
+    assert [line.split(": ")[1] for line in said] == ["not written yet", "checkpoint-4 is written"]
+    assert files_of(tmp_path) == only(drained("deferred")[0], 4)
     assert not list(tmp_path.glob("*.partial"))
-    monkeypatch.undo()
-    go_on = training(tmp_path, "barrier, one group", every=2)
-    go_on.resume(load_state(tmp_path / "checkpoint-2"))
-    in_time(lambda: go_on.run(2, N_STEPS, lambda metrics: None))
-    assert same_state(go_on, drained("barrier")[1])
+    assert same_state(behind, drained("deferred")[1])
+
+
+class FullDisk:
+    """A disk on which nothing more than the log can be written; how often that was tried, and until when it is so."""
+
+    def __init__(self, monkeypatch, n_times: float) -> None:
+        self.n_times, self.n_tried, begin = n_times, 0, Writing.begin
+
+        def refused(writing):
+            begin(writing)
+            self.n_tried += 1
+            if self.n_tried <= self.n_times:
+                raise OSError(122, "Disk quota exceeded")
+
+        monkeypatch.setattr(Writing, "begin", refused)
+        monkeypatch.setattr(room, "POLL_S", 0.001)
+        monkeypatch.setattr(room, "LONGEST_PAUSE_S", 0.001)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_run_whose_last_save_finds_no_room_waits_for_it(tmp_path, monkeypatch, drained, behind):
+    disk, said = FullDisk(monkeypatch, 3), list[str]()
+    run(replace(training(tmp_path, "barrier", every=None, background=behind), say=said.append))
+    assert disk.n_tried == 4
+    assert files_of(tmp_path) == only(drained("barrier")[0], N_STEPS)
+    assert "the run waits until there is room" in said[-2]
+    assert said[-1] == "there was room again: checkpoint-4 is written"
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_who_asks_for_the_end_while_a_run_waits_for_room_gets_it_and_the_checkpoint_before_stands(tmp_path, monkeypatch, behind):
+    run(training(tmp_path, "barrier", every=None), 2)
+    FullDisk(monkeypatch, math.inf)
+    after = training(tmp_path, "barrier", every=None, background=behind)
+    after = replace(after, say=lambda words: threading.Timer(0.05, after.stop.request).start())
+    after.resume(load_state(tmp_path / "checkpoint-2"))
+    with pytest.raises(room.NoRoomError, match=r"checkpoint-4: not written: .* go on with --resume"):
+        in_time(lambda: after.run(2, N_STEPS, lambda metrics: None))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    load_state(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_state_is_saved_when_it_is_time_and_the_next_takes_its_place(tmp_path, drained, behind):
+    """Those that were asked for by number stay, and no bit depends on the clock."""
+    timed = run(training(tmp_path, "deferred", every=3, background=behind, minutes=1e-9))
+    assert [step for step, _ in whole(tmp_path)] == [3, 4]
+    assert files_of(tmp_path) == only(drained("deferred")[0], 3, 4)
+    assert same_state(timed, drained("deferred")[1])
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_weights_alone_are_the_model_that_a_whole_checkpoint_holds_and_are_not_resumed(tmp_path, drained, behind):
+    run(training(tmp_path, "deferred", weights_only=True, background=behind))
+    found = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in tmp_path.glob("checkpoint-*/*")}
+    state = [name for name in found if name.endswith("trainer_state.json")]
+    expected = {name: content for name, content in drained("deferred")[0].items() if "optimizer-" not in name and name not in state}
+    assert {name: content for name, content in found.items() if name not in state} == expected
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: the model's weights alone .*--model .*checkpoint-4"):
+        load_state(tmp_path / "checkpoint-4")
 
 
 def test_a_fault_of_our_own_in_the_thread_ends_the_run_as_what_it_is(tmp_path, monkeypatch):

@@ -127,6 +127,23 @@ def test_an_answer_follows_exactly_what_the_model_is_prompted_with(talker, style
         assert encoded.ids[:first].tolist() == speech.prompt(list(TALK[:turn])).tolist()
 
 
+@pytest.mark.parametrize("style", [*STABLE, *FORGETFUL, None])
+def test_an_answer_that_is_not_to_be_learned_is_read_and_the_others_are_learned_as_ever(talker, style):
+    """As `weight` 0 says of a message, and of what comes before a completion."""
+    speech = talker(style) if style is not None else Plain(ByteEncoder())
+    whole = speech.encode(Chat(TALK), "here")
+    for silent, kept in ((1, 3), (3, 1)):
+        found = speech.encode(Chat(TALK, None, frozenset({0, silent})), "here")
+        assert sum(len(one.runs) for one in found) == 1
+        (one,) = found
+        first, second = [(of, run) for of in whole for run in of.runs.tolist()]
+        of, run = first if kept == 1 else second
+        assert one.ids[: run[1]].tolist() == of.ids[: run[1]].tolist()
+        assert one.runs.tolist() == [run]
+        if style in STABLE:
+            assert one.ids.tolist() == of.ids.tolist(), "all of it is read"
+
+
 def test_a_conversation_that_nobody_answers_teaches_nothing(talker):
     for style in ("chatml", "llama 3", "qwen 3"):
         speech = talker(style)

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime.checkpoint.checkpoint import has_weights, latest, load_state, load_weights, sum_of, writable_folder
+from runtime.checkpoint.checkpoint import has_weights, latest, load_state, load_weights, refuse_quantised, sum_of, writable_folder
 from runtime.checkpoint.saving import save
 from runtime.checkpoint.tensor_files import Shards, TensorFile
 from runtime.errors import CheckpointError
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 
-TIED = [(model_type, tied) for model_type in MODEL_TYPES for tied in (False, True) if model_type != "gpt_oss" or not tied]
+TIED = [(model_type, tied) for model_type in STRUCTURES for tied in (False, True) if model_type != "gpt_oss" or not tied]
 
 
 def build(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -79,7 +79,7 @@ def test_the_files_hold_what_transformers_itself_would_publish(tmp_path: Path, m
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_weights_that_transformers_saved_are_read_under_their_module_names(tmp_path: Path, model_type: str) -> None:
     model = build(tiny_config(model_type), torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -412,12 +412,42 @@ def test_nothing_is_unpickled(tmp_path: Path, name: str) -> None:
 def test_a_missing_tensor_or_another_shape_is_named(tmp_path: Path) -> None:
     assert "no model.safetensors" in refused(lambda: read_all(tmp_path, "a"))
     assert not has_weights(tmp_path)
-    save_file({"a": torch.ones(2, 3), "q_blocks": torch.ones(1)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     assert has_weights(tmp_path)
     assert "no tensor model.b" in refused(lambda: read_all(tmp_path, "a", "model.b"))
-    assert "quantised" in refused(lambda: read_all(tmp_path, "q"))
     for shape in ((3, 2), (6,), (1, 2, 3)):
         assert "a is (2, 3)" in refused(lambda shape=shape: list(load_weights(tmp_path, ["a"], {"a": shape})))
+
+
+@pytest.mark.parametrize(
+    ("found", "config", "named"),
+    [
+        ({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1)}, {}, "(F8_E4M3)"),
+        ({"a.weight": torch.ones(2, 2).to(torch.float8_e5m2)}, {}, "a.weight (F8_E5M2)"),
+        ({"a.weight": torch.ones(2, 2, dtype=torch.int8)}, {}, "a.weight (I8)"),
+        ({"a.weight": torch.ones(2, 2, dtype=torch.uint8)}, {}, "a.weight (U8)"),
+        ({"a.weight": torch.ones(2, 2), "a.input_scale": torch.ones(1)}, {}, "a.input_scale (F32)"),
+        ({"a.qweight": torch.ones(2, dtype=torch.int32), "a.scales": torch.ones(1)}, {}, "belongs to quantised weights"),
+        ({"a.weight_blocks": torch.ones(2)}, {}, "a.weight_blocks"),
+        ({"a.weight": torch.ones(2, 2)}, {"quantization_config": {"quant_method": "fp8"}}, "a quantization_config (fp8)"),
+        ({"a.weight": torch.ones(2, 2)}, {"compression_config": "x"}, "a compression_config ()"),
+    ],
+    ids=["fp8", "fp8 e5m2", "int8", "uint8", "a scale", "gptq", "mxfp4", "said so", "said oddly"],
+)
+def test_weights_that_mean_nothing_without_scales_are_refused_by_name(
+    tmp_path: Path, found: dict[str, Tensor], config: dict[str, Any], named: str
+) -> None:
+    save_file(found, tmp_path / "model.safetensors")
+    words = refused(lambda: refuse_quantised(tmp_path, config, {"a.weight", "b.scale"}))
+    assert named in words
+    assert "bf16" in words
+
+
+def test_other_tensors_beside_weights_are_no_scales(tmp_path: Path) -> None:
+    """A buffer that an old file holds, and a weight of the model that is called a scale."""
+    names = {"a.weight": torch.bfloat16, "b.scale": torch.float16, "position_ids": torch.int64, "mask": torch.bool}
+    save_file({name: torch.ones(2, dtype=dtype) for name, dtype in names.items()}, tmp_path / "model.safetensors")
+    refuse_quantised(tmp_path, {"quantization_config": None}, {"a.weight", "b.scale"})
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "dtype", "rank"])

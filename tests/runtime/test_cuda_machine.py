@@ -29,6 +29,7 @@ from runtime.plan.workload import Model
 from runtime.train.evaluation import Evaluator
 from runtime.train.generation import generate
 from tests.late_streams import LateStreams, Poisoned, machine_of
+from tests.running import SCRATCH
 from tests.strategies import policies
 from tests.tiny import tiny_config
 from tests.training import (
@@ -335,7 +336,9 @@ def one_line(done, code, words):
 
 
 def train(home, out, *extra):
-    return penstock("run", home / "p.json", "--data", home / "data", "--out", home / out, "--steps", 4, "--lr", "1e-3", *extra)
+    return penstock(
+        "run", home / "p.json", "--data", home / "data", "--out", home / out, "--steps", 4, "--lr", "1e-3", *SCRATCH, *extra
+    )
 
 
 def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):

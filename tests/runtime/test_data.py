@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from runtime.batch import UNSUPERVISED
-from runtime.data import sources
 from runtime.data.data import read_data
+from runtime.data.files import lines
 from runtime.data.map_style import MapStyleData
 from runtime.errors import CheckpointError, DataError
 from runtime.settings import DataSettings
@@ -206,8 +206,8 @@ def test_files_that_are_no_text_are_left_out_and_counted(tmp_path: Path) -> None
     (tmp_path / "c.txt").write_text("")
     tokens = read(tmp_path, None, 257, 8, 1)
     assert (tokens.counts.n_documents, tokens.counts.n_unsupervised, tokens.documents.about.n_left_out) == (2, 1, 1)
-    assert "1 files left out" in tokens.words()
-    assert "2 documents, 1 with nothing to learn left out" in tokens.words()
+    assert "1 files left out" in tokens.words()["data"]
+    assert tokens.words()["rows"] == "2 documents, 1 with nothing to learn left out"
     assert tokens_of(tokens) == [*b"text", END]
 
 
@@ -223,7 +223,7 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     (inside / "broken").symlink_to(inside / "nothing")
     tokens = read(inside, None, 257, 8, 1)
     assert tokens_of(tokens) == [*b"text", END]
-    assert "1 files left out" in tokens.words()
+    assert "1 files left out" in tokens.words()["data"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -235,7 +235,7 @@ def test_what_a_run_writes_among_its_data_is_no_data(tmp_path: Path, streaming: 
 
     def fingerprint(out: Path) -> tuple[str, str]:
         read = read_data(DataSettings(str(data), streaming=streaming), None, 257, 8, 1, 0, out / "tokens")
-        return read.fingerprint, read.words()
+        return read.fingerprint, read.words()["data"]
 
     out = data / "runs" / "first"
     before, said = fingerprint(out)
@@ -353,14 +353,14 @@ def refused(data: Path, model_folder: Path | None = None, vocab_size: int = 300)
 )
 def test_a_malformed_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, says: str) -> None:
     if b"xxx" in line:
-        monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 128)
+        monkeypatch.setattr(lines, "MAX_DOCUMENT_BYTES", 128)
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     assert says in refused(path)
 
 
 def test_a_file_larger_than_a_document_may_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 128)
+    monkeypatch.setattr(lines, "MAX_DOCUMENT_BYTES", 128)
     (tmp_path / "large.txt").write_text("x" * 129)
     assert "large.txt" in refused(tmp_path)
 
@@ -370,8 +370,8 @@ def test_data_that_is_missing_empty_or_of_another_kind_is_refused(tmp_path: Path
     assert "no text" in refused(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert "no text" in refused(tmp_path / "empty.jsonl")
-    (tmp_path / "array.json").write_text('[{"text": "a"}]')
-    assert ".jsonl" in refused(tmp_path / "array.json")
+    (tmp_path / "object.json").write_text('{"text": "a"}')
+    assert "object.json: neither a list of objects nor objects, one a line" in refused(tmp_path / "object.json")
     (tmp_path / "image").write_bytes(b"\x89PNG\xff")
     assert "1 files left out" in refused(tmp_path / "image")
     os.mkfifo(tmp_path / "pipe")

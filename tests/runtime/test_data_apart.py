@@ -16,8 +16,8 @@ from runtime.data import token_cache
 from runtime.data.chat import Encoded, Templated
 from runtime.data.data import Data, read_data
 from runtime.data.encoders import read_encoder
+from runtime.data.files.sources import DataSource
 from runtime.data.map_style import MapStyleData
-from runtime.data.sources import DataSource
 from runtime.data.streamed import ShuffleBuffer, StreamedData
 from runtime.data.token_cache import cached_tokens
 from runtime.errors import DataError
@@ -67,7 +67,7 @@ def test_every_answer_is_learned_once_an_epoch_and_conversations_taken_apart_are
         assert isinstance(data, MapStyleData)
         assert learned([data.batch(step) for step in range(data.n_steps)], model) == ANSWERS
         assert (data.counts.n_documents, data.counts.n_apart) == (33, 11)
-        assert "33 documents, 11 conversations taken apart answer by answer; " in data.words()
+        assert data.words()["rows"] == "33 documents, 11 conversations taken apart answer by answer"
         assert [data.documents.where(d) for d in range(4)] == [f"{path}/0.jsonl:{row}" for row in (1, 2, 2, 3)]
     with pytest.raises(DataError, match=r"0\.jsonl:3: \d+ tokens, and a sequence holds"):
         read_data(DataSettings(str(path), too_long="refuse", shuffle=False), *model, 60, 1, 3, path.parent / "run" / "tokens")
@@ -84,7 +84,9 @@ def test_a_stream_of_them_is_resumed_anywhere(path, model, monkeypatch, shuffle)
             positions.append(data.position(len(batches)))
             batches.append(data.batch(len(batches)))
             if len(batches) == 1:
-                assert re.search(r"; so far [456] documents, [23] conversations taken apart answer by answer$", data.words())
+                assert re.search(
+                    r"; so far [456] documents, [23] conversations taken apart answer by answer$", data.words()["rows"]
+                )
         of = [data.position(step + 1)["epoch"] for step in range(len(batches))]
         for epoch in (0, 1):
             assert learned([batch for batch, at in zip(batches, of, strict=True) if at == epoch], model) == ANSWERS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import Profile, read_profile
-from planner.bounds.bounds import _machine_facets, machine_bound
+from planner.bounds.machine import machine_bound, machine_facets
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
@@ -33,7 +33,7 @@ from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
 from tests.edits import error_of, index, small, with_op, with_slots
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import (
     N_STEPS,
     Hostile,
@@ -221,7 +221,7 @@ def test_the_machine_bound_is_the_least_of_any_shares_squared_and_updated_on_the
     fields["device"]["memory_bytes"]["value"] = data.draw(st.sampled_from([10**9, 4 * 10**10, 10**12]))
     plan, cost = frame(model, build_workload(model, s), s, Policy()), CostModel(Profile.from_json(fields))
     blocks = can_square(plan.workload)
-    host, squared, kept = (dict(_machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
+    host, squared, kept = (dict(machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
     most = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(map(plan.staying_bytes, blocks)))
 
     def largest_s(of_squares, of_state):
@@ -279,8 +279,8 @@ def test_a_plan_says_in_words_whose_gradients_are_squared_where():
     said = {n: clauses(plan.policy, plan).get("norm") for n in (0, 1, 3) for plan in [small(square_blocks=tuple(range(n)))]}
     assert said == {
         0: None,
-        1: "gradients of 1 block squared on the device",
-        3: "gradients of 3 blocks squared on the device",
+        1: "gradients of 1 block squared on the device, for the norm that clips",
+        3: "gradients of 3 blocks squared on the device, for the norm that clips",
     }
 
 
@@ -293,7 +293,7 @@ def test_the_planner_and_the_runtime_cut_gradients_alike():
 
 @pytest.mark.parametrize("policy", [BARRIER, SPECULATING, EAGER], ids=["barrier", "speculating", "eager"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit(model_type, tied, policy):
     """With more elements in the vocabulary than a chunk has, and clipping in some of the steps."""
     key = (("tie_word_embeddings", tied), ("vocab_size", 2200))

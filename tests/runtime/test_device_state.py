@@ -19,7 +19,7 @@ from runtime.host.device_updates import (
 from runtime.host.optimizer import ParamState, SplitMaster, adamw_, round_half_up
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.settings import AdamW
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import differences, plain, plan_of, semantics_of, streamed
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ EVERYWHERE = Policy(accumulation_group=4, square_blocks=ALL, device_blocks=ALL, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_training_is_the_plain_loop_to_the_bit_wherever_state_lies(model_type: str, way: str) -> None:
     """Slots are poisoned as soon as nobody is to read them, and lanes are late at random."""
     semantics = semantics_of(model_type)

@@ -237,7 +237,7 @@ def on_processor(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "way", [Policy(), Policy(save=saves(attention=(1, 2))), Policy(save=saves(products=(1, 2))), Policy(save=saves(all=(1, 2, 3)))]
 )
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "ernie4_5"])
 def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept(model_type, way):
     policy = replace(way, accumulation_group=2)
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)

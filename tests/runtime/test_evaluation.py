@@ -26,7 +26,7 @@ from tests import reference
 from tests.late_streams import LateStreams, Poisoned
 from tests.real_layers import peak_bytes
 from tests.strategies import policies
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import (
     EVERYTHING,
     N_STEPS,
@@ -133,7 +133,7 @@ def loss_of_transformers(config, semantics, weights, batch: Batch) -> float:
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100).item()
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_loss_is_that_of_transformers_on_the_same_weights_and_dropout_is_off(model_type):
     """Eleven sequences of four a batch, on arenas for two micro-batches of two: whole passes, a part of one, and padding."""
     semantics, config = exact(model_type, micro_batch=2), tiny_config(model_type, attention_dropout=0.5)

@@ -62,7 +62,7 @@ def start(plan: Plan, device: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(streams, "free_cuda_bytes", lambda index=0: free_bytes)
         patched.setattr(memory, "available_host_bytes", lambda: host_bytes + (free_bytes if device == "cpu" else 0))
-        cli_assembly._refuse_what_does_not_fit(plan, device)
+        cli_assembly._refuse_what_does_not_fit(plan, device, "auto")
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -10,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data import sources
 from runtime.data.data import read_data
-from runtime.data.formats import Chat, document, format_of
-from runtime.data.map_style import MapStyleData
-from runtime.data.sources import find_files
+from runtime.data.files import tables
+from runtime.data.files.sources import find_files
+from runtime.data.formats import Chat, Completion, document, format_of
 from runtime.errors import DataError
 from runtime.settings import DataSettings
+from tests.bytes_of_files import read, refused
 
 ASKED, SAID = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}
 json_values = st.recursive(
@@ -40,6 +39,10 @@ ROWS = {
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}], "tools": '[{"name": "add"}]'},
             Chat(({"role": "assistant", "content": "", "tool_calls": [{"id": 1}]},), ({"name": "add"},)),
+        ),
+        (
+            {"messages": [ASKED, {**SAID, "weight": 0}, ASKED, {**SAID, "weight": 1}, {**SAID, "weight": None}]},
+            Chat((ASKED, SAID, ASKED, SAID, SAID), None, frozenset({1})),
         ),
     ],
     "alpaca": [
@@ -69,6 +72,19 @@ ROWS = {
             {"conversations": [{"from": "user", "value": "who?"}], "system": "s"},
             Chat(({"role": "system", "content": "s"}, ASKED)),
         ),
+        (
+            {"conversations": [{"from": "human", "value": "who?", "weight": 0.0}, {"from": "gpt", "value": "me", "weight": 1.0}]},
+            Chat((ASKED, SAID), None, frozenset({0})),
+        ),
+    ],
+    "prompt-completion": [
+        ({"prompt": "who? ", "completion": "me", "text": "x"}, Completion("who? ", "me")),
+        ({"prompt": [ASKED], "completion": [SAID]}, Chat((ASKED, SAID), None, frozenset({0}))),
+        ({"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}, Chat((ASKED, SAID, ASKED, SAID), None, frozenset({0, 1, 2}))),
+    ],
+    "question-answer": [
+        ({"question": "who?", "answer": "me", "id": 3}, Chat((ASKED, SAID))),
+        ({"question": "who?", "answer": "me", "system": "s"}, Chat(({"role": "system", "content": "s"}, ASKED, SAID))),
     ],
 }
 
@@ -76,7 +92,7 @@ ROWS = {
 @pytest.mark.parametrize(("format", "row", "expected"), [(name, *pair) for name, pairs in ROWS.items() for pair in pairs])
 def test_a_row_is_understood_and_tells_its_format(format, row, expected):
     assert document(row, format, "here") == expected
-    assert format_of(row) == format
+    assert format_of(row, "here") == format
 
 
 @pytest.mark.parametrize(
@@ -106,6 +122,15 @@ def test_a_row_is_understood_and_tells_its_format(format, row, expected):
         ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}),
         ("sharegpt", {"conversations": [{"from": "human"}]}),
         ("sharegpt", {"conversations": {"from": "human"}}),
+        ("messages", {"messages": [ASKED, {**SAID, "weight": 0.5}]}),
+        ("messages", {"messages": [ASKED, {**SAID, "weight": True}]}),
+        ("messages", {"messages": [{**ASKED, "weight": 1}, SAID]}),
+        ("prompt-completion", {"prompt": "who?"}),
+        ("prompt-completion", {"prompt": "who?", "completion": [SAID]}),
+        ("prompt-completion", {"prompt": [ASKED], "completion": "me"}),
+        ("prompt-completion", {"prompt": "who?", "completion": "me", "system": "s"}),
+        ("question-answer", {"question": "who?", "answer": None}),
+        ("text", {"a\nb\u2028c": 1}),
     ],
 )
 def test_a_row_that_does_not_fit_is_named_with_the_shape_that_would(format, row):
@@ -113,6 +138,7 @@ def test_a_row_that_does_not_fit_is_named_with_the_shape_that_would(format, row)
         document(row, format, "data.jsonl:3")
     assert str(caught.value).startswith("data.jsonl:3: ")
     assert "each row is {" in str(caught.value)
+    assert "; its columns are " in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -123,7 +149,7 @@ def test_any_row_is_a_document_or_a_line_of_error(row):
     for format in ROWS:
         errors = []
         try:
-            assert isinstance(document(row, format, "here"), str | Chat)
+            assert isinstance(document(row, format, "here"), str | Chat | Completion)
         except DataError as error:
             errors = str(error).splitlines()
         assert len(errors) <= 1
@@ -147,21 +173,7 @@ def test_deeply_nested_rows_are_read_or_one_line(tmp_path, depth, where):
 # Files
 
 
-def read(path: Path, **fields: object) -> MapStyleData:
-    data = read_data(DataSettings(str(path), **fields), None, 300, 64, 1, 0, path.parent / "cache")
-    assert isinstance(data, MapStyleData)
-    return data
-
-
-def refused(path: Path, **fields: object) -> str:
-    with pytest.raises(DataError) as caught:
-        read(path, **fields)
-    assert len(str(caught.value).splitlines()) == 1
-    assert len(str(caught.value)) < 500
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("format", ["text", "messages", "alpaca", "sharegpt"])
+@pytest.mark.parametrize("format", ["text", "messages", "alpaca", "sharegpt", "question-answer"])
 def test_a_table_gives_the_samples_of_the_same_lines(tmp_path, format):
     rows = [row for row, _ in ROWS[format] if "tools" not in row]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -190,15 +202,15 @@ def test_a_table_of_large_row_groups_is_read_a_row_at_a_time(tmp_path, monkeypat
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "me"}] for text in texts]
     columns = {"text": texts, "messages": chats}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", row_group_size=30, use_dictionary=False)
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 5000)
+    monkeypatch.setattr(tables, "MAX_DOCUMENT_BYTES", 5000)
     at_once = []
-    rows_of = sources._rows_of
-    monkeypatch.setattr(sources, "_rows_of", lambda file, batch, n: at_once.append(batch.num_rows) or rows_of(file, batch, n))
+    rows_of = tables._rows_of
+    monkeypatch.setattr(tables, "_rows_of", lambda file, batch, n: at_once.append(batch.num_rows) or rows_of(file, batch, n))
     rows = [row for _, row in find_files(tmp_path, tmp_path / "run" / "tokens").rows(0)]
     assert rows == [{"text": text, "messages": chat} for text, chat in zip(texts, chats, strict=True)]
     assert set(at_once) == {1}
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**20)
-    monkeypatch.setattr(sources, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(tables, "MAX_DOCUMENT_BYTES", 2**20)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 10_000)
     at_once.clear()
     assert [row for _, row in find_files(tmp_path, tmp_path / "run" / "tokens").rows(0)] == rows
     assert 5 < max(at_once) < 20, "of smaller ones so many as make a batch"
@@ -220,31 +232,31 @@ def test_a_small_table_that_stands_for_much_is_refused_before_it_takes_memory(tm
     once = pyarrow.array(["x" * 2**20])
     if column == "text":  # a table may also put a long text into each row, which is no harm
         values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 35, pyarrow.int32()), once)
-        monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**20 - 1 if not limits else 2**30)
+        monkeypatch.setattr(tables, "MAX_DOCUMENT_BYTES", 2**20 - 1 if not limits else 2**30)
         says = says.replace("row 3", "row 1")
     elif column == "messages":
         said = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 70, pyarrow.int32()), once)
         roles = pyarrow.array(["user"] * 70)
         turns = pyarrow.StructArray.from_arrays([roles, said], ["role", "content"])
         values = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 70], pyarrow.int32()), turns)
-        monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**25)
+        monkeypatch.setattr(tables, "MAX_DOCUMENT_BYTES", 2**25)
     else:
         values = pyarrow.array([[None], [None], [None] * 100_000, [None]], pyarrow.list_(pyarrow.int32()))
-        monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**22)
+        monkeypatch.setattr(tables, "MAX_DOCUMENT_BYTES", 2**22)
     column = column if column == "text" else "messages"
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({column: values}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 5000
     for limit, value in limits.items():
-        monkeypatch.setattr(sources, limit, value)
+        monkeypatch.setattr(tables, limit, value)
     before, seen = pyarrow.total_allocated_bytes(), []
-    row_of = sources._rows_of
+    row_of = tables._rows_of
 
     def noted(file, batch, n):
         seen.append(pyarrow.total_allocated_bytes() - before)
         return row_of(file, batch, n)
 
-    monkeypatch.setattr(sources, "_rows_of", noted)
+    monkeypatch.setattr(tables, "_rows_of", noted)
     with pytest.raises(DataError, match=rf"a\.parquet: {says}") as caught:
         list(find_files(path, tmp_path / "run" / "tokens").rows(0))
     assert len(str(caught.value).splitlines()) == 1
@@ -295,8 +307,8 @@ def test_texts_beside_chats_are_left_out_and_counted(tmp_path):
     for format in ("auto", "messages"):
         samples = read(data, format=format)
         assert samples.counts.n_documents == 1
-        assert "1 files left out" in samples.words()
-        assert "messages" in samples.words()
+        assert "1 files left out" in samples.words()["data"]
+        assert "messages" in samples.words()["data"]
     assert 'a.jsonl:1: no string under "text"' in refused(data, format="text")
     assert 'README.md: no list under "messages"' in refused(data / "README.md", format="messages")
 
@@ -313,11 +325,18 @@ def test_what_is_too_long_or_teaches_nothing_is_counted_in_words(tmp_path):
     long = {"role": "assistant", "content": "x" * 90}
     rows = [[ASKED, SAID], [ASKED], [ASKED, long], []]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    assert "4 documents, 2 with nothing to learn left out, 1 cut to a sequence's length; 2 sequences" in read(path).words()
-    assert "2 with nothing to learn left out, 1 split; 3 sequences" in read(path, too_long="split").words()
-    assert "1 too long and left out; 1 sequences" in read(path, too_long="skip").words()
+    said = read(path).words()
+    assert said["rows"] == "4 documents, 2 with nothing to learn left out, 1 cut to a sequence's length"
+    assert said["sequences"] == "2 of 64 tokens, one document each, padded, 74% full"
+    assert "warning" not in said
+    assert "2 with nothing to learn left out, 1 split" in read(path, too_long="split").words()["rows"]
+    assert "1 too long and left out" in read(path, too_long="skip").words()["rows"]
     assert "a.jsonl:3: 119 tokens" in refused(path, too_long="refuse")
     assert "a.jsonl:2: nothing in it to learn" in refused(path, unsupervised="refuse")
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows[2:3]))
+    assert read(path).words()["warning"].startswith("100% of the documents are cut to 64 tokens, and what follows is")
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 90}, SAID]}) + "\n")
+    assert "what is to be learned of each of 1 documents begins after 64 tokens, where it is cut" in refused(path)
     path.write_text(json.dumps({"messages": [ASKED]}) + "\n")
     assert "a.jsonl: nothing to learn in it (1 documents, 1 with nothing to learn left out)" in refused(path)
 

@@ -10,7 +10,7 @@ from runtime.train.generation import STEP_TOKENS, Sample, check_prompts, generat
 from tests import reference
 from tests.late_streams import LateStreams
 from tests.runtime.test_evaluation import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, watch_forwards
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, initial_masters, plain, semantics_of
 
 # Of lengths on both sides of a step of the shapes, one of them among padding
@@ -31,7 +31,7 @@ def said_by_transformers(model, prompt: list[int], n: int, end_ids=()) -> list[i
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_likeliest_tokens_are_those_of_transformers(model_type):
     """Windows shorter than the prompts, experts, three sequences a micro-batch: the last one is alone among padding.
 

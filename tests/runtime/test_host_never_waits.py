@@ -12,7 +12,7 @@ from runtime.executor import execute
 from runtime.machines.cuda import CudaMachine
 from runtime.plan import Kind, Lane, Policy, Update, saves
 from tests.late_streams import machine_of
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import ADAMW, N_STEPS, Remembering, batches_of, differences, plain, plan_of, semantics_of
 
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
@@ -69,7 +69,7 @@ REMEMBERING = [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(produ
 
 
 @pytest.mark.parametrize("policy", REMEMBERING, ids=["boundaries", "kept", "products", "strided"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one(model_type, policy, monkeypatch):
     """The loop over experts asks which have tokens, and for the rows of each. Grouped products are one kernel on a GPU."""
     allowed = {"nonzero", "_local_scalar_dense"} if model_type in EXPERT_TYPES else set()
@@ -123,7 +123,7 @@ def test_an_embedding_that_is_more_than_a_look_up_is_always_the_models_own(monke
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_of_every_type_that_we_know_the_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch):
     calls = []
     embed = compute.Templates.embed

@@ -20,7 +20,7 @@ from runtime.errors import WorkloadError
 from runtime.plan import Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
-from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import asked, differences, fused, plain, plan_of, semantics_of, streamed
 
 DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
@@ -171,7 +171,7 @@ def test_planner_and_runtime_mean_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
-@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t != "gemma2"])
+@pytest.mark.parametrize("model_type", [t for t in STRUCTURES if t != "gemma2"])
 def test_losses_and_norms_are_those_of_eager_kernels_within_rounding(model_type: str, dtype: str, tolerance: float) -> None:
     """Relative to the largest: 2e-6 in fp32; in bf16 2e-2, a few of its last digits."""
     eager = semantics_of(model_type, compute_dtype=dtype)
@@ -181,7 +181,7 @@ def test_losses_and_norms_are_those_of_eager_kernels_within_rounding(model_type:
     assert at_once.norms == pytest.approx(usual.norms, rel=10 * tolerance)
 
 
-@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if t != "gemma2"])
+@pytest.mark.parametrize("model_type", [t for t in STRUCTURES if not t.startswith("gemma")])
 def test_a_models_logits_are_those_of_transformers_forward_within_rounding(model_type: str) -> None:
     """In fp32, where no rounding hides a wrong formula: 1e-5 of the largest logit."""
     config = tiny_config(model_type)
@@ -227,7 +227,7 @@ def test_scores_are_the_losses_to_the_bit(dtype: str) -> None:
 # -- what plans say -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in cases(MODEL_TYPES) if c[0] != "gemma2"], ids="-".join)
+@pytest.mark.parametrize("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], ids="-".join)
 def test_kept_and_transient_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
     """Of a scale for each row, which a GPU keeps and a CPU does not, two in a hundred are allowed for."""
     for size in SIZES:
@@ -280,6 +280,8 @@ def test_fused_layers_move_and_keep_less(name: str) -> None:
 
 def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
     assert fusible(Model(tiny_config("gemma2"))) == set()
+    assert fusible(Model(tiny_config("gemma"))) == {"loss"}
+    assert fusible(Model(tiny_config("ernie4_5"))) == {"norm", "loss"}
     assert fusible(Model(tiny_config("gpt_oss"))) == {"norm", "loss"}
     for name, part in (("gemma2", "norm"), ("gemma2", "loss"), ("gpt_oss", "pointwise")):
         how = semantics(attention="eager", **{part: "fused"})

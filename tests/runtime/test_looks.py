@@ -90,6 +90,25 @@ def test_a_state_is_on_the_disk_before_it_is_looked_at_for_the_last_time(tmp_pat
     assert background or all(named.values())
 
 
+def test_what_is_there_before_the_first_step_is_looked_at_once_and_no_bit_of_training_changes(tmp_path):
+    """Also where a run of another model left its log in the folder; who resumes has it already."""
+    training(tmp_path / "without", Policy()).run(0, 2, lambda metrics: None)
+    said: list[int] = []
+    for first_step in (0, 1):
+        run = evaluated(training(tmp_path / "with", Policy(), save_every=1), None, said)
+        (tmp_path / "with" / "metrics.jsonl").touch()
+        if first_step == 0:
+            look_at(run, 0)  # another run's
+        else:
+            run.resume(load_state(tmp_path / "with" / "checkpoint-1"))
+        replace(run, looks=[replace(run.looks[0], first=True)]).run(first_step, 2, lambda metrics: None)
+    assert said == [0, 2, 2]
+    assert [line["step"] for line in lines(tmp_path / "with")] == [0, 1, 2, 2]
+    for name in ("model", "optimizer-00001"):
+        files = [tmp_path / out / "checkpoint-2" / f"{name}.safetensors" for out in ("with", "without")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
 class _Killed(BaseException): ...
 
 

@@ -14,7 +14,7 @@ from runtime.executor import execute
 from runtime.host.memory import Arenas, available_host_bytes
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Place, Policy, Slot, Update, saves
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import ADAMW, batches_of, plan_of, semantics_of
 
 from .test_replay import n_tensors
@@ -89,7 +89,7 @@ def test_what_is_free_is_less_than_what_there_is():
 
 
 @pytest.mark.parametrize("keep", [(), (1, 2)])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_a_long_run_holds_no_more_than_a_short_one(model_type, keep):
     """No graph, tensor, result or thread is left over, whether activations are kept or not."""
     semantics = semantics_of(model_type)

@@ -12,9 +12,9 @@ from planner.model.workload import build_workload
 from runtime.errors import WorkloadError
 from runtime.plan.workload import Block, Matmul, Model, Saved
 from tests.real_layers import DTYPES, Work, hf_model, layer_calls, peak_bytes, semantics
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 
-DENSE_TYPES = [t for t in MODEL_TYPES if t not in EXPERT_TYPES]
+DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 BATCH, SEQ_LEN = 2, 80
 PACKED_BYTES = 64 * 1024  # the CPU's bf16 products rearrange their operands aside; nothing beside real sizes
 # Weights that weigh more than a tile, and weights that weigh less

@@ -263,19 +263,21 @@ def test_the_line_of_which_the_others_are_edits_is_an_op() -> None:
 
 # What each kind reads and changes at once, and what its ops may lack or have several of
 CHANGED = {
-    Kind.LOSS: {"x", "sum"},
-    Kind.BACKWARD: {"x", "sum"},
-    Kind.ACCUMULATE: {"arrived"},
+    Kind.LOSS: {"x", "sum", "into"},
+    Kind.BACKWARD: {"x", "sum", "into"},
+    Kind.ACCUMULATE: {"arrived", "into"},
     Kind.NORM: {"norm"},
     Kind.UPDATE: {"state"},
     Kind.UPDATE_ON_DEVICE: {"state"},
     Kind.SETTLE: {"state", "shadow"},
 }
+REPEATED = {Kind.LOSS: {"into"}, Kind.BACKWARD: {"into"}, Kind.ACCUMULATE: {"into"}, Kind.NORM: {"squares"}}
 OPTIONAL = {
     Kind.LOAD: {"tied"},
     Kind.FORWARD: {"x", "y", "saved"},
-    Kind.LOSS: {"sum", "gradient"},
-    Kind.BACKWARD: {"weights", "x", "saved", "sum", "gradient"},
+    Kind.LOSS: {"sum", "into", "gradient"},
+    Kind.BACKWARD: {"weights", "x", "saved", "sum", "into", "gradient"},
+    Kind.ACCUMULATE: {"into"},
     Kind.OFFLOAD_GRADIENT: {"squares", "norm"},
     Kind.NORM: {"arrived", "tied", "squares"},
     Kind.SPECULATE: {"tied"},
@@ -305,7 +307,7 @@ def test_the_contract_says_of_every_kind_where_it_runs_and_what_it_reads_and_wri
         assert len({*contract.names}) == len(contract.names)
         assert contract.reads & contract.writes == CHANGED.get(kind, set()), kind
         assert {*contract.names} - contract.required == OPTIONAL.get(kind, set()), kind
-        assert contract.repeated == ({"squares"} if kind is Kind.NORM else set())
+        assert contract.repeated == REPEATED.get(kind, set())
         assert contract.reads
         assert contract.writes
 
@@ -710,7 +712,8 @@ def test_the_trace_has_a_process_per_timeline_a_thread_per_lane_and_counts_in_mi
         ("24GiB", 24 * GiB),
         ("24gib", 24 * GiB),
         (" 0.5 MiB ", MiB // 2),
-        ("1024", 1024),
+        ("1024", None),
+        ("128G", 128 * GB),
         ("1B", 1),
         ("1.5e", None),
         ("", None),
@@ -724,7 +727,7 @@ def test_the_trace_has_a_process_per_timeline_a_thread_per_lane_and_counts_in_mi
         ("inf", None),
         ("1,5TB", None),
         ("80 GB each", None),
-        ("80G", None),
+        ("80GG", None),
         ("9" * 400, None),
         ("\u0663GB", None),
     ],
@@ -765,6 +768,13 @@ def test_however_it_is_said_what_layers_save_is_kept_as_a_tuple() -> None:
     for once in (iter(kept.save), iter(["all", "products"])):
         policy = Policy(save=once)  # type: ignore[arg-type]
         assert (policy, policy.saved(2), hash(policy)) == (kept, Saved.PRODUCTS, hash(kept))
+
+
+def test_blocks_given_as_lists_are_kept_as_tuples() -> None:
+    """A policy is a key of what the search knows."""
+    kept = Policy(square_blocks=(1, 2), device_blocks=(2,))
+    policy = Policy(square_blocks=[1, 2], device_blocks=iter([2]))  # type: ignore[arg-type]
+    assert (policy, hash(policy)) == (kept, hash(kept))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from runtime.plan.workload import Block, Recompute, Saved
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, tensors
-from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES
 
 WITH_WEIGHTS = {"mm", "addmm", "_grouped_mm"}
 FUSED = {"_scaled_dot_product_flash_attention_for_cpu"}
@@ -115,7 +115,7 @@ def ways_of(
                     yield block, recompute, Selection(saved, reached), layer, x, kwargs
 
 
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(case: Case) -> None:
     """Exact for dense layers; a loop over experts also passes over masks of row numbers, which are left out."""
     model_type, attention, _, experts = case
@@ -140,7 +140,7 @@ def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(
             assert sum(m.flop for m in ours.matmuls) + squares == work.flop
 
 
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_a_backward_with_recompute_stays_within_its_transient_bytes_and_not_far_below(case: Case) -> None:
     for way in ways_of(case, SIZES[1:]):
         stays_within(*way, at_most=1.5)

@@ -43,7 +43,7 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
     n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
     one_group: dict[str, Any] = {"offload_late_blocks": 0, "square_blocks": (), "device_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
-    semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing)
+    semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing, sum_groups=1)
     found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)
     assert found is not None
     return found

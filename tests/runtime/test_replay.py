@@ -18,7 +18,7 @@ from runtime.machines.cpu import CpuMachine
 from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
 from tests.real_layers import SIZES, Work, cases, tensors
-from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import ADAMW, batches_of, plan_of, semantics_of
 
 from .test_recompute import Case, Selection, checkpointed, gradients, watched, ways_of
@@ -30,7 +30,7 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) 
         return layer(x, **kwargs), replay
 
 
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case: Case) -> None:
     """In bytes, calls and gradients, which are those of a plain backward."""
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):

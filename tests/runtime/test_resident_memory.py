@@ -11,7 +11,7 @@ import pytest
 
 from hwprofiles.probe.measure import BEYOND_TORCH_BYTES
 from runtime.plan import PlanFile
-from tests.running import penstock
+from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
@@ -72,7 +72,7 @@ def resident_and_planned(tmp_path, packing, n_steps, n_chats=1500):
     planned_bytes = on_device + plan.host_arena_bytes + runtime_bytes()
     words = ["run", tmp_path / "plan.json", "--data", tmp_path / "chats.jsonl", "--packing", packing, "--steps", n_steps]
     run = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, words), "--lr", "1e-3", "--out", str(tmp_path / "out")],
+        [sys.executable, "-c", RUN, *map(str, words), *SCRATCH, "--lr", "1e-3", "--out", str(tmp_path / "out")],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

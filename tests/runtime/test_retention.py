@@ -37,6 +37,19 @@ def test_the_last_few_stay_and_later_ones_are_left_alone(tmp_path, n):
     assert names(tmp_path) == sorted(["checkpoint-x", *(f"checkpoint-{step}" for step in expected[n])])
 
 
+def test_what_was_set_aside_counts_as_kept_and_goes_first(tmp_path):
+    for step in (5, 9, 10, 12):
+        small(tmp_path, step)
+    for step in (9, 12):
+        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"checkpoint-{step}.left")
+    (tmp_path / "checkpoint-mine.left").mkdir()
+    keep_last(tmp_path, 3, 10)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-12.left", "checkpoint-5", "checkpoint-mine.left"]
+    (tmp_path / "checkpoint-12.left").rename(tmp_path / "checkpoint-12.left.removed")  # killed meanwhile
+    clean(tmp_path)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-5", "checkpoint-mine.left"]
+
+
 @pytest.mark.parametrize("n_removed", range(6))
 def test_a_run_that_is_killed_while_it_deletes_leaves_nothing_that_passes_for_whole(tmp_path, n_removed):
     """At whatever file: what is left of it has another name, and goes at the next start."""
@@ -136,3 +149,11 @@ def test_a_foreign_folder_is_refused_in_one_line_that_says_what_it_is(tmp_path, 
         load_state(folder)
     assert "checkpoint-7" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_checkpoint_that_somebody_took_away_is_not_missed(tmp_path):
+    """On a full disk a run asks for room to be made."""
+    first, second = small(tmp_path, 1), small(tmp_path, 2)
+    shutil.rmtree(first)
+    retention.remove([first, second])
+    assert names(tmp_path) == []

@@ -11,7 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.run_options import _SETTINGS
-from runtime.settings import CheckpointSettings, DataSettings, EvaluationSettings, OptimizerSettings, RunSettings, ScheduleSettings
+from runtime.settings import (
+    CheckpointSettings,
+    DataPart,
+    DataSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    RunSettings,
+    ScheduleSettings,
+)
 from runtime.train.run_config import MAX_CONFIG_BYTES, MAX_DOTS, RunConfigError, names, read_run, run_text, write_run
 
 DATA = "data: {path: corpus}\n"
@@ -180,6 +188,35 @@ def test_the_command_line_goes_before_the_file(tmp_path):
     assert (unflagged.steps, unflagged.epochs, unflagged.monitors, unflagged.optimizer.lr) == (None, 3.0, ("wandb",), 1e-3)
 
 
+def test_data_are_named_by_a_path_or_by_several_with_weights_or_without(tmp_path):
+    parts = (DataPart("a", 0.7), DataPart("b", 0.3))
+    for text, expected in {
+        "data: a": DataSettings("a"),
+        "data: [a, b]": DataSettings(mix=(DataPart("a"), DataPart("b"))),
+        "data: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]": DataSettings(mix=parts),
+        "data: [a:0.7, {path: b, weight: 0.3}]": DataSettings(mix=parts),
+        "data: {path: [{path: a, weight: 0.7}, {path: b, weight: 0.3}], packing: one}": DataSettings(mix=parts, packing="one"),
+        "data: {path: a, columns: {prompt: question}}": DataSettings("a", columns={"prompt": "question"}),
+        "data: {mix: [{path: a, format: text, columns: {text: body}}, b: 1]}": None,
+        "data: {path: a, mix: [{path: b}]}": None,
+        "data: [{path: a, weight: -0.5}]": None,
+        "data: []": None,
+    }.items():
+        if expected is not None:
+            run = read(tmp_path, text + "\n")
+            assert run.data == expected
+            write_run(tmp_path / "again.yaml", run)
+            assert read_run(tmp_path / "again.yaml", {}) == run
+        else:
+            with pytest.raises(RunConfigError):
+                read(tmp_path, text + "\n")
+    own = DataSettings(mix=(DataPart("a", format="text", columns={"text": "body"}), DataPart("b")), format="messages", split="x")
+    assert own.parts == (
+        DataSettings("a", "text", columns={"text": "body"}, split="x"),
+        DataSettings("b", "messages", split="x"),
+    )
+
+
 def test_flags_alone_are_a_run():
     assert read_run(None, {"data.path": "corpus", "steps": 3}) == RunSettings(DataSettings("corpus"), steps=3)
     with pytest.raises(RunConfigError, match="no data to train on: give --data"):
@@ -204,6 +241,13 @@ def test_every_flag_says_a_setting_that_is_there():
         ("save_total_limit: 3", ("did you mean checkpoint.keep?",)),
         ("max_grad_norm: 1", ("it is the plan's: say --clip-norm to `penstock plan`",)),
         ("cutoff_len: 1", ("--seq-len",)),
+        ("lora_r: 8", ("lora_r: no such key; adapters do not exist here: every weight is trained",)),
+        ("load_in_4bit: true", ("quantised weights do not exist here",)),
+        (
+            "lora_alpha: 16\noptimizer: {lerning_rate: 1}\nqqq: 1",
+            ("lora_alpha: no such key; adapters", "; optimizer.lerning_rate: no such key; did you mean optimizer.lr?", "; qqq: no"),
+        ),
+        ("a1: 1\na2: 1\na3: 1\na4: 1\na5: 1\na6: 1", ("6 keys that do not exist: a1, a2, a3, a4, a5, a6",)),
         ("qqq: 1", ("qqq: no such key; there are data, plan, model",)),
         ("trust_remote_code: true", ("trust_remote_code: no such key", "never run, and nothing turns that on")),
         ("evaluation: {trust_remote_code: true}", ("evaluation.trust_remote_code: no such key",)),

@@ -580,7 +580,7 @@ def test_loading_saving_and_resuming_hold_no_more_than_one_tensor_besides_the_ar
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    allowed = found["largest"] + 16 * MiB  # a mapping that is not yet given back, and small change
+    allowed = found["largest"] + 24 * MiB  # a mapping not yet given back, and what the kernel's counts are off by on many cores
     assert allowed < found["model"] / 2
     assert found["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
     for what in ("load", "resume"):

@@ -18,7 +18,7 @@ from runtime.plan import Kind, Lane, Plan, Policy, saves
 from runtime.plan.workload import Model, Saved
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies
-from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import (
     ADAMW,
     asked,
@@ -36,7 +36,7 @@ from tests.training import (
 from . import test_exactness
 from .test_replay import REMEMBERING, WIDE, device_bytes, n_tensors
 
-DENSE_TYPES = [t for t in MODEL_TYPES if t not in EXPERT_TYPES]
+DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 
 
 @pytest.mark.parametrize("model_type", DENSE_TYPES)

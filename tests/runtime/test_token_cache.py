@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from runtime.data import token_cache as room
 from runtime.data.chat import Encoded
 from runtime.data.data import read_data
+from runtime.data.files.sources import DataSource
 from runtime.data.map_style import MapStyleData
-from runtime.data.sources import DataSource
 from runtime.data.token_cache import TokenCache, cached_tokens
 from runtime.errors import DataError
 from runtime.settings import DataSettings
@@ -224,7 +224,7 @@ def test_tokens_stay_in_the_file_until_they_are_asked_for(tmp_path):
     keep(tmp_path, [document] * 16)  # 64 MiB
     code = (
         "import sys, pyarrow\nfrom pathlib import Path\n"
-        "from runtime.data.sources import DataSource\nfrom runtime.data.token_cache import cached_tokens\n"
+        "from runtime.data.files.sources import DataSource\nfrom runtime.data.token_cache import cached_tokens\n"
         "def held(): return 4096 * int(open('/proc/self/statm').read().split()[1]), pyarrow.total_allocated_bytes()\n"
         "before = held()\n"
         "kept = cached_tokens(Path(sys.argv[1]), 'key', DataSource(Path('x'), (Path('x'),)), False, None)\n"

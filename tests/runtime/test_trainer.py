@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from penstock.cli.progress import Progress
@@ -18,7 +19,7 @@ from runtime.settings import CheckpointSettings, decays
 from runtime.train.log import keep_lines_up_to
 from runtime.train.trainer import DeviceMemoryError, Metrics, Training
 from tests.row_of_tokens import RowOfTokens
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import plan_of, same_bits, scheduled, semantics_of, state_of
 
 
@@ -99,11 +100,19 @@ def test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbro
     ]
 
 
+@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
+def test_a_checkpoint_takes_the_bytes_that_were_said_before(tmp_path, master_dtype):
+    run = training(tmp_path, Policy(), master_dtype=master_dtype)
+    run.run(0, 1, lambda metrics: None)
+    tensors = [t for file in (tmp_path / "checkpoint-1").glob("*.safetensors") for t in load_file(file).values()]
+    assert sum(t.nbytes for t in tensors) == run.plan.checkpoint_bytes()
+
+
 def test_another_meaning_is_not_resumed(tmp_path):
     run = training(tmp_path, Policy())
     run.run(0, 1, lambda metrics: None)
     other = training(tmp_path, Policy(), clip_norm=0.25)
-    with pytest.raises(CheckpointError, match="its semantics is not this run's"):
+    with pytest.raises(CheckpointError, match=r"of another meaning of a step .*: clip_norm was"):
         other.resume(load_state(tmp_path / "checkpoint-1"))
 
 
@@ -114,7 +123,7 @@ def test_what_was_logged_after_the_checkpoint_is_dropped_on_resume(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", STRUCTURES)
 def test_weight_decay_is_left_out_where_the_trainer_of_transformers_leaves_it_out(model_type):
     """And for the attention sinks of gpt_oss, which have one dimension like a bias; there it would pull them towards zero."""
     config = tiny_config(model_type, **({"attention_bias": True} if model_type in ("llama", "qwen3", "qwen3_moe") else {}))
@@ -280,9 +289,9 @@ def test_other_settings_of_the_optimizer_are_refused_with_what_differs_and_what_
         ("n_updates", None, "n_updates"),
         ("data_position", [0, 4], "data_position"),
         ("data_position", {"epoch": 9}, "data position"),
-        ("seed", 1, "its seed is not this run's"),
-        ("data_fingerprint", "x", "its data_fingerprint is not this run's"),
-        ("model_fingerprint", "x", "its model_fingerprint is not this run's"),
+        ("seed", 1, "of another seed"),
+        ("data_fingerprint", "x", "of another set of data, or order of it"),
+        ("model_fingerprint", "x", "of another model"),
     ],
 )
 def test_a_state_that_is_not_this_runs_is_refused_before_anything_is_changed(tmp_path, field, value, said):

@@ -83,8 +83,9 @@ function hideTip() {
   tip.hidden = true;
 }
 
-function swatch(label, fill, className = "") {
+function swatch(label, fill, className = "", gloss = "") {
   const entry = make("span"), mark = make("i", "", className);
+  if (gloss) entry.title = gloss;
   if (className) mark.style.borderColor = fill; else mark.style.background = fill;
   entry.append(mark, label);
   return entry;

@@ -3,16 +3,16 @@
 
 // The colours of the ops that fill an arena, and how much paler: weights as uploads, gradients as downloads, state as updates.
 const SERIES = {
-  weights: ["weights", 0], vocab_weights: ["weights", 0.35], resident_weights: ["weights", 0.6], host_weights: ["weights", 0],
-  gradients: ["gradients", 0], vocab_gradients: ["gradients", 0.3], sums: ["gradients", 0.5], vocab_sums: ["gradients", 0.7],
+  weights: ["weights", 0], gradients: ["gradients", 0], sums: ["gradients", 0.5], squares: ["norm", 0], norm: ["norm", 0],
   host_gradients: ["gradients", 0], staging: ["gradients", 0.5],
-  "kept activations": ["activations", 0], boundaries: ["activations", 0.5], spilled: ["activations", 0],
-  moments: ["update", 0], masters: ["update", 0.4], remainders: ["update", 0.6], shadows: ["update", 0.8],
-  "block being computed": ["forward", 0], context: ["norm", 0], runtime: ["norm", 0],
+  "kept activations": ["activations", 0], activations: ["activations", 0.5], saved: ["activations", 0.75],
+  spilled: ["activations", 0.5], offloaded: ["activations", 0],
+  state: ["update", 0.3], device_state: ["update", 0.3],
+  "block being computed": ["forward", 0], context: ["norm", 0], runtime: ["norm", 0], other: ["norm", 0.5],
 };
 
 function seriesColour(name) {
-  const [family, paler] = SERIES[name] || ["norm", 0.5];
+  const [family, paler] = SERIES[name];
   const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
   const from = parts(colour(family)), to = parts(colour("page"));
   return `rgb(${from.map((n, i) => Math.round(n + (to[i] - n) * paler)).join(" ")})`;
@@ -43,7 +43,7 @@ function memoryPicture(held) {
       context.fillStyle = colour("soft");
       context.fillRect(Math.round(xOf(view.cursor, width)), 0, 1, bottom);
     }
-    const entries = held.series.map((series) => swatch(`${series.name.replaceAll("_", " ")} ${bytes(series.most)}`, seriesColour(series.name)));
+    const entries = held.series.map((series) => swatch(`${series.name.replaceAll("_", " ")} ${bytes(series.most)}`, seriesColour(series.name), "", data.gloss[series.name.replaceAll("_", " ")]));
     legend.replaceChildren(...entries, swatch("reserved", colour("ink"), "line dashed"), ...(isNear ? [swatch("capacity", colour("bad"), "line")] : []));
   }
   picture.addEventListener("pointermove", (event) => {
@@ -94,7 +94,6 @@ function drawLevels(context, held, width, yOf, isNear, most) {
   context.textAlign = left ? "right" : "left";
   for (const n of ticks(0, most, 4).values) {
     if (left) context.fillText(bytes(n), left - 8, Math.max(8, yOf(n)));
-    else if (n) context.fillText(bytes(n), 4, Math.max(8, yOf(n) - 8));
     context.globalAlpha = 0.25;
     context.fillRect(left, Math.round(yOf(n)), right - left, 1);
     context.globalAlpha = 1;
@@ -111,6 +110,18 @@ function drawLevels(context, held, width, yOf, isNear, most) {
     context.stroke();
   }
   context.setLineDash([]);
+  if (!left) for (const n of ticks(0, most, 4).values) if (n) drawOnPaper(context, bytes(n), 4, Math.max(9, yOf(n) - 9));
+}
+
+/** A label that lies on what is drawn: on paper of its own, so that it is read on any colour. */
+function drawOnPaper(context, label, x, y) {
+  context.textAlign = "left";
+  context.fillStyle = colour("page");
+  context.globalAlpha = 0.85;
+  context.fillRect(x - 3, y - 8, context.measureText(label).width + 6, 16);
+  context.globalAlpha = 1;
+  context.fillStyle = colour("ink");
+  context.fillText(label, x, y);
 }
 
 data.memory.forEach(memoryPicture);

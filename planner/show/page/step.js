@@ -5,8 +5,8 @@
 const FAMILIES = [
   ["forward", "forward", ["forward"]], ["recompute", "recomputed", ["recompute"]], ["backward", "backward", ["backward"]],
   ["loss", "loss and head", ["loss"]], ["norm", "squares and norms", ["square", "norm"]], ["weights", "weights up", ["load"]],
-  ["activations", "activations out and back", ["offload_activation", "fetch_activation"]], ["gradients", "gradients down and added up", ["offload_gradient", "accumulate"]],
-  ["update", "update", ["update", "settle"]], ["speculate", "early update", ["speculate"]],
+  ["activations", "activations out and back", ["offload_activation", "fetch_activation", "offload_saved", "fetch_saved"]], ["gradients", "gradients down and added up", ["offload_gradient", "accumulate", "offload_squares"]],
+  ["update", "update", ["update", "update_on_device", "settle"]], ["speculate", "early update", ["speculate"]],
 ];
 const familyOf = new Map(FAMILIES.flatMap(([family, , kinds]) => kinds.map((kind) => [kind, family])));
 const LIGHT_INK = new Set(["forward", "loss", "gradients", "weights"]); // bars dark enough for white letters, in the light scheme
@@ -305,7 +305,7 @@ function listenToTimeline() {
 
 function drawKinds() {
   const present = new Set(tracks.flatMap((track) => [...track.times.keys()].map((op) => ops[op].family)));
-  const entries = FAMILIES.filter(([family]) => present.has(family)).map(([family, title]) => swatch(title, colour(family)));
+  const entries = FAMILIES.filter(([family]) => present.has(family)).map(([family, title, kinds]) => swatch(title, colour(family), "", "ops: " + kinds.join(", ")));
   if (tracks.some((track) => track.later.some((n) => n))) entries.push(make("span", "low bars: of another step"));
   document.getElementById("kinds").replaceChildren(...entries);
 }

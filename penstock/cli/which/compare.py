@@ -4,12 +4,29 @@ import json
 
 import click
 
-from .options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequences_of_a_step, show_table
+from penstock.cli.options import (
+    COUNT,
+    Bytes,
+    ClipNorm,
+    refuse_endless,
+    refuse_larger,
+    sequences_of_a_step,
+    show_table,
+    with_prices,
+)
+
+from .workers import shared
+
+COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-server", "gb10", "h100-sxm", "gh200")
 
 
 @click.command()
 @click.argument("model")
-@click.option("--machines", required=True, help="Shipped machines, or files of profiles, with commas between: gh200,h100-sxm")
+@click.option(
+    "--machines",
+    default=",".join(COMMON),
+    help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {','.join(COMMON)}]",
+)
 @click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
@@ -17,6 +34,7 @@ from .options import COUNT, Bytes, ClipNorm, refuse_endless, refuse_larger, sequ
 @click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
+@with_prices
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def compare(
     model: str,
@@ -28,22 +46,33 @@ def compare(
     host_memory: int | None,
     clip_norm: float | str,
     master: str,
+    tokens: int | None,
+    usd_per_hour: float | None,
+    usd: float | None,
+    usd_per_kwh: float | None,
     as_json: bool,
 ) -> None:
-    """Rank machines for training MODEL, the fastest first; those that it does not fit come last, with what would make it fit."""
-    from hwprofiles.schema import read_profile
+    """Rank machines for training MODEL, the fastest first; those that it does not fit come last, with what would make it fit.
+
+    Prices that are given hold for every machine.
+    """
+    from hwprofiles.schema import read_profile, shipped_profiles
     from planner.model.workload import read_model, supported_attention
     from planner.search.micro_batch import SIZES
-    from planner.show.compare import TITLES
-    from planner.show.compare import compare as rank
+    from planner.show.compare import JOB_TITLES, MATTER, TITLES, candidate, ranked
     from runtime.plan import Semantics
 
     described = read_model(model)
     profiles = []
-    for name in dict.fromkeys(part.strip() for part in machines.split(",") if part.strip()):
+    named = shipped_profiles() if machines.strip() == "all" else machines.split(",")
+    for name in dict.fromkeys(part.strip() for part in named if part.strip()):
         refuse_endless(name)
-        profile = read_profile(name)
-        profiles.append(profile if host_memory is None else profile.with_memory(None, host_memory))
+        profile = read_profile(name).with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
+        if host_memory is not None and profile.most_host_bytes is None:
+            profile = profile.with_memory(None, host_memory)
+        elif host_memory is not None:
+            click.echo(f"{profile.name}: its memory is soldered, and stays as it is", err=True)
+        profiles.append(profile)
     if not profiles:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     semantics = Semantics(
@@ -55,10 +84,12 @@ def compare(
         attention=supported_attention(described)[0],  # type: ignore[arg-type]
     )
     refuse_larger(semantics.micro_batch, semantics.batch_size)
-    found = rank(described, profiles, semantics, free=SIZES if micro_batch is None else SIZES - {"micro_batch"})
+    free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
+    tasks = [(described, profile, semantics, None, free) for profile in profiles]
+    found = ranked(described, semantics, shared(candidate, tasks, "machines"))
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        click.echo(json.dumps(found.to_json(tokens)))
         return
-    show_table(TITLES, found.rows())
+    show_table((*TITLES, *(JOB_TITLES if tokens else ())), found.rows(tokens), MATTER)
     for note in found.notes():
         click.echo(note)

@@ -1,0 +1,48 @@
+"""Which page says what fits the memory that there is?
+
+`penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md`: the page is that command's output, and nothing else.
+"""
+
+import json
+import sys
+from itertools import groupby
+from typing import Any
+
+HEAD = """# RAM to model
+
+*How large a model can a machine with so much host memory train, and about how fast?* Made by
+
+    penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md
+
+All parameters are trained, in bf16 with fp32 master weights and AdamW: no adapters, nothing frozen, nothing quantised. A step
+is {batch_size} sequences of {seq_len:,} tokens; shorter ones need less memory and are slower by the token. Each cell names the
+largest shipped model of a family that fits, and its tokens per second. Whether it fits is computed; the speed is {how}, from
+profiles whose numbers are mostly assumed; nobody measured these machines. `penstock fits rtx4090 --host-memory 96GB --tokens
+100M` answers for other memory, with days and dollars; `penstock plan MODEL --machine M --host-memory 128GB` for one plan in
+full. What is sold as 128 GB has 137 x 10^9 bytes: 128 x 10^9 of them are counted, and the rest is the system's. Where more
+memory allows no larger model, the speed shown is that with less.
+"""
+
+
+def page(said: dict[str, Any]) -> str:
+    """The page of what `penstock fits --json` says."""
+    how = "an estimate, from a greedy plan" if said["is_estimate"] else "that of the plan which a search found"
+    text = HEAD.format(**said, how=how)
+    for gpu, of_gpu in groupby(said["fits"], key=lambda fit: fit["gpu"]):
+        fits = list(of_gpu)
+        families = list(dict.fromkeys(fit["family"] for fit in fits))
+        cells = {(fit["host_memory_bytes"], fit["family"]): fit for fit in fits}
+        text += f"\n## {gpu}\n\n| host memory | {' | '.join(families)} | on |\n|---|{'---|' * len(families)}---|\n"
+        for n_bytes in sorted({n for n, _ in cells}):
+            row = [cells[n_bytes, family] for family in families]
+            text += f"| {n_bytes / 1e9:g} GB | {' | '.join(map(_cell, row))} | {row[0]['machine']} |\n"
+    return text
+
+
+def _cell(fit: dict[str, Any]) -> str:
+    """`qwen2.5-32b: 525`."""
+    return "-" if fit["model"] is None else f"{fit['model']}: {fit['tokens_per_s']:,.0f}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(json.load(sys.stdin)))

@@ -1,0 +1,1 @@
+"""Which machine is for which model?"""

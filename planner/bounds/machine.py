@@ -1,0 +1,93 @@
+"""What does every schedule need, whatever its policy?"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+from planner.predict.cost import CostModel, update_bytes_per_param
+from runtime.plan import Policy, Setup
+from runtime.plan.legality import can_square
+from runtime.plan.region import Resource
+from runtime.plan.workload import ITEM_BYTES, BlockKind
+
+from .bounds import FACET, SLACK, Bound, places_to_stay
+from .integer import Program
+
+
+def machine_bound(plan: Setup, cost: CostModel) -> Bound:
+    """Valid for every policy under the plan's semantics; only its blocks, semantics and micro-batch are looked at.
+
+    Any share of the gradients may be squared on the device, and of the state as much may be there as fits. What a facet needs is
+    linear in both shares: the least that the largest facet can be is a linear program.
+    """
+    whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
+    may_stay = places_to_stay(whole, cost.profile)
+    host = dict(machine_facets(plan, cost, (), ()))
+    squared = dict(machine_facets(plan, cost, can_square(plan.workload), ()))
+    staying = dict(machine_facets(plan, cost, (), may_stay))
+    stay_bytes = sum(map(whole.staying_bytes, may_stay))
+    program, scale_s = Program(), max(host.values())
+    largest, of_squares = program.variable(0, inf, integer=False, cost=1.0), program.variable(0, 1, integer=False)
+    most = min(1.0, cost.profile.device.memory_bytes.value / stay_bytes) if may_stay else 0.0
+    of_state = program.variable(0, most, integer=False)
+    for name in host:
+        more = {of_squares: squared[name] - host[name], of_state: staying[name] - host[name]}
+        program.at_most({largest: -1.0, **{n: s / scale_s for n, s in more.items()}}, -host[name] / scale_s)
+    found = program.solve()
+    assert found is not None, "with no share of either there is a solution"
+    bound, x = found
+    facets = {
+        name: seconds + x[of_squares] * (squared[name] - seconds) + x[of_state] * (staying[name] - seconds)
+        for name, seconds in host.items()
+    }
+    return Bound(bound * scale_s * (1 - SLACK), max(facets, key=lambda name: facets[name]), "machine")
+
+
+def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Seconds that each facet needs for the work that no schedule avoids, if the device squares the gradients of some blocks, and
+    holds the state of some."""
+    profile, blocks, semantics = cost.profile, plan.workload.blocks, plan.semantics
+    dtype = semantics.compute_dtype
+    capacity = cost.capacity
+    leaving = [block for b, block in enumerate(blocks) if b not in staying]
+
+    # Every block forward and backward, no recompute; the head does both in one.
+    compute_s = 0.0
+    for m, count in plan.alike(range(semantics.n_micro_batches)):
+        *body, head = plan.blocks_of(m)
+        compute_s += count * sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in body)
+        compute_s += count * cost.loss_s(head, semantics)
+    gradient = ITEM_BYTES[semantics.gradient_dtype]
+    squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
+    yield "device compute", compute_s + squares_s + sum(cost.update_on_device_s(plan, blocks[b]) for b in staying)
+
+    # What the host updates in every step goes up at least once. What a layer's backward needs and does not fit beside the rest goes
+    # up again.
+    item, n_params = ITEM_BYTES[dtype], sum(b.n_params for b in leaving)
+    layer_bytes = sum(b.n_params for b in leaving if b.kind is BlockKind.LAYER) * item
+    up_bytes = n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
+    down_bytes = n_params * gradient
+    link = profile.link
+    drawn: dict[Resource, float] = defaultdict(float)
+    for resource, n_bytes in ((Resource.H2D, up_bytes), (Resource.D2H, down_bytes)):
+        copy_s = n_bytes / capacity[resource]
+        # An op never draws more than there is (cost.py), so neither may the bound.
+        drawn[resource] += n_bytes
+        per_s = {Resource.DUPLEX: capacity[resource], Resource.DRAM: capacity[resource] * link.dram_bytes_per_byte}
+        for shared, rate in per_s.items():
+            drawn[shared] += copy_s * min(rate, capacity[shared])
+        drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
+
+    # Update of every such parameter, on all host cores, and the norm of what the device does not sum.
+    norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient
+    update_s = n_params / profile.optimizer_params_per_s(profile.host.n_cores)
+    norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
+    leanest = replace(plan, policy=Policy())
+    per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient
+    update_bytes = n_params * per_param
+    drawn[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
+    drawn[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
+    drawn[Resource.CORES] += (update_s + norm_s) * capacity[Resource.CORES]
+    for resource in Resource:
+        yield FACET[resource], drawn[resource] / capacity[resource]

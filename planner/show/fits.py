@@ -1,0 +1,123 @@
+"""Which is the largest model of each family that host memory of a size can train, and about how fast?
+
+Whether a model fits is told exactly, from the leanest policies. How fast it would be is an estimate unless a search is asked for:
+the step of the greedy plan with the lowest bound, which a search beats, or misses, by a few per cent.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import log
+from typing import Any
+
+from hwprofiles.schema import Profile
+from planner.model.config import shipped_models
+from planner.model.kernels import with_kernels
+from planner.model.workload import build_workload, read_model, supported_attention
+from planner.search.estimate import Greedy
+from planner.search.micro_batch import possible_sizes, with_micro_batch
+from planner.search.search import search
+from planner.search.space import leanest
+from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model
+from runtime.units import GB
+
+HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
+GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
+LEAST_STATE_BYTES = 10  # of a parameter, on host and device together: a bf16 weight and two fp32 moments, at least
+N_ESTIMATED = 8  # sizes whose greedy plans are estimated, the largest micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The largest model of a family on a machine with so much host memory. All None: none of the family fits."""
+
+    gpu: str
+    machine: str
+    host_memory_bytes: int
+    family: str
+    model: str | None
+    n_params: int | None
+    tokens_per_s: float | None
+    is_estimate: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def family_of(name: str, model_type: str) -> str:
+    """`qwen2.5-32b`: qwen2.5; `qwen3-30b-a3b`, whose layers have experts: qwen3-moe; `mixtral-8x7b`: mixtral."""
+    stem = re.split(r"-(?=\d)", name)[0] if not name.startswith("mistral") else "mistral"
+    return f"{stem}-moe" if model_type.endswith("_moe") else stem
+
+
+def families() -> dict[str, list[str]]:
+    """The shipped models by family, the smallest first; families by name."""
+    sizes: dict[str, list[tuple[int, str]]] = {}
+    for name in shipped_models():
+        model = read_model(name)
+        n_params = build_workload(model, _semantics(model, Semantics(seq_len=1, batch_size=1, micro_batch=1))).n_params
+        sizes.setdefault(family_of(name, model.config["model_type"]), []).append((n_params, name))
+    return {family: [name for _, name in sorted(of)] for family, of in sorted(sizes.items())}
+
+
+def hosts(profiles: Sequence[Profile], host_memories: Sequence[int]) -> Iterator[tuple[Profile, int]]:
+    """For each size of host memory, of machines with one GPU the one whose own is nearest; soldered memory stays as it is."""
+    open_ended = [profile for profile in profiles if profile.most_host_bytes is None]
+    for profile in profiles:
+        if profile.most_host_bytes is not None:
+            yield profile, int(profile.host.memory_bytes.value)
+    for n_bytes in sorted(host_memories) if open_ended else ():
+        nearest = min(open_ended, key=lambda p: (abs(log(p.host.memory_bytes.value / n_bytes)), p.name))
+        yield nearest.with_memory(None, n_bytes), n_bytes
+
+
+def fits(
+    gpu: str, profiles: Sequence[Profile], family: str, semantics: Semantics, host_memories: Sequence[int], searched: bool
+) -> list[Fit]:
+    """A `Fit` for each size of host memory. A speed is that with the least memory with which a model is the largest: what fits that
+    fits more."""
+    models = [read_model(name) for name in reversed(families()[family])]
+    found: list[Fit] = []
+    speeds: dict[tuple[str, str], float] = {}
+    for profile, n_bytes in hosts(profiles, host_memories):
+        model = next((model for model in models if does_fit(model, _semantics(model, semantics), profile)), None)
+        if model is None:
+            found.append(Fit(gpu, profile.name, n_bytes, family, None, None, None, not searched))
+            continue
+        key, of = (profile.name, str(model.name)), _semantics(model, semantics)
+        if key not in speeds:
+            speeds[key] = of.tokens_per_step / (_searched_s if searched else estimated_s)(model, of, profile)
+        n_params = build_workload(model, of).n_params
+        found.append(Fit(gpu, profile.name, n_bytes, family, model.name, n_params, speeds[key], not searched))
+    return found
+
+
+def does_fit(model: Model, semantics: Semantics, profile: Profile) -> bool:
+    """Whether some policy fits with some sizes that may be chosen."""
+    has_bytes = profile.host.memory_bytes.value + profile.device.memory_bytes.value
+    if build_workload(model, semantics).n_params * LEAST_STATE_BYTES > has_bytes:
+        return False
+    sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
+    return any(needs.fits for of, workload in sizes for _, needs in leanest(model, workload, of, profile))
+
+
+def estimated_s(model: Model, semantics: Semantics, profile: Profile) -> float:
+    """About the seconds of a step, of a model that fits."""
+    sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
+    greedy = [Greedy(model, workload, of, profile) for of, workload in sizes]
+    likely: list[tuple[Greedy, Policy]] = [(of, policy) for of in greedy[:N_ESTIMATED] for policy in of.policies()]
+    if not likely:  # so tight that only the leanest fit
+        lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in greedy)
+        likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
+    of, policy = min(likely, key=lambda pair: pair[0].bound_s(pair[1]))
+    return of.step_s(policy)
+
+
+def _searched_s(model: Model, semantics: Semantics, profile: Profile) -> float:
+    of, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
+    return search(model, workload, of, profile).step_s
+
+
+def _semantics(model: Model, semantics: Semantics) -> Semantics:
+    return replace(semantics, attention=supported_attention(model)[0])  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+"""What do an hour of a machine, and a job on it, cost: to who rents it, and to who buys it?
+
+Rent is one price: that of an hour, with the memory that comes with it. Buying is another: the machine and the host memory in it,
+written off over three years of full use, and the power it draws. They are never added up. Both are dated, and what has no price
+has none here.
+"""
+
+from dataclasses import dataclass
+
+from hwprofiles.schema import Profile
+from runtime.units import GB
+
+LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
+USD_PER_KWH = 0.15  # assumed, where nobody says
+HOUR_S, DAY_S = 3600, 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Hourly:
+    """What an hour of a machine costs. The parts are None where the profile has no price."""
+
+    rent_usd: float | None
+    machine_usd: float | None  # bought, over its lifetime; without its host memory where that has a price of its own
+    ram_usd: float | None  # of all host memory that the profile has, over its lifetime
+    power_usd: float | None
+    date: str | None  # of the oldest price
+    note: str | None  # what is missing to know more
+
+    @property
+    def bought_usd(self) -> float | None:
+        """Machine, memory and power; None without a price of the machine, for memory alone computes nothing."""
+        return None if self.machine_usd is None else self.machine_usd + (self.ram_usd or 0.0) + (self.power_usd or 0.0)
+
+    @property
+    def ram_fraction(self) -> float | None:
+        """The share of memory in what a bought machine costs."""
+        return None if self.bought_usd is None or self.ram_usd is None else self.ram_usd / self.bought_usd
+
+    def per_million(self, tokens_per_s: float) -> tuple[float | None, float | None]:
+        """USD of a million tokens: rented, and bought."""
+        hours = 1e6 / tokens_per_s / HOUR_S
+        return tuple(None if usd is None else usd * hours for usd in (self.rent_usd, self.bought_usd))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """So many tokens on a machine: how long, and for how much."""
+
+    n_tokens: int
+    seconds: float
+    rent_usd: float | None
+    bought_usd: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY_S
+
+
+def job(n_tokens: int, tokens_per_s: float, hour: Hourly) -> Job:
+    """What training on so many tokens takes and costs."""
+    rent_usd, bought_usd = (None if usd is None else usd * n_tokens / 1e6 for usd in hour.per_million(tokens_per_s))
+    return Job(n_tokens, n_tokens / tokens_per_s, rent_usd, bought_usd)
+
+
+def hourly(profile: Profile) -> Hourly:
+    """What an hour of the machine costs, by the prices in its profile."""
+    price = profile.price
+    priced = [q for q in (price.usd_per_hour, price.usd, price.ram_usd_per_gb) if q is not None]
+    dates = [day for q in priced if (day := profile.sources[q.source].date) is not None]
+    dates += [price.date] if price.date is not None and priced else []
+    machine_usd = ram_usd = power_usd = None
+    if price.usd is not None:
+        machine_usd = price.usd.value / LIFETIME_HOURS
+        is_whole = profile.sources[price.usd.source].kind == "user"  # who says what a machine costs says it of the whole
+        if price.ram_usd_per_gb is not None and not is_whole:
+            ram_usd = price.ram_usd_per_gb.value * profile.host.memory_bytes.value / GB / LIFETIME_HOURS
+    if price.watts is not None:
+        power_usd = price.watts.value / 1000 * (USD_PER_KWH if price.usd_per_kwh is None else price.usd_per_kwh.value)
+    missing = [what for what, q in (("rent (--usd-per-hour)", price.usd_per_hour), ("purchase (--usd)", price.usd)) if q is None]
+    note = f"no price in its profile: {' and '.join(missing)}" if missing else None
+    return Hourly(
+        None if price.usd_per_hour is None else price.usd_per_hour.value,
+        machine_usd,
+        ram_usd,
+        power_usd,
+        min(dates, default=None),
+        note,
+    )
+
+
+def in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
+    """`rented: 0.40 USD per million tokens, at 2.69 USD an hour`, and the same of a bought machine."""
+    rent_usd, bought_usd = hour.per_million(tokens_per_s)
+    words = []
+    if rent_usd is not None:
+        words.append(f"rented: {show_usd(rent_usd)} per million tokens, at {show_usd(hour.rent_usd)} an hour")
+    if bought_usd is not None:
+        ram = "" if hour.ram_fraction is None else f", {hour.ram_fraction:.0%} of it host memory"
+        power = "with power" if hour.power_usd is not None else "without power, whose draw is not known"
+        words.append(f"bought: {show_usd(bought_usd)} per million tokens, over three years {power}{ram}")
+    return words
+
+
+def job_in_words(of: Job) -> str:
+    """`2.2 days, 143 USD rented, 80.1 USD bought`."""
+    prices = [f"{show_usd(usd)} {how}" for usd, how in ((of.rent_usd, "rented"), (of.bought_usd, "bought")) if usd is not None]
+    return ", ".join([show_days(of.seconds), *prices])
+
+
+def show_usd(usd: float | None) -> str:
+    """`0.401 USD`, `1,240 USD`; `no price`."""
+    return "no price" if usd is None else f"{usd:,.0f} USD" if usd >= 100 else f"{usd:.3g} USD"
+
+
+def show_days(s: float) -> str:
+    """`2.2 days`, `13.5 hours`: of a job."""
+    for length_s, unit in ((365.25 * DAY_S, "year"), (DAY_S, "day"), (HOUR_S, "hour"), (60, "minute")):
+        if s >= 1.95 * length_s:
+            return f"{s / length_s:,.1f} {unit}s" if s < 100 * length_s else f"{s / length_s:,.0f} {unit}s"
+    return f"{s:.3g} seconds"

@@ -1,0 +1,91 @@
+"""Is a machine's name whole on any terminal, and a plan's price the same wherever it is shown?"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hwprofiles.schema import shipped_profiles
+from penstock.cli.main import cli
+from penstock.cli.options import show_table
+from planner.show.compare import JOB_TITLES, MATTER, TITLES
+from runtime.errors import PenstockError
+from runtime.units import parse_count
+
+SMALL = ["qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "2", "--tokens", "3M", "--usd-per-hour", "0.5", "--usd", "4000"]
+
+
+def said(*words: str) -> str:
+    done = CliRunner().invoke(cli, list(words))
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 250])
+def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    titles = (*TITLES, *JOB_TITLES)
+    fits = (
+        "12,654",
+        "125 s",
+        "118 s to 131 s",
+        "0.489",
+        "no price",
+        "63%",
+        "508 GB",
+        "4",
+        "device compute",
+        "2.2 days",
+        "1.00",
+        "2.00",
+    )
+    rows = [(name, *fits) for name in shipped_profiles()]
+    show_table(titles, rows, MATTER)
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    drawn, left = printed.split("\n└")[0].splitlines(), re.search(r"Left out at this width: (.*);", printed)
+    assert max(map(len, drawn)) <= width
+    assert "…" not in printed
+    head = " ".join(re.sub("[┃│]", " ", " ".join(drawn[: next(i for i, line in enumerate(drawn) if line.startswith("┡"))])).split())
+    for name in shipped_profiles():
+        assert any(f" {name} " in line for line in drawn)
+    out = set(left[1].split(", ")) if left else set()
+    assert {"machine", "tokens/s"}.isdisjoint(out)
+    assert all(set(title.split()) <= set(head.split()) for title in set(titles) - out)
+
+
+def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
+    """And what was given on the command line stays with the plan."""
+    plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    planned = json.loads(said("plan", *SMALL, "--machine", "rtx4090-desktop", "-o", str(plan), "--json"))
+    (compared,) = json.loads(said("compare", *SMALL, "--machines", "rtx4090-desktop", "--json"))["machines"]
+    for key in ("usd_per_million_tokens", "bought_usd_per_million_tokens", "job"):
+        assert planned[key] == compared[key], key
+    assert compared["usd_per_million_tokens"] == pytest.approx(0.5 / 3600 / compared["tokens_per_s"] * 1e6)
+    said("report", str(plan), "-o", str(page))
+    text = page.read_text()
+    assert f"rented: {compared['usd_per_million_tokens']:.3g} USD per million tokens, at 0.5 USD an hour" in text
+    assert f"bought: {compared['bought_usd_per_million_tokens']:.3g} USD per million tokens" in text
+    assert "penstock report" in text.split("<footer>")[1]
+
+
+def test_machines_are_listed_with_what_they_are_and_where_their_numbers_come_from() -> None:
+    found = {m["name"]: m for m in json.loads(said("machines", "--json"))["machines"]}
+    assert list(found) == shipped_profiles()
+    assert "DGX Spark" in found["gb10"]["summary"]
+    assert found["gb10"]["most_host_bytes"] == 88 * 10**9
+    assert found["rtx4090-desktop"]["most_host_bytes"] is None
+    assert [name for name, m in found.items() if m["numbers"]["measured"]] == ["cpu-2core"]
+    assert len(said("machines").splitlines()) == len(found) + 1
+
+
+def test_counts_of_tokens_are_read_as_they_are_written_and_refused_in_one_line() -> None:
+    assert [parse_count(text) for text in ("100M", "1.5b", "250000", "2T")] == [10**8, 15 * 10**8, 250000, 2 * 10**12]
+    for text in ("", "0", "-3", "1e9", "M", "9" * 40, "100 MB"):
+        with pytest.raises(PenstockError, match="100M"):
+            parse_count(text)

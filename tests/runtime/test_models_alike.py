@@ -1,0 +1,78 @@
+"""When is the model in a folder the one that a plan was made for?"""
+
+import json
+import re
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from planner.model.config import hub_name, shipped_models
+from runtime.compute.meta_models import difference
+from tests.tiny import MODEL_TYPES, tiny_config
+
+# Written from memory of what the hub holds, but for its sizes: what a file says beyond a shipped configuration.
+_USUAL = {"bos_token_id": 1, "eos_token_id": [2], "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {"max_window_layers": 24, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False},
+    "qwen3-8b": {"rope_scaling": None, "max_window_layers": 36, "sliding_window": None, "use_sliding_window": False},
+    "qwen3-30b-a3b": {"rope_scaling": None, "max_window_layers": 48, "output_router_logits": False, "mlp_only_layers": []},
+    "llama-3.1-8b": {"rope_scaling": _LLAMA3 | {"factor": 8.0}, "pretraining_tp": 1, "max_position_embeddings": 4096},
+    "llama-3.2-1b": {"rope_scaling": _LLAMA3 | {"factor": 32.0}, "head_dim": 64, "pad_token_id": 128004},
+    "llama-3.2-3b": {"rope_scaling": _LLAMA3 | {"factor": 32.0}},
+    "llama-3.1-405b": {"rope_scaling": _LLAMA3 | {"factor": 8.0}},
+    "mixtral-8x7b": {"router_aux_loss_coef": 0.02, "sliding_window": None},
+    "gpt-oss-120b": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        | {"original_max_position_embeddings": 4096},
+        "quantization_config": {"quant_method": "mxfp4"},
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "swiglu_limit": 7.0,
+    },
+}
+
+
+def shipped(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((resources.files("planner") / "models" / f"{name}.json").read_bytes())
+    return config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_model_is_the_published_one_whatever_else_its_file_says(name: str) -> None:
+    assert difference(shipped(name) | _USUAL | PUBLISHED[name], shipped(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "said"),
+    [
+        ("qwen2.5-0.5b", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, not 1e-06"),
+        ("qwen2.5-0.5b", {"rope_theta": 10000.0}, "rope_parameters.rope_theta is 10000.0, not 1000000.0"),
+        ("qwen2.5-0.5b", {"use_sliding_window": True, "max_window_layers": 3}, "layer_types is "),
+        ("qwen3-8b", {"tie_word_embeddings": True}, "tie_word_embeddings is True, not False"),
+        ("qwen3-8b", {"model_type": "qwen2"}, "model_type is qwen2, not qwen3"),
+        ("qwen3-30b-a3b", {"norm_topk_prob": False}, "norm_topk_prob is False, not True"),
+        ("llama-3.1-8b", {"rope_scaling": None}, "rope_parameters."),
+        ("mixtral-8x7b", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, not 2"),
+        ("gpt-oss-120b", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0, not 7.0"),
+        ("gpt-oss-120b", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, not 131072"),  # YaRN may depend on it
+    ],
+)
+def test_what_computes_otherwise_is_another_model_and_named(name: str, other: dict[str, Any], said: str) -> None:
+    found = difference(shipped(name) | other, shipped(name))
+    assert found is not None
+    assert found.startswith(said)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_model_is_alike_to_what_transformers_writes_of_it(model_type: str, tmp_path: Any) -> None:
+    from transformers import AutoConfig
+
+    config = tiny_config(model_type)
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    assert difference(json.loads((tmp_path / "config.json").read_text()), config) is None
+
+
+def test_of_every_shipped_model_it_is_said_where_its_weights_are() -> None:
+    assert [name for name in shipped_models() if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_name(name) or "")] == []

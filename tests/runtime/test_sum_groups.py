@@ -1,0 +1,139 @@
+"""Do gradients that are summed in groups give the bits of a tree of groups, whatever the policy?"""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import predict
+from planner.check.shape import Shape
+from planner.lower.lower import lower
+from runtime.checkpoint.checkpoint import load_state
+from runtime.checkpoint.resuming import refuse_another
+from runtime.errors import CheckpointError, PlanError
+from runtime.plan import Policy, Semantics, Update
+from tests.running import make_home, one_line, penstock, plan_in, train
+from tests.strategies import MODEL, PROFILE, small_workload
+from tests.tiny import tiny_config
+from tests.training import differences, plain, semantics_of, streamed
+
+POLICIES = {
+    "a micro-batch after the other": Policy(accumulation_group=1, update=Update.DEFERRED),
+    "groups across the sums'": Policy(accumulation_group=3),
+    "all in one, in a few slots": Policy(accumulation_group=8, update=Update.DEFERRED, spill_blocks=(0, 1), square_blocks=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sum_groups", [2, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_eight_micro_batches_in_groups_are_the_plain_loop_s_tree(tied, sum_groups, policy):
+    fields = (("tie_word_embeddings", tied), ("num_hidden_layers", 2))
+    dtypes = dict.fromkeys(("compute_dtype", "gradient_dtype"), "fp32")  # fp32 sums of a few bf16 numbers are exact in any order
+    semantics = semantics_of("qwen3_moe", batch_size=8, micro_batch=1, sum_groups=sum_groups, **dtypes)
+    machine = streamed(tiny_config("qwen3_moe", **dict(fields)), semantics, POLICIES[policy], delay_seed=1)
+    assert differences(machine, plain("qwen3_moe", semantics, fields)) == []
+    assert differences(machine, plain("qwen3_moe", replace(semantics, sum_groups=1), fields)), "the order of sums shows in the bits"
+
+
+@given(st.integers(0, 5), st.integers(1, 5))
+def test_a_sum_waits_for_its_right_part_and_no_longer(log_groups, of_a_group):
+    """Held against a stack: what is whole on both sides is joined at once. The checker's own account says the same."""
+    n_groups = 1 << log_groups
+    semantics = Semantics(seq_len=4, batch_size=n_groups * of_a_group, micro_batch=1, sum_groups=n_groups)
+    shape = Shape.of(lower(MODEL, small_workload(1, tied=False), semantics, Policy(), PROFILE))
+    stack, most = list[range](), 0
+    for m in range(semantics.n_micro_batches):
+        begins = not stack or len(stack[-1]) % of_a_group == 0
+        assert semantics.begins_sum(m) == begins
+        if begins:
+            stack.append(range(m, m))
+        stack[-1] = range(stack[-1].start, m + 1)
+        most = max(most, len(stack))
+        assert semantics.sum_level(m) == shape.sum_place(m) == len(stack) - 1
+        together = [stack[-1]]
+        while len(stack) > 1 and len(stack[-1]) == len(stack[-2]):
+            stack[-2:] = [range(stack[-2].start, m + 1)]
+            together.append(stack[-1])
+        assert semantics.n_joined(m) == len(together) - 1
+        assert shape.summed_with(m) == together
+    assert stack == [range(semantics.n_micro_batches)]
+    assert semantics.n_sums == shape.n_sums >= most
+
+
+@pytest.mark.parametrize("n", [3, 8, 6])
+def test_groups_that_make_no_tree_are_refused(n):
+    with pytest.raises(PlanError, match=f"12 micro-batches has no {n} sum groups; choose a power of two that divides them"):
+        lower(MODEL, small_workload(1, tied=False), Semantics(4, 12, 1, sum_groups=n), Policy(), PROFILE)
+
+
+def test_a_run_is_planned_checked_and_resumed_with_groups_and_by_none_with_others(tmp_path):
+    home = make_home(tmp_path)
+    plan, other = (plan_in(home, "--policy", "megatrain", "--micro-batch", 1, "--sum-groups", n, name=f"{n}.json") for n in (4, 2))
+    assert penstock("check", plan).exit_code == 0
+    assert train(home, plan, steps=2).exit_code == 0
+    one_line(train(home, other, "--resume", steps=4), 2, "of another meaning of a step", "sum_groups")
+    assert train(home, plan, "--resume", steps=4).exit_code == 0
+    assert load_state(home / "out" / "checkpoint-4").fields["semantics"]["sum_groups"] == 4
+
+
+def test_what_was_saved_before_there_were_groups_has_none(tmp_path):
+    home = make_home(tmp_path)
+    assert train(home, plan_in(home), steps=1).exit_code == 0
+    state = load_state(home / "out" / "checkpoint-1")
+    now = state.fields["semantics"]
+    older = replace(state, fields={"semantics": {name: value for name, value in now.items() if name != "sum_groups"}})
+    refuse_another(older, {"semantics": now})
+    with pytest.raises(CheckpointError, match="sum_groups"):
+        refuse_another(older, {"semantics": now | {"sum_groups": 2}})
+
+
+@pytest.mark.parametrize("asked", [("--sum-groups", 3), ("--sum-groups", 8), ("--sum-groups", 4, "--micro-batch", 2)])
+def test_groups_that_a_step_cannot_have_are_one_line(tmp_path, asked):
+    home = make_home(tmp_path)
+    done = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, *asked)
+    one_line(done, 2, f"no {asked[1]} sum groups; choose a power of two that divides them")
+
+
+def test_a_size_is_chosen_that_makes_the_groups(tmp_path):
+    home = make_home(tmp_path)
+    done = penstock(
+        "plan",
+        home / "model",
+        "--machine",
+        "cpu-2core",
+        "--seq-len",
+        32,
+        "--batch-size",
+        24,
+        "--sum-groups",
+        8,
+        "--policy",
+        "megatrain",
+    )
+    assert "in 8 sum groups" in done.output
+
+
+def test_a_plan_file_of_groups_that_no_step_has_is_refused_by_whoever_reads_it(tmp_path):
+    home = make_home(tmp_path)
+    plan = plan_in(home)
+    fields = json.loads(plan.read_text())
+    assert fields["semantics"]["sum_groups"] == 1
+    for n in (3, 2**20):
+        fields["semantics"]["sum_groups"] = n
+        plan.write_text(json.dumps(fields))
+        with pytest.raises(PlanError, match=f"has no {n} sum groups"):
+            predict(plan)
+        one_line(penstock("report", plan, "-o", home / "page.html"), 2, f"has no {n} sum groups")
+
+
+def test_fewer_groups_are_offered_where_their_sums_have_no_room(tmp_path):
+    home = make_home(tmp_path)
+    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 16, "--micro-batch", 1, "--policy", "megatrain"]
+    needs = [json.loads(penstock("plan", home / "model", *sizes, "--sum-groups", n, "--json").output) for n in (1, 16)]
+    one, many = (of["prediction"]["host_peak_bytes"] for of in needs)
+    assert one < many
+    done = penstock("plan", home / "model", *sizes, "--sum-groups", 16, "--host-memory", (one + many) // 2)
+    one_line(done, 3, "--sum-groups 1")
