@@ -176,6 +176,19 @@ class Host(Part):
     soldered_bytes: Quantity | None = None  # all that a run can have, where no module can be added
 
 
+class Peers(Part):
+    """The other devices of the host, each at work on its part of a step.
+
+    `bytes_per_s`: what each sends, and receives at the same time, when all exchange something. `through_host`: by way of host
+    memory, as where devices do not reach each other's.
+    """
+
+    n_devices: Size
+    bytes_per_s: Quantity
+    latency_s: Quantity
+    through_host: bool = False
+
+
 class Price(Part):
     """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought beside it where it has a price."""
 
@@ -198,6 +211,7 @@ class Profile(Part):
     link: Link
     host: Host
     price: Price
+    peers: Peers | None = None  # None: nobody said
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Profile":
@@ -266,6 +280,29 @@ class Profile(Part):
             for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes))
             if n_bytes is not None
         )
+
+    def shared_by(self, n: int) -> "Profile":
+        """What one of n devices has of the machine: a device and its link, and an equal part of the host. Prices stay those of one:
+        what is rented and bought is n of them."""
+        most = 1 if self.peers is None else self.peers.n_devices
+        if self.peers is not None and n > most:
+            raise ProfileError(f"{self.name}: has {most} devices, not {n}; choose --gpus {most} or fewer, or another machine")
+        if n == 1:
+            return self
+        fields = self.to_json()
+        host, price = fields["host"], fields["price"]
+        for key in ("memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s"):
+            host[key]["value"] /= n
+        host["n_cores"] = max(1, host["n_cores"] // n)
+        for key in ("soldered_bytes",):
+            if host[key] is not None:
+                host[key]["value"] /= n
+        for key in ("usd_per_hour", "usd", "watts"):
+            if price[key] is not None:
+                price[key]["value"] *= n
+        if price["ram_usd_per_gb"] is not None:
+            price["ram_usd_per_gb"]["value"] *= n
+        return Profile.from_json(fields | {"name": f"{n}x {self.name}"}, self.name)
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""

@@ -149,9 +149,10 @@ def plan(
     kernels: "Kernel | None" = None,
     deterministic: bool = False,
     clipped_fraction: float | None = None,
+    gpus: int = 1,
     **semantics: Any,
 ) -> Planned:
-    """The fastest schedule of `model` on `machine`.
+    """The fastest schedule of `model` on `machine`; of several `gpus` each one's part of a step.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, or the name of another system's, in place of a search. `semantics`: further fields of Semantics, as
@@ -164,6 +165,7 @@ def plan(
     profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
     if host_memory_bytes is not None or device_memory_bytes is not None:
         profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
+    profile = profile.shared_by(gpus)
     described = read_model(str(model))
     given = semantics | {
         "seq_len": seq_len,
@@ -171,7 +173,7 @@ def plan(
         "micro_batch": micro_batch,
         "clip_norm": clip_norm,
     }
-    return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction), profile)
+    return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction, gpus), profile)
 
 
 def answer_of(
@@ -182,8 +184,10 @@ def answer_of(
     deterministic: bool = False,
     policy: "Policy | str | Callable[[Semantics, Workload], Policy | None] | None" = None,
     clipped_fraction: float | None = None,
+    gpus: int = 1,
 ) -> "Answer":
-    """The search's answer to fields of Semantics, of which those that are None are chosen; `policy` may need the sizes chosen."""
+    """The search's answer to fields of Semantics, of which those that are None are chosen; `policy` may need the sizes chosen. Of
+    several `gpus` the profile is one's share of the machine."""
     from planner.model.kernels import PARTS, with_kernels
     from planner.model.workload import supported_attention
     from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
@@ -205,6 +209,8 @@ def answer_of(
     asked = with_kernels(model, asked, profile, kernels, deterministic)
     if asked.micro_batch > asked.batch_size:
         raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
+    if gpus > 1:
+        asked = _shared(asked, gpus, "sum_groups" in known)
     asked, workload = with_micro_batch(model, asked, profile, free)
     if isinstance(policy, str):
         if policy not in BASELINES:
@@ -217,6 +223,18 @@ def answer_of(
         problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise PlanError(f"{problem}; {shorter(asked)}")
     return search(model, workload, asked, profile, fixed, free, clipped_fraction)
+
+
+USUAL_SUM_GROUPS = 8  # where several GPUs are asked for: then 2, 4 and 8 of them give the same bits
+
+
+def _shared(asked: "Semantics", gpus: int, has_groups: bool) -> "Semantics":
+    """Each one's part of a step. Where no groups were asked for, as many as usual if the step can be cut into so many."""
+    if not has_groups:
+        n = asked.n_micro_batches
+        fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
+        asked = replace(asked, sum_groups=fitting[-1])
+    return asked.shared_by(gpus)
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
@@ -359,7 +377,7 @@ def _given(batches: "Batches", plan: "Plan") -> "Given":
     from runtime.data.given import Given
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    return Given(batches, of.seq_len, of.batch_size, vocab_size, supports_documents(plan.model.config, of))
+    return Given(batches, of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
 
 
 def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":

@@ -5,6 +5,7 @@ only waits to be started.
 """
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from planner.predict.simulate import Prediction
     from runtime.checkpoint.checkpoint import State
     from runtime.data.data import Data
+    from runtime.machines.processes import Processes
     from runtime.machines.torch_machine import TorchMachine
     from runtime.plan import Plan, PlanFile
     from runtime.plan.region import Demand, Region
+    from runtime.ranks import Ranks
     from runtime.settings import AdamW, OptimizerSettings, RunSettings
     from runtime.train.trainer import Training
 
@@ -86,6 +89,7 @@ def assemble(
     data: "Data | None" = None,
     state: "State | None" = None,
     report: Callable[[str], None] = lambda words: None,
+    ranks: "Processes | None" = None,
 ) -> Session:
     """Everything but the start. PenstockError for what cannot be; nothing is written but the cache of tokens.
 
@@ -104,7 +108,7 @@ def assemble(
             raise RunConfigError("an emulated run trains a stand-in with a vocabulary of its own: give it files, not batches")
         run = _emulated(settings, plan, prediction, demands, region, time_scale, until_the_end, report)
     else:
-        run = _real(settings, plan, prediction, device, until_the_end, data, state, report)
+        run = _real(settings, plan, prediction, device, until_the_end, data, state, report, ranks)
     expected_s = prediction.step_s * run.scale if run.is_comparable else None
     return replace(run, training=replace(run.training, predicted_step_s=expected_s))
 
@@ -127,11 +131,15 @@ def _real(
     data: "Data | None",
     state: "State | None",
     report: Callable[[str], None],
+    ranks: "Processes | None",
 ) -> Session:
     """A run of the plan's own model on this machine's GPU or CPU. What is quickly refused is read before the weights are."""
     from runtime.checkpoint.room import refuse_what_has_no_room
     from runtime.executor import say
+    from runtime.train.crew import Lead
     from runtime.train.trainer import Training, load_model
+
+    from .ranks import all_ready, begin
 
     plan, folder = own_model(plan, settings.model)
     out, first_step = Path(settings.out), 0 if state is None else state.step
@@ -144,9 +152,12 @@ def _real(
     n_steps = _n_steps(settings, data)
     each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
     refuse_what_has_no_room(out, settings.checkpoint, each_bytes, first_step, n_steps, run_s)
+    if ranks is not None:
+        begin(ranks, None if state is None else state.path)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
     report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
-    store = _machine(device, plan, data, of_step, settings.seed)
+    store = _machine(device, plan, data, of_step, settings.seed, ranks)
+    lead = None if ranks is None else Lead(store, ranks)
     if state is not None:
         said = f"{state.path}, after step {state.step}"
     elif weights is not None:
@@ -166,14 +177,49 @@ def _real(
         Path(settings.out),
         saves=True,
         tokenizer_from=folder if settings.tokenizer == "model" else None,
-        checkpoint=settings.checkpoint,
+        checkpoint=settings.checkpoint if ranks is None else replace(settings.checkpoint, background=False),
         optimizer=kept,
+        lead=lead,
     )
     if state is not None:
         report("putting back the state")
         training.resume(state)
     tokenizer = str(folder) if settings.tokenizer == "model" and folder is not None else settings.tokenizer
-    return Session(settings, plan, device, training, n_steps, 1.0, prediction, said, tokenizer, held_out, prompts)
+    run = Session(settings, plan, device, training, n_steps, 1.0, prediction, said, tokenizer, held_out, prompts)
+    if ranks is not None:
+        report("waiting for all ranks")
+        all_ready(ranks, run)
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """What a rank has that does not lead."""
+
+    store: "TorchMachine"
+    data: "Data"
+
+
+def follower_of(
+    settings: "RunSettings", plan: "Plan", device: str, ranks: "Processes", resume: str | None, until_the_end: ExitStack
+) -> Follower:
+    """A rank's part of a run that rank 0 has put together; PenstockError for what this one lacks."""
+    from runtime.checkpoint.checkpoint import load_state
+    from runtime.checkpoint.resuming import put_back
+    from runtime.train.trainer import load_model
+
+    plan, folder = own_model(plan, settings.model)
+    _refuse_what_does_not_fit(plan, device, settings.device)
+    data = data_of(settings, plan, folder, until_the_end)
+    of_step, _ = _optimizer(settings.optimizer, _n_steps(settings, data))
+    store = _machine(device, plan, data, of_step, settings.seed, ranks)
+    if resume is not None:
+        put_back(load_state(Path(resume)), store.host, data)
+    elif settings.from_scratch:
+        store.initialise(settings.seed)
+    else:
+        load_model(store, weights_of(plan, folder))
+    return Follower(store, data)
 
 
 def _emulated(
@@ -187,7 +233,7 @@ def _emulated(
     report: Callable[[str], None],
 ) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, whose weights nobody saves or asks."""
-    from runtime.machines.emulated import EmulatedMachine, time_scale_for
+    from runtime.machines.emulated import Alike, EmulatedMachine, time_scale_for
     from runtime.train.trainer import Training
 
     small = _stand_in(plan)
@@ -195,7 +241,8 @@ def _emulated(
     data = data_of(replace(settings, tokenizer="bytes"), small, None, until_the_end, report=report)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
-    store = _machine("cpu", small, data, of_step, settings.seed)
+    ranks = Alike(small.semantics.ranks) if small.semantics.ranks > 1 else None
+    store = _machine("cpu", small, data, of_step, settings.seed, ranks)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
@@ -232,13 +279,15 @@ def _refuse_parts_of_no_name(settings: "OptimizerSettings", plan: "Plan") -> Non
             raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")
 
 
-def _machine(device: str, plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int) -> "TorchMachine":
+def _machine(
+    device: str, plan: "Plan", data: "Data", of_step: "Callable[[int], AdamW]", seed: int, ranks: "Ranks | None" = None
+) -> "TorchMachine":
     from runtime.machines.cpu import CpuMachine
     from runtime.machines.cuda import CudaMachine
 
     if device == "cuda":
-        return CudaMachine(plan, data.batch, of_step, seed)
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True)
+        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks)
+    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks)
 
 
 def _stand_in(plan: "Plan") -> "Plan":
@@ -262,7 +311,8 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str) -> None:
     from runtime.host.memory import available_host_bytes
     from runtime.plan.footprint import host_needs, planned_device_needs
 
-    on_device, on_host = sum(planned_device_needs(plan, device == "cuda").values()), sum(host_needs(plan).values())
+    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.semantics.ranks > 1 else 1  # ranks that share the host's memory
+    on_device, on_host = sum(planned_device_needs(plan, device == "cuda").values()), n_here * sum(host_needs(plan).values())
     where = "here"
     if device == "cuda":
         from runtime.machines.streams import free_cuda_bytes
@@ -271,7 +321,7 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str) -> None:
             raise _does_not_fit(f"{show_bytes(on_device)} of the GPU's memory", short_bytes, 0)
         where = "of pinned memory"
     else:
-        on_host += on_device
+        on_host += n_here * on_device
         if plan.profile["device"]["kind"] == "cuda":
             found = " (no GPU was found)" if asked == "auto" else ""
             where = f"here, where the CPU's memory takes the place of the GPU's{found}"

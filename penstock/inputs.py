@@ -75,7 +75,7 @@ def data_of(
         _tokenizer_folder(settings, folder),
         _vocab_size(plan),
         semantics.seq_len,
-        1 if held_out else semantics.batch_size,
+        1 if held_out else semantics.whole.batch_size,
         settings.seed,
         Path(settings.out) / TOKENS_FOLDER,
         by_document=supports_documents(plan.model.config, semantics) is None,

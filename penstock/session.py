@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, PlanError
 from runtime.train.run_config import RUN_FILE, WRITTEN_BY_A_RUN
 from runtime.units import on_one_line
 
 if TYPE_CHECKING:
     from runtime.checkpoint.checkpoint import State
     from runtime.data.data import Data
+    from runtime.machines.processes import Processes
     from runtime.plan import Plan, PlanFile
     from runtime.settings import RunSettings
 
@@ -34,11 +35,14 @@ def begun(
     data: "Data | None" = None,
     refuse: "Callable[[Plan, str], None]" = lambda plan, device: None,
     report: "Callable[[str], None]" = lambda words: None,
+    ranks: "Processes | None" = None,
+    where: str = "the plan",
 ) -> "Iterator[tuple[Session, int]]":
     """A run that waits to be started, and how many of its steps are done. PenstockError for what cannot be, and nothing is written.
 
-    `file`: a plan that is not read from where the settings say; `data`: batches that are not read from there either; `refuse` may
-    refuse a plan and a device before any weight is read; `report` hears what is done.
+    `file`: a plan that is not read from where the settings say, but was from `where`; `data`: batches that are not read from there
+    either; `refuse` may refuse a plan and a device before any weight is read; `report` hears what is done. Of several `ranks` this
+    is the first.
     """
     from runtime.checkpoint.checkpoint import writable_folder
     from runtime.executor import say
@@ -54,8 +58,11 @@ def begun(
         assert settings.plan is not None
         file = checked_plan(Path(settings.plan))
     else:
-        checked(file, "the plan")
+        checked(file, where)
     device, out = device_of(settings.device), Path(settings.out)
+    if ranks is None and file.plan.semantics.ranks > 1 and device != "emulated":
+        n = file.plan.semantics.ranks
+        raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or torchrun --nproc-per-node {n} -m penstock run")
     if settings.device == "auto" and device == "cpu" and file.plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(file.plan.profile['name'])} trains on this CPU")
     _refuse_odd_files(out)
@@ -72,10 +79,12 @@ def begun(
         state = _state(out, resume, resume_from)
         refuse(file.plan, device)
         first_step = state.step if state is not None else 0
-        run = assemble(settings, file.plan, device, time_scale, until_the_end, data, state, report)
+        run = assemble(settings, file.plan, device, time_scale, until_the_end, data, state, report, ranks)
         if first_step > run.n_steps or (first_step == run.n_steps and not lacks_evaluation(run, first_step)):
             raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {run.n_steps} with --steps")
         yield run, first_step
+        if run.training.lead is not None:
+            run.training.lead.end()
 
 
 def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":

@@ -20,10 +20,12 @@ class Batch:
     input_ids: torch.Tensor
     targets: torch.Tensor
     document_tokens: tuple[tuple[int, ...], ...] | None = None
+    n_of_all: int | None = None  # supervised tokens of the step, where this is a rank's part of it
 
     @property
     def n_supervised(self) -> int:
-        return int((self.targets != UNSUPERVISED).sum())
+        """Tokens of the step that are to be predicted."""
+        return int((self.targets != UNSUPERVISED).sum()) if self.n_of_all is None else self.n_of_all
 
 
 @dataclass(frozen=True, slots=True)

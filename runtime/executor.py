@@ -48,12 +48,38 @@ class Stop:
     def request(self) -> None:
         self._is_requested = True
 
+    def last_step(self, begun: int) -> int:
+        """The step after which a run ends that is asked to, where `begun` is the furthest that any lane has begun."""
+        return begun
+
+
+class AgreedStop(Stop):
+    """What one rank is asked, all hear of while a step is at work; the one after it is then everybody's last.
+
+    No lane of any rank can be further: no op of the step after next begins before all have met in the next one.
+    """
+
+    def __init__(self, asked: Stop) -> None:
+        """`asked`: who asks this rank."""
+        super().__init__()
+        self.asked, self._last_step = asked, 0
+
+    def hear(self, step: int, is_asked: bool) -> None:
+        """What all ranks learn in a step."""
+        if is_asked and not self.is_requested:
+            self._last_step = step + 1
+            self.request()
+
+    def last_step(self, begun: int) -> int:
+        return self._last_step
+
 
 @dataclass(slots=True)
 class _Board:
     """All lanes, what the caller's thread sleeps for, the first failure, and which step is the last."""
 
     tracks: list[Track]
+    first_step: int
     n_steps: int
     stop: Stop
     news: Bell = field(default_factory=Bell)  # a step's end in some lane, or a failure
@@ -85,7 +111,8 @@ class _Board:
         """
         with self._one_at_a_time:
             if self.stop.is_requested:
-                self.n_steps = self._n_begun
+                last = self.stop.last_step(self.first_step + self._n_begun - 1)
+                self.n_steps = min(self.n_steps, last + 1 - self.first_step)
                 self.news.ring()
             if turn >= self.n_steps:
                 return False
@@ -136,7 +163,7 @@ class Execution:
     ) -> None:
         self.timeline = Timeline(())  # in the end: when each op of the last `keep_steps` ran, in seconds since the start
         self._machine, self._quiet_s, self._keep_steps, self._on_interrupt = machine, quiet_s, keep_steps, on_interrupt
-        self._board = _Board(tracks_of(plan), n_steps, stop or Stop())
+        self._board = _Board(tracks_of(plan), first_step, n_steps, stop or Stop())
         self._steps = self._perform(range(first_step, first_step + n_steps))
 
     def __enter__(self) -> "Execution":

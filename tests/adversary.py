@@ -98,7 +98,8 @@ def cell(number: int) -> Cell:
     model, workload = (
         _real(rng, of, n_layers) if rng.random() < 0.5 else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
     )
-    machine = read_profile(rng.choice(MACHINES))
+    of = _in_ranks(of, workload, random.Random(f"ranks of cell {number}"))
+    machine = _with_peers(read_profile(rng.choice(MACHINES)), random.Random(f"peers of cell {number}"))
     if rng.random() < 0.8:
         machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group})
     often = 0.0 if eager_is_legal(of) else rng.choice((None, None, 0.0, 0.3, 1.0))
@@ -134,6 +135,21 @@ def _in_sum_groups(of: Semantics, rng: random.Random) -> Semantics:
     """As many as there can be, some, or, in half of the cells, one."""
     most = of.n_micro_batches & -of.n_micro_batches
     return replace(of, sum_groups=rng.choice((1, 1, most, 1 << rng.randrange(most.bit_length()))))
+
+
+def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantics:
+    """Each one's part of a step that several share, in a quarter of the cells where that can be."""
+    return of if workload.tied or of.n_left or rng.random() < 0.75 else replace(of, ranks=rng.choice((2, 4, 8, 64)))
+
+
+def _with_peers(machine: Profile, rng: random.Random) -> Profile:
+    """Devices that reach each other fast, slowly or by way of the host; or of which nothing is said."""
+    if rng.random() < 0.3:
+        return machine
+    quantity = {"value": 10 ** rng.uniform(8, 12), "spread_fraction": 0.1, "source": next(iter(machine.sources))}
+    latency = {**quantity, "value": 10 ** rng.uniform(-6, -3)}
+    peers = {"n_devices": 8, "bytes_per_s": quantity, "latency_s": latency, "through_host": rng.random() < 0.3}
+    return Profile.from_json(machine.to_json() | {"peers": peers})
 
 
 @cache
@@ -211,7 +227,7 @@ def drawn_policy(rng: random.Random, of: Cell) -> Policy:
     policy = Policy(
         prefetch_depth=rng.choice((1, 1, 2, 3, n_layers + 1)),
         gradient_slots=rng.choice((1, 2, 3, 5, 8)),
-        accumulation_group=rng.choice((1, n, rng.randint(1, n), rng.randint(1, n))),
+        accumulation_group=max(s.least_group, rng.choice((1, n, rng.randint(1, n), rng.randint(1, n)))),
         update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
         boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
     )
@@ -243,6 +259,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
 
     def group(rng: random.Random) -> Policy:
         size = rng.choice((1, n, max(1, policy.accumulation_group // 2), min(n, policy.accumulation_group * 2), rng.randint(1, n)))
+        size = max(size, s.least_group)
         whole = {"square_blocks": (), "device_blocks": (), "offload_late_blocks": 0} if size < n else {}
         return replace(policy, accumulation_group=size, **whole)
 
@@ -278,8 +295,8 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     yield from (group, update, saving, saving, buffers, buffers)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
-    if policy.accumulation_group == n:
-        yield toggled("square_blocks", can_square(workload))
+    if policy.accumulation_group == n and s.ranks == 1:
+        yield toggled("square_blocks", can_square(workload, s))
         yield from (stay, stay)
         yield lambda rng: replace(policy, offload_late_blocks=rng.randint(0, policy.gradient_slots - 1))
     if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
@@ -334,7 +351,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
         some = [b for b in may if rng.random() < 0.5]
         policy = staying(policy, rng.choice((may, some, may[1:-1], [rng.choice(may)])))
         if rng.random() < 0.5:
-            policy = replace(policy, square_blocks=tuple(can_square(of.workload)))
+            policy = replace(policy, square_blocks=tuple(can_square(of.workload, of.semantics)))
         with suppress(PlanError):
             refuse_illegal(of.workload, of.semantics, policy)
             if of.needs(policy).fits:

@@ -180,11 +180,13 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
                 p.copy_(half_up(masters[name].data) if compute is torch.bfloat16 else masters[name])
         sums, loss = micro_batch_sums(model, parameters, semantics, batch)
         gradients = {name: sums[name].to(gradient_dtype).float() for name in parameters}
-        norm = 0.0
-        for g in gradients.values():
-            of_tensor = 0.0
-            for chunk in g.flatten().split(65536):
-                of_tensor += float(chunk.square().sum())
+        norm, ends = 0.0, ends_of_pieces(parameters, semantics.sum_groups)
+        for name, g in gradients.items():
+            of_tensor, begin = 0.0, 0
+            for end in [*ends[name], g.numel()]:
+                for chunk in g.flatten()[begin:end].split(65536):
+                    of_tensor += float(chunk.square().sum())
+                begin = end
             norm += of_tensor
         norm = math.sqrt(norm)
         factor = 1.0
@@ -205,6 +207,25 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         result.exp_avg[name] = optimizer.state[master]["exp_avg"]
         result.exp_avg_sq[name] = optimizer.state[master]["exp_avg_sq"]
     return result
+
+
+def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[str, list[int]]:
+    """Where within each parameter the norm's chunks begin anew. The parameters of a layer, or of what comes before or after all of
+    them, lie one after the other, each from a multiple of 128 elements on, and are cut into equal pieces, multiples of 128 too."""
+    blocks: dict[str, list[str]] = {}
+    for name in parameters:
+        in_layer = name.startswith("model.layers.")
+        blocks.setdefault(name.split(".")[2] if in_layer else "before" if "embed" in name else "after", []).append(name)
+    ends: dict[str, list[int]] = {}
+    for names in blocks.values():
+        places, at = {}, 0
+        for name in names:
+            places[name], at = at, at + parameters[name].numel() + -parameters[name].numel() % 128
+        piece = -(-at // (128 * n_pieces)) * 128
+        for name in names:
+            cuts = (piece * i - places[name] for i in range(1, n_pieces))
+            ends[name] = [cut for cut in cuts if 0 < cut < parameters[name].numel()]
+    return ends
 
 
 def at_once(logits: torch.Tensor, targets: torch.Tensor, n_supervised: int) -> tuple[torch.Tensor, torch.Tensor]:

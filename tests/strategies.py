@@ -73,15 +73,22 @@ PROFILE: dict[str, Any] = {
 
 
 def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
-    """Up to four micro-batches, the last one smaller or not, in any groups that may be summed apart; every dtype that goes
-    together, with and without clipping."""
+    """Up to four micro-batches, the last one smaller or not, in any groups that may be summed apart, of one rank or several; every
+    dtype that goes together, with and without clipping."""
     dtypes = st.sampled_from([(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")])
 
     def build(
-        sizes: tuple[int, int, int, int], dtypes: tuple[Any, Any, Any], clip: float | None, skip: bool, most_groups: int
+        sizes: tuple[int, int, int, int],
+        dtypes: tuple[Any, Any, Any],
+        clip: float | None,
+        skip: bool,
+        most_groups: int,
+        ranks: int,
     ) -> Semantics:
         seq_len, micro_batch, n, n_missing = sizes
+        n_missing = n_missing if ranks == 1 else 0
         return Semantics(
+            ranks=ranks,
             sum_groups=min(most_groups, n & -n),
             seq_len=seq_len,
             micro_batch=micro_batch,
@@ -95,7 +102,8 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
 
     sizes = st.tuples(st.integers(1, 64), st.integers(1, 3), st.integers(1, max_micro_batches), st.integers(0, 2))
     groups = st.sampled_from([1, 1, 2, 4, 8])
-    return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans(), groups)
+    ranks = st.sampled_from([1, 1, 1, 1, 2, 4])
+    return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans(), groups, ranks)
 
 
 @st.composite
@@ -164,7 +172,9 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
         BlockKind.HEAD,
         (
             Parameter("norm.weight", (width,)),
-            Parameter("lm_head.weight", (vocabulary, width), draw(st.sampled_from([None, "embed.weight"]))),
+            Parameter(
+                "lm_head.weight", (vocabulary, width), draw(st.sampled_from([None, "embed.weight"] if of.ranks == 1 else [None]))
+            ),
         ),
         matmuls=(Matmul(tokens, width, vocabulary),),
         n_kernels=4,
@@ -249,10 +259,10 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
     update = draw(st.sampled_from(updates))
     gradient_slots = draw(st.integers(1, n + 1))
-    group = draw(st.integers(1, of.n_micro_batches))
+    group = draw(st.integers(of.least_group, of.n_micro_batches))
     one_group = group == of.n_micro_batches
-    on_device = _some(draw, can_stay(workload)) if one_group and update is Update.DEFERRED else ()
-    squared = {*_some(draw, can_square(workload)), *on_device} if one_group else ()
+    on_device = _some(draw, can_stay(workload, of)) if one_group and update is Update.DEFERRED else ()
+    squared = {*_some(draw, can_square(workload, of)), *on_device} if one_group else ()
     speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED else ()
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),

@@ -103,9 +103,15 @@ class _Plan(Command):
 @click.option(
     "--sum-groups",
     type=COUNT,
+    help="Parts of a step whose gradients are summed apart, and then as a tree: an order that up to as many GPUs keep.  "
+    "[default: 1; of several GPUs 8, or as many as divide the batch]",
+)
+@click.option(
+    "--gpus",
+    type=COUNT,
     default=1,
     show_default=True,
-    help="Parts of a step whose gradients are summed apart, and then as a tree: an order that as many GPUs could keep.",
+    help="Devices that share each step, and the host. The bits of the result do not depend on it, for the same --sum-groups.",
 )
 @click.option("--runnable", is_flag=True, expose_value=False, hidden=True)  # of scripts from when not every plan could be run
 @click.option(
@@ -130,6 +136,7 @@ def plan(
     kernels: "Kernel | None",
     deterministic: bool,
     clipped_steps: float | None,
+    gpus: int,
     tokens: int | None,
     usd_per_hour: float | None,
     usd: float | None,
@@ -155,6 +162,7 @@ def plan(
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
     profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
+    profile = profile.shared_by(gpus)
     described = read_model(model)
     given: dict[str, Any] = {
         "seq_len": seq_len,
@@ -166,7 +174,7 @@ def plan(
     if output is not None:
         PlanFile.refuse_unwritable(output)
     try:
-        answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps)
+        answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps, gpus)
     except DoesNotFitError as error:
         if as_json:
             short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
@@ -204,7 +212,7 @@ def _fields(answer: "Answer", profile: "Profile", measurements: bool, tokens: in
     from planner.show.price import hourly, job
 
     fields = {
-        "semantics": asdict(answer.plan.semantics),
+        "semantics": asdict(answer.plan.semantics.whole) | {"ranks": answer.plan.semantics.ranks},
         "policy": answer.plan.policy.to_json(),
         **answer.claim(),
         "baselines": answer.all_baselines(),

@@ -2,6 +2,7 @@
 
 import shlex
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -74,7 +75,10 @@ def _run(
     report: "Preparing",
 ) -> int:
     """Put the run together and perform it; the exit code."""
+    from penstock.assembly import device_of
+    from penstock.ranks import follow, is_rank, joined, start
     from penstock.session import begun
+    from runtime.plan import PlanFile
 
     from .outcome import refuse_to_recalibrate
 
@@ -82,9 +86,22 @@ def _run(
         if recalibrate is not None:
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
-    with begun(settings, None, resume, resume_from, time_scale, refuse=refuse, report=report) as (session, first_step):
+    device = device_of(settings.device)
+    report("reading the plan")
+    file = PlanFile.read(Path(settings.plan or ""))
+    n = file.plan.semantics.ranks
+    if n > 1 and device != "emulated" and not is_rank():
         report.stop()
-        return _train(session, first_step, recalibrate)
+        return start(n, sys.argv[1:])
+    with joined(settings, file.plan, device) as ranks:
+        if ranks is not None and ranks.rank > 0:
+            report.stop()
+            return follow(settings, file, device, ranks)
+        where = settings.plan or ""
+        started = begun(settings, file, resume, resume_from, time_scale, refuse=refuse, report=report, ranks=ranks, where=where)
+        with started as (session, first_step):
+            report.stop()
+            return _train(session, first_step, recalibrate)
 
 
 def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:

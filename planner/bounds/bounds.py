@@ -31,7 +31,7 @@ FACET = {
 }
 ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)  # what is done with gradients that are there
 MEETING_NAME = "copies and host work that slow each other"
-LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
+LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer", Lane.NET: "exchange"}
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
 
@@ -46,7 +46,7 @@ class Bound:
 
 def places_to_stay(plan: Setup, profile: Profile) -> list[int]:
     """The blocks whose state the device may hold: none where host and device are one memory, or the host sums gradients."""
-    return can_stay(plan.workload) if plan.reduced and not shares_memory(profile) else []
+    return can_stay(plan.workload, plan.semantics) if plan.reduced and not shares_memory(profile) else []
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
             add(work.updates, load, count)
         elif kind is Kind.UPDATE_ON_DEVICE:
             add(work.on_device, load, count)
-        elif kind is Kind.LOAD:
+        elif kind in (Kind.LOAD, Kind.GATHER):
             add(work.first_loads, load, 1)
         elif kind in (Kind.FORWARD, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED):
             n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
@@ -125,7 +125,7 @@ def policy_bounds(plan: Setup, cost: CostModel) -> Iterator[Bound]:
     The plan needs arenas, no ops: the ops are counted here, not read.
     """
     work = work_of(plan, cost)
-    yield from (Bound(work.total[lane], LANE_NAME[lane], f"lane {lane}") for lane in Lane)
+    yield from (Bound(work.total[lane], LANE_NAME[lane], f"lane {lane}") for lane in plan.lanes)
     yield from (Bound(work.total[resource], FACET[resource], f"resource {resource}") for resource in Resource)
     yield from (Bound(work.total[meeting], MEETING_NAME, f"meeting of {', '.join(meeting.kinds)}") for meeting in MEETINGS)
     yield from _ring(plan, work)
@@ -134,7 +134,8 @@ def policy_bounds(plan: Setup, cost: CostModel) -> Iterator[Bound]:
 def home_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> float:
     """The way of the last gradient, or of its squares, to the host's norm."""
     leaving = Kind.OFFLOAD_SQUARES if 0 in plan.policy.device_blocks else Kind.OFFLOAD_GRADIENT
-    return seconds[leaving, 0] + seconds[Kind.NORM, 0]
+    way = (Kind.EXCHANGE, leaving, Kind.NORM, Kind.SHARE_NORM) if plan.semantics.ranks > 1 else (leaving, Kind.NORM)
+    return sum(seconds[kind, 0] for kind in way)
 
 
 def _ring(plan: Setup, work: Work) -> Iterator[Bound]:
@@ -252,7 +253,7 @@ def early_fetches(accumulation_group: int, n_spilled: int) -> int:
 
 def _backwards_s(plan: Setup, work: Work) -> float:
     """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
-    return work.last_backwards_s if plan.policy.gradient_slots == 1 else 0.0
+    return work.last_backwards_s if plan.policy.gradient_slots == 1 and plan.semantics.ranks == 1 else 0.0
 
 
 def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Iterator[tuple[Kind, int, Demand, int]]:
@@ -268,21 +269,19 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
         for m, count in sizes:
             yield kind, b, _demand(plan, cost, kind, b, m), count
 
+    loading = (Kind.LOAD, Kind.GATHER) if plan.semantics.ranks > 1 else (Kind.LOAD,)
+    exchanging = (Kind.EXCHANGE,) if plan.semantics.ranks > 1 else ()
     for b, block in enumerate(plan.workload.blocks):
         if only not in (None, b):
             continue
-        match block.kind:
-            case BlockKind.EMBEDDING:
-                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
-                yield from each(Kind.FORWARD, b)
-            case BlockKind.LAYER:
-                n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b])
-                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), n_loads
-                yield from each(Kind.FORWARD, b)
-                if b % policy.boundary_stride and b != n_layers:
-                    yield from each(Kind.RECOMPUTE, b)
-            case BlockKind.HEAD:
-                yield Kind.LOAD, b, _demand(plan, cost, Kind.LOAD, b, None), 1 if b in policy.resident_blocks else n_groups
+        is_layer = block.kind is BlockKind.LAYER
+        n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b]) if is_layer else n_groups
+        for kind in loading:
+            yield kind, b, _demand(plan, cost, kind, b, None), n_loads
+        if block.kind is not BlockKind.HEAD:
+            yield from each(Kind.FORWARD, b)
+        if is_layer and b % policy.boundary_stride and b != n_layers:
+            yield from each(Kind.RECOMPUTE, b)
         if b in policy.spill_blocks:
             for moved in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
                 yield from each(moved, b)
@@ -304,8 +303,8 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
         updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
         if b in policy.device_blocks:
             leaves, updates = (Kind.OFFLOAD_SQUARES,), (Kind.UPDATE_ON_DEVICE,)
-        norm = () if b in squared and b else (Kind.NORM,)
-        for kind in (*leaves, *norm, *updates):
+        norm = () if b in squared and b else (Kind.NORM,) if b or not exchanging else (Kind.NORM, Kind.SHARE_NORM)
+        for kind in (*exchanging, *leaves, *norm, *updates):
             yield kind, b, _demand(plan, cost, kind, b, None), 1
 
 

@@ -95,7 +95,7 @@ class Facets:
     def keys(self) -> tuple[Key, ...]:
         """The facets that cost anything here: lanes, resources, and meetings in which ops slow each other."""
         met = {meeting for prices in self.prices.values() for meeting, _ in prices}
-        return (*Lane, *Resource, *(meeting for meeting in MEETINGS if meeting in met))
+        return (*self.plans[0].lanes, *Resource, *(meeting for meeting in MEETINGS if meeting in met))
 
     def of(self, kind: Kind, demand: Demand) -> dict[Key, float]:
         """What one op costs on each facet."""
@@ -112,6 +112,8 @@ def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     """One demand of each sort that ops of a kind have in the plan: speculation asks for what updates ask for."""
     reduced, last = plan.reduced, plan.semantics.n_micro_batches - 1
     if kind in (Kind.SPECULATE, Kind.SETTLE) or (kind is Kind.ACCUMULATE and reduced):
+        return
+    if kind in (Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM) and plan.semantics.ranks == 1:
         return
     squared, away = set(plan.policy.square_blocks), set(plan.policy.offload_blocks)
     several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD_GRADIENT and not reduced)

@@ -24,7 +24,7 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
     may_stay = places_to_stay(whole, cost.profile)
     host = dict(machine_facets(plan, cost, (), ()))
-    squared = dict(machine_facets(plan, cost, can_square(plan.workload), ()))
+    squared = dict(machine_facets(plan, cost, can_square(plan.workload, plan.semantics), ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))
     stay_bytes = sum(map(whole.staying_bytes, may_stay))
     program, scale_s = Program(), max(host.values())
@@ -64,8 +64,10 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # What the host updates in every step goes up at least once. What a layer's backward needs and does not fit beside the rest goes
     # up again.
-    item, n_params = ITEM_BYTES[dtype], sum(b.n_params for b in leaving)
-    layer_bytes = sum(b.n_params for b in leaving if b.kind is BlockKind.LAYER) * item
+    # Of several ranks each moves and updates its part, the devices' memory holds all parts once.
+    ranks = semantics.ranks
+    item, n_params = ITEM_BYTES[dtype], sum(b.n_params for b in leaving) / ranks
+    layer_bytes = sum(b.n_params for b in leaving if b.kind is BlockKind.LAYER) * item / ranks
     up_bytes = n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
     down_bytes = n_params * gradient
     link = profile.link
@@ -80,7 +82,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
         drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
 
     # Update of every such parameter, on all host cores, and the norm of what the device does not sum.
-    norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient
+    norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient / ranks
     update_s = n_params / profile.optimizer_params_per_s(profile.host.n_cores)
     norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
     leanest = replace(plan, policy=Policy())

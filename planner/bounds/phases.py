@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from planner.lower.arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, spill_ring_slots
+from planner.lower.arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
 from runtime.plan import LANE_OF, Kind, Setup
 from runtime.plan.workload import BlockKind
 
@@ -223,7 +223,7 @@ def phases_of(plan: Setup, groups: range) -> Phases:
 
 def buffers_of(plan: Setup) -> Buffers:
     """What may slip from phase to phase with the plan's policy."""
-    n_slots, n_staged = plan.policy.gradient_slots, staged_slots(plan)
+    n_slots, n_staged = plan.policy.gradient_slots + summed_slots(plan), staged_slots(plan)
     return Buffers(plan.policy.prefetch_depth + 1, n_slots, n_staged, passing_slots(plan.policy.accumulation_group))
 
 
@@ -236,6 +236,11 @@ def passing_slots(group: int) -> dict[Kind, int]:
 def staged_slots(plan: Setup) -> int:
     """Gradients of layers that may have left the device and are still to be added on the host."""
     return 0 if plan.reduced else N_STAGING_SLOTS
+
+
+def summed_slots(plan: Setup) -> int:
+    """Gradients of layers that may wait for other ranks', as sums: in slots besides those of gradients."""
+    return n_whole_sums(plan) if plan.semantics.ranks > 1 else 0
 
 
 def add_to_phases(phases: Phases, plan: Setup, kind: Kind, block: int, load: Mapping[Key, float], count: int) -> None:

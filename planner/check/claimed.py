@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.errors import PlanError
 from runtime.plan import Lane, Semantics
+from runtime.plan.setup import lanes_of
 from runtime.plan.workload import FILE, Count, Natural
 from runtime.units import on_one_line
 
@@ -110,8 +111,8 @@ def _contradictions(claim: Claimed, semantics: Semantics) -> Iterator[str]:
         yield f"gap_fraction is {proof.gap_fraction}, but step_s is {said.step_s / proof.policy_bound_s} times policy_bound_s"
     if not same(said.tokens_per_s, semantics.tokens_per_step / said.step_s):
         yield f"tokens_per_s is {said.tokens_per_s}, but a step of step_s has {semantics.tokens_per_step / said.step_s}"
-    if set(said.busy_s) != set(Lane):
-        yield f"busy_s names {', '.join(sorted(said.busy_s)) or 'no lane'}, not {', '.join(sorted(Lane))}"
+    if set(said.busy_s) != set(lanes_of(semantics)):
+        yield f"busy_s names {', '.join(sorted(said.busy_s)) or 'no lane'}, not {', '.join(sorted(lanes_of(semantics)))}"
 
 
 def _ascend(*times_s: float) -> bool:

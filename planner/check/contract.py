@@ -33,6 +33,9 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     """The arenas that the semantics and the policy call for; `sizes` holds the number of slots that each arena has."""
     blocks, semantics, group = plan.workload.blocks, plan.semantics, shape.group
     elements = [b.slot_elements for b in blocks]  # with tied weights
+    if shape.ranks > 1:  # equal parts, each of whole pieces, each of whole units
+        unit = shape.ranks * semantics.sum_groups * ALIGN_ELEMENTS
+        elements = [-(-n // unit) * unit for n in elements]
     layer, vocab = max(elements[1:-1]), max(elements[0], elements[-1])
     compute, master = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[semantics.master_dtype]
     final = ITEM_BYTES[semantics.gradient_dtype]
@@ -50,12 +53,14 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     norms = [NORM_BYTES * sum(len(b.parameters) for b in blocks), *squares]
     weights = [layer, vocab, *resident]
     sent = [0 if b in shape.on_device else n for b, n in enumerate(elements)]  # of gradients that the host gets
+    sent = [n // shape.ranks for n in sent]
     leaving_layer, leaving_vocab = max(sent[1:-1]), max(sent[0], sent[-1])
     staying = [elements[b] * (vocab_wire if shape.vocab(b) else wire) for b in shape.on_device]
-    of_state = [0 if b in shape.on_device else blocks[b].host_elements for b in range(shape.n_blocks)]
-    of_state += [blocks[b].host_elements for b in shape.shadows]
-    on_device = [blocks[b].host_elements for b in shape.on_device]
-    first_vocab_sum = shape.n_sums * shape.sums_layers
+    owned = [b.host_elements if shape.ranks == 1 else n // shape.ranks for b, n in zip(blocks, elements, strict=True)]
+    of_state = [0 if b in shape.on_device else owned[b] for b in range(shape.n_blocks)]
+    of_state += [owned[b] for b in shape.shadows]
+    on_device = [owned[b] for b in shape.on_device]
+    first_vocab_sum = shape.n_layer_sums * shape.sums_layers
     n_sums = first_vocab_sum + (shape.n_sums - shape.tied if shape.reduced else 0)
     n_arrived = shape.n_blocks if shape.reduced else shape.n_blocks * shape.n_sums
     last = {name: sizes.get(name, 0) - 1 for name in ("host_gradients", "staging")}
@@ -64,7 +69,7 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         i = i if shape.ring else i % shape.n_blocks
         if i in (0, last["host_gradients"] if shape.ring else shape.head):
             return sent[0 if i == 0 else -1] * vocab_wire
-        return (layer if shape.ring else sent[i]) * kept
+        return (leaving_layer if shape.ring else sent[i]) * kept
 
     def gradient_bytes(i: int) -> int:
         if i > shape.gradient_slots:
@@ -93,6 +98,11 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     }
     if n_sums:
         needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: FP32 * (layer if i < first_vocab_sum else vocab))
+    if shape.ranks > 1:
+        needs["received"] = _Need(Place.DEVICE, 1, lambda i: FP32 * max(layer, vocab))
+        # Of each rank: tiles of 2^16 elements, one more for each end of a parameter or a piece, the losses, and a wish to end
+        n_ends = sum(n // 2**16 + len(b.parameters) + semantics.sum_groups for b, n in zip(blocks, owned, strict=True))
+        norms[0] = NORM_BYTES * shape.ranks * (n_ends + shape.n_micro_batches + 1)
     if on_device:
         needs["device_state"] = _Need(Place.DEVICE, len(on_device), lambda i: on_device[i] * (master + 2 * FP32), exact_from=0)
     if squares:
@@ -186,6 +196,12 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             return [*arrived, state, *shadow]
         case Kind.SETTLE:
             return [*arrived, norm, state, *shadow]
+        case Kind.GATHER:
+            return [weights]
+        case Kind.EXCHANGE:
+            return [("sum", shape.sum(b, 0)), ("received", _slot("received", 0)), gradient]
+        case Kind.SHARE_NORM:
+            return [norm]
         case Kind.OFFLOAD_SAVED:
             return [*saved, ("offloaded", shape.offload(b, m))]
         case Kind.FETCH_SAVED:
@@ -226,6 +242,8 @@ def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Ope
     if shape.vocab(op.block) and shape.tied:  # the sum is the gradient
         return total
     # With one micro-batch there is nothing to sum, but in the head: its gradient is a sum over tiles of tokens.
+    if shape.ranks > 1:  # and a rank's sum is one of several
+        return total
     if first and last and op.block != shape.head:
         return [gradient]
     return [*total, gradient] if last else total
@@ -234,6 +252,9 @@ def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Ope
 _Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a step are alike in all of them
 _ONCE_A_STEP = (
     Kind.LOAD,
+    Kind.GATHER,
+    Kind.EXCHANGE,
+    Kind.SHARE_NORM,
     Kind.OFFLOAD_GRADIENT,
     Kind.OFFLOAD_SQUARES,
     Kind.NORM,
@@ -254,6 +275,10 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
             yield kind, b, None
         if b in shape.resident:
             yield Kind.LOAD, b, None
+        if shape.ranks > 1:
+            yield Kind.EXCHANGE, b, None
+            if b == 0:
+                yield Kind.SHARE_NORM, b, None
         if shape.reduced:
             yield Kind.OFFLOAD_SQUARES if b in shape.on_device else Kind.OFFLOAD_GRADIENT, b, None
         if b in shape.squared:
@@ -291,7 +316,7 @@ def check_ops(plan: Plan, shape: Shape) -> None:
     for i, op in enumerate(plan.ops):
         _check_kind(i, op, shape)
         key = op.kind, op.block, op.micro_batch
-        if key in seen and (op.kind is not Kind.LOAD or op.block in shape.resident):
+        if key in seen and (op.kind not in (Kind.LOAD, Kind.GATHER) or op.block in shape.resident):
             raise wrong(i, op, "done twice in a step")
         seen.add(key)
         expected = _expected(shape, sizes, op)
@@ -331,6 +356,8 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
         raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the host")
     if kind is Kind.NORM and not shape.has_norm(b):
         raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the device")
+    if kind in (Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM) and (shape.ranks == 1 or (kind is Kind.SHARE_NORM and b)):
+        raise wrong(i, op, "no rank has such an op in a plan like this")
     has_micro_batch = kind not in _ONCE_A_STEP or (kind is Kind.OFFLOAD_GRADIENT and not shape.reduced)
     if (op.micro_batch is not None) != has_micro_batch or (kind is Kind.ACCUMULATE and shape.reduced):
         raise wrong(i, op, f"no such op in a plan with groups of {shape.group} micro-batches")

@@ -46,7 +46,17 @@ class _Memory:
                 self.need("state", "state", b)
                 if op.get("tied") is not None:
                     self.need("tied", "state", 0)
+                self.put("weights", "weights" if self.shape.ranks == 1 else "part of the weights")
+            case Kind.GATHER:
+                self.need("weights", "part of the weights", b)
                 self.put("weights", "weights")
+            case Kind.EXCHANGE:
+                self.need("sum", "gradient", b)
+                self.put("received", "others' sums")
+                self.put("gradient", "gradient")
+            case Kind.SHARE_NORM:
+                self.need("norm", "norm", self.shape.n_normed)
+                self.held[op["norm"]] = _Held("norm of all ranks", self.shape.n_normed, None, step)
             case Kind.FORWARD:
                 self.need("weights", "weights", b)
                 if b:
@@ -186,7 +196,7 @@ class _Memory:
     def need_norm(self, of_all: bool = True) -> None:
         """The norm of all gradients of the step; or that the norm of this one, at least, is done, or its squares are known."""
         if of_all and not self.shape.eager:
-            self.need("norm", "norm", self.shape.n_normed)
+            self.need("norm", "norm" if self.shape.ranks == 1 else "norm of all ranks", self.shape.n_normed)
         elif self.op.block in self.shape.squared:
             if of_all:  # a speculation that is in vain does no harm
                 self.need("norm", "squares", self.op.block)

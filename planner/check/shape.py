@@ -29,6 +29,7 @@ class Shape:
     n_micro_batches: int
     group: int
     sum_groups: int  # of micro-batches, each with a sum of its own
+    ranks: int  # that share the step, of which the plan is one's part
     reduced: bool  # one group: a gradient leaves the device once, complete
     tied: bool
     eager: bool
@@ -56,6 +57,7 @@ class Shape:
             n_micro_batches=n_micro_batches,
             group=group,
             sum_groups=plan.semantics.sum_groups,
+            ranks=plan.semantics.ranks,
             reduced=group >= n_micro_batches,
             tied=plan.workload.tied,
             eager=policy.update is Update.EAGER,
@@ -123,10 +125,16 @@ class Shape:
     def sum(self, block: int, place: int) -> Expected:
         """Where micro-batches are added up on the device: the first sum of a block, or another that is beside it."""
         if not self.vocab(block):
-            return _one("sums", place)
+            in_turn = self.n_layer_sums - self.n_sums  # where one sum is exchanged while the next block begins another
+            return _one("sums", block % (1 + in_turn) if place == 0 else in_turn + place)
         if self.tied and place == 0:
             return self.gradient(block)
-        return _one("sums", self.n_sums * self.sums_layers + place - self.tied)
+        return _one("sums", self.n_layer_sums * self.sums_layers + place - self.tied)
+
+    @property
+    def n_layer_sums(self) -> int:
+        """Slots for sums of layers' gradients."""
+        return self.n_sums + (self.ranks > 1)
 
     @property
     def n_sums(self) -> int:
@@ -157,7 +165,7 @@ class Shape:
     @property
     def sums_layers(self) -> bool:
         """Whether the device adds up layers' gradients."""
-        return self.reduced and self.n_micro_batches > 1
+        return self.reduced and (self.n_micro_batches > 1 or self.ranks > 1)
 
     def offload(self, block: int, micro_batch: int) -> Expected:
         return _one("offloaded", self.offloaded[block] * self.group + micro_batch % self.group)

@@ -30,7 +30,12 @@ def vocab_slot_is_sum(plan: Setup) -> bool:
 
 def sums_layers(plan: Setup) -> bool:
     """Whether the device adds up layers' gradients."""
-    return plan.reduced and plan.semantics.n_micro_batches > 1
+    return plan.reduced and (plan.semantics.n_micro_batches > 1 or plan.semantics.ranks > 1)
+
+
+def n_whole_sums(plan: Setup) -> int:
+    """Of layers' sums, those that one is in turn that ends whole: while one is exchanged, the next is begun."""
+    return 2 if plan.semantics.ranks > 1 else 1
 
 
 def eager_ring(plan: Setup) -> bool:
@@ -57,7 +62,7 @@ def arenas_of(plan: Setup) -> Iterator[Arena]:
 def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     item, layer_elements, vocab_elements = ITEM_BYTES[plan.semantics.compute_dtype], *_largest_elements(plan)
-    resident = [blocks[b].slot_elements * item for b in policy.resident_blocks]
+    resident = [plan.slot_elements(b) * item for b in policy.resident_blocks]
     yield Arena(
         "weights", Place.DEVICE, (*(layer_elements * item,) * (policy.prefetch_depth + 1), vocab_elements * item, *resident)
     )
@@ -71,25 +76,28 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         largest_bytes = max(plan.recompute(b).slot_bytes for b in policy.offload_blocks)
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
     leaving_layer, leaving_vocab = _largest_elements(plan, without=policy.device_blocks)
-    of_layers = (leaving_layer * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots
+    ranks = plan.semantics.ranks
+    of_layers = (leaving_layer // ranks * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots
     kept = [blocks[b].slot_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
-    yield Arena("gradients", Place.DEVICE, (*of_layers, leaving_vocab * ITEM_BYTES[plan.gradient_dtype(0)], *kept))
+    yield Arena("gradients", Place.DEVICE, (*of_layers, leaving_vocab // ranks * ITEM_BYTES[plan.gradient_dtype(0)], *kept))
     if policy.device_blocks:
         per_param = sum(plan.state_bytes().values())
         yield Arena("device_state", Place.DEVICE, tuple(blocks[b].host_elements * per_param for b in policy.device_blocks))
     n_sums = plan.semantics.n_sums
-    sums = [layer_elements * ITEM_BYTES["fp32"]] * (n_sums * sums_layers(plan))
+    sums = [layer_elements * ITEM_BYTES["fp32"]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
     n_apart = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # of the vocabulary's, those in slots of their own
     sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_apart
     if sums:
         yield Arena("sums", Place.DEVICE, tuple(sums))
+    if ranks > 1:
+        yield Arena("received", Place.DEVICE, (max(layer_elements, vocab_elements) * ITEM_BYTES["fp32"],))
     if policy.square_blocks:
         yield Arena("squares", Place.DEVICE, _squares_bytes(plan))
 
 
 def _largest_elements(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
     """Of a layer's slot, and of the embedding's or the head's, those of some blocks apart."""
-    elements = [0 if b in without else block.slot_elements for b, block in enumerate(plan.workload.blocks)]
+    elements = [0 if b in without else plan.slot_elements(b) for b in range(len(plan.workload.blocks))]
     return max(elements[1:-1]), max(elements[0], elements[-1])
 
 
@@ -101,10 +109,10 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     per_param = sum(plan.state_bytes().values())
     on_device = {*policy.device_blocks}  # which have nothing here
-    in_state = [*(blocks[b].host_elements * (b not in on_device) for b in range(len(blocks)))]
-    in_state += [blocks[b].host_elements for b in policy.speculate_blocks]
+    in_state = [*(plan.part_elements(b) * (b not in on_device) for b in range(len(blocks)))]
+    in_state += [plan.part_elements(b) for b in policy.speculate_blocks]
     yield Arena("state", Place.HOST, tuple(n_elements * per_param for n_elements in in_state))
-    sent = [b.slot_elements * (i not in on_device) for i, b in enumerate(blocks)]
+    sent = [plan.slot_elements(b) // plan.semantics.ranks * (b not in on_device) for b in range(len(blocks))]
     gradients = [n_elements * ITEM_BYTES[plan.host_gradient_dtype(i)] for i, n_elements in enumerate(sent)]
     if eager_ring(plan):
         layers = gradients[1:-1]
@@ -121,4 +129,5 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
         sizes = _activation_bytes(plan)
         yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)))
     n_parameters = sum(len(b.parameters) for b in blocks)
-    yield Arena("norm", Place.HOST, (_aligned(SQUARE_BYTES * n_parameters), *_squares_bytes(plan)))
+    n_summed = n_parameters if plan.semantics.ranks == 1 else plan.semantics.ranks * plan.shared_numbers()
+    yield Arena("norm", Place.HOST, (_aligned(SQUARE_BYTES * n_summed), *_squares_bytes(plan)))

@@ -13,7 +13,16 @@ from runtime.plan import CONTRACT, Kind, Op, Semantics, Setup, Slot, Update
 from runtime.plan.ops import Operand
 from runtime.plan.workload import BlockKind
 
-from .arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, eager_ring, spill_ring_slots, staying, sums_layers, vocab_slot_is_sum
+from .arenas import (
+    N_SAVED_SLOTS,
+    N_STAGING_SLOTS,
+    eager_ring,
+    n_whole_sums,
+    spill_ring_slots,
+    staying,
+    sums_layers,
+    vocab_slot_is_sum,
+)
 
 
 @dataclass(slots=True)
@@ -96,6 +105,8 @@ def with_weights(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
         if is_fresh:
             tied = Slot("state", 0) if block and blocks[block].tied else None
             yield Draft(Kind.LOAD, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
+            if plan.semantics.ranks > 1:  # each has loaded its part
+                yield Draft(Kind.GATHER, block).uses(weights=slot)
         for op in run:
             yield op.uses(weights=slot)
 
@@ -202,7 +213,7 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
     on_device, staging = _Ring("gradients", 0, plan.policy.gradient_slots), _Ring("staging", 0, N_STAGING_SLOTS)
     of_vocabulary, on_host = Slot("gradients", plan.policy.gradient_slots), _host_gradients(plan)
     own = {b: Slot("gradients", plan.policy.gradient_slots + 1 + i) for i, b in enumerate(plan.policy.device_blocks)}
-    sum_of, of = _sums(plan, of_vocabulary), plan.semantics
+    sum_of, of, is_shared = _sums(plan, of_vocabulary), plan.semantics, plan.semantics.ranks > 1
     out: dict[int, Slot] = {}
     for op in ops:
         b, m = op.block, op.micro_batch
@@ -219,10 +230,10 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             out[b] = of_vocabulary
         elif m == 0 or not plan.reduced:
             out[b] = on_device.next()
-        total, *into = (sum_of(is_layer, level) for level in _levels(of, m))
+        total, *into = sums = [sum_of(b, level) for level in _levels(of, m)]
         is_its_own_sum = not is_layer and vocab_slot_is_sum(plan)
-        has_sum = plan.reduced and (last > 0 or b == head or is_its_own_sum)
-        makes_gradient = not plan.reduced or (m == last and not is_its_own_sum)
+        has_sum = plan.reduced and (last > 0 or b == head or is_its_own_sum or is_shared)
+        makes_gradient = not plan.reduced or (m == last and not is_its_own_sum and not is_shared)
         op.uses(sum=total if has_sum else None, gradient=out[b] if makes_gradient else None)
         yield op.uses_all("into", into if has_sum else ())
         if not plan.reduced:
@@ -231,6 +242,8 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             to, *into = (Slot("host_gradients", level * len(blocks) + b) for level in _levels(of, m))
             yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to).uses_all("into", into)
         elif m == last and b not in own:
+            if is_shared:
+                yield Draft(Kind.EXCHANGE, b).uses(sum=sums[-1], received=Slot("received", 0), gradient=out[b])
             yield Draft(Kind.OFFLOAD_GRADIENT, b).uses(gradient=out[b], arrived=on_host(b))
 
 
@@ -239,14 +252,20 @@ def _levels(of: Semantics, m: int) -> range:
     return range(of.sum_level(m), of.sum_level(m) - of.n_joined(m) - 1, -1)
 
 
-def _sums(plan: Setup, of_vocabulary: Slot) -> Callable[[bool, int], Slot]:
-    """The device's slot for a sum of layers' gradients, or of the embedding's and the head's."""
-    n_of_layers = plan.semantics.n_sums * sums_layers(plan)
-    if not vocab_slot_is_sum(plan):
-        return lambda is_layer, level: Slot("sums", level if is_layer else n_of_layers + level)
-    return lambda is_layer, level: (
-        of_vocabulary if not is_layer and level == 0 else Slot("sums", level if is_layer else n_of_layers + level - 1)
-    )
+def _sums(plan: Setup, of_vocabulary: Slot) -> Callable[[int, int], Slot]:
+    """The device's slot for a sum of a block's gradients: of a layer's, those that end whole in turn, then the others; after them
+    the embedding's and the head's."""
+    n_sums, n_whole, head = plan.semantics.n_sums, n_whole_sums(plan), plan.workload.n_layers + 1
+    n_of_layers = (n_sums - 1 + n_whole) * sums_layers(plan)
+
+    def sum_of(block: int, level: int) -> Slot:
+        if 0 < block < head:
+            return Slot("sums", block % n_whole if level == 0 else n_whole - 1 + level)
+        if vocab_slot_is_sum(plan):
+            return of_vocabulary if level == 0 else Slot("sums", n_of_layers + level - 1)
+        return Slot("sums", n_of_layers + level)
+
+    return sum_of
 
 
 def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
@@ -335,6 +354,8 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
         if b not in squared or b == 0:
             draft = Draft(Kind.NORM, b) if b in squared else of(Kind.NORM, b)
             yield draft.uses_all("squares", (Slot("norm", 1 + i) for i in range(len(squared)) if b == 0)).uses(norm=norm)
+        if b == 0 and plan.semantics.ranks > 1:
+            yield Draft(Kind.SHARE_NORM, b).uses(norm=norm)
         if is_eager:
             own = Slot("norm", 1 + squared.index(b)) if b in squared else None
             yield of(Kind.UPDATE, b).uses(norm=own, state=Slot("state", b))

@@ -118,19 +118,28 @@ class CostModel:
     def _demand_of(self, plan: Setup, op: Op) -> Demand:
         block = plan.blocks_of(op.micro_batch)[op.block]
         dtype = plan.semantics.compute_dtype
-        item = ITEM_BYTES[dtype]
+        item, of = ITEM_BYTES[dtype], plan.semantics
         match op.kind:
             case Kind.LOAD if op.block in plan.policy.device_blocks:
                 return self._compute(2 * block.slot_elements * item / self.profile.device.memory_bytes_per_s.value, 0)
             case Kind.LOAD:
-                return self._copy("h2d", block.slot_elements * item)
+                return self._copy("h2d", plan.slot_elements(op.block) // of.ranks * item)
+            case Kind.GATHER:
+                return self._together(plan, plan.slot_elements(op.block) * item)
+            case Kind.EXCHANGE:
+                n_elements = plan.slot_elements(op.block)
+                folded_bytes = n_elements * FP32_BYTES + n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                return self._together(plan, n_elements * FP32_BYTES, folded_bytes)
+            case Kind.SHARE_NORM:
+                shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
+                return self._demand(self._meeting_s, shared_bytes / self.profile.host.reduce_bytes_per_s.value, {})
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.parameters))
             case Kind.UPDATE_ON_DEVICE:
                 return self._compute(self.update_on_device_s(plan, block), block.n_params * device_update_bytes_per_param(plan))
             case Kind.OFFLOAD_GRADIENT:
                 with_squares = op.block in plan.policy.square_blocks
-                n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_bytes = plan.slot_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
             case Kind.OFFLOAD_ACTIVATION:
                 return self._copy("d2h", block.boundary_bytes)
@@ -170,13 +179,13 @@ class CostModel:
                 n_sums = sum(len(b.parameters) for b in plan.workload.blocks) if ends_sum else 0
                 # A tied weight has two gradients: the embedding's own, and the head's.
                 n_gradients = 0 if op.block in plan.policy.square_blocks else 2 if op.block == 0 and plan.workload.tied else 1
-                n_elements = block.host_elements
+                n_elements = plan.part_elements(op.block)
                 gradient_bytes = n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)]
                 return self._reduce(gradient_bytes + n_sums * SQUARE_BYTES)
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places
-                n_params = block.n_params
+                n_params = -(-block.n_params // of.ranks)
                 return self._update(n_params, update_bytes_per_param(plan, op.block))
             case _:
                 assert_never(op.kind)
@@ -258,9 +267,9 @@ class CostModel:
         m, of = op.micro_batch or 0, plan.semantics
         first, last = of.begins_sum(m), m == of.n_micro_batches - 1
         dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
-        if not plan.reduced or of.n_micro_batches == 1:
+        if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
             return elements * (dense + item + out)
-        read_sum, write_out = (0 if first else FP32_BYTES), (out if last else 0)
+        read_sum, write_out = (0 if first else FP32_BYTES), (out if last and of.ranks == 1 else 0)
         return elements * (dense + item + read_sum + FP32_BYTES + of.n_joined(m) * JOINED_BYTES + write_out)
 
     @property
@@ -312,6 +321,26 @@ class CostModel:
             Resource.CORES: link.host_cores_per_copy.value,
         }
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
+
+    def _together(self, plan: Setup, n_bytes: int, folded_bytes: int = 0) -> Demand:
+        """Of so many bytes each rank gets the others' parts, or one part from each of the others; then it moves some in its own
+        memory. By way of the host each part goes up one link and down another, and through host memory twice."""
+        peers, link = self.profile.peers, self.profile.link
+        n_moved = n_bytes * (plan.semantics.ranks - 1) // plan.semantics.ranks
+        folded_s = folded_bytes / self.profile.device.memory_bytes_per_s.value
+        if peers is not None and not peers.through_host:
+            return self._demand(self._meeting_s, n_moved / peers.bytes_per_s.value + folded_s, {})
+        rates = [self.profile.copy_bytes_per_s(direction, n_moved) for direction in ("h2d", "d2h")]
+        rate = min(*rates, *([] if peers is None else [peers.bytes_per_s.value]))
+        uses = {Resource.DUPLEX: 2 * rate, Resource.DRAM: 2 * rate * link.dram_bytes_per_byte}
+        return self._demand(self._meeting_s + folded_s, n_moved / rate, uses)
+
+    @property
+    def _meeting_s(self) -> float:
+        """Seconds until ranks that have come to an op know it; where nobody measured them, a copy's, there and back."""
+        if (peers := self.profile.peers) is not None:
+            return peers.latency_s.value
+        return self.profile.link.h2d.latency_s.value + self.profile.link.d2h.latency_s.value
 
     def _reduce(self, n_bytes: int) -> Demand:
         rate = self.profile.host.reduce_bytes_per_s.value

@@ -26,6 +26,7 @@ class Group(StrEnum):
     OPTIMIZER = "optimizer"
     REDUCE = "sums and norms on the host"
     PAGE_FAULTS = "page faults"
+    PEERS = "exchange between devices"
 
 
 # How the places of a group's quantities begin.
@@ -33,7 +34,13 @@ PLACES: dict[Group, tuple[str, ...]] = {
     Group.MATMUL: ("device.matmul.",),
     Group.ATTENTION: ("device.attention.", "device.cudnn_attention."),
     Group.DEVICE_MEMORY: ("device.memory_bytes_per_s",),
-    Group.LAUNCH: ("device.kernel_overhead_s", "device.op_overhead_s", "link.h2d.latency_s", "link.d2h.latency_s"),
+    Group.LAUNCH: (
+        "device.kernel_overhead_s",
+        "device.op_overhead_s",
+        "link.h2d.latency_s",
+        "link.d2h.latency_s",
+        "peers.latency_s",
+    ),
     Group.UPLOAD: ("link.h2d.bytes_per_s.", "link.h2d.pageable_bytes_per_s"),
     Group.DOWNLOAD: ("link.d2h.bytes_per_s.", "link.d2h.pageable_bytes_per_s"),
     Group.DUPLEX: ("link.duplex_bytes_per_s",),
@@ -41,10 +48,11 @@ PLACES: dict[Group, tuple[str, ...]] = {
     Group.OPTIMIZER: ("host.optimizer.",),
     Group.REDUCE: ("host.reduce_bytes_per_s",),
     Group.PAGE_FAULTS: ("host.page_fault_bytes_per_s",),
+    Group.PEERS: ("peers.bytes_per_s",),
 }
 
 COMPUTE = (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY)
-LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX)
+LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS)
 DRAM = (Group.DRAM, Group.PAGE_FAULTS)
 OPTIMIZER = (Group.OPTIMIZER, Group.REDUCE)
 

@@ -13,6 +13,10 @@ that, so it is no policy but a figure to hold plans against, under the same sema
   the block being computed, documents, workspaces, context. A tied weight is there once and has two gradients, as in the semantics.
 - Each layer keeps for its backward what saves most recompute for its bytes, in the memory that is left.
 
+Of several ranks each has an equal part of the state, as FSDP2 has it: what a block needs comes together for every forward and every
+backward of a micro-batch, its gradient is exchanged after each, both beside the computing; two blocks' weights and one's gradient,
+fp32, are whole at a time.
+
 Where host and device are one memory, a CPU or one pool cut in two, all state is where the device reaches it anyway, and "on the
 device" says only how the pool was cut: there is no such figure there.
 """
@@ -79,7 +83,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     if shares_memory(profile):
         return None
     # What one micro-batch asks of memory: its boundaries, the block being computed, documents
-    alone = frame(plan.model, plan.workload, replace(semantics, batch_size=semantics.micro_batch), Policy())
+    alone = frame(plan.model, plan.workload, replace(semantics, batch_size=semantics.micro_batch, ranks=1), Policy())
     tiers = [list(_tiers(plan, alone, b, cost)) for b in range(1, len(layers) + 1)]
     fixed = _fixed_bytes(plan, alone, profile)
     room_bytes = int(profile.device.memory_bytes.value) - sum(fixed.values())
@@ -91,7 +95,8 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     }
     step_s = None
     if chosen is not None:
-        step_s = _computing_s(plan, cost) + again_s(chosen) + _updating_s(plan, cost)
+        computing_s = max(_computing_s(plan, cost) + again_s(chosen), _exchanging_s(plan, cost))
+        step_s = computing_s + _updating_s(plan, cost) / semantics.ranks
     has_bytes = int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value)
     return Resident(step_s, Footprint(needs, {}, *has_bytes), tuple(tier.saved for tier in shown))
 
@@ -187,19 +192,40 @@ def _again_s(plan: Setup, b: int, saved: Saved, cost: CostModel) -> float:
 def _fixed_bytes(plan: Setup, alone: Setup, profile: Profile) -> dict[str, int]:
     """Device memory that does not depend on what layers keep."""
     of, blocks = plan.semantics, plan.workload.blocks
-    n_elements = sum(block.host_elements for block in blocks)
+    n_elements = sum(plan.part_elements(b) for b in range(len(blocks)))
     activations, workspace = alone.arena("activations"), profile.device.workspace_bytes
     assert activations is not None, "every plan has boundaries"
     return {
         "weights": n_elements * ITEM_BYTES[of.compute_dtype],
         "masters": n_elements * ITEM_BYTES[of.master_dtype] if of.master_dtype != of.compute_dtype else 0,
         "moments": n_elements * MOMENT_BYTES,
-        "gradients": sum(_gradient_bytes(plan)),
+        "gradients": sum(_gradient_bytes(plan)) // of.ranks,
+        **_whole_blocks(plan),
         "activations": activations.n_bytes,
         "documents": _documents_bytes(alone, profile),
         "kernels and workspaces": round(workspace.value) if workspace is not None else 0,
         "context": round(profile.device.context_bytes.value),
     }
+
+
+def _whole_blocks(plan: Setup) -> dict[str, int]:
+    """What of several ranks' parts is together at a time."""
+    of = plan.semantics
+    if of.ranks == 1:
+        return {}
+    largest = max(plan.slot_elements(b) for b in range(len(plan.workload.blocks)))
+    return {"gathered weights": 2 * largest * ITEM_BYTES[of.compute_dtype], "sums": 2 * largest * FP32_BYTES}
+
+
+def _exchanging_s(plan: Setup, cost: CostModel) -> float:
+    """Every micro-batch has weights come together twice, and gradients exchanged once; the embedding's come once."""
+    if plan.semantics.ranks == 1:
+        return 0.0
+    n_blocks, total_s = len(plan.workload.blocks), 0.0
+    for b in range(n_blocks):
+        total_s += (2 if 0 < b < n_blocks - 1 else 1) * cost.demand(plan, Op(Kind.GATHER, b)).uncontended_s
+        total_s += cost.demand(plan, Op(Kind.EXCHANGE, b)).uncontended_s
+    return plan.semantics.n_micro_batches * total_s
 
 
 def _documents_bytes(plan: Setup, profile: Profile) -> int:

@@ -37,7 +37,7 @@ class Prediction:
     def busy_s(self, plan: Plan) -> dict[Lane, float]:
         """Time that each lane spends in ops in one settled step, slowed by the others as it is."""
         if settled := self.repeated_busy_s[-self.n_cycle_steps :]:
-            return {lane: median(busy_s.get(lane, 0.0) for busy_s in settled) for lane in Lane}
+            return {lane: median(busy_s.get(lane, 0.0) for busy_s in settled) for lane in plan.lanes}
         n_steps = len(self.timeline.step_ends_s)
         return self.timeline.from_step(n_steps - self.n_cycle_steps).busy_s(plan)
 

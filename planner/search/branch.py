@@ -100,6 +100,9 @@ class Trial:
         return frame(self.model, self.workload, self.semantics, policy)
 
     def fits(self, policy: Policy) -> bool:
+        """Whether the memory there is is enough, and one rank's share of the step may go through the layers so."""
+        if policy.accumulation_group < self.semantics.least_group:
+            return False
         return footprint(self.frame(policy), self.profile).fits
 
     def baselines(self) -> dict[str, dict[str, Any]]:
@@ -335,7 +338,7 @@ class Tree:
 
     def _squared(self, policy: Policy) -> list[Policy]:
         """The policy with no gradient squared on the device, with the one that comes last, and with all that may be."""
-        can = can_square(self.trial.workload)
+        can = can_square(self.trial.workload, self.trial.semantics)
         if policy.accumulation_group < self.trial.semantics.n_micro_batches:
             return []
         stay = {*policy.device_blocks}

@@ -57,7 +57,7 @@ class Choices:
         self.resident = [p.variable(0, len(blocks)) for blocks in self.classes]
         speculates = family.update is Update.DEFERRED and often is not None
         self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
-        self.can_square = can_square(self.workload) if plan.reduced else range(0)
+        self.can_square = can_square(self.workload, plan.semantics) if plan.reduced else range(0)
         self.square = [p.variable(0, len(blocks) if blocks[0] in self.can_square else 0) for blocks in self.classes]
         self.can_stay = places_to_stay(plan, profile) if family.update is Update.DEFERRED else []
         self.stay = [p.variable(0, len(blocks) if blocks[0] in self.can_stay else 0) for blocks in self.classes]

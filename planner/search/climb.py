@@ -75,7 +75,7 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     yield from _more_or_less_away(policy, layers)
     unhurried = replace(policy, speculate_blocks=(), square_blocks=policy.device_blocks)
     yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
-    for squared in ((), can_square(plan.workload)):
+    for squared in ((), can_square(plan.workload, plan.semantics)):
         yield replace(policy, square_blocks=tuple(squared))
     for stay in ([], may_stay, [b for b in may_stay if 0 < b <= n_layers]):
         yield staying(policy, stay)

@@ -95,7 +95,7 @@ class Greedy:
         n = self.semantics.n_micro_batches
         found: dict[Policy, None] = {}
         leaves = False  # whether there is anything that would rather be on the host
-        for group in (n, 1):
+        for group in dict.fromkeys((n, self.semantics.least_group)):
             for spills in (False, True):
                 filled, has_all = self._filled(group, spills)
                 if filled is None and group > 1:
@@ -112,9 +112,11 @@ class Greedy:
             away = self._leaving(saved)
             if not away:
                 continue
-            fitting = (self._filled(group, spills, away=away)[0] for group in halves(n) if group <= MOST_LEAVING)
+            groups = [group for group in halves(n) if self.semantics.least_group <= group <= MOST_LEAVING]
+            fitting = (self._filled(group, spills, away=away)[0] for group in groups)
             found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
-            if saved is Saved.PRODUCTS and (one_by_one := self._filled(1, spills, away=away)[0]) is not None:
+            least = self.semantics.least_group
+            if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
                 found[one_by_one] = None
         if stay := self._may_stay():
             found |= {policy: None for policy in [self._filled(n, spills=False, stay=stay)[0]] if policy is not None}
@@ -130,7 +132,7 @@ class Greedy:
         block, layers = self.workload.blocks[1], range(1, self.workload.n_layers + 1)
         if any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
-        plan = self._frame(with_ways(Policy(), {1: Way(saved, away=True)}))
+        plan = self._frame(with_ways(Policy(accumulation_group=self.semantics.least_group), {1: Way(saved, away=True)}))
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, 1, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
@@ -161,7 +163,7 @@ class Greedy:
     def _of_largest_group(self, spills: bool) -> tuple[Policy | None, bool]:
         """With half of the micro-batches in a group, or a quarter, and so on."""
         for group in halves(self.semantics.n_micro_batches // 2):
-            filled, has_all = self._filled(group, spills) if group > 1 else (None, False)
+            filled, has_all = self._filled(group, spills) if group > self.semantics.least_group else (None, False)
             if filled is not None:
                 return filled, has_all
         return None, False

@@ -43,7 +43,7 @@ class Frames:
         host's memory, other activations saved; and copies of what is saved."""
         lean = plan.policy
         if plan.reduced:
-            squared = replace(lean, square_blocks=tuple(can_square(self.workload)))
+            squared = replace(lean, square_blocks=tuple(can_square(self.workload, self.semantics)))
             yield self.of(squared)
             if lean.update is Update.DEFERRED and (stay := places_to_stay(plan, self.cost.profile)):
                 yield self.of(replace(squared, device_blocks=tuple(stay)))

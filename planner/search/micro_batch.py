@@ -79,13 +79,14 @@ def possible_sizes(
             break
         usual = replace(semantics, micro_batch=n)
         for of, workload in _by_loss_tiles(model, usual, profile, free):
-            lean = Policy(spill_blocks=tuple(range(workload.n_layers)))
+            lean = Policy(accumulation_group=of.least_group, spill_blocks=tuple(range(workload.n_layers)))
             if _device_bytes(model, of, workload, lean, profile) <= memory_bytes:
                 found[of] = workload
         if usual not in found:
             too_large = usual
     least, workload = usual, build_workload(model, usual)
-    leaves_room = _device_bytes(model, least, workload, Policy(), profile) <= LEAST_FRACTION * memory_bytes
+    lean = Policy(accumulation_group=least.least_group)
+    leaves_room = _device_bytes(model, least, workload, lean, profile) <= LEAST_FRACTION * memory_bytes
     tiled = [_in_tiles(model, of, profile, free) for of in (too_large, None if leaves_room else least) if of is not None]
     found |= {of: workload for of, workload in tiled if of not in found}
     return sorted(found.items(), key=lambda size: -size[0].micro_batch)
@@ -113,7 +114,8 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
         refuse_sum_groups(semantics)
         return [semantics.micro_batch]
     sizes = sorted({-(-semantics.batch_size // n) for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
-    found = [n for n in sizes if replace(semantics, micro_batch=n).n_micro_batches % semantics.sum_groups == 0]
+    of_size = {n: replace(semantics, micro_batch=n) for n in sizes}
+    found = [n for n, of in of_size.items() if of.n_micro_batches % of.sum_groups == 0 and not (of.ranks > 1 and of.n_left)]
     if not found:
         refuse_sum_groups(replace(semantics, micro_batch=1))
         raise PlanError(f"{semantics.sum_groups} sum groups are more than any step is cut into; choose fewer")
@@ -160,8 +162,9 @@ def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozen
     """The same micro-batch with the tiles that leave room, or come nearest to it."""
     memory_bytes = profile.device.memory_bytes.value
     by_tiles = list(_by_tiles(model, semantics, free))
-    spilled = Policy(spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
-    for policy, fraction in ((Policy(), LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+    lean = Policy(accumulation_group=semantics.least_group)
+    spilled = replace(lean, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
+    for policy, fraction in ((lean, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
         for tried, workload in by_tiles:
             if _device_bytes(model, tried, workload, policy, profile) <= fraction * memory_bytes:
                 return tried, workload

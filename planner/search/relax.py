@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from planner.bounds.bounds import SLACK, first_gradient_s, idle_in_turns, of_each_size, ops_at_least
 from planner.bounds.facets import Key, add, nothing
-from planner.bounds.phases import COMING, LEAVING, Buffers, add_to_phases, passing_slots, phases_of, staged_slots
+from planner.bounds.phases import COMING, LEAVING, Buffers, add_to_phases, passing_slots, phases_of, staged_slots, summed_slots
 from planner.predict.cost import CostModel
 from runtime.plan import Kind, Lane, Semantics, Update
 from runtime.plan.workload import Model, Workload
@@ -70,7 +70,7 @@ class _Rows:
     ) -> None:
         self.update, self.groups, self.profile = family.update, family.groups, frames.cost.profile
         lean = replace(family.policy(frames.semantics), gradient_slots=gradient_slots or 1)
-        self.take_turns = gradient_slots == 1  # with more slots, or none said, they need not
+        self.take_turns = gradient_slots == 1 and frames.semantics.ranks == 1  # with more slots, or none said, they need not
         self.loads = Loads(frames, lean, self.groups[-1])
         self.plan, self.keys = self.loads.plan, self.loads.facets.keys
         self.workload, n_micro_batches = self.plan.workload, frames.semantics.n_micro_batches
@@ -290,7 +290,7 @@ class _Rows:
     def _phases(self, one_load: Sequence[Load]) -> None:
         """The two ways of all groups over the layers, each as long as what it asks for: `bounds.Phases`."""
         c, phases = self.choices, self.phases
-        n_groups, buffers = self.n_groups, Buffers(0, self.n_slots, staged_slots(self.plan))
+        n_groups, buffers = self.n_groups, Buffers(0, self.n_slots + summed_slots(self.plan), staged_slots(self.plan))
         ends = [(c.back, buffers.n_slots, phases.embedding_s), (c.left, 0, phases.home_s)]
         ends += [(c.back, 0, phases.embedding_after_layers_s)] if phases.takes_turns else []
         if self.take_turns:  # one gradient may still be leaving when the next phase begins

@@ -111,7 +111,7 @@ def search(
     them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: nobody knows, so nothing is updated before
     the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have.
     """
-    refuse_illegal(workload, semantics, fixed or Policy())
+    refuse_illegal(workload, semantics, fixed or Policy(accumulation_group=semantics.least_group))
     if clipped_fraction is None and eager_is_legal(semantics):
         clipped_fraction = 0.0  # nothing is ever clipped or skipped
     trial = Trial(model, workload, semantics, profile, clipped_fraction)

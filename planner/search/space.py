@@ -76,8 +76,12 @@ class Fill:
 
 
 def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
-    """The schedule of a known system, one micro-batch after another as all of them do it; the rest of what makes it that system
-    (dtypes, layout, copies within a memory) is left out. Facts: docs/accuracy.md, what the systems are taken to do."""
+    """The schedule of a known system, one micro-batch after another as all of them do it (one rank); the rest of what makes it that
+    system (dtypes, layout, copies within a memory) is left out. Facts: docs/accuracy.md, what the systems are taken to do."""
+    return replace(_schedule_of(name, semantics, workload), accumulation_group=semantics.least_group)
+
+
+def _schedule_of(name: str, semantics: Semantics, workload: Workload) -> Policy:
     match name:
         case "megatrain":
             # Every fourth boundary stays, so backward computes layers again to have their inputs, and then once more each.
@@ -105,7 +109,7 @@ def families(semantics: Semantics, workload: Workload) -> list[Family]:
     """Every family, eager updates only where they are legal."""
     updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
     strides = [stride for stride in STRIDES if stride <= workload.n_layers]
-    sizes = group_sizes(semantics.n_micro_batches)
+    sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
     return [Family(update, s[0], s[-1], stride) for update, s, stride in product(updates, sizes, strides)]
 
 

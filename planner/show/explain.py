@@ -19,7 +19,7 @@ from .price import hourly, job, job_in_words
 from .price import in_words as price_in_words
 from .waterfall import sensitivities, waterfall
 
-LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
+LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer", Lane.NET: "exchange"}
 UPDATE_WORDS = {
     Update.EAGER: "each block as its gradient arrives",
     Update.BARRIER: "when the norm is known, all before the next step",
@@ -36,6 +36,7 @@ GLOSS = {
     "offloaded": "activations, offloaded",
     "sums": "accumulated gradients",
     "squares": "of gradients, for the norm",
+    "received": "other ranks' sums, to be added",
     "host gradients": "of blocks, until they are updated by",
     "staging": "gradients being accumulated",
     "resident weights": "weights that stay",
@@ -145,7 +146,7 @@ def _tables(answer: Answer, profile: Profile) -> Iterator[Table]:
     """Where the seconds go: by lane, by what holds the step up, and by what would shorten it."""
     plan, claim = answer.plan, answer.prediction_json()
     lanes = _table("lane", "busy", "share of the step")
-    for lane in Lane:
+    for lane in plan.lanes:
         busy_s = claim["busy_s"][str(lane)]
         lanes.add_row(f"{lane}: {LANE_TITLE[lane]}", show_seconds(busy_s), f"{busy_s / claim['step_s']:.0%}")
     yield lanes

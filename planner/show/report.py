@@ -116,7 +116,8 @@ def _step_words(plan: Plan, stretches: dict[str, Stretch], times_s: list[float])
 
 def _lanes(known: Known) -> str:
     rows = [
-        (f"{name}: {text(LANE_TITLE[lane])}", *cells) for lane, (name, *cells) in zip(LANE_TITLE, lane_rows(known), strict=True)
+        (f"{name}: {text(LANE_TITLE[lane])}", *cells)
+        for lane, (name, *cells) in zip(known.plan.lanes, lane_rows(known), strict=True)
     ]
     head = ["lane", "predicted busy", "share", "measured busy", "share"][: len(rows[0])]
     return table(head, rows, "Busy in a step")
@@ -228,7 +229,7 @@ def _training(known: Known) -> str:
 def _data(known: Known, drawn: Plan, stretches: dict[str, Stretch], memory: tuple[Held, Held]) -> dict[str, Any]:
     ops = drawn.ops
     return {
-        "lanes": [[str(lane), title] for lane, title in LANE_TITLE.items()],
+        "lanes": [[str(lane), LANE_TITLE[lane]] for lane in drawn.lanes],
         "gloss": GLOSS,
         "n_blocks": len(known.plan.workload.blocks),
         "ops": [str(op) if len(ops) <= MOST_LINES_OPS else op.name for op in ops],

@@ -274,7 +274,7 @@ def lane_rows(known: Known) -> list[tuple[str, ...]]:
         times_s = timeline.step_times_s
         measured_step_s = median(times_s) if times_s else timeline.total_s
     rows = []
-    for lane in Lane:
+    for lane in plan.lanes:
         row = [show_seconds(busy_s[lane]), f"{busy_s[lane] / step_s:.0%}"]
         if measured_s is not None:
             share = f"{measured_s[lane] / measured_step_s:.0%}" if measured_step_s > 0 else ""

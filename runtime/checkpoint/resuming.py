@@ -33,7 +33,7 @@ def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any]) 
         "seed": seed,
         "data_fingerprint": data.fingerprint,
         "model_fingerprint": plan.model.fingerprint,
-        "semantics": _as_json(asdict(plan.semantics)),
+        "semantics": _as_json(asdict(plan.semantics.whole)),
         "optimizer": _as_json(optimizer),
     }
 
@@ -70,7 +70,7 @@ def put_back(state: State, host: HostState, data: "Data") -> None:
         for p in host.owned(number):
             host.set_weight(p, _stored(state, "master", p))
             for name, moment in zip(("exp_avg", "exp_avg_sq"), host.moments(p), strict=True):
-                moment.copy_(_stored(state, name, p).reshape(-1))
+                moment.copy_(_stored(state, name, p).reshape(-1)[host.part(p)])
         host.settle(number)
     host.n_updates = n_updates
 

@@ -25,16 +25,21 @@ class Losses:
 
     n_supervised: int
     total: torch.Tensor  # fp64
+    each: list[torch.Tensor]  # of every micro-batch, where there are other ranks that want to know
 
 
 class Compute:
     """The ops of the gpu lane. Only that lane's thread may use it."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], seed: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], seed: int, generator: torch.Generator, rank: int = 0
+    ) -> None:
         """Build the templates; WorkloadError when transformers builds other modules than the plan counted.
 
-        `batches` gives a step's tokens on the device, `generator` is what dropout draws from there.
+        `batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
+        from there.
         """
+        self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
         self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
         self.losses: dict[int, Losses] = {}  # of the steps that have begun; whoever wants them takes them away
         self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
@@ -57,7 +62,7 @@ class Compute:
     def _micro_batch(self, step: int, m: int) -> MicroBatch:
         if (batch := self._tokens.begin(step)) is not None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
-            self.losses[step] = Losses(batch.n_supervised, total)
+            self.losses[step] = Losses(batch.n_supervised, total, [])
         return self._tokens.of(m)
 
     def _activation(self, op: Op, name: str) -> torch.Tensor:
@@ -70,7 +75,7 @@ class Compute:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def _seed(self, step: int, op: Op) -> None:
-        self.generator.manual_seed(op_seed(self.seed, step, op.micro_batch or 0, op.block))
+        self.generator.manual_seed(op_seed(self.seed, step, self._first + (op.micro_batch or 0), op.block))
 
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
@@ -174,6 +179,8 @@ class Compute:
         own = head.zero_() if first else torch.zeros_like(head)
         loss_sum, hidden_gradient, others = self.templates.loss(weights, hidden_BTD, targets_BT, losses.n_supervised, own)
         losses.total.add_(loss_sum)
+        if self.plan.semantics.ranks > 1:
+            losses.each.append(loss_sum)
         hidden_BTD.copy_(hidden_gradient)
         if not first:
             head += own

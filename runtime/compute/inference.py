@@ -48,10 +48,19 @@ def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None) -> N
 class Inference:
     """The ops of a forward plan. Nothing of a step of training is seen by it, nor is anything left behind."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, templates: Templates, batches: Callable[[int], Batch], head: Head) -> None:
-        """`batches` gives a step's tokens on the device."""
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        templates: Templates,
+        batches: Callable[[int], Batch],
+        head: Head | None,
+        rank: int = 0,
+        gather: Callable[[Op], None] | None = None,
+    ) -> None:
+        """`batches` gives a step's tokens on the device. Several ranks `gather` weights; one without a head does only that."""
         self.templates, self.head = templates, head
-        self._copies = Copies(plan, arenas)
+        self._copies, self._gather = Copies(plan, arenas, rank), gather
         self._views = Views(plan, arenas)
         self._tokens = StepTokens(plan.semantics, batches)
         self._inputs = NotedInputs(templates)
@@ -63,7 +72,10 @@ class Inference:
     def perform(self, index: int, op: Op, step: int) -> None:
         if op.kind is Kind.LOAD:
             self._copies.load(op)
-        else:
+        elif op.kind is Kind.GATHER:
+            assert self._gather is not None
+            self._gather(op)
+        elif self.head is not None:
             assert op.kind is Kind.FORWARD, "a forward plan has no other ops"
             self._forward(op, step)
 
@@ -73,6 +85,7 @@ class Inference:
     def _forward(self, op: Op, step: int) -> None:
         m = op.micro_batch
         assert m is not None
+        assert self.head is not None
         weights, views = self._views.weights(op.block, op["weights"]), self._views
         self._tokens.begin(step)
         if op.block == self._head_block:

@@ -8,8 +8,8 @@ from .memory import Arenas
 class Copies:
     """The ops of the link's two lanes. Host memory that a link reads is never written by these."""
 
-    def __init__(self, plan: Plan, arenas: Arenas) -> None:
-        self.plan, self.arenas = plan, arenas
+    def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0) -> None:
+        self.plan, self.arenas, self._rank = plan, arenas, rank
         self._blocks = plan.workload.blocks
         self._offsets = [b.offsets()[0] for b in self._blocks]
         self._owned = [b.offsets(owned_only=True) for b in self._blocks]
@@ -18,6 +18,11 @@ class Copies:
         """The beginning of the block's state. Tied weights, which lie in another's, go one by one."""
         dtype, block = self.plan.semantics.compute_dtype, self._blocks[op.block]
         tied, to, (owned, n) = op.get("tied"), op["weights"], self._owned[op.block]
+        if self.plan.semantics.ranks > 1:
+            n = self.plan.part_elements(op.block)
+            view = self.arenas.view(to, dtype, (n,), self._rank * n)
+            view.copy_(self.arenas.view(op["state"], dtype, (n,)), non_blocking=True)
+            return
         if tied is None:
             self.arenas.view(to, dtype, (n,)).copy_(self.arenas.view(op["state"], dtype, (n,)), non_blocking=True)
             return
@@ -29,7 +34,7 @@ class Copies:
 
     def offload(self, op: Op) -> None:
         """A gradient; and the sums of its squares, if they go along."""
-        dtype, n = self.plan.gradient_dtype(op.block), self._blocks[op.block].slot_elements
+        dtype, n = self.plan.gradient_dtype(op.block), self.plan.slot_elements(op.block) // self.plan.semantics.ranks
         self.arenas.view(op["arrived"], dtype, (n,)).copy_(self.arenas.view(op["gradient"], dtype, (n,)), non_blocking=True)
         squares = op.get("squares")
         if squares is not None:

@@ -44,20 +44,23 @@ class HostState:
     changes with every update that turns out right: slots are names, and `commit` exchanges what they mean.
     """
 
-    def __init__(self, plan: Plan, arenas: Arenas) -> None:
-        """Everything is zero until `set_weights`."""
-        self.plan, self.arenas = plan, arenas
+    def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0) -> None:
+        """Everything is zero until `set_weights`. Of several ranks each has a part of every block."""
+        self.plan, self.arenas, self._rank = plan, arenas, rank
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
         self.n_threads = 1  # that set weights; a machine says how many it has cores
         self._owned: list[list[Parameter]] = []  # by each block
         self._places: dict[str, tuple[int, int]] = {}  # by parameter: its block, and element there
+        self._parts: dict[str, slice] = {}  # by parameter: its elements that are here
         for b, block in enumerate(plan.workload.blocks):
             self._owned.append([p for p in block.parameters if p.tied_to is None])
             offsets = block.offsets(owned_only=True)[0]
-            self._places |= {p.name: (b, offsets[p.name]) for p in self._owned[b]}
+            for p in self._owned[b]:
+                self._places[p.name] = b, offsets[p.name]
+                self._parts[p.name] = self.part_of(p, rank)
         per_param = plan.state_bytes()
-        self._n_elements = [block.host_elements for block in plan.workload.blocks]
+        self._n_elements = [plan.part_elements(b) for b in range(len(self._owned))]
         before = accumulate(per_param.values(), initial=0)
         self._begin = dict(zip(per_param, before, strict=False))  # bytes per element of a block that lie before each part
         self._n_bytes = sum(per_param.values())  # per element
@@ -68,18 +71,39 @@ class HostState:
         """The parameters that a block owns."""
         return self._owned[block]
 
+    def block_of(self, p: Parameter) -> int:
+        """The block that owns a parameter."""
+        return self._places[p.name][0]
+
+    def part(self, p: Parameter) -> slice:
+        """The elements of an owned parameter whose state is here: all, unless ranks share it."""
+        return self._parts[p.name]
+
+    def part_of(self, p: Parameter, rank: int) -> slice:
+        """The same of another rank."""
+        block, at = self._places[p.name]
+        n = self.plan.part_elements(block)
+        here = slice(min(max(rank * n - at, 0), p.n_elements), max(min((rank + 1) * n - at, p.n_elements), 0))
+        return here if here.start < here.stop else slice(0, 0)
+
+    def place(self, p: Parameter) -> int:
+        """Where in its block's part that begins."""
+        block, at = self._places[p.name]
+        return max(at - self._rank * self.plan.part_elements(block), 0) if self._parts[p.name].stop else 0
+
     # -- one parameter ----------------------------------------------------------------------------------------------
 
     def param_state(self, p: Parameter, of_shadow: bool = False, copy: Copy | None = None) -> ParamState:
         """All of an owned parameter's state; or of its shadow; or as it was when its block was copied."""
-        block, at = self._places[p.name]
+        block, at, here = self._places[p.name][0], self.place(p), self._parts[p.name]
+        n_here = here.stop - here.start
         slot, n = self._shadows[block] if of_shadow else self._slots[block], self._n_elements[block]
 
         def part(name: str, dtype: str, half: int = 0) -> torch.Tensor:
             first = self._begin[name] * n // DTYPE[dtype].itemsize + half * n + at
             if copy is None:
-                return self.arenas.view(slot, dtype, (p.n_elements,), first)
-            return copy.view(DTYPE[dtype])[first : first + p.n_elements]
+                return self.arenas.view(slot, dtype, (n_here,), first)
+            return copy.view(DTYPE[dtype])[first : first + n_here]
 
         exp_avg, exp_avg_sq = part("moments", "fp32"), part("moments", "fp32", half=1)
         if "remainder" in self._begin:
@@ -107,8 +131,8 @@ class HostState:
 
     def _setting(self, p: Parameter, given: torch.Tensor) -> list[Callable[[None], object]]:
         """Setting a weight, in pieces that threads may share."""
-        state, flat = self.param_state(p), given.reshape(-1)
-        return [partial(_set, state, flat, slice(at, at + SET_AT_ONCE)) for at in range(0, p.n_elements, SET_AT_ONCE)]
+        state, flat = self.param_state(p), given.reshape(-1)[self.part(p)]
+        return [partial(_set, state, flat, slice(at, at + SET_AT_ONCE)) for at in range(0, flat.numel(), SET_AT_ONCE)]
 
     # -- all of it --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ see the same elements in the same places as if they were given the parameter who
 chunks of one parameter, and needs nothing but a thread's own scratch memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,9 @@ class SummedGradient:
         return self.parts[0].numel()
 
 
-def _ranges(n_elements: int) -> list[tuple[int, int]]:
-    """The elements of each task."""
-    return [(at, min(at + TASK_ELEMENTS, n_elements)) for at in range(0, n_elements, TASK_ELEMENTS)]
+def _ranges(n_elements: int, first: int = 0) -> list[tuple[int, int]]:
+    """The elements of each task, from the first one on."""
+    return [(at, min(at + TASK_ELEMENTS, n_elements)) for at in range(first, n_elements, TASK_ELEMENTS)]
 
 
 def _rounded(gradient: SummedGradient, scratch: Scratch) -> torch.Tensor | None:
@@ -49,13 +49,15 @@ def _rounded(gradient: SummedGradient, scratch: Scratch) -> torch.Tensor | None:
     return scratch.rounded if gradient.dtype is torch.bfloat16 and found is not torch.bfloat16 else None
 
 
-def squares_tasks(gradient: SummedGradient) -> list[Callable[[Scratch], list[float]]]:
-    """For the sum of squares of a flat gradient: the fp32 sums of its chunks, to be added in fp64, in order."""
+def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
+    """For the sum of squares of a flat gradient: the fp32 sums of its chunks, to be added in fp64, in order. In each of the ranges
+    `cuts` chunks begin anew."""
 
     def task(start: int, end: int) -> Callable[[Scratch], list[float]]:
         return lambda own: run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), _rounded(gradient, own), own.gradient)
 
-    return [task(start, end) for start, end in _ranges(gradient.numel())]
+    ranges = [range(gradient.numel())] if cuts is None else cuts
+    return [task(start, end) for cut in ranges for start, end in _ranges(cut.stop, cut.start)]
 
 
 def added(sums: Iterable[float]) -> float:
@@ -66,10 +68,12 @@ def added(sums: Iterable[float]) -> float:
     return total
 
 
-def sum_of_squares(gradient: torch.Tensor | SummedGradient, scratch: Scratch | None = None) -> float:
+def sum_of_squares(
+    gradient: torch.Tensor | SummedGradient, scratch: Scratch | None = None, cuts: Sequence[range] | None = None
+) -> float:
     """Sum of squares of a flat gradient: fp32 sums over fixed chunks, the chunk sums added in fp64. All on this thread."""
     own = scratch or Scratch()
-    return added(square for task in squares_tasks(_summed(gradient)) for square in task(own))
+    return added(square for task in squares_tasks(_summed(gradient), cuts) for square in task(own))
 
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from runtime.errors import PenstockError
+from runtime.executor import AgreedStop
 from runtime.plan import Kind, Op, Plan, Slot, Update
 from runtime.plan.workload import Parameter
 
@@ -13,6 +14,7 @@ from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE, Arenas
 from .optimizer import AdamW, SummedGradient, adamw_tasks, add_tasks, added, clip_factor, squares_tasks
+from .shared_numbers import SharedNumbers
 from .workers import Workers
 
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block
@@ -26,23 +28,35 @@ class Updates:
     """The ops of the host's own lane. Several threads share each of them, which changes no bit of what comes out."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, state: HostState, settings: Callable[[int], AdamW], workers: Workers[Scratch]
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        state: HostState,
+        settings: Callable[[int], AdamW],
+        workers: Workers[Scratch],
+        shared: SharedNumbers | None = None,
     ) -> None:
+        """`shared`: what ranks tell each other of a step; None: there is one."""
+        self._shared = shared
+        self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         blocks = plan.workload.blocks
         self._offsets = [b.offsets()[0] for b in blocks]  # in gradients, which hold those of tied weights too
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
         self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
+        self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
         self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
         self._n_changed = 0  # by the step in progress
         self._one_at_a_time = threading.Lock()  # of what the lanes that change the state share
         self._norms: dict[int, float] = {}  # of steps' gradients
+        self._losses: dict[int, list[float]] = {}  # of steps' micro-batches, those of all ranks
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
     def forget(self) -> None:
         """Drop what a run that failed in the middle of a step has left."""
         self._norms.clear()
+        self._losses.clear()
         self._factor, self._n_changed = None, 0
 
     def taken(self, step: int) -> tuple[float, bool]:
@@ -68,8 +82,10 @@ class Updates:
     def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
         """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
         dtype = DTYPE[self.plan.semantics.gradient_dtype]
-        at = self._offsets[op.block][p.name]
-        own = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), (p.n_elements,), at)
+        at, here = self._offsets[op.block][p.name], self.state.part(p)
+        if self._shared is not None:
+            at = self.state.place(p)
+        own = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), (here.stop - here.start,), at)
         tied = self._tied.get(p.name)
         if tied is None:
             return SummedGradient((own,), dtype)
@@ -78,11 +94,14 @@ class Updates:
         return SummedGradient((other, own), dtype)
 
     def norm(self, index: int, op: Op, step: int) -> None:
+        if self._shared is not None:
+            self._norm_of_part(self._shared, op)
+            return
         sums = self.arenas.view(op["norm"], "fp64")
         squares = {p: square for slot in op.every("squares") for p, square in self._squared(slot)}
         if op.block not in self.plan.policy.square_blocks:
             owned = self.state.owned(op.block)
-            shared = [squares_tasks(self._gradient(op, p)) for p in owned]
+            shared = [squares_tasks(self._gradient(op, p), self._cuts[op.block][p.name]) for p in owned]
             done = iter(self.workers.run([task for tasks in shared for task in tasks]))
             for p, tasks in zip(owned, shared, strict=True):
                 squares[p] = added(chunk for _ in tasks for chunk in next(done))
@@ -91,6 +110,32 @@ class Updates:
             sums[self._tensor_number[p.name]] = square
         if index == self._last_norm:
             self._norms[step] = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
+
+    def _norm_of_part(self, shared: SharedNumbers, op: Op) -> None:
+        """The squares of what this rank has of a block's gradient, tile by tile."""
+        tasks = []
+        for p in self.state.owned(op.block):
+            here = self.state.part(p)
+            cuts = [range(cut.start - here.start, cut.stop - here.start) for cut in self._cuts[op.block][p.name]]
+            cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= here.stop - here.start]
+            tasks += squares_tasks(self._gradient(op, p), cuts)
+        shared.put(op.block, [chunk for done in self.workers.run(tasks) for chunk in done])
+
+    def share_norm(self, op: Op, step: int, losses: Callable[[], list[float]]) -> None:
+        """The norm of what all ranks have, and all losses."""
+        assert self._shared is not None
+        is_asked = self.agreed is not None and self.agreed.asked.is_requested
+        learned = self._shared.learned(self.arenas.view(op["norm"], "fp64"), losses(), is_asked)
+        if self.agreed is not None:
+            self.agreed.hear(step, learned.is_asked)
+        for p, square in learned.squares:
+            self._refuse_infinite(p, square, step)
+        self._norms[step] = math.sqrt(added(square for _, square in learned.squares))
+        self._losses[step] = learned.losses
+
+    def loss_of_all(self, step: int) -> float:
+        """Over all ranks' micro-batches, in order."""
+        return added(self._losses.pop(step))
 
     def _squared(self, slot: Slot) -> Iterator[tuple[Parameter, float]]:
         """The parameters of whose gradients the device has put sums of squares there, and these."""

@@ -12,6 +12,7 @@ from runtime.batch import Batch
 from runtime.compute.attention import use_attention
 from runtime.host.optimizer import AdamW
 from runtime.plan import Lane, Plan
+from runtime.ranks import Ranks
 
 from .cores import split_beside_gpu
 from .lanes import Lanes
@@ -29,13 +30,14 @@ class CudaMachine(TorchMachine):
         settings: Callable[[int], AdamW],
         seed: int = 0,
         streams: Streams | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Every arena of the host's is pinned. `streams` are those of the first CUDA device, if nothing is said."""
         _sum_in_fp32()
         use_attention(plan.semantics.attention_kernel)
         to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
-        lanes = Lanes(dict.fromkeys(Lane, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
-        super().__init__(plan, batches, settings, lanes, seed)
+        lanes = Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
+        super().__init__(plan, batches, settings, lanes, seed, ranks=ranks)
 
 
 def _sum_in_fp32() -> None:

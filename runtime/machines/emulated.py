@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.region import Demand, Region, rates
 from runtime.plan.timeline import Span
@@ -55,6 +57,24 @@ def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
 def stand_in_semantics(semantics: Semantics) -> Semantics:
     """As many micro-batches, each of one short sequence."""
     return replace(semantics, seq_len=STAND_IN_SEQ_LEN, batch_size=semantics.n_micro_batches, micro_batch=1)
+
+
+class Alike:
+    """Ranks that all do what this one does, at the same time, as those of one plan do. What they compute is of no interest."""
+
+    def __init__(self, n: int) -> None:
+        self.rank, self.n = 0, n
+
+    def gather(self, whole: torch.Tensor) -> None:
+        """Every part is as this one's."""
+        parts = whole.view(self.n, -1)
+        parts[1:] = parts[0]
+
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        received.view(self.n, -1)[:] = parts.view(self.n, -1)[0]
+
+    def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+        rows[:] = row
 
 
 @dataclass(slots=True)

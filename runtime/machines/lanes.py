@@ -94,14 +94,15 @@ class Lanes:
     """The lanes of a device, with the threads and cores that they work on. All machines on the device share them."""
 
     def __init__(self, cores: Mapping[Lane, list[int]], pins: bool, streams: Streams | None) -> None:
-        """`pins`: whether a lane's thread keeps to its cores. `streams` are the device's; None: it is the CPU."""
+        """`cores` of each lane that there is, to which its thread keeps if it `pins`. `streams` are the device's; None: it is the
+        CPU."""
         self.cores, self.streams, self._pins = cores, streams, pins
         self.device = streams.device if streams is not None else torch.device("cpu")
         # One thread for all runs: what cuDNN keeps per thread is then kept once.
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
         pool: list[Event] = []
         self.of: dict[Lane, Immediate | Issuing] = {
-            lane: Immediate() if streams is None or lane is Lane.CPU else Issuing(streams, pool) for lane in Lane
+            lane: Immediate() if streams is None or lane is Lane.CPU else Issuing(streams, pool) for lane in cores
         }
 
     @property

@@ -69,7 +69,9 @@ class Staging:
         self._targets.copy_(buffer.targets, non_blocking=True)
         if buffer.document_tokens is not None:
             self._positions.copy_(buffer.positions, non_blocking=True)
-        return UploadedBatch(self._input_ids, self._targets, buffer.document_tokens, buffer.n_supervised, self._positions)
+        return UploadedBatch(
+            self._input_ids, self._targets, buffer.document_tokens, n_counted=buffer.n_supervised, positions=self._positions
+        )
 
     def issued(self, step: int) -> None:
         """An op that may have uploaded the step's tokens has been issued."""

@@ -13,7 +13,8 @@ import torch
 
 from runtime.batch import Batch
 from runtime.compute.compute import Compute
-from runtime.compute.inference import Head, Inference
+from runtime.compute.inference import Head, Inference, perform
+from runtime.executor import AgreedStop, Stop
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
 from runtime.host.device_updates import DeviceUpdates
@@ -21,6 +22,7 @@ from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.norms import Squares
 from runtime.host.optimizer import AdamW
+from runtime.host.shared_numbers import SharedNumbers
 from runtime.host.slabs import give_back_freed
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
@@ -28,7 +30,9 @@ from runtime.lane_thread import LaneRun
 from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan
 from runtime.plan.timeline import Span
+from runtime.ranks import Ranks, of_rank
 
+from .collectives import Collectives
 from .lanes import Lanes, Token
 from .staging import Staging
 from .stopwatch import Stopwatch
@@ -37,9 +41,12 @@ from .stopwatch import Stopwatch
 class TrainingOps:
     """What each op of a plan that trains does."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, compute: Compute, updates: Updates, device_updates: DeviceUpdates) -> None:
+    def __init__(
+        self, plan: Plan, arenas: Arenas, compute: Compute, updates: Updates, device_updates: DeviceUpdates, ranks: Ranks | None
+    ) -> None:
         self._compute, self._updates, self._device_updates = compute, updates, device_updates
-        self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas)
+        self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas, ranks.rank if ranks is not None else 0)
+        self._collectives = Collectives(plan, arenas, ranks) if ranks is not None else None
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
@@ -82,12 +89,21 @@ class TrainingOps:
                 self._updates.speculate(op, step)
             case Kind.SETTLE:
                 self._updates.settle(op, step)
+            case Kind.GATHER | Kind.EXCHANGE:
+                assert self._collectives is not None
+                self._collectives.perform(op)
+            case Kind.SHARE_NORM:
+                self._updates.share_norm(op, step, lambda: [loss.item() for loss in self._compute.losses[step].each])
             case _:
                 assert_never(op.kind)
 
     def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult:
         """As a machine's. `loss_is_there` returns once the device has added up the step's losses."""
         losses, (grad_norm, skipped) = self._compute.losses.pop(step), self._updates.taken(step)
+
+        if self._collectives is not None:
+            of_all = self._updates.loss_of_all(step)
+            return StepResult(losses.n_supervised, grad_norm, skipped, lambda: of_all)
 
         def loss_sum() -> float:
             loss_is_there()
@@ -174,19 +190,26 @@ class TorchMachine(LaneMachine):
         lanes: Lanes,
         seed: int = 0,
         n_workers: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Allocate every arena and build the templates; the host state is zero until weights are set.
 
-        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said.
+        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
+        whole steps', of which one of several `ranks` takes its part.
         """
+        rank = ranks.rank if ranks is not None else 0
+        assert plan.semantics.ranks == (ranks.n if ranks is not None else 1)
+        if ranks is not None:
+            batches = of_rank(batches, rank, plan.semantics.batch_size)
+        self.ranks = ranks
         self.settings, self.seed = settings, seed
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.of[Lane.GPU].current():
             staging = _staging(plan, batches, lanes)
             self.arenas = Arenas(plan.arenas, lanes.device)
-            self.host = HostState(plan, self.arenas)
+            self.host = HostState(plan, self.arenas, rank)
             on_device = batches if staging is None else staging.upload
-            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device))
+            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), rank)
         lanes.of[Lane.GPU].finish()  # which has filled the arenas with zeros
         self.host.n_threads = n_workers or len({core for cores in lanes.cores.values() for core in cores})
         self.arenas.touch(self.host.n_threads)
@@ -194,10 +217,13 @@ class TorchMachine(LaneMachine):
         if lanes.streams is not None:
             lanes.streams.lock(self.arenas)
             stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
-        updates = Updates(plan, self.arenas, self.host, settings, workers)
+        shared = SharedNumbers(plan, ranks) if ranks is not None else None
+        updates = Updates(plan, self.arenas, self.host, settings, workers, shared)
         with lanes.of[Lane.GPU].current():
             device_updates = DeviceUpdates(plan, self.arenas, self.host, updates, lanes.device)
-        ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates)
+        self._updates = updates
+        self.tell_of_forward: Callable[[int, int, int], None] | None = None  # micro-batches, length, passes: told to other ranks
+        ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates, ranks)
         super().__init__(plan, ops, lanes, workers, staging, stopwatch)
 
     def initialise(self, seed: int) -> None:
@@ -206,7 +232,21 @@ class TorchMachine(LaneMachine):
             self.host.set_weights(block, self.compute.templates.initial_weights(block, seed))
         give_back_freed()
 
-    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head) -> LaneMachine:
+    def agree(self, stop: Stop) -> Stop:
+        """What ends the next steps of all ranks once `stop` is requested of the first; of one rank, that itself."""
+        if self.ranks is None:
+            return stop
+        self._updates.agreed = agreed = AgreedStop(stop)
+        return agreed
+
+    def forward(self, plan: Plan, batches: Callable[[int], Batch], head: Head, n_passes: int, stop: Stop | None) -> None:
+        """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile, which several ranks do not hear."""
+        if self.tell_of_forward is not None:
+            of, stop = plan.semantics, None
+            self.tell_of_forward(of.n_micro_batches, of.seq_len, n_passes)
+        perform(plan, self.forwards(plan, batches, head), n_passes, stop)
+
+    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head | None) -> LaneMachine:
         """What performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
 
         It changes nothing that training sees: what the host has learned is only read, and what lies on the device between two runs
@@ -215,7 +255,8 @@ class TorchMachine(LaneMachine):
         with self.lanes.of[Lane.GPU].current():
             staging = _staging(plan, batches, self.lanes)
         on_device = batches if staging is None else staging.upload
-        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head)
+        rank, gather = (0, None) if self.ranks is None else (self.ranks.rank, Collectives(plan, self.arenas, self.ranks).perform)
+        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, rank, gather)
         return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # nobody asks how long which op took
 
     def device_peak_bytes(self) -> int | None:

@@ -31,7 +31,8 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     seq_len = seq_len or semantics.seq_len
     assert 0 < seq_len <= semantics.seq_len
     group = min(n_micro_batches, most_micro_batches(plan))
-    semantics = replace(semantics, batch_size=n_micro_batches * semantics.micro_batch, seq_len=seq_len, sum_groups=1)
+    groups = 1 if semantics.ranks == 1 else semantics.sum_groups  # by which the ranks' parts of weights are cut
+    semantics = replace(semantics, batch_size=n_micro_batches * semantics.micro_batch, seq_len=seq_len, sum_groups=groups)
     program = list(_program(plan, n_micro_batches, group))
     ops = tuple(replace(op, waits=waits) for op, waits in zip(program, _waits(program), strict=True))
     workload = replace(plan.workload, smaller=())  # all micro-batches are whole
@@ -57,6 +58,8 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                     *([("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []),
                 ]
                 yield Op(Kind.LOAD, b, None, (*state, ("weights", slot)))
+                if plan.semantics.ranks > 1:
+                    yield Op(Kind.GATHER, b, None, (("weights", slot),))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))
                 reads = [("weights", slot), *([("x", x)] if b else [])]
@@ -64,20 +67,22 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
 
 
 def _waits(ops: Sequence[Op]) -> Iterator[tuple[Wait, ...]]:
-    """For each op the last one of the other lane that uses one of its slots, one of the two writing it, before it.
+    """For each op the last one of each other lane that uses one of its slots, one of the two writing it, before it.
 
-    With two lanes that is enough: what it does not wait for comes before that op, or is on its own lane. What an earlier op of its
-    lane waited for is left out. The second of two steps stands for all that follow the first.
+    That is enough: what it does not wait for comes before that op, or is on its own lane. What an earlier op of its lane waited for
+    is left out. The second of two steps stands for all that follow the first.
     """
-    n = len(ops)
+    n, lanes = len(ops), sorted({op.lane for op in ops})
     used: dict[tuple[Slot, Lane, bool], int] = {}  # the last op that did: slot, lane, whether it wrote
-    known = dict.fromkeys(Lane, -1)  # by lane, the last op of the other one that it has waited for
+    known = {(lane, other): -1 for lane in lanes for other in lanes}  # by lane, the last op of the other that it has waited for
     for at in range(2 * n):
-        op = ops[at % n]
-        other = Lane.H2D if op.lane is Lane.GPU else Lane.GPU
-        last = max(used.get((slot, other, True), -1) for _, slot in op.operands)
-        last = max(last, *(used.get((slot, other, False), -1) for slot in op.writes), -1)
+        op, waits = ops[at % n], list[Wait]()
+        for other in lanes:
+            last = max(used.get((slot, other, True), -1) for _, slot in op.operands)
+            last = max(last, *(used.get((slot, other, False), -1) for slot in op.writes), -1)
+            if other is not op.lane and last > known[op.lane, other]:
+                known[op.lane, other] = last
+                waits.append(Wait(last % n, 1 - last // n))
         used |= {(slot, op.lane, slot in op.writes): at for _, slot in op.operands}
-        is_new, known[op.lane] = last > known[op.lane], max(last, known[op.lane])
         if at >= n:
-            yield (Wait(last % n, 1 - last // n),) if is_new else ()
+            yield tuple(waits)

@@ -13,12 +13,13 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
         raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
     refuse_sum_groups(semantics)
+    _refuse_ranks(workload, semantics, policy)
     if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
         raise PlanError("eager updates need --clip-norm none and --on-nonfinite stop: the norm is known only after backward")
     if policy.speculate_blocks and policy.update is not Update.DEFERRED:
         raise PlanError("speculate_blocks are settled when the norm is known; they need update deferred")
     _refuse_gradients(semantics, policy)
-    _refuse_blocks(workload, policy)
+    _refuse_blocks(workload, semantics, policy)
 
 
 def refuse_sum_groups(semantics: Semantics) -> None:
@@ -28,16 +29,33 @@ def refuse_sum_groups(semantics: Semantics) -> None:
         raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
 
 
-def can_square(workload: Workload) -> range:
-    """The blocks whose gradients are whole on the device: where a weight is tied, the host adds up what its two uses give."""
+def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
+    """PlanError where several ranks cannot do what they would do alone."""
+    if semantics.ranks == 1:
+        return
+    if semantics.whole.shared_by(semantics.ranks) != semantics:
+        raise PlanError(f"{semantics.ranks} ranks do not share the step equally; plan again")
+    if workload.tied:
+        raise PlanError("a tied weight has two gradients, which several ranks do not exchange yet; use one GPU, or untie it")
+    if policy.accumulation_group < semantics.n_micro_batches:
+        raise PlanError("several ranks exchange whole sums: all micro-batches of a rank must be in one accumulation_group")
+    if policy.square_blocks or policy.device_blocks:
+        raise PlanError("with several ranks a gradient is whole nowhere on a device; leave out square_blocks and device_blocks")
+
+
+def can_square(workload: Workload, semantics: Semantics) -> range:
+    """The blocks whose gradients are whole on the device: where a weight is tied, the host adds up what its two uses give, and of
+    several ranks each has a part."""
+    if semantics.ranks > 1:
+        return range(0)
     return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
 
 
-def can_stay(workload: Workload) -> list[int]:
+def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
     updates in another sequence than the rest."""
     blocks = workload.blocks
-    return [b for b in can_square(workload) if all(p.n_elements % UPDATED_TOGETHER == 0 for p in blocks[b].parameters)]
+    return [b for b in can_square(workload, semantics) if all(p.n_elements % UPDATED_TOGETHER == 0 for p in blocks[b].parameters)]
 
 
 def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
@@ -59,19 +77,19 @@ def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
         raise PlanError("device_blocks have no gradient on the host: name them in square_blocks too, and not in speculate_blocks")
 
 
-def _refuse_blocks(workload: Workload, policy: Policy) -> None:
+def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     """What the policy says of single blocks."""
     n_layers = workload.n_layers
     for name, blocks, legal in (
         ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
         ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
         ("spill_blocks", policy.spill_blocks, range(n_layers)),
-        ("square_blocks", policy.square_blocks, can_square(workload)),
-        ("device_blocks", policy.device_blocks, can_square(workload)),
+        ("square_blocks", policy.square_blocks, can_square(workload, semantics)),
+        ("device_blocks", policy.device_blocks, can_square(workload, semantics)),
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
-    if uneven := {*policy.device_blocks}.difference(can_stay(workload)):
+    if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         raise PlanError(
             f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of {UPDATED_TOGETHER}; "
             "leave it to the host"

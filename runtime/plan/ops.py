@@ -27,6 +27,7 @@ class Lane(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     CPU = "cpu"
+    NET = "net"
 
 
 class Kind(StrEnum):
@@ -52,6 +53,9 @@ class Kind(StrEnum):
     SQUARE = "square"
     OFFLOAD_SQUARES = "offload_squares"
     UPDATE_ON_DEVICE = "update_on_device"
+    GATHER = "gather"
+    EXCHANGE = "exchange"
+    SHARE_NORM = "share_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Signature:
         )
 
 
+# What ranks do together (gather, exchange, share_norm) begins when the last of them has come to it.
 # x is what a block computes from, y what it computes; backward finds the gradient of y in y's place and puts that of x in x's.
 CONTRACT = {
     Kind.LOAD: Signature.of(Lane.H2D, "state tied?", "weights"),
@@ -101,6 +106,9 @@ CONTRACT = {
     Kind.SPECULATE: Signature.of(Lane.CPU, "arrived tied? state", "shadow"),
     Kind.UPDATE: Signature.of(Lane.CPU, "arrived tied? norm? state", "state"),
     Kind.SETTLE: Signature.of(Lane.CPU, "arrived tied? norm state shadow", "state shadow"),
+    Kind.GATHER: Signature.of(Lane.NET, "weights", "weights"),
+    Kind.EXCHANGE: Signature.of(Lane.NET, "sum", "received gradient"),
+    Kind.SHARE_NORM: Signature.of(Lane.CPU, "norm", "norm"),
 }
 LANE_OF = {kind: signature.lane for kind, signature in CONTRACT.items()}
 

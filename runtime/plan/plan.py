@@ -28,6 +28,10 @@ layers, block L+1 the head (final norm and output matrix).
     update b                AdamW on the block's `state`
     offload_squares b       the squares of a gradient that stays go to the host alone
     update_on_device b      AdamW on a `state` that is on the device, by the gradient that stayed there
+    gather b                ranks: the parts of `weights` that all have loaded come together, in place
+    exchange b              ranks: each gets from all what they have in `sum` of its part, `received`; these are added up by a
+                            balanced binary tree, in ranks' order, and rounded into its `gradient`
+    share_norm 0            ranks: the squares of all parts, of which the `norm` is made
     settle b                where the clip factor is one, the shadow becomes the state, the state the next shadow; else the update
 
 An arena is a role, and its slots have sizes of their own, in this order:
@@ -40,6 +44,7 @@ An arena is a role, and its slots have sizes of their own, in this order:
     gradients       gradient_slots for layers, one for the embedding or the head, one for each block of device_blocks
     sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
                     of `gradients` is the sum); of each as many as there are sums at a time (`Semantics.n_sums`), first the layers'
+    received        ranks: one, fp32, of the largest block
     squares         one for each block of square_blocks, of one fp64 per parameter
     device_state    one for each block of device_blocks, as `state` has them
     state           one per block (empty for one of device_blocks), then one per block of speculate_blocks: its shadow. A slot holds
@@ -51,7 +56,8 @@ An arena is a role, and its slots have sizes of their own, in this order:
     staging         two for layers, one for the embedding or the head
     spilled         for the i-th block that spills, i * group + m % group
     offloaded       for the i-th layer of offload_blocks, i * group + m % group
-    norm            one fp64 per parameter of the model, then for each block of square_blocks one per parameter of its own
+    norm            one fp64 per parameter of the model (ranks: what all of them share of a step, `Setup.shared_numbers` of each),
+                    then for each block of square_blocks one per parameter of its own
 
 With `policy.boundary_stride` s above 1 only the activations of blocks 0, s, 2s, .. and L have slots of their own (in order, one per
 micro-batch of a group); after them come (s - 1) * group slots that the others share: that of block b, micro-batch m is number
@@ -79,6 +85,15 @@ squares the host sums has no norm to read.
 A block in `policy.device_blocks` (updates deferred, all micro-batches in one group) has its state on the device. It is in
 `square_blocks` too, as its gradient stays in a slot of its own; only the squares leave. Once norm 0 has ended the sum, the device
 updates such blocks, in order, to the bits that the host would give them; their loads are copies within the device.
+
+Several ranks (`semantics.ranks`) perform one plan, each on a device of its own, with its own micro-batches: the first rank's are
+the step's first. A block's elements are cut into as many equal parts as there are ranks, of whole pieces each
+(`Semantics.n_pieces`, multiples of 128 elements; the last may be padding), and so are the slots of `state`, `gradients` and
+`host_gradients`; those of `weights` and `sums` are of the whole. A rank loads, updates and squares its part. Of layers' sums there
+are two that end whole, of even and of odd blocks: while one is exchanged the other is begun. A gather, exchange or share_norm
+begins when every rank has come to it. As all have one plan, and each lane's meetings come in its order, no rank ever waits for
+another that waits for it: the plan of all ranks, with each meeting drawn as a single op, has no circle where that of one has none.
+All micro-batches of a rank are in one group, no weight is tied, and no gradient is squared, or state held, on a device.
 
 Where micro-batches do not divide the batch the last one has what is left: it uses the beginning of its slots, and of what spills
 only that moves.

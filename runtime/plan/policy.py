@@ -5,7 +5,7 @@ the planner's, and changes no bit.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,9 @@ class Semantics:
     # A power of two that divides the micro-batches: so many contiguous groups of them, each summed in order from zero, and the
     # groups' sums by a balanced binary tree, left part and right part. 1: all in order.
     sum_groups: Count = 1
+    # A power of two: so many processes, each with a device, share a step. What else is said here is each one's part of it, and what
+    # all of them compute is `whole`, whose bits are the same for any number of ranks.
+    ranks: Count = 1
     __pydantic_config__ = FILE
 
     @property
@@ -95,8 +98,36 @@ class Semantics:
         return self.n_micro_batches // self.sum_groups
 
     @property
+    def whole(self) -> "Semantics":
+        """What all ranks compute together: the meaning of a step, as a single process would have it."""
+        return replace(self, batch_size=self.batch_size * self.ranks, sum_groups=self.sum_groups * self.ranks, ranks=1)
+
+    def shared_by(self, ranks: int) -> "Semantics":
+        """Each one's part, for as many ranks; PlanError where whole groups of micro-batches cannot be given to each."""
+        whole = self.whole
+        if ranks < 1 or ranks.bit_count() > 1 or whole.sum_groups % ranks:
+            raise PlanError(
+                f"{ranks} ranks cannot share {whole.sum_groups} sum groups; choose a power of two, and with --sum-groups as many "
+                "groups or a multiple: the bits of the result depend on these alone"
+            )
+        if ranks > 1 and whole.n_left:
+            raise PlanError(f"{ranks} ranks: {whole.batch_size} sequences are not equal micro-batches of {whole.micro_batch}")
+        return replace(whole, batch_size=whole.batch_size // ranks, sum_groups=whole.sum_groups // ranks, ranks=ranks)
+
+    @property
+    def least_group(self) -> int:
+        """Of micro-batches that go through a layer together: several ranks exchange whole sums, which their devices make."""
+        return 1 if self.ranks == 1 else self.n_micro_batches
+
+    @property
+    def n_pieces(self) -> int:
+        """Into how many equal pieces a block's elements are cut, each of which a single rank holds: one per sum group of all."""
+        return self.sum_groups * self.ranks
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.seq_len
+        """Of all ranks."""
+        return self.ranks * self.batch_size * self.seq_len
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -11,9 +11,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .ops import Slot
+from .ops import Lane, Slot
 from .policy import Policy, Semantics
-from .workload import FILE, ITEM_BYTES, Block, BlockKind, Dtype, Model, Natural, Recompute, Saved, Workload
+from .workload import FILE, ITEM_BYTES, NORM_TILE_ELEMENTS, Block, BlockKind, Dtype, Model, Natural, Recompute, Saved, Workload
 
 MOMENT_BYTES = 8  # AdamW's two, fp32
 DEVICE_UPDATE_ELEMENTS = 2**24  # that a GPU updates at a time: fewer, and launching its kernels would take longer than they do
@@ -83,6 +83,31 @@ class Setup:
             return {"weight": ITEM_BYTES[of.compute_dtype], "remainder": REMAINDER_BYTES, "moments": MOMENT_BYTES}
         return {"master": ITEM_BYTES[of.master_dtype], "moments": MOMENT_BYTES}
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that have ops: nothing is exchanged by one rank."""
+        return lanes_of(self.semantics)
+
+    def slot_elements(self, block: int) -> int:
+        """Elements of a slot on the device that holds the block's weights: of several ranks, so many that all parts are equal."""
+        of = self.workload.blocks[block]
+        return (
+            of.slot_elements if self.semantics.ranks == 1 else of.piece_elements(self.semantics.n_pieces) * self.semantics.n_pieces
+        )
+
+    def part_elements(self, block: int) -> int:
+        """Of those, the ones whose masters and moments a rank has: its part is as long as any other's."""
+        of = self.workload.blocks[block]
+        return of.host_elements if self.semantics.ranks == 1 else self.slot_elements(block) // self.semantics.ranks
+
+    def shared_numbers(self) -> int:
+        """How many numbers of a rank all others learn in a step, at the most: a sum of squares of each tile of its part, of which
+        each parameter and each piece may have a shorter one, its micro-batches' losses, and whether it is asked to end."""
+        n_tiles = 0
+        for b, block in enumerate(self.workload.blocks):
+            n_tiles += self.part_elements(b) // NORM_TILE_ELEMENTS + len(block.parameters) + self.semantics.sum_groups
+        return n_tiles + self.semantics.n_micro_batches + 1
+
     def state_slot(self, block: int) -> Slot:
         """Where a block's masters and moments lie."""
         on_device = self.policy.device_blocks
@@ -151,6 +176,11 @@ class Setup:
         of = self.semantics
         state_bytes = 0 if weights_only else ITEM_BYTES[of.master_dtype] + MOMENT_BYTES
         return self.workload.n_params * (ITEM_BYTES[of.compute_dtype] + state_bytes)
+
+
+def lanes_of(semantics: Semantics) -> tuple[Lane, ...]:
+    """The lanes of a step's plans."""
+    return tuple(lane for lane in Lane if lane is not Lane.NET or semantics.ranks > 1)
 
 
 @lru_cache(maxsize=256)

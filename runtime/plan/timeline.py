@@ -60,7 +60,7 @@ class Timeline:
 
     def busy_s(self, plan: Plan) -> dict[Lane, float]:
         """Median over the steps of the time each lane spent in ops, in one step."""
-        per_step: dict[Lane, Counter[int]] = {lane: Counter() for lane in Lane}
+        per_step: dict[Lane, Counter[int]] = {lane: Counter() for lane in plan.lanes}
         for span in self.spans:
             per_step[plan.ops[span.op].lane][span.step] += often(plan, span) * (span.end_s - span.start_s)  # type: ignore[assignment]
         return {lane: median(steps.values()) if steps else 0.0 for lane, steps in per_step.items()}
@@ -72,7 +72,7 @@ class Timeline:
 
 def chrome_trace(plan: Plan, tracks: dict[str, Timeline]) -> str:
     """JSON that Perfetto and chrome://tracing open: one process per timeline (`predicted`, `measured`), one thread per lane."""
-    lanes = list(Lane)
+    lanes = list(plan.lanes)
     events: list[dict[str, object]] = []
     for pid, (name, timeline) in enumerate(tracks.items(), start=1):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 
 SLOT_ALIGN_BYTES = 256  # where a slot, and a tensor in one, may start
 ALIGN_ELEMENTS = 128  # every tensor starts on a multiple: 256 bytes in bf16, 512 in fp32, whatever the arena's dtype
+NORM_TILE_ELEMENTS = 65_536  # of a piece of a parameter, whose squares are added up in fp32; what the norm is made of
 FILE = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(gt=0, lt=2**53)]
@@ -204,6 +205,21 @@ class Block:
     def host_elements(self) -> int:
         """Elements of a host slot that holds the weights the block owns."""
         return self.offsets(owned_only=True)[1]
+
+    def piece_elements(self, n_pieces: int) -> int:
+        """Elements of each of so many equal pieces of what the block owns. The last may be short of some, or have none."""
+        return -(-self.host_elements // (n_pieces * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
+
+    def cuts(self, n_pieces: int) -> dict[str, list[range]]:
+        """By name of each owned parameter its elements, counted from its first, that are in one piece: all, in order."""
+        piece, found = self.piece_elements(n_pieces), dict[str, list[range]]()
+        offsets = self.offsets(owned_only=True)[0]
+        for p in self.parameters:
+            if p.tied_to is None:
+                at, n = offsets[p.name], p.n_elements
+                ends = [min(end - at, n) for end in range((at // piece + 1) * piece, at + n + piece, piece)] if piece else []
+                found[p.name] = [range(a, b) for a, b in zip([0, *ends], ends, strict=False) if b > a]
+        return found
 
 
 @dataclass(frozen=True)

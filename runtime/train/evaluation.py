@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.compute.inference import LastHidden, perform
+from runtime.compute.inference import LastHidden
 from runtime.errors import DataError
 from runtime.executor import Stop
 from runtime.machines.torch_machine import TorchMachine
@@ -77,7 +77,7 @@ class Evaluator:
             score.n_tokens += batch.n_supervised
             return batch
 
-        perform(plan, self.machine.forwards(plan, batches, score), n_passes, self.stop)
+        self.machine.forward(plan, batches, score, n_passes, self.stop)
 
     def _sequences(self, first: int, n: int) -> Batch:
         """So many sequences; those beyond the last are padding, of which no token is supervised."""

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.compute.blocks import op_seed
-from runtime.compute.inference import LastHidden, perform
+from runtime.compute.inference import LastHidden
 from runtime.errors import DataError, PenstockError
 from runtime.executor import Stop
 from runtime.machines.torch_machine import TorchMachine
@@ -144,7 +144,7 @@ def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop |
         tokens[row, : len(sequence)] = torch.tensor(sequence)
     batch = Batch(tokens, torch.full_like(tokens, UNSUPERVISED))
     last = _LastLogits([len(sequence) - 1 for sequence in sequences], semantics.micro_batch)
-    perform(plan, machine.forwards(plan, lambda step: batch, last), 1, stop)
+    machine.forward(plan, lambda step: batch, last, 1, stop)
     return torch.cat([found.cpu() for found in last.found])
 
 

@@ -35,6 +35,7 @@ from .log import add_lines, keep_lines_up_to, lines_of, writing
 if TYPE_CHECKING:
     from runtime.data.data import Data
 
+    from .crew import Lead
     from .monitors import Monitor
 
 WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline; they are not compared with the prediction
@@ -108,6 +109,7 @@ class Training:
     monitors: "Sequence[Monitor]" = ()  # whoever opened them closes them
     stop: Stop = field(default_factory=Stop)
     predicted_step_s: float | None = None  # for the log
+    lead: "Lead | None" = None  # of other ranks, if there are any
     say: Callable[[str], None] = say
 
     def run(self, first_step: int, n_steps: int, on_step: Callable[[Metrics], None]) -> tuple[Timeline, list[float]]:
@@ -174,7 +176,8 @@ class Training:
         every += [self.checkpoint.every if self.saves and not self.checkpoint.background else None]
         until = min([n_steps, *(done + n - done % n for n in every if n is not None)])
         let_go = saver.snapshots.end if saver is not None else lambda: None
-        return Execution(self.plan, self.machine, until - done, done, stop=pause, on_interrupt=let_go)
+        stop = pause if self.lead is None else self.lead.stretch(done, until - done, pause)
+        return Execution(self.plan, self.machine, until - done, done, stop=stop, on_interrupt=let_go)
 
     def _logged(self, step: Step, saver: Saver | None) -> Metrics:
         metrics = self._metrics(step)
@@ -237,7 +240,8 @@ class Training:
         def fields(step: int) -> dict[str, Any]:
             return shared | {"data_position": self.data.position(step)}
 
-        return Saver(self.store.host, self.folder, settings, fields, self.tokenizer_from, self.say, first_step, self.stop)
+        state = self.store.host if self.lead is None else self.lead.state()
+        return Saver(state, self.folder, settings, fields, self.tokenizer_from, self.say, first_step, self.stop)
 
     def save(self, step: int) -> Path:
         """Write `checkpoint-<step>` from the state on the host, while nothing changes it."""

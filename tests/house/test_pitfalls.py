@@ -183,6 +183,7 @@ OTHER_SEMANTICS = {
     "pointwise": "fused",
     "attention_kernel": "deterministic",
     "sum_groups": 2,
+    "ranks": 2,
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
 OF_ONE_VALUE = {"weight_rounding"}

@@ -194,11 +194,12 @@ def test_waits_in_a_circle_are_refused() -> None:
     assert "can never start" in error_of(with_op(plan, "load h2d b0", waits=(Wait(i),)))
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOAD, Kind.ACCUMULATE}))
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.LOAD, Kind.GATHER, Kind.ACCUMULATE}))
 def test_an_op_done_twice_is_refused(kind: Kind) -> None:
     knobs: dict[str, Any] = {"spill_blocks": (1,), "speculate_blocks": (2,), "square_blocks": (0, 2, 3), "device_blocks": (3,)}
     knobs |= {"save": saves(products=(1,)), "offload_blocks": (1,)}
-    plan = small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(**knobs)
+    shared = small(ranks=2) if kind in (Kind.EXCHANGE, Kind.SHARE_NORM) else None
+    plan = shared or (small(boundary_stride=2) if kind is Kind.RECOMPUTE else small(**knobs))
     op = next(op for op in plan.ops if op.kind is kind)
     assert "twice" in error_of(replace(plan, ops=(*plan.ops, op)))
 

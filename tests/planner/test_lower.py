@@ -77,13 +77,17 @@ def test_every_block_has_a_slot_of_its_own_for_its_state_and_after_them_every_sh
 
 
 PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
-    (with_weights, {Kind.LOAD}, {"weights"}),
+    (with_weights, {Kind.LOAD, Kind.GATHER}, {"weights"}),
     (partial(with_activations, ring_goes_on=True), {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
     (partial(with_saved, ring_goes_on=True), {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
-    (partial(with_gradients, rings_go_on=True), {Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "into", "gradient"}),
+    (
+        partial(with_gradients, rings_go_on=True),
+        {Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE},
+        {"sum", "into", "gradient"},
+    ),
     (with_squares, {Kind.SQUARE, Kind.OFFLOAD_SQUARES}, {"squares", "norm"}),
     (with_late_offloads, {Kind.OFFLOAD_GRADIENT}, set()),
-    (with_updates, {Kind.NORM, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
+    (with_updates, {Kind.NORM, Kind.SHARE_NORM, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
     (with_barrier, set(), set()),
 ]
 

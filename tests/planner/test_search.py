@@ -165,7 +165,7 @@ def members(draw, family, s, workload):
         spill_blocks=spilled,
         boundary_stride=family.boundary_stride,
         speculate_blocks=some(range(n_layers + 2)) if family.update is Update.DEFERRED and draw(st.booleans()) else (),
-        square_blocks=some(can_square(workload)) if one_group and draw(st.booleans()) else (),
+        square_blocks=some(can_square(workload, s)) if one_group and draw(st.booleans()) else (),
     )
     return with_ways(policy, dict(enumerate(saving, 1)))
 
@@ -275,7 +275,7 @@ def every_policy(s, workload, profile, ways_of_layers):
         lean = replace(family.policy(s), prefetch_depth=depth, gradient_slots=n_slots)
         on_device = {()}
         if one_group and family.update is Update.DEFERRED and not shares_memory(profile):
-            may_stay = tuple(can_stay(workload))
+            may_stay = tuple(can_stay(workload, s))
             on_device |= {may_stay, tuple(b for b in may_stay if b in layers), may_stay[:1]}
         ways = product(ways_of_layers if family.boundary_stride == 1 else [Way(Saved.INPUT)], repeat=len(layers))
         for saving, resident, late in product(ways, (False, True), (0, 1)):

@@ -170,7 +170,7 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert workload.tied == tied
     drawn, seconds = {}, {}
     for squares in (False, True):
-        policy = Policy(accumulation_group=2, square_blocks=tuple(can_square(workload)) if squares else ())
+        policy = Policy(accumulation_group=2, square_blocks=tuple(can_square(workload, semantics)) if squares else ())
         plan = lower(model, workload, semantics, policy, {})
         demands = CostModel(profile).demands(plan)
         drawn[squares] = sum(dict(d.uses).get(Resource.DRAM, 0.0) * d.alone_s for d in demands)
@@ -187,7 +187,7 @@ def test_the_host_reads_no_gradient_twice(tied):
     more_s = seconds[True][Lane.GPU] - seconds[False][Lane.GPU]
     read_s = 2 * elements / (EAGER_FRACTION * profile.device.memory_bytes_per_s.value)
     n_kernels = (more_s - read_s) / profile.device.kernel_overhead_s.value
-    n_tensors = sum(len(workload.blocks[b].parameters) for b in can_square(workload))
+    n_tensors = sum(len(workload.blocks[b].parameters) for b in can_square(workload, semantics))
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)
 
 
@@ -202,7 +202,7 @@ def test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_woul
         all_squared[machine] = len(policy.square_blocks)
         squared[machine] = len({*policy.square_blocks}.difference(policy.device_blocks))
         assert policy.accumulation_group == s.n_micro_batches
-        for blocks in ((), (0,), tuple(can_square(workload))):
+        for blocks in ((), (0,), tuple(can_square(workload, s))):
             other = lower(model, workload, s, replace(policy, square_blocks=tuple(sorted({*blocks, *policy.device_blocks}))), {})
             other_s = simulate(other, CostModel(profile).demands(other), region_of(profile)).step_s
             assert answer.prediction.step_s <= other_s
@@ -220,7 +220,7 @@ def test_the_machine_bound_is_the_least_of_any_shares_squared_and_updated_on_the
     model, s = read_model("qwen2.5-7b"), Semantics(64, 1, 1)
     fields["device"]["memory_bytes"]["value"] = data.draw(st.sampled_from([10**9, 4 * 10**10, 10**12]))
     plan, cost = frame(model, build_workload(model, s), s, Policy()), CostModel(Profile.from_json(fields))
-    blocks = can_square(plan.workload)
+    blocks = can_square(plan.workload, s)
     host, squared, kept = (dict(machine_facets(plan, cost, *on_device)) for on_device in (((), ()), (blocks, ()), ((), blocks)))
     most = min(1.0, fields["device"]["memory_bytes"]["value"] / sum(map(plan.staying_bytes, blocks)))
 
@@ -238,7 +238,7 @@ def test_whatever_the_search_has_found_is_tried_with_more_squares_and_with_fewer
     model, profile = read_model("qwen2.5-7b"), read_profile("h200-pcie5")
     s, workload = with_micro_batch(model, Semantics(4096, 2, 1), profile)
     policy = Policy(prefetch_depth=2, gradient_slots=2, update=Update.DEFERRED)
-    for blocks in ((), (0,), (3, 4, 5), tuple(can_square(workload))):
+    for blocks in ((), (0,), (3, 4, 5), tuple(can_square(workload, s))):
         tree = Tree(Trial(model, workload, s, profile, None))
         tree._take(replace(policy, square_blocks=blocks))
         tree._norm_elsewhere()
@@ -249,9 +249,11 @@ def test_whatever_the_search_has_found_is_tried_with_more_squares_and_with_fewer
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
     """Where the host's norms bind, so that it counts what they are spared; the others are in tests/planner/test_search.py."""
-    s = replace(data.draw(semantics()), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"])))
+    s = replace(
+        data.draw(semantics().filter(lambda of: of.ranks == 1)), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"]))
+    )
     workload = data.draw(workloads(s, most_layers=3))
-    legal = can_square(workload)
+    legal = can_square(workload, s)
     machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
     n = s.n_micro_batches
@@ -311,7 +313,7 @@ def test_the_host_sums_squares_of_nothing_but_tied_weights(policy, tied, monkeyp
     summed = []
     host = updates.squares_tasks
 
-    def listening(gradient):
+    def listening(gradient, cuts):
         summed.append(gradient.numel())
         return host(gradient)
 
@@ -380,6 +382,16 @@ def test_it_stops_the_run_names_the_tensor_and_updates_nothing_with_it(policy):
 
 # -- on a device of many cores ----------------------------------------------------------------------------------------
 
+
+def in_pieces(gradients):
+    """The first cut into three, the others whole."""
+    n = gradients[0].numel()
+    return [
+        [part for part in gradients[0].split([n // 3, n // 2 - n // 3, n - n // 2]) if part.numel()],
+        *([g] for g in gradients[1:]),
+    ]
+
+
 SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 77]
 
 
@@ -391,9 +403,9 @@ def test_sums_made_at_once_are_those_of_the_host_within_rounding_and_always_the_
     generator = torch.Generator().manual_seed(seed)
     gradients = [(torch.randn(n, generator=generator) * 10.0 ** (seed - 6)).to(dtype) for n in sizes]
     sums = torch.full((len(sizes),), math.nan, dtype=torch.float64)
-    squares_at_once(gradients, sums)
+    squares_at_once(in_pieces(gradients), sums)
     again = torch.zeros_like(sums)
-    squares_at_once(gradients, again)
+    squares_at_once(in_pieces(gradients), again)
     assert torch.equal(sums, again)
     for found, gradient in zip(sums.tolist(), gradients, strict=True):
         assert found == pytest.approx(sum_of_squares(gradient), rel=1e-5)  # vector_norm on a CPU adds one after the other
@@ -406,7 +418,7 @@ def test_what_is_not_finite_is_not_lost_in_sums_made_at_once(bad, at):
     gradient = torch.ones(2 * CHUNK_ELEMENTS + 3)
     gradient[at] = bad
     sums = torch.empty(2, dtype=torch.float64)
-    squares_at_once([gradient, torch.ones(3)], sums)
+    squares_at_once(in_pieces([gradient, torch.ones(3)]), sums)
     assert not math.isfinite(sums[0])
     assert not math.isfinite(sum_of_squares(gradient))
     assert sums[1] == 3.0
@@ -429,7 +441,7 @@ def test_sums_made_at_once_ask_for_no_number_and_for_little_memory():
             return out
 
     with Watching():
-        squares_at_once(gradients, sums)
+        squares_at_once([[gradient] for gradient in gradients], sums)
     assert sums.tolist() == [float(n) for n in SIZES]
     assert not any("_local_scalar_dense" in name or "_to_copy" in name for name in called)
     assert 0 < made_bytes <= 64 * len(called) * len(SIZES)

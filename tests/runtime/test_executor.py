@@ -454,7 +454,7 @@ def test_a_lane_that_is_a_step_ahead_of_the_others_ends_its_step_and_they_follow
 def test_the_last_step_is_the_furthest_that_any_lane_has_begun_however_far_behind_the_others_are():
     """A lane that begins an earlier step meanwhile changes nothing."""
     stop = Stop()
-    board = executor._Board([], 50, stop)
+    board = executor._Board([], 0, 50, stop)
     assert all(board.begins(turn) for turn in (0, 0, 1, 2, 1))
     stop.request()
     assert not board.begins(3)
@@ -498,7 +498,7 @@ def test_each_step_says_how_long_each_lane_was_at_its_ops():
     for step in said:
         spans = [span for span in timeline.spans if span.step == step.number]
         assert step.busy_s == pytest.approx(
-            {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in Lane}
+            {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in plan.lanes}
         )
 
 

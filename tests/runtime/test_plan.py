@@ -270,6 +270,8 @@ CHANGED = {
     Kind.UPDATE: {"state"},
     Kind.UPDATE_ON_DEVICE: {"state"},
     Kind.SETTLE: {"state", "shadow"},
+    Kind.GATHER: {"weights"},
+    Kind.SHARE_NORM: {"norm"},
 }
 REPEATED = {Kind.LOSS: {"into"}, Kind.BACKWARD: {"into"}, Kind.ACCUMULATE: {"into"}, Kind.NORM: {"squares"}}
 OPTIONAL = {
@@ -688,7 +690,7 @@ def test_the_trace_has_a_process_per_timeline_a_thread_per_lane_and_counts_in_mi
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert sorted(processes.values()) == ["measured", "predicted"]
-    assert sorted(threads.values()) == sorted([str(lane) for lane in Lane] * 2)
+    assert sorted(threads.values()) == sorted([str(lane) for lane in PLAN.lanes] * 2)
     drawn = [
         (processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"])
         for e in events

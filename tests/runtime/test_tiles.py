@@ -195,7 +195,7 @@ def test_nothing_of_a_tile_outlives_its_step_even_one_that_fails(way: str) -> No
     machine.perform = failing  # type: ignore[method-assign]
     with pytest.raises(OpError, match="the disk is gone"):
         execute(plan, machine, 1, first_step=4)
-    for lane in Lane:
+    for lane in plan.lanes:
         with machine.lane(lane):
             pass
     assert machine.compute._graphs == {}

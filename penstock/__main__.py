@@ -1,0 +1,5 @@
+"""What does `python -m penstock` start?"""
+
+from .cli.main import main
+
+main()

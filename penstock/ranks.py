@@ -1,0 +1,211 @@
+"""How are the ranks of a run started, and how do they become one run?
+
+Every rank is this program, started by `torchrun` or by `penstock run` itself. Rank 0 puts the run together as if it were alone and
+leads it; the others read the same plan and settings, compare them with its own, and follow. What is wrong is said once, in a line.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from runtime.errors import PenstockError, PlanError
+
+if TYPE_CHECKING:
+    from runtime.machines.processes import Processes
+    from runtime.plan import Plan, PlanFile
+    from runtime.settings import RunSettings
+
+    from .assembly import Session
+
+GRACE_S = 20.0  # that the others have to end once one has failed
+LOOK_S = 0.2
+
+
+class GoneError(PenstockError):
+    """A rank that follows ends because another has said why."""
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+# -- starting them -------------------------------------------------------------------------------------------------------------
+
+
+def start(n: int, arguments: Sequence[str]) -> int:
+    """Start so many ranks on this machine, each with the command's own arguments; the exit code of what they did together.
+
+    A signal is passed on to rank 0, which ends the run as if it were alone. When one rank fails the others end too.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = list[subprocess.Popen[bytes]]()
+    try:
+        for rank in range(n):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out = None if rank == 0 else subprocess.DEVNULL
+            command = [sys.executable, "-m", "penstock", *arguments]
+            ranks.append(subprocess.Popen(command, env=os.environ | common | own, stdout=out, start_new_session=True))
+        with _signals_go_to(ranks[0]):
+            return _watched(ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _watched(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait for all; after the first failure, not for long."""
+    deadline_s: float | None = None
+    said = dict[int, int]()  # by rank, in the order in which they ended
+    while len(said) < len(ranks):
+        said |= {rank: code for rank, process in enumerate(ranks) if rank not in said and (code := process.poll()) is not None}
+        if deadline_s is None and any(said.values()):
+            deadline_s = time.monotonic() + GRACE_S
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            for process in ranks:
+                process.kill()
+        time.sleep(LOOK_S)
+    for rank, code in said.items():
+        if code < 0:
+            print(f"error: rank {rank} was ended by {signal.Signals(-code).name}; go on with --resume", file=sys.stderr)
+            return 128 - code
+    return said[0] or max(said.values())
+
+
+@contextmanager
+def _signals_go_to(leader: "subprocess.Popen[bytes]") -> Iterator[None]:
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            leader.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- being one -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Processes | None]":
+    """All ranks of a run, where it has several: each on a device and cores of its own, with one plan and one set of settings."""
+    n, here = plan.semantics.ranks, int(os.environ.get("WORLD_SIZE", "1"))
+    if here == 1 and (n == 1 or device == "emulated"):
+        yield None
+        return
+    if here != n or device == "emulated":
+        _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
+    _take_own_part(device)
+    from runtime.machines.processes import met
+
+    with met(device) as ranks:
+        _compare(ranks, settings, plan)
+        yield ranks
+
+
+def _take_own_part(device: str) -> None:
+    """A device that others do not see; and a share of the cores, unless who started the ranks gave them theirs."""
+    rank, n = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == os.cpu_count() and len(cores) >= n:
+        each = len(cores) // n
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+
+
+def _compare(ranks: "Processes", settings: "RunSettings", plan: "Plan") -> None:
+    """PlanError that names what one rank has otherwise than rank 0; raised by all."""
+    from .cli.options import version_in_words
+
+    mine = {
+        "version": version_in_words(),
+        "plan": _digest(str(plan)),
+        "settings": _digest(json.dumps(asdict(settings), sort_keys=True, default=str)),
+    }
+    first, *others = ranks.gathered(mine)
+    for rank, said in enumerate(others, start=1):
+        for what in mine:
+            if said.get(what) != first.get(what):
+                _refuse(PlanError(f"rank {rank} has another {what} than rank 0; start all ranks alike"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse(error: PenstockError) -> NoReturn:
+    """What all ranks find is said by the first."""
+    raise error if int(os.environ.get("RANK", "0")) == 0 else GoneError(str(error))
+
+
+# -- leading and following -------------------------------------------------------------------------------------------------------
+
+
+def begin(ranks: "Processes", state_path: Path | None) -> None:
+    """Rank 0 has read what it was to read: the others may."""
+    ranks.tell({"do": "begin", "resume": None if state_path is None else str(state_path.resolve())})
+
+
+def all_ready(ranks: "Processes", run: "Session") -> None:
+    """Rank 0 and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
+    said = ranks.gathered({"data": str(run.training.data.fingerprint)})
+    for rank, other in enumerate(said):
+        if other.get("error"):
+            error = PlanError(f"rank {rank}: {other['error']}")
+            error.exit_code = other.get("exit_code", 2)
+            raise error
+        if other.get("data") != said[0]["data"]:
+            raise PlanError(f"rank {rank} reads other data than rank 0; give all ranks the same files")
+
+
+def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:
+    """A rank that does not lead, from beginning to end; the exit code. What the others have said already it keeps to itself."""
+    from runtime.machines.processes import RanksError
+    from runtime.train.crew import follow as obey
+
+    from .assembly import Follower, follower_of
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
+    try:
+        with ExitStack() as until_the_end:
+            said = ranks.tell()
+            if said["do"] != "begin":
+                return 1
+            found: Follower | None = None
+            try:
+                found = follower_of(settings, file.plan, device, ranks, said["resume"], until_the_end)
+                status: dict[str, Any] = {"data": str(found.data.fingerprint)}
+            except PenstockError as error:
+                status = {"error": str(error), "exit_code": error.exit_code}
+            if any(other.get("error") or other.get("data") != status.get("data") for other in ranks.gathered(status)):
+                return 1
+            assert found is not None
+            obey(found.store, ranks)
+    except (RanksError, GoneError):
+        return 1
+    except PenstockError as error:
+        raise type(error)(f"rank {ranks.rank}: {error}") from error
+    return 0

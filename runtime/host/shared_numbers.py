@@ -1,0 +1,75 @@
+"""What numbers of a step do all ranks learn?
+
+The sums of squares of each tile of every rank's part, of which the norm is made, and the losses of its micro-batches. Each rank
+puts its own into a row, in the order of blocks; once the rows are shared, every rank adds up the same numbers in the same order,
+which is that of a single process: tile by tile of each parameter, and parameter by parameter.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from runtime.plan import Plan
+from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
+from runtime.ranks import Ranks
+
+from .optimizer import added
+
+
+class Learned(NamedTuple):
+    """What every rank knows of a step in the end."""
+
+    squares: list[tuple[Parameter, float]]  # the sum of every parameter's
+    losses: list[float]  # of every micro-batch, in order
+    is_asked: bool  # whether the first rank, which leads, is asked to end
+
+
+class SharedNumbers:
+    """Of the step at work."""
+
+    def __init__(self, plan: Plan, ranks: Ranks) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._n_numbers, self._n_micro_batches = plan.shared_numbers(), plan.semantics.n_micro_batches
+        # Of each rank's row the parameter that each tile is of, block by block
+        self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]
+        at, self._begins = 0, list[int]()  # of each block's tiles in this rank's row
+        for of_block in self._tiles[ranks.rank]:
+            self._begins.append(at)
+            at += len(of_block)
+        assert all(sum(map(len, of)) + self._n_micro_batches + 1 <= self._n_numbers for of in self._tiles)
+        self._row = torch.zeros(self._n_numbers, dtype=torch.float64)
+
+    def _tiles_of(self, rank: int) -> Iterator[list[Parameter]]:
+        n_pieces = self._plan.semantics.n_pieces
+        for b, block in enumerate(self._plan.workload.blocks):
+            offsets, cuts = block.offsets(owned_only=True)[0], block.cuts(n_pieces)
+            n = self._plan.part_elements(b)
+            of_block = list[Parameter]()
+            for p in block.parameters:
+                for cut in cuts[p.name]:
+                    if (offsets[p.name] + cut.start) // n == rank:
+                        of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
+            yield of_block
+
+    def put(self, block: int, squares: Sequence[float]) -> None:
+        """This rank's tiles of a block."""
+        assert len(squares) == len(self._tiles[self._ranks.rank][block])
+        begin = self._begins[block]
+        self._row[begin : begin + len(squares)] = torch.tensor(squares, dtype=torch.float64)
+
+    def learned(self, rows: torch.Tensor, losses: Sequence[float], is_asked: bool) -> Learned:
+        """What all ranks learn. `rows`: memory for all rows, fp64; `is_asked`: whether this one is asked to end."""
+        n = self._n_micro_batches
+        self._row[-n:] = torch.tensor(losses, dtype=torch.float64)
+        self._row[-n - 1] = is_asked
+        rows = rows[: self._ranks.n * self._n_numbers].view(self._ranks.n, self._n_numbers)
+        self._ranks.share(self._row, rows)
+        of_parameter: dict[Parameter, list[float]] = {}
+        of_ranks = [iter(row) for row in rows.tolist()]
+        for of_block in zip(*self._tiles, strict=True):
+            for rank, tiles in enumerate(of_block):
+                for p in tiles:
+                    of_parameter.setdefault(p, []).append(next(of_ranks[rank]))
+        sums = [(p, added(squares)) for p, squares in of_parameter.items()]
+        return Learned(sums, rows[:, -n:].flatten().tolist(), bool(rows[0, -n - 1]))

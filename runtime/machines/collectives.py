@@ -1,0 +1,23 @@
+"""What do ranks do together with what lies on their devices?"""
+
+from runtime.host.memory import Arenas
+from runtime.plan import Kind, Op, Plan
+from runtime.ranks import Ranks, folded
+
+
+class Collectives:
+    """The ops of the net lane. Every rank performs the same ones, in the same order."""
+
+    def __init__(self, plan: Plan, arenas: Arenas, ranks: Ranks) -> None:
+        self._plan, self._arenas, self._ranks = plan, arenas, ranks
+
+    def perform(self, op: Op) -> None:
+        """Bring a block's weights together, or its partial sums to the ranks whose parts they are of."""
+        n = self._plan.slot_elements(op.block)
+        if op.kind is Kind.GATHER:
+            self._ranks.gather(self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,)))
+            return
+        received = self._arenas.view(op["received"], "fp32", (n,))
+        self._ranks.exchange(self._arenas.view(op["sum"], "fp32", (n,)), received)
+        mine = self._arenas.view(op["gradient"], self._plan.gradient_dtype(op.block), (n // self._ranks.n,))
+        mine.copy_(folded(received, self._ranks.n))

@@ -1,0 +1,58 @@
+"""What do the processes that share a step tell each other?
+
+Each rank has a device and a part of the host's state, and performs the same plan. Three ops are done by all of them together, every
+one in the order of its lane: parts of weights come together (`gather`), partial sums go to whoever holds the part that they are of
+(`exchange`), and numbers of each are learned by all (`share`). No library adds anything up: in which order is decided here, so that
+the bits do not depend on how many ranks there are.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from .batch import Batch
+
+
+class Ranks(Protocol):
+    """All ranks, as one of them sees them. What each of them calls returns when the last has called it."""
+
+    rank: int
+    n: int
+
+    def gather(self, whole: torch.Tensor) -> None:
+        """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others."""
+
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        """Of flat tensors of n equal parts: give part r to rank r, and receive what each has for this one, in ranks' order."""
+
+    def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+        """Each rank's flat fp64 row of host memory into (n, row) `rows`, those of the others too. Of a lane of its own."""
+
+
+def folded(parts: torch.Tensor, n: int) -> torch.Tensor:
+    """The sum of n equal parts of a flat tensor by a balanced binary tree, left part and right part; it takes the parts' place."""
+    parts = parts.view(n, -1)
+    while len(parts) > 1:
+        parts[0::2].add_(parts[1::2])
+        parts = parts[0::2]
+    return parts[0]
+
+
+def of_rank(batches: Callable[[int], Batch], rank: int, batch_size: int) -> Callable[[int], Batch]:
+    """The sequences of each step that are one rank's, counting the supervised tokens of all: what a mean is over."""
+
+    def batch_of(step: int) -> Batch:
+        batch = batches(step)
+        rows = slice(rank * batch_size, (rank + 1) * batch_size)
+        documents = None if batch.document_tokens is None else batch.document_tokens[rows]
+        return replace(
+            batch,
+            input_ids=batch.input_ids[rows],
+            targets=batch.targets[rows],
+            document_tokens=documents,
+            n_of_all=batch.n_supervised,
+        )
+
+    return batch_of
