@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from .assembly import Session
 
+COMMAND = (sys.executable, "-m", "penstock")
 GRACE_S = 20.0  # that the others have to end once one has failed
 LOOK_S = 0.2
 
@@ -59,8 +60,9 @@ def start(n: int, arguments: Sequence[str]) -> int:
         for rank in range(n):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             out = None if rank == 0 else subprocess.DEVNULL
-            command = [sys.executable, "-m", "penstock", *arguments]
-            ranks.append(subprocess.Popen(command, env=os.environ | common | own, stdout=out, start_new_session=True))
+            ranks.append(
+                subprocess.Popen([*COMMAND, *arguments], env=os.environ | common | own, stdout=out, start_new_session=True)
+            )
         with _signals_go_to(ranks[0]):
             return _watched(ranks)
     finally:
@@ -71,22 +73,23 @@ def start(n: int, arguments: Sequence[str]) -> int:
 
 
 def _watched(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait for all; after the first failure, not for long."""
-    deadline_s: float | None = None
-    said = dict[int, int]()  # by rank, in the order in which they ended
-    while len(said) < len(ranks):
-        said |= {rank: code for rank, process in enumerate(ranks) if rank not in said and (code := process.poll()) is not None}
-        if deadline_s is None and any(said.values()):
-            deadline_s = time.monotonic() + GRACE_S
-        if deadline_s is not None and time.monotonic() > deadline_s:
+    """Wait for all; after the first failure, not for long. The exit code of what failed first, or of rank 0 if that failed too."""
+    until_s, codes, killed = None, dict[int, int](), 0
+    while len(codes) < len(ranks):
+        left = [rank for rank in range(len(ranks)) if rank not in codes]
+        codes |= {rank: code for rank in left if (code := ranks[rank].poll()) is not None}
+        if until_s is None and any(codes.values()):
+            until_s = time.monotonic() + GRACE_S
+            if (gone := next((rank for rank, code in codes.items() if code < 0), None)) is not None:
+                killed = -codes[gone]
+                print(f"error: rank {gone} was ended by {signal.Signals(killed).name}; go on with --resume", file=sys.stderr)
+        if until_s is not None and time.monotonic() > until_s:
             for process in ranks:
                 process.kill()
         time.sleep(LOOK_S)
-    for rank, code in said.items():
-        if code < 0:
-            print(f"error: rank {rank} was ended by {signal.Signals(-code).name}; go on with --resume", file=sys.stderr)
-            return 128 - code
-    return said[0] or max(said.values())
+    if killed:
+        return 128 + killed
+    return max(codes[0], 0) or next((code for code in codes.values() if code > 0), 0)
 
 
 @contextmanager

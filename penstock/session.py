@@ -51,8 +51,7 @@ def begun(
     from .assembly import assemble, checked, checked_plan, device_of
     from .watch import lacks_evaluation
 
-    if settings.device not in ("cpu", "emulated"):
-        _let_segments_grow()
+    let_segments_grow(settings.device)
     report("checking the plan")
     if file is None:
         assert settings.plan is not None
@@ -154,9 +153,9 @@ def _settle_kernels(plan: "Plan", asked_in_order: bool) -> None:
     use_same_kernels()
 
 
-def _let_segments_grow() -> None:
+def let_segments_grow(asked_device: str) -> None:
     """What is free of the device's memory can then be had in one piece. torch reads it when it first looks for a device."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+    if asked_device not in ("cpu", "emulated") and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

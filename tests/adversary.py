@@ -139,7 +139,7 @@ def _in_sum_groups(of: Semantics, rng: random.Random) -> Semantics:
 
 def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantics:
     """Each one's part of a step that several share, in a quarter of the cells where that can be."""
-    return of if workload.tied or of.n_left or rng.random() < 0.75 else replace(of, ranks=rng.choice((2, 4, 8, 64)))
+    return of if of.n_left or rng.random() < 0.75 else replace(of, ranks=rng.choice((2, 4, 8, 64)))
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:

@@ -172,9 +172,7 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
         BlockKind.HEAD,
         (
             Parameter("norm.weight", (width,)),
-            Parameter(
-                "lm_head.weight", (vocabulary, width), draw(st.sampled_from([None, "embed.weight"] if of.ranks == 1 else [None]))
-            ),
+            Parameter("lm_head.weight", (vocabulary, width), draw(st.sampled_from([None, "embed.weight"]))),
         ),
         matmuls=(Matmul(tokens, width, vocabulary),),
         n_kernels=4,

@@ -76,8 +76,8 @@ def _run(
 ) -> int:
     """Put the run together and perform it; the exit code."""
     from penstock.assembly import device_of
-    from penstock.ranks import follow, is_rank, joined, start
-    from penstock.session import begun
+    from penstock.ranks import GoneError, follow, is_rank, joined, start
+    from penstock.session import begun, let_segments_grow
     from runtime.plan import PlanFile
 
     from .outcome import refuse_to_recalibrate
@@ -86,6 +86,7 @@ def _run(
         if recalibrate is not None:
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
+    let_segments_grow(settings.device)
     device = device_of(settings.device)
     report("reading the plan")
     file = PlanFile.read(Path(settings.plan or ""))
@@ -93,15 +94,18 @@ def _run(
     if n > 1 and device != "emulated" and not is_rank():
         report.stop()
         return start(n, sys.argv[1:])
-    with joined(settings, file.plan, device) as ranks:
-        if ranks is not None and ranks.rank > 0:
-            report.stop()
-            return follow(settings, file, device, ranks)
-        where = settings.plan or ""
-        started = begun(settings, file, resume, resume_from, time_scale, refuse=refuse, report=report, ranks=ranks, where=where)
-        with started as (session, first_step):
-            report.stop()
-            return _train(session, first_step, recalibrate)
+    try:
+        with joined(settings, file.plan, device) as ranks:
+            if ranks is not None and ranks.rank > 0:
+                report.stop()
+                return follow(settings, file, device, ranks)
+            where = settings.plan or ""
+            started = begun(settings, file, resume, resume_from, time_scale, refuse=refuse, report=report, ranks=ranks, where=where)
+            with started as (session, first_step):
+                report.stop()
+                return _train(session, first_step, recalibrate)
+    except GoneError as error:
+        return error.exit_code
 
 
 def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:

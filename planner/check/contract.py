@@ -35,7 +35,8 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     elements = [b.slot_elements for b in blocks]  # with tied weights
     if shape.ranks > 1:  # equal parts, each of whole pieces, each of whole units
         unit = shape.ranks * semantics.sum_groups * ALIGN_ELEMENTS
-        elements = [-(-n // unit) * unit for n in elements]
+        owned = [-(-b.host_elements // unit) * unit for b in blocks]
+        elements = [n + (owned[0] if b.tied else 0) for b, n in zip(blocks, owned, strict=True)]
     layer, vocab = max(elements[1:-1]), max(elements[0], elements[-1])
     compute, master = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[semantics.master_dtype]
     final = ITEM_BYTES[semantics.gradient_dtype]
@@ -56,12 +57,12 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     sent = [n // shape.ranks for n in sent]
     leaving_layer, leaving_vocab = max(sent[1:-1]), max(sent[0], sent[-1])
     staying = [elements[b] * (vocab_wire if shape.vocab(b) else wire) for b in shape.on_device]
-    owned = [b.host_elements if shape.ranks == 1 else n // shape.ranks for b, n in zip(blocks, elements, strict=True)]
+    owned = [b.host_elements for b in blocks] if shape.ranks == 1 else [n // shape.ranks for n in owned]
     of_state = [0 if b in shape.on_device else owned[b] for b in range(shape.n_blocks)]
     of_state += [owned[b] for b in shape.shadows]
     on_device = [owned[b] for b in shape.on_device]
     first_vocab_sum = shape.n_layer_sums * shape.sums_layers
-    n_sums = first_vocab_sum + (shape.n_sums - shape.tied if shape.reduced else 0)
+    n_sums = first_vocab_sum + (shape.n_sums - shape.tied_sum if shape.reduced else 0)
     n_arrived = shape.n_blocks if shape.reduced else shape.n_blocks * shape.n_sums
     last = {name: sizes.get(name, 0) - 1 for name in ("host_gradients", "staging")}
 
@@ -239,7 +240,7 @@ def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Ope
         return [gradient]
     place, n = shape.sum_place(op.micro_batch or 0), len(shape.summed_with(op.micro_batch or 0))
     total: _Operands = [("into" if i else "sum", shape.sum(op.block, place - i)) for i in range(n)]
-    if shape.vocab(op.block) and shape.tied:  # the sum is the gradient
+    if shape.vocab(op.block) and shape.tied:  # the sum is the gradient, or a rank's part of it
         return total
     # With one micro-batch there is nothing to sum, but in the head: its gradient is a sum over tiles of tokens.
     if shape.ranks > 1:  # and a rank's sum is one of several

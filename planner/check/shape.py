@@ -75,8 +75,13 @@ class Shape:
 
     @property
     def vocab_slot_is_sum(self) -> bool:
-        """Whether the vocabulary blocks' gradient slot is fp32 and holds the running sum."""
+        """Whether the vocabulary blocks' gradient slot is fp32, and holds the running sum unless it is a rank's part."""
         return self.tied or not self.reduced
+
+    @property
+    def tied_sum(self) -> bool:
+        """Whether the running sum of a tied weight's gradients has no slot of its own."""
+        return self.tied and self.ranks == 1
 
     @property
     def ring(self) -> bool:
@@ -127,9 +132,9 @@ class Shape:
         if not self.vocab(block):
             in_turn = self.n_layer_sums - self.n_sums  # where one sum is exchanged while the next block begins another
             return _one("sums", block % (1 + in_turn) if place == 0 else in_turn + place)
-        if self.tied and place == 0:
+        if self.tied_sum and place == 0:
             return self.gradient(block)
-        return _one("sums", self.n_layer_sums * self.sums_layers + place - self.tied)
+        return _one("sums", self.n_layer_sums * self.sums_layers + place - self.tied_sum)
 
     @property
     def n_layer_sums(self) -> int:

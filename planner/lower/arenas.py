@@ -24,8 +24,9 @@ def spill_ring_slots(group: int) -> int:
 
 
 def vocab_slot_is_sum(plan: Setup) -> bool:
-    """Whether the vocabulary blocks' slot for gradients is fp32: where it holds the running sum itself, or the host adds up."""
-    return plan.workload.tied or not plan.reduced
+    """Whether the vocabulary blocks' slot for gradients holds the running sum itself: where it is fp32, as the host adds up, and is
+    not a rank's part."""
+    return (plan.workload.tied and plan.semantics.ranks == 1) or not plan.reduced
 
 
 def sums_layers(plan: Setup) -> bool:

@@ -101,8 +101,12 @@ class Loads:
         return self.cost.demand(self.plan, Op(kind, block, micro_batch))
 
     def of(self, kind: Kind, block: int, micro_batch: int | None = None) -> dict[Key, float]:
-        """What one op asks for."""
-        return self.facets.of(kind, self.demand(kind, block, micro_batch))
+        """What one op asks for; of a load, with the gather that several ranks do after it."""
+        found = self.facets.of(kind, self.demand(kind, block, micro_batch))
+        if kind is Kind.LOAD and self.plan.semantics.ranks > 1:
+            for key, seconds in self.facets.of(Kind.GATHER, self.demand(Kind.GATHER, block)).items():
+                found[key] = found.get(key, 0.0) + seconds
+        return found
 
     def of_each(self, kind: Kind, blocks: range, micro_batch: int | None = None) -> dict[Key, float]:
         """What one op of this kind for each of the blocks asks for."""
@@ -116,7 +120,7 @@ class Loads:
         found: dict[Key, float] = nothing()
         for kind, b, demand, count in ops_at_least(self.plan, self.cost):
             is_layer = self.plan.workload.blocks[b].kind is BlockKind.LAYER
-            if kind is not Kind.LOAD and not (kind is Kind.BACKWARD and is_layer):
+            if kind not in (Kind.LOAD, Kind.GATHER) and not (kind is Kind.BACKWARD and is_layer):
                 add(found, self.facets.of(kind, demand), count)
         return found
 

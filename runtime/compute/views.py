@@ -22,7 +22,7 @@ class Views:
     def __init__(self, plan: Plan, arenas: Arenas) -> None:
         self._semantics, self._arenas = plan.semantics, arenas
         self._blocks = plan.workload.blocks
-        self._offsets = [b.offsets()[0] for b in self._blocks]
+        self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
         self._width = self._blocks[0].parameters[0].shape[1]
 
     def weights(self, block: int, slot: Slot) -> Weights:

@@ -11,7 +11,7 @@ class Copies:
     def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0) -> None:
         self.plan, self.arenas, self._rank = plan, arenas, rank
         self._blocks = plan.workload.blocks
-        self._offsets = [b.offsets()[0] for b in self._blocks]
+        self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
         self._owned = [b.offsets(owned_only=True) for b in self._blocks]
 
     def load(self, op: Op) -> None:
@@ -19,9 +19,11 @@ class Copies:
         dtype, block = self.plan.semantics.compute_dtype, self._blocks[op.block]
         tied, to, (owned, n) = op.get("tied"), op["weights"], self._owned[op.block]
         if self.plan.semantics.ranks > 1:
-            n = self.plan.part_elements(op.block)
-            view = self.arenas.view(to, dtype, (n,), self._rank * n)
-            view.copy_(self.arenas.view(op["state"], dtype, (n,)), non_blocking=True)
+            for source, (first, n_whole) in zip((op["state"], tied), self.plan.regions(op.block), strict=False):
+                n = n_whole // self.plan.semantics.ranks
+                assert source is not None
+                view = self.arenas.view(to, dtype, (n,), first + self._rank * n)
+                view.copy_(self.arenas.view(source, dtype, (n,)), non_blocking=True)
             return
         if tied is None:
             self.arenas.view(to, dtype, (n,)).copy_(self.arenas.view(op["state"], dtype, (n,)), non_blocking=True)

@@ -47,7 +47,7 @@ class SharedNumbers:
             n = self._plan.part_elements(b)
             of_block = list[Parameter]()
             for p in block.parameters:
-                for cut in cuts[p.name]:
+                for cut in cuts.get(p.name, []):  # a weight that is another's is counted there
                     if (offsets[p.name] + cut.start) // n == rank:
                         of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
             yield of_block

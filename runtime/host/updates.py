@@ -41,7 +41,7 @@ class Updates:
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         blocks = plan.workload.blocks
-        self._offsets = [b.offsets()[0] for b in blocks]  # in gradients, which hold those of tied weights too
+        self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
         self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
@@ -82,15 +82,16 @@ class Updates:
     def _gradient(self, op: Op, p: Parameter) -> SummedGradient:
         """The step's gradient of an owned parameter, in `gradient_dtype`: summed over its uses and rounded once."""
         dtype = DTYPE[self.plan.semantics.gradient_dtype]
-        at, here = self._offsets[op.block][p.name], self.state.part(p)
+        at, here, head = self._offsets[op.block][p.name], self.state.part(p), len(self._offsets) - 1
+        shape = (here.stop - here.start,)
         if self._shared is not None:
             at = self.state.place(p)
-        own = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), (here.stop - here.start,), at)
+        own = self.arenas.view(op["arrived"], self.plan.host_gradient_dtype(op.block), shape, at)
         tied = self._tied.get(p.name)
         if tied is None:
             return SummedGradient((own,), dtype)
-        head = len(self._offsets) - 1
-        other = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), (p.n_elements,), self._offsets[head][tied])
+        before = self._offsets[head][tied] if self._shared is None else self.plan.part_elements(head) + at
+        other = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), shape, before)
         return SummedGradient((other, own), dtype)
 
     def norm(self, index: int, op: Op, step: int) -> None:

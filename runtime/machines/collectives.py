@@ -13,11 +13,12 @@ class Collectives:
 
     def perform(self, op: Op) -> None:
         """Bring a block's weights together, or its partial sums to the ranks whose parts they are of."""
-        n = self._plan.slot_elements(op.block)
-        if op.kind is Kind.GATHER:
-            self._ranks.gather(self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,)))
-            return
-        received = self._arenas.view(op["received"], "fp32", (n,))
-        self._ranks.exchange(self._arenas.view(op["sum"], "fp32", (n,)), received)
-        mine = self._arenas.view(op["gradient"], self._plan.gradient_dtype(op.block), (n // self._ranks.n,))
-        mine.copy_(folded(received, self._ranks.n))
+        arenas, dtype, at = self._arenas, self._plan.gradient_dtype(op.block), 0
+        for first, n in self._plan.regions(op.block):
+            if op.kind is Kind.GATHER:
+                self._ranks.gather(arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first))
+                continue
+            received, n_mine = arenas.view(op["received"], "fp32", (n,)), n // self._ranks.n
+            self._ranks.exchange(arenas.view(op["sum"], "fp32", (n,), first), received)
+            arenas.view(op["gradient"], dtype, (n_mine,), at).copy_(folded(received, self._ranks.n))
+            at += n_mine

@@ -74,15 +74,20 @@ def _waits(ops: Sequence[Op]) -> Iterator[tuple[Wait, ...]]:
     """
     n, lanes = len(ops), sorted({op.lane for op in ops})
     used: dict[tuple[Slot, Lane, bool], int] = {}  # the last op that did: slot, lane, whether it wrote
-    known = {(lane, other): -1 for lane in lanes for other in lanes}  # by lane, the last op of the other that it has waited for
+    known_after: list[dict[Lane, int]] = []  # once that op is done, the last op of each lane that is known to be done
+    last_of: dict[Lane, int] = {}
     for at in range(2 * n):
-        op, waits = ops[at % n], list[Wait]()
-        for other in lanes:
-            last = max(used.get((slot, other, True), -1) for _, slot in op.operands)
-            last = max(last, *(used.get((slot, other, False), -1) for slot in op.writes), -1)
-            if other is not op.lane and last > known[op.lane, other]:
-                known[op.lane, other] = last
-                waits.append(Wait(last % n, 1 - last // n))
+        op, kept = ops[at % n], list[int]()
+        known = dict(known_after[last_of[op.lane]]) if op.lane in last_of else dict.fromkeys(lanes, -1)
+        needed = [max(used.get((slot, other, True), -1) for _, slot in op.operands) for other in lanes if other is not op.lane]
+        needed += [used.get((slot, other, False), -1) for other in lanes if other is not op.lane for slot in op.writes]
+        for target in sorted({*needed} - {-1}, reverse=True):  # a later op may imply an earlier one
+            if known[ops[target % n].lane] < target:
+                kept.append(target)
+                known = {lane: max(known[lane], known_after[target][lane]) for lane in lanes}
+        known[op.lane] = last_of[op.lane] = at
+        known_after.append(known)
         used |= {(slot, op.lane, slot in op.writes): at for _, slot in op.operands}
         if at >= n:
-            yield tuple(waits)
+            waits = (Wait(target % n, 1 - target // n) for target in kept)
+            yield tuple(sorted(waits, key=lambda wait: (wait.distance, wait.op)))

@@ -35,8 +35,8 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
         return
     if semantics.whole.shared_by(semantics.ranks) != semantics:
         raise PlanError(f"{semantics.ranks} ranks do not share the step equally; plan again")
-    if workload.tied:
-        raise PlanError("a tied weight has two gradients, which several ranks do not exchange yet; use one GPU, or untie it")
+    if workload.tied and len(workload.blocks[0].parameters) > 1:
+        raise PlanError("several ranks cut a tied weight as it is cut in its own block, where it must be alone; use one GPU")
     if policy.accumulation_group < semantics.n_micro_batches:
         raise PlanError("several ranks exchange whole sums: all micro-batches of a rank must be in one accumulation_group")
     if policy.square_blocks or policy.device_blocks:

@@ -88,17 +88,32 @@ class Setup:
         """Those that have ops: nothing is exchanged by one rank."""
         return lanes_of(self.semantics)
 
+    def regions(self, block: int) -> list[tuple[int, int]]:
+        """First element and number of elements of what of the block's slots several ranks cut into equal parts: what it owns, and
+        then a weight that is another's, cut as it is there."""
+        blocks, n_pieces = self.workload.blocks, self.semantics.n_pieces
+        owned = blocks[block].piece_elements(n_pieces) * n_pieces
+        return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if blocks[block].tied else [])]
+
     def slot_elements(self, block: int) -> int:
         """Elements of a slot on the device that holds the block's weights: of several ranks, so many that all parts are equal."""
-        of = self.workload.blocks[block]
-        return (
-            of.slot_elements if self.semantics.ranks == 1 else of.piece_elements(self.semantics.n_pieces) * self.semantics.n_pieces
-        )
+        if self.semantics.ranks == 1:
+            return self.workload.blocks[block].slot_elements
+        return sum(n for _, n in self.regions(block))
 
     def part_elements(self, block: int) -> int:
         """Of those, the ones whose masters and moments a rank has: its part is as long as any other's."""
+        if self.semantics.ranks == 1:
+            return self.workload.blocks[block].host_elements
+        return self.regions(block)[0][1] // self.semantics.ranks
+
+    def offsets(self, block: int) -> dict[str, int]:
+        """First element of each parameter, by name, in a slot on the device."""
         of = self.workload.blocks[block]
-        return of.host_elements if self.semantics.ranks == 1 else self.slot_elements(block) // self.semantics.ranks
+        if self.semantics.ranks == 1 or not of.tied:
+            return of.offsets()[0]
+        tied = self.regions(block)[1][0]
+        return of.offsets(owned_only=True)[0] | {p.name: tied for p in of.parameters if p.tied_to is not None}
 
     def shared_numbers(self) -> int:
         """How many numbers of a rank all others learn in a step, at the most: a sum of squares of each tile of its part, of which

@@ -10,6 +10,7 @@ import pytest
 from penstock import assembly as cli_assembly
 from penstock.cli.progress import Progress
 from runtime.checkpoint import room, saving
+from runtime.machines.torch_machine import TorchMachine
 from runtime.train import evaluation, generation
 from tests.running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
@@ -95,19 +96,19 @@ def test_an_emulated_run_ends_after_the_step_too_and_saves_nothing(home, monkeyp
 @pytest.mark.parametrize("module", [evaluation, generation])
 def test_a_signal_while_the_end_is_looked_at_is_heeded_and_that_look_and_what_follows_are_missing(home, monkeypatch, module):
     """All that was trained is saved by then; no more than the pass in progress is waited for."""
-    plan, saved, perform = plan_in(home), list[bool](), module.perform
+    plan, saved, forward = plan_in(home), list[bool](), TorchMachine.forward
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
     looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]
 
-    def asked(*args):
-        if not (home / "out" / "metrics.jsonl").exists():  # before the first step
-            return perform(*args)
-        saved.append((home / "out" / "checkpoint-3").is_dir())
-        signal.raise_signal(signal.SIGTERM)
-        return perform(*args)
+    def asked(machine, plan, batches, head, *args):
+        of_module = type(head).__module__ == module.__name__
+        if of_module and (home / "out" / "metrics.jsonl").exists():  # not before the first step
+            saved.append((home / "out" / "checkpoint-3").is_dir())
+            signal.raise_signal(signal.SIGTERM)
+        return forward(machine, plan, batches, head, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "perform", asked)
+        patched.setattr(TorchMachine, "forward", asked)
         done = train(home, plan, *looks, steps=3)
     assert done.exit_code == 0, done.output
     assert saved == [True], "one pass"

@@ -19,12 +19,17 @@ COUNTS = st.integers(1, 9)
 
 def wrong_value(plan: Plan, order) -> str | None:
     """The first op that finds in its slots something else than a forward needs, in one order of three steps' ops."""
-    weights: dict[Slot, int] = {}  # of which block
+    weights: dict[Slot, int | None] = {}  # of which block
+    parts: dict[Slot, int] = {}  # of several ranks: of which block its own part
     held: dict[Slot, tuple] = {}
     for index, step in order:
         op = plan.ops[index]
         if op.kind is Kind.LOAD:
-            weights[op["weights"]] = op.block
+            parts[op["weights"]] = op.block
+            weights[op["weights"]] = op.block if plan.semantics.ranks == 1 else None
+            continue
+        if op.kind is Kind.GATHER:
+            weights[op["weights"]] = parts.pop(op["weights"], None)
             continue
         if weights.get(op["weights"]) != op.block:
             return f"step {step}, {op.name}: {op['weights']} holds block {weights.get(op['weights'])}"
@@ -78,7 +83,7 @@ def test_weights_come_once_a_group_as_they_come_in_training_and_groups_are_as_la
         assert 1 <= loads.count(key) <= (1 if key[0] in plan.policy.resident_blocks else n_groups)
     places = [op.micro_batch // group * len(plan.workload.blocks) + op.block for op in forward.ops if op.kind is Kind.FORWARD]
     assert places == sorted(places), "layer by layer, group by group"
-    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU}
+    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | ({Lane.NET} if plan.semantics.ranks > 1 else set())
 
 
 @given(plan=plans(), n=COUNTS)

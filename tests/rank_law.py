@@ -1,0 +1,132 @@
+"""What does one of several processes train, and does it come to the bits of a single one?
+
+Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS ...`. Rank 0 writes what all of
+them have in the end; `trained_alone` is the same by one process.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from planner.check.check import check
+from runtime.executor import execute
+from runtime.machines.processes import Processes, met
+from runtime.plan import Policy, Semantics, Update, saves
+from runtime.train.crew import WholeState
+from tests.tiny import MODEL_TYPES, tiny_config
+from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = 8  # sequences, each a micro-batch
+POLICIES = {
+    "plain": Policy(),
+    "deferred": Policy(update=Update.DEFERRED, prefetch_depth=2, gradient_slots=2, offload_late_blocks=1),
+    "early": Policy(update=Update.DEFERRED, speculate_blocks=(0, 2, 4), resident_blocks=(0, 1)),
+    "spilling": Policy(update=Update.DEFERRED, save=saves(all=(3,)), spill_blocks=(0, 1)),
+    "eager": Policy(update=Update.EAGER),
+}
+
+
+def asked(model_type: str, policy: str, groups: int, ranks: int) -> tuple[dict, Semantics, Policy]:
+    """The configuration, each rank's part of the step, and what the policy is of so many micro-batches."""
+    tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
+    config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
+    eager = {"clip_norm": None} if policy == "eager" else {}
+    whole = semantics_of(model_type, batch_size=BATCH, micro_batch=1, sum_groups=groups, **eager)
+    of = whole.shared_by(ranks)
+    return config, of, replace(POLICIES[policy], accumulation_group=of.n_micro_batches)
+
+
+def digest(state, results) -> str:
+    """Of every master and moment, and of losses and norms."""
+    found = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
+    for block in range(len(state.plan.workload.blocks)):
+        for p in state.owned(block):
+            of = state.param_state(p)
+            master = of.master if isinstance(of.master, torch.Tensor) else of.master.joined(slice(None))
+            for tensor in (master, of.exp_avg, of.exp_avg_sq):
+                found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def trained(case: str, ranks: Processes | None) -> Hostile:
+    """The case by this process, one of so many; slots poisoned, lanes delayed at random, those of every rank otherwise."""
+    model_type, policy, groups = case.split(":")
+    config, of, policy_of = asked(model_type, policy, int(groups), 1 if ranks is None else ranks.n)
+    plan, batches = plan_of(config, of, policy_of), batches_of(config["vocab_size"], BATCH, of.seq_len)
+    check(plan)
+    seed = 0 if ranks is None else ranks.rank
+    machine = Hostile(plan, lambda step: batches[step], scheduled, delay_seed=seed, ranks=ranks)
+    machine.initialise(7)
+    execute(plan, machine, N_STEPS)
+    return machine
+
+
+def trained_alone(case: str) -> str:
+    machine = trained(case, None)
+    return digest(machine.host, machine.results)
+
+
+def trained_by(ranks: int, cases: list[str], out: Path) -> dict[str, str]:
+    """By so many processes: the digest of each case."""
+    common = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]
+    started = [subprocess.Popen(command, cwd=ROOT, env=common | {"RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        assert [process.wait(timeout=300) for process in started] == [0] * ranks
+    finally:
+        for process in started:
+            process.kill()
+    return json.loads(out.read_text())
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def every_case(groups: int) -> list[str]:
+    """Each type once, the policies in turn."""
+    return [f"{model_type}:{list(POLICIES)[i % len(POLICIES)]}:{groups}" for i, model_type in enumerate(MODEL_TYPES)]
+
+
+def main() -> None:
+    out, cases = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    found = {}
+    with met("cpu") as ranks:
+        for case in cases:
+            machine = trained(case, ranks)
+            if ranks.rank == 0:
+                state = WholeState(machine.host, ranks)
+                found[case] = digest(state, machine.results)
+                ranks.tell({"do": "end"})
+            else:
+                give(machine, ranks)
+        if ranks.rank == 0:
+            out.write_text(json.dumps(found))
+
+
+def give(machine: Hostile, ranks: Processes) -> None:
+    """What rank 0 asks of this one's state."""
+    from runtime.train.crew import follow
+
+    follow(machine, ranks)
+
+
+if __name__ == "__main__":
+    main()

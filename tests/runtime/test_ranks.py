@@ -1,0 +1,207 @@
+"""Do several ranks come to the bits of one, whatever their number, types and policies?"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.check.check import check
+from planner.lower.lower import lower
+from planner.model.workload import build_workload
+from runtime.errors import PlanError
+from runtime.executor import AgreedStop, Stop, execute
+from runtime.machines.emulated import Alike
+from runtime.plan import Kind, Lane, Policy, Semantics, Update
+from runtime.plan.workload import Block, BlockKind, Model, Parameter
+from runtime.ranks import folded
+from tests.edits import error_of, small, with_slots
+from tests.rank_law import every_case, trained_alone, trained_by
+from tests.strategies import MODEL, PROFILE, small_workload
+from tests.tiny import tiny_config
+from tests.training import N_STEPS, Remembering, batches_of, differences, plain, plan_of, same_bits, scheduled, semantics_of
+
+SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "gpt_oss:spilling:8"]
+
+
+def test_two_processes_train_to_the_bits_of_one(tmp_path):
+    """Masters, moments, losses and norms, after three steps with dropout; lanes are delayed and slots poisoned."""
+    assert trained_by(2, SMOKE, tmp_path / "found.json") == {case: trained_alone(case) for case in SMOKE}
+
+
+@pytest.mark.soak
+def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(tmp_path):
+    cases = every_case(groups=8)
+    alone = {case: trained_alone(case) for case in cases}
+    for ranks in (2, 4):
+        assert trained_by(ranks, cases, tmp_path / f"{ranks}.json") == alone
+
+
+def test_what_ranks_come_to_is_the_plain_loops_tree():
+    """By way of one process, which the laws of exactness hold against the plain loop; the norm's tiles are cut where ranks cut."""
+    semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8)
+    plan = plan_of(tiny_config("llama"), semantics, Policy())
+    batches = batches_of(96, 8, 16)
+    machine = Remembering(plan, lambda step: batches[step], scheduled)
+    machine.initialise(7)
+    execute(plan, machine, N_STEPS)
+    assert differences(machine, plain("llama", semantics)) == []
+
+
+# -- whose part is what --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(0, 4))
+def test_pieces_are_equal_hold_each_element_once_and_start_on_whole_units(sizes, log_pieces):
+    n_pieces = 1 << log_pieces
+    block = Block("layer", BlockKind.LAYER, tuple(Parameter(f"p{i}", (n,)) for i, n in enumerate(sizes)))
+    piece, cuts, offsets = block.piece_elements(n_pieces), block.cuts(n_pieces), block.offsets()[0]
+    assert piece % 128 == 0
+    assert piece * n_pieces >= block.host_elements > (piece - 128) * n_pieces
+    for p in block.parameters:
+        assert [i for cut in cuts[p.name] for i in cut] == list(range(p.n_elements))
+        for cut in cuts[p.name]:
+            first, last = offsets[p.name] + cut.start, offsets[p.name] + cut.stop - 1
+            assert first // piece == last // piece
+            assert cut.start % 128 == 0
+    assert n_pieces > 1 or all(len(of) == 1 for of in cuts.values())
+
+
+@given(st.integers(0, 4), st.integers(1, 40), st.integers(0, 99))
+@settings(deadline=None)
+def test_partial_sums_are_folded_by_a_balanced_tree(log_n, n_elements, seed):
+    n, generator = 1 << log_n, torch.Generator().manual_seed(seed)
+    parts = torch.randn(n, n_elements, generator=generator) * 10.0 ** torch.randint(-3, 4, (n, 1), generator=generator)
+
+    def tree(of):
+        return of[0] if len(of) == 1 else tree(of[: len(of) // 2]) + tree(of[len(of) // 2 :])
+
+    wanted = tree(list(parts.clone()))
+    assert same_bits(folded(parts.flatten(), n), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_share_of_a_step_says_what_the_whole_is(ranks):
+    whole = Semantics(seq_len=16, batch_size=16, micro_batch=2, sum_groups=8)
+    part = whole.shared_by(ranks)
+    assert (part.n_micro_batches, part.sum_groups, part.ranks) == (8 // ranks, 8 // ranks, ranks)
+    assert part.whole == whole
+    assert part.tokens_per_step == whole.tokens_per_step
+    assert part.n_pieces == 8
+    for other in (1, 2, 4, 8):
+        assert part.shared_by(other) == whole.shared_by(other)
+
+
+@pytest.mark.parametrize(
+    ("of", "ranks", "said"),
+    [
+        (Semantics(16, 8, 1), 2, "cannot share 1 sum groups"),
+        (Semantics(16, 8, 1, sum_groups=4), 8, "cannot share 4 sum groups"),
+        (Semantics(16, 8, 1, sum_groups=8), 3, "choose a power of two"),
+        (Semantics(16, 7, 2, sum_groups=4), 2, "not equal micro-batches of 2"),
+    ],
+)
+def test_ranks_that_cannot_share_a_step_are_refused(of, ranks, said):
+    with pytest.raises(PlanError, match=said):
+        of.shared_by(ranks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"accumulation_group": 1}, "exchange whole sums"),
+        ({"square_blocks": (1,)}, "square_blocks"),
+        ({"square_blocks": (1,), "device_blocks": (1,), "update": Update.DEFERRED}, "device_blocks"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused(policy, said):
+    of = Semantics(4, 2, 1, ranks=2)
+    with pytest.raises(PlanError, match=said):
+        lower(MODEL, small_workload(2, tied=False), of, Policy(**{"accumulation_group": 2} | policy), PROFILE)
+
+
+# -- the checker ---------------------------------------------------------------------------------------------------------------
+
+
+def ranked(**policy):
+    return small(n_layers=3, n_micro_batches=2, ranks=2, accumulation_group=2, **policy)
+
+
+def test_a_plan_of_ranks_brings_weights_together_and_exchanges_sums():
+    plan = ranked()
+    check(plan)
+    n = {kind: sum(op.kind is kind for op in plan.ops) for kind in (Kind.LOAD, Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM)}
+    assert n[Kind.GATHER] == n[Kind.LOAD]
+    assert (n[Kind.EXCHANGE], n[Kind.SHARE_NORM]) == (5, 1)
+    assert {op.lane for op in plan.ops} == set(Lane)
+    assert Lane.NET not in small().lanes
+
+
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM])
+def test_a_meeting_that_is_left_out_is_noticed(kind):
+    """Ops that waited for it wait for what comes before it."""
+    plan = ranked()
+    at = next(i for i, op in enumerate(plan.ops) if op.kind is kind)
+
+    def moved(wait):
+        return replace(wait, op=wait.op - (wait.op >= at))
+
+    ops = [replace(op, waits=tuple(dict.fromkeys(map(moved, op.waits)))) for op in plan.ops]
+    assert error_of(replace(plan, ops=(*ops[:at], *ops[at + 1 :])))
+
+
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM])
+def test_one_rank_meets_nobody(kind):
+    plan, of_ranks = small(n_layers=3, n_micro_batches=2, accumulation_group=2), ranked()
+    op = next(op for op in of_ranks.ops if op.kind is kind)
+    assert "no rank has such an op" in error_of(replace(plan, ops=(*plan.ops, replace(op, waits=()))))
+
+
+def test_a_sum_that_is_begun_while_it_is_exchanged_is_a_race():
+    plan = ranked()
+    first = next(op for op in plan.ops if op.kind is Kind.EXCHANGE and op.block == 2)
+    assert {op["sum"].index for op in plan.ops if op.kind is Kind.EXCHANGE and 0 < op.block < 4} == {0, 1}
+    assert "must use" in error_of(with_slots(plan, first.name, sum=replace(first["sum"], index=1 - first["sum"].index)))
+
+
+def test_a_rank_holds_its_part_of_the_state_and_all_of_the_weights_it_computes_with():
+    model = Model(tiny_config("llama"))
+    alone = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=4)
+    host, weights = [], []
+    for ranks in (1, 2, 4):
+        of = alone.shared_by(ranks)
+        plan = lower(model, build_workload(model, of), of, Policy(accumulation_group=of.n_micro_batches), PROFILE)
+        host.append(plan.arena("state").n_bytes)
+        weights.append(plan.arena("weights").n_bytes)
+    assert host[0] <= 2 * host[1] <= host[0] * 1.2
+    assert host[1] <= 2 * host[2] <= host[1] * 1.2
+    assert weights[0] <= weights[1] == weights[2] <= weights[0] * 1.2
+
+
+# -- the end -------------------------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_end_after_the_step_that_follows_the_one_in_which_they_hear_of_it():
+    asked = Stop()
+    agreed = AgreedStop(asked)
+    agreed.hear(4, False)
+    assert not agreed.is_requested
+    asked.request()
+    assert not agreed.is_requested, "nobody else has heard of it"
+    agreed.hear(5, True)
+    assert agreed.is_requested
+    agreed.hear(6, True)
+    assert agreed.last_step(9) == 6
+
+
+def test_ranks_that_are_all_alike_share_what_one_does():
+    alike, row, rows = Alike(3), torch.tensor([1.0, 2.0], dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    alike.share(row, rows)
+    assert rows.tolist() == [[1.0, 2.0]] * 3
+    whole = torch.arange(6.0)
+    alike.gather(whole)
+    assert whole.tolist() == [0.0, 1.0] * 3
+    received = torch.zeros(6)
+    alike.exchange(torch.arange(6.0), received)
+    assert received.tolist() == [0.0, 1.0] * 3
