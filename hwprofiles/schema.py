@@ -255,6 +255,11 @@ class Profile(Part):
             return int(pool.value - self.device.memory_bytes.value)
         return None if self.host.soldered_bytes is None else int(self.host.soldered_bytes.value)
 
+    @property
+    def n_devices(self) -> int:
+        """That the profile speaks of; there may be more where it says nothing of others."""
+        return 1 if self.peers is None else self.peers.n_devices
+
     @staticmethod
     def from_json(fields: dict[str, Any], where: str = "profile") -> "Profile":
         """The profile that `to_json` wrote; ProfileError names the first thing wrong with it in one line."""
@@ -284,9 +289,8 @@ class Profile(Part):
     def shared_by(self, n: int) -> "Profile":
         """What one of n devices has of the machine: a device and its link, and an equal part of the host. Prices stay those of one:
         what is rented and bought is n of them."""
-        most = 1 if self.peers is None else self.peers.n_devices
-        if self.peers is not None and n > most:
-            raise ProfileError(f"{self.name}: has {most} devices, not {n}; choose --gpus {most} or fewer, or another machine")
+        if self.peers is not None and n > self.n_devices:
+            raise ProfileError(f"{self.name}: has {self.n_devices} devices, not {n}; choose --gpus {self.n_devices} or fewer")
         if n == 1:
             return self
         fields = self.to_json()
@@ -294,15 +298,13 @@ class Profile(Part):
         for key in ("memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s"):
             host[key]["value"] /= n
         host["n_cores"] = max(1, host["n_cores"] // n)
-        for key in ("soldered_bytes",):
-            if host[key] is not None:
-                host[key]["value"] /= n
-        for key in ("usd_per_hour", "usd", "watts"):
+        shares = [host["soldered_bytes"]] if host["soldered_bytes"] is not None else []
+        for quantity in shares:
+            quantity["value"] /= n
+        for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
             if price[key] is not None:
                 price[key]["value"] *= n
-        if price["ram_usd_per_gb"] is not None:
-            price["ram_usd_per_gb"]["value"] *= n
-        return Profile.from_json(fields | {"name": f"{n}x {self.name}"}, self.name)
+        return Profile.from_json(fields | {"name": f"{self.name}, {n} GPUs"}, self.name)
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""
@@ -375,7 +377,8 @@ def read_profile(name_or_path: str) -> Profile:
     try:
         if not path.exists():
             asked = name_or_path.lower()
-            near = [name for name in shipped if asked and asked in name][:3] or difflib.get_close_matches(asked, shipped, n=1)
+            of_one_first = sorted(shipped, key=lambda name: name[0].isdigit())
+            near = [name for name in of_one_first if asked and asked in name][:3] or difflib.get_close_matches(asked, shipped, n=1)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise ProfileError(f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`")
         fields = json.loads(read_whole(path, MAX_PROFILE_FILE_BYTES).decode("utf-8"))

@@ -190,7 +190,7 @@ def answer_of(
     several `gpus` the profile is one's share of the machine."""
     from planner.model.kernels import PARTS, with_kernels
     from planner.model.workload import supported_attention
-    from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
+    from planner.search.micro_batch import LOSS_TILE, SIZES, shared_step, with_micro_batch
     from planner.search.remedy import shorter, too_long
     from planner.search.search import search
     from planner.search.space import BASELINES, baseline
@@ -210,7 +210,7 @@ def answer_of(
     if asked.micro_batch > asked.batch_size:
         raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
     if gpus > 1:
-        asked = _shared(asked, gpus, "sum_groups" in known)
+        asked = shared_step(asked, gpus, "sum_groups" in known)
     asked, workload = with_micro_batch(model, asked, profile, free)
     if isinstance(policy, str):
         if policy not in BASELINES:
@@ -223,18 +223,6 @@ def answer_of(
         problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise PlanError(f"{problem}; {shorter(asked)}")
     return search(model, workload, asked, profile, fixed, free, clipped_fraction)
-
-
-USUAL_SUM_GROUPS = 8  # where several GPUs are asked for: then 2, 4 and 8 of them give the same bits
-
-
-def _shared(asked: "Semantics", gpus: int, has_groups: bool) -> "Semantics":
-    """Each one's part of a step. Where no groups were asked for, as many as usual if the step can be cut into so many."""
-    if not has_groups:
-        n = asked.n_micro_batches
-        fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
-        asked = replace(asked, sum_groups=fitting[-1])
-    return asked.shared_by(gpus)
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:

@@ -15,6 +15,7 @@ from runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
 from .shape import AGAIN, Expected, Shape, wrong
 
 ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # where a slot may start: results depend on alignment
+EXCHANGED_BYTES = 2**28  # of a sum that ranks exchange at a time
 FP32, NORM_BYTES = ITEM_BYTES["fp32"], 8  # the norm keeps one fp64 sum of squares for each weight
 
 
@@ -34,8 +35,7 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     blocks, semantics, group = plan.workload.blocks, plan.semantics, shape.group
     elements = [b.slot_elements for b in blocks]  # with tied weights
     if shape.ranks > 1:  # equal parts, each of whole pieces, each of whole units
-        unit = shape.ranks * semantics.sum_groups * ALIGN_ELEMENTS
-        owned = [-(-b.host_elements // unit) * unit for b in blocks]
+        owned = [n * shape.ranks for n in shape.part_elements(blocks)]
         elements = [n + (owned[0] if b.tied else 0) for b, n in zip(blocks, owned, strict=True)]
     layer, vocab = max(elements[1:-1]), max(elements[0], elements[-1])
     compute, master = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[semantics.master_dtype]
@@ -100,7 +100,9 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
     if n_sums:
         needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: FP32 * (layer if i < first_vocab_sum else vocab))
     if shape.ranks > 1:
-        needs["received"] = _Need(Place.DEVICE, 1, lambda i: FP32 * max(layer, vocab))
+        # What is sent and what is received of a sum, of the largest part or of as much as goes at a time
+        at_a_time = min(max(shape.part_elements(blocks)), EXCHANGED_BYTES // FP32 // shape.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
+        needs["received"] = _Need(Place.DEVICE, 1, lambda i: 2 * shape.ranks * FP32 * at_a_time)
         # Of each rank: tiles of 2^16 elements, one more for each end of a parameter or a piece, the losses, and a wish to end
         n_ends = sum(n // 2**16 + len(b.parameters) + semantics.sum_groups for b, n in zip(blocks, owned, strict=True))
         norms[0] = NORM_BYTES * shape.ranks * (n_ends + shape.n_micro_batches + 1)

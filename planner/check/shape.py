@@ -4,11 +4,12 @@ The few facts that follow from workload, semantics and policy, as the checker re
 them, never what makes plans.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.errors import PlanError
 from runtime.plan import Op, Plan, Update
+from runtime.plan.workload import ALIGN_ELEMENTS, Block
 
 Expected = tuple[str, range]  # an arena, and the slots of it that will do
 
@@ -171,6 +172,11 @@ class Shape:
     def sums_layers(self) -> bool:
         """Whether the device adds up layers' gradients."""
         return self.reduced and (self.n_micro_batches > 1 or self.ranks > 1)
+
+    def part_elements(self, blocks: Sequence[Block]) -> list[int]:
+        """Of what each block owns, how much is a rank's: whole pieces, one for each sum group, of whole units."""
+        unit = self.ranks * self.sum_groups * ALIGN_ELEMENTS
+        return [-(-b.host_elements // unit) * unit // self.ranks for b in blocks]
 
     def offload(self, block: int, micro_batch: int) -> Expected:
         return _one("offloaded", self.offloaded[block] * self.group + micro_batch % self.group)

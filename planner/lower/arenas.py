@@ -91,7 +91,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if sums:
         yield Arena("sums", Place.DEVICE, tuple(sums))
     if ranks > 1:
-        yield Arena("received", Place.DEVICE, (max(layer_elements, vocab_elements) * ITEM_BYTES["fp32"],))
+        yield Arena("received", Place.DEVICE, (2 * ranks * plan.exchanged_elements() * ITEM_BYTES["fp32"],))
     if policy.square_blocks:
         yield Arena("squares", Place.DEVICE, _squares_bytes(plan))
 

@@ -128,8 +128,10 @@ class CostModel:
                 return self._together(plan, plan.slot_elements(op.block) * item)
             case Kind.EXCHANGE:
                 n_elements = plan.slot_elements(op.block)
-                folded_bytes = n_elements * FP32_BYTES + n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
-                return self._together(plan, n_elements * FP32_BYTES, folded_bytes)
+                # Put together what goes to one rank, twice; added up, and written
+                moved_bytes = 3 * n_elements * FP32_BYTES + n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
+                return self._together(plan, n_elements * FP32_BYTES, moved_bytes, n_times)
             case Kind.SHARE_NORM:
                 shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
                 return self._demand(self._meeting_s, shared_bytes / self.profile.host.reduce_bytes_per_s.value, {})
@@ -322,18 +324,18 @@ class CostModel:
         }
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
-    def _together(self, plan: Setup, n_bytes: int, folded_bytes: int = 0) -> Demand:
-        """Of so many bytes each rank gets the others' parts, or one part from each of the others; then it moves some in its own
-        memory. By way of the host each part goes up one link and down another, and through host memory twice."""
+    def _together(self, plan: Setup, n_bytes: int, moved_bytes: int = 0, n_times: int = 1) -> Demand:
+        """Of so many bytes each rank gets the others' parts, or one part from each of the others; and moves some in its own memory.
+        By way of the host each part goes up one link and down another, and through host memory twice."""
         peers, link = self.profile.peers, self.profile.link
         n_moved = n_bytes * (plan.semantics.ranks - 1) // plan.semantics.ranks
-        folded_s = folded_bytes / self.profile.device.memory_bytes_per_s.value
+        moved_s, meeting_s = moved_bytes / self.profile.device.memory_bytes_per_s.value, n_times * self._meeting_s
         if peers is not None and not peers.through_host:
-            return self._demand(self._meeting_s, n_moved / peers.bytes_per_s.value + folded_s, {})
+            return self._demand(meeting_s, n_moved / peers.bytes_per_s.value + moved_s, {})
         rates = [self.profile.copy_bytes_per_s(direction, n_moved) for direction in ("h2d", "d2h")]
         rate = min(*rates, *([] if peers is None else [peers.bytes_per_s.value]))
         uses = {Resource.DUPLEX: 2 * rate, Resource.DRAM: 2 * rate * link.dram_bytes_per_byte}
-        return self._demand(self._meeting_s + folded_s, n_moved / rate, uses)
+        return self._demand(meeting_s + moved_s, n_moved / rate, uses)
 
     @property
     def _meeting_s(self) -> float:

@@ -31,7 +31,17 @@ LOSS_TILE = {"eager": 1024, "fused": 4096}
 SMALLER_LOSS_TILE = 4  # times: a quarter of the logits, as a smaller tile still costs little
 # Tokens: each tile reads its weights' gradient and adds it to a sum, ten bytes a parameter, for six FLOP a parameter and token
 LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128
+USUAL_SUM_GROUPS = 8  # where several GPUs are asked for: then 2, 4 and 8 of them give the same bits
 SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fields of Semantics that are proposed here
+
+
+def shared_step(asked: Semantics, gpus: int, has_groups: bool) -> Semantics:
+    """Each one's part of a step. Where no sum groups were asked for, as many as usual if the step can be cut into so many."""
+    if not has_groups:
+        n = asked.n_micro_batches
+        fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
+        asked = replace(asked, sum_groups=fitting[-1])
+    return asked.shared_by(gpus)
 
 
 def with_micro_batch(

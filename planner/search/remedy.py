@@ -110,7 +110,7 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
         yield "--master bf16", _changed(request, master_dtype="bf16")
     if s.sum_groups > 1:
-        yield "--sum-groups 1", _changed(request, sum_groups=1)
+        yield f"--sum-groups {s.ranks}", _changed(request, sum_groups=1)
     if s.gradient_dtype == "fp32":
         yield "--gradient-dtype bf16", _changed(request, gradient_dtype="bf16")
     if s.clip_norm is not None and s.on_nonfinite == "stop":
@@ -142,7 +142,8 @@ def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Re
     if field == "batch_size":
         sizes = [n for n in sizes if n % request.semantics.sum_groups == 0]
     if sizes and _changed(request, **{field: sizes[-1]}).fits():
-        yield from ((f"{option} {n}", _changed(request, **{field: n})) for n in sizes)
+        of_all = request.semantics.ranks if field == "batch_size" else 1
+        yield from ((f"{option} {n * of_all}", _changed(request, **{field: n})) for n in sizes)
 
 
 def _most_sequences(request: Request, workload: Workload) -> int:
@@ -190,7 +191,8 @@ def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request] | No
             return None
     elif (most := request.profile.most_host_bytes) is not None and sizes.get("host", 0) > most:
         return None
-    text = " ".join(f"--{place}-memory {n // GB}GB" for place, n in sizes.items())
+    of_all = {"device": 1, "host": request.semantics.ranks}  # the host is one, and its parts are equal
+    text = " ".join(f"--{place}-memory {n // GB * of_all[place]}GB" for place, n in sizes.items())
     profile = request.profile.with_memory(sizes.get("device"), sizes.get("host"))
     return text, _changed(replace(request, profile=profile))
 

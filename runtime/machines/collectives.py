@@ -13,12 +13,24 @@ class Collectives:
 
     def perform(self, op: Op) -> None:
         """Bring a block's weights together, or its partial sums to the ranks whose parts they are of."""
-        arenas, dtype, at = self._arenas, self._plan.gradient_dtype(op.block), 0
         for first, n in self._plan.regions(op.block):
-            if op.kind is Kind.GATHER:
-                self._ranks.gather(arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first))
-                continue
-            received, n_mine = arenas.view(op["received"], "fp32", (n,)), n // self._ranks.n
-            self._ranks.exchange(arenas.view(op["sum"], "fp32", (n,), first), received)
-            arenas.view(op["gradient"], dtype, (n_mine,), at).copy_(folded(received, self._ranks.n))
-            at += n_mine
+            self._gather(op, first, n) if op.kind is Kind.GATHER else self._exchange(op, first, n)
+
+    def _gather(self, op: Op, first: int, n: int) -> None:
+        self._ranks.gather(self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first))
+
+    def _exchange(self, op: Op, first: int, n: int) -> None:
+        """Some of every rank's part at a time: what goes to one rank then lies together with what goes to the next."""
+        n_ranks, most, dtype = self._ranks.n, self._plan.exchanged_elements(), self._plan.gradient_dtype(op.block)
+        n_mine = n // n_ranks
+        parts = self._arenas.view(op["sum"], "fp32", (n_ranks, n_mine), first)
+        for begin in range(0, n_mine, most):
+            n_now = min(most, n_mine - begin)
+            received, sent = (self._arenas.view(op["received"], "fp32", (n_ranks * n_now,), i * n_ranks * most) for i in (0, 1))
+            if n_now == n_mine:
+                sent = parts.view(-1)
+            else:
+                sent.view(n_ranks, n_now).copy_(parts[:, begin : begin + n_now])
+            self._ranks.exchange(sent, received)
+            mine = self._arenas.view(op["gradient"], dtype, (n_now,), first // n_ranks + begin)
+            mine.copy_(folded(received, n_ranks))

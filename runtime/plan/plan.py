@@ -44,7 +44,7 @@ An arena is a role, and its slots have sizes of their own, in this order:
     gradients       gradient_slots for layers, one for the embedding or the head, one for each block of device_blocks
     sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
                     of `gradients` is the sum); of each as many as there are sums at a time (`Semantics.n_sums`), first the layers'
-    received        ranks: one, fp32, of the largest block
+    received        ranks: one, fp32, for some of every rank's part of a sum (`Setup.exchanged_elements`): received, then sent
     squares         one for each block of square_blocks, of one fp64 per parameter
     device_state    one for each block of device_blocks, as `state` has them
     state           one per block (empty for one of device_blocks), then one per block of speculate_blocks: its shadow. A slot holds

@@ -13,11 +13,25 @@ from pydantic import Field
 
 from .ops import Lane, Slot
 from .policy import Policy, Semantics
-from .workload import FILE, ITEM_BYTES, NORM_TILE_ELEMENTS, Block, BlockKind, Dtype, Model, Natural, Recompute, Saved, Workload
+from .workload import (
+    ALIGN_ELEMENTS,
+    FILE,
+    ITEM_BYTES,
+    NORM_TILE_ELEMENTS,
+    Block,
+    BlockKind,
+    Dtype,
+    Model,
+    Natural,
+    Recompute,
+    Saved,
+    Workload,
+)
 
 MOMENT_BYTES = 8  # AdamW's two, fp32
 DEVICE_UPDATE_ELEMENTS = 2**24  # that a GPU updates at a time: fewer, and launching its kernels would take longer than they do
 DEVICE_UPDATE_SCRATCH_BYTES = (7 * 4 + 1) * DEVICE_UPDATE_ELEMENTS  # seven fp32 tensors of so many, and a mask
+EXCHANGED_BYTES = 2**28  # of sums that ranks exchange at a time: some milliseconds, and no slot for a whole vocabulary's
 REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 
@@ -106,6 +120,12 @@ class Setup:
         if self.semantics.ranks == 1:
             return self.workload.blocks[block].host_elements
         return self.regions(block)[0][1] // self.semantics.ranks
+
+    def exchanged_elements(self) -> int:
+        """Of each rank's part of a sum, how many are exchanged at a time."""
+        ranks, largest = self.semantics.ranks, max(n for b in range(len(self.workload.blocks)) for _, n in self.regions(b))
+        most = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
+        return min(largest // ranks, most - most % ALIGN_ELEMENTS)
 
     def offsets(self, block: int) -> dict[str, int]:
         """First element of each parameter, by name, in a slot on the device."""

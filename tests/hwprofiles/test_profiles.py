@@ -16,6 +16,8 @@ from penstock.cli.probe import text_of, write_profile
 from runtime.errors import ProfileError
 
 NAMES = [
+    "8xh100",
+    "8xrtx4090",
     "a100-pcie",
     "a100-sxm",
     "b200",

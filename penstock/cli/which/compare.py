@@ -32,6 +32,7 @@ COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-serve
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
 @click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
+@click.option("--gpus", type=COUNT, default=1, show_default=True, help="Devices of a machine that share each step, and its host.")
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
 @with_prices
@@ -44,6 +45,7 @@ def compare(
     tokens_per_step: int | None,
     micro_batch: int | None,
     host_memory: int | None,
+    gpus: int,
     clip_norm: float | str,
     master: str,
     tokens: int | None,
@@ -58,21 +60,24 @@ def compare(
     """
     from hwprofiles.schema import read_profile, shipped_profiles
     from planner.model.workload import read_model, supported_attention
-    from planner.search.micro_batch import SIZES
+    from planner.search.micro_batch import SIZES, shared_step
     from planner.show.compare import JOB_TITLES, MATTER, TITLES, candidate, ranked
     from runtime.plan import Semantics
 
     described = read_model(model)
     profiles = []
-    named = shipped_profiles() if machines.strip() == "all" else machines.split(",")
-    for name in dict.fromkeys(part.strip() for part in named if part.strip()):
+    is_all = machines.strip() == "all"
+    for name in dict.fromkeys(part.strip() for part in (shipped_profiles() if is_all else machines.split(",")) if part.strip()):
         refuse_endless(name)
-        profile = read_profile(name).with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
+        profile = read_profile(name)
+        if is_all and (profile.n_devices < gpus or (profile.n_devices > 1) != (gpus > 1)):
+            continue  # a machine of one device has no others, and one of several is not bought for one
+        profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
         if host_memory is not None and profile.most_host_bytes is None:
             profile = profile.with_memory(None, host_memory)
         elif host_memory is not None:
             click.echo(f"{profile.name}: its memory is soldered, and stays as it is", err=True)
-        profiles.append(profile)
+        profiles.append(profile.shared_by(gpus))
     if not profiles:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     semantics = Semantics(
@@ -83,6 +88,8 @@ def compare(
         clip_norm=None if isinstance(clip_norm, str) else clip_norm,
         attention=supported_attention(described)[0],  # type: ignore[arg-type]
     )
+    if gpus > 1:
+        semantics = shared_step(semantics, gpus, has_groups=False)
     refuse_larger(semantics.micro_batch, semantics.batch_size)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     tasks = [(described, profile, semantics, None, free) for profile in profiles]

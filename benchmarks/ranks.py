@@ -1,0 +1,99 @@
+"""How do planned steps grow with the number of GPUs, and does a run keep to what was planned for several?
+
+Prints a page in markdown: `python -m benchmarks.ranks` from the root of the repository, some five minutes. Every GPU has the same
+tokens of a step (weak scaling), so an efficiency of 100 % means that nothing is lost by sharing the host and by exchanging.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+
+import penstock
+from penstock.api import Planned
+from runtime.errors import DoesNotFitError
+
+GPUS = (1, 2, 4, 8)
+# Model, machine, tokens of a sequence, sequences of a step on each GPU
+CELLS = (
+    ("llama-3.1-8b", "8xh100", 8192, 8),
+    ("llama-3.1-70b", "8xh100", 8192, 8),
+    ("llama-3.1-8b", "8xrtx4090", 2048, 16),
+    ("qwen3-32b", "8xrtx4090", 2048, 16),
+    ("qwen2.5-72b", "h200-pcie5", 4096, 16),
+)
+# Tokens a second of RoundPipe on eight RTX 4090 (its repository, commit e813c67), by how many are at work
+PUBLISHED = {("llama-3.1-8b", "8xrtx4090"): (3142, 6259, 12278, 24275), ("qwen3-32b", "8xrtx4090"): (740, 1476, 2897, 5516)}
+EMULATED = (("llama-3.1-8b", "8xh100", 8), ("llama-3.1-8b", "8xrtx4090", 4), ("qwen2.5-7b", "h200-pcie5", 2))
+EMULATED_STEPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell with so many GPUs."""
+
+    gpus: int
+    plan: Planned | None  # None: it does not fit
+    reason: str = ""
+
+
+def planned(model: str, machine: str, seq_len: int, each: int, gpus: int) -> Row:
+    """The plan of so many GPUs, in eight sum groups whatever their number."""
+    try:
+        plan = penstock.plan(model, machine, seq_len=seq_len, batch_size=each * gpus, sum_groups=8, gpus=gpus)
+    except DoesNotFitError as error:
+        return Row(gpus, None, str(error))
+    return Row(gpus, plan)
+
+
+def page() -> Iterator[str]:
+    yield "| model | machine | GPUs | tokens/s | efficiency | gap | binding | FSDP2, all on the devices | published |"
+    yield "|---|---|---:|---:|---:|---:|---|---|---|"
+    for model, machine, seq_len, each in CELLS:
+        first: float | None = None
+        for i, gpus in enumerate(GPUS):
+            row = planned(model, machine, seq_len, each, gpus)
+            said = PUBLISHED.get((model, machine))
+            published = f"{said[i]:,}" if said else ""
+            if row.plan is None:
+                yield f"| {model} | {machine} | {gpus} | does not fit: {row.reason.partition(';')[0]} | | | | | {published} |"
+                continue
+            answer, speed = row.plan.answer, row.plan.tokens_per_s
+            first = first or speed / gpus
+            kept = answer.resident
+            resident = "does not fit" if kept is None or kept.step_s is None else f"{speed * answer.step_s / kept.step_s:,.0f}"
+            proof = answer.certificate
+            yield (
+                f"| {model} | {machine} | {gpus} | {speed:,.0f} | {speed / gpus / first:.0%} | {proof.gap_fraction:.1%} | "
+                f"{proof.binding} | {resident} | {published} |"
+            )
+    yield ""
+    yield "| emulated | GPUs | predicted | performed | off by |"
+    yield "|---|---:|---:|---:|---:|"
+    for model, machine, gpus in EMULATED:
+        plan = penstock.plan(model, machine, seq_len=2048, batch_size=8 * gpus, sum_groups=8, gpus=gpus)
+        measured_s = emulated(plan)
+        off = measured_s / plan.step_s - 1
+        yield f"| {model} on {machine} | {gpus} | {plan.step_s:.3f} s | {measured_s:.3f} s | {off:+.1%} |"
+
+
+def emulated(plan: Planned) -> float:
+    """Seconds of a step that this computer performs at the pace of the plan's machine, every rank doing what the first does."""
+    with TemporaryDirectory() as folder:
+        text = Path(folder) / "text.txt"
+        text.write_text("What a plan says of one rank it says of all. " * 4000)
+        done = penstock.train(plan, text, out=Path(folder) / "out", steps=EMULATED_STEPS, device="emulated", from_scratch=True)
+        times_s = sorted(done.timeline.step_times_s[2:])
+        return times_s[len(times_s) // 2]
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    for line in page():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
