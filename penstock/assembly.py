@@ -209,7 +209,8 @@ def follower_of(
     from runtime.train.trainer import load_model
 
     plan, folder = own_model(plan, settings.model)
-    _refuse_what_does_not_fit(plan, device, settings.device)
+    if device == "cuda":  # the host's memory is that of all, and rank 0 has asked for it
+        _refuse_what_does_not_fit(plan, device, settings.device, of_host=False)
     data = data_of(settings, plan, folder, until_the_end)
     of_step, _ = _optimizer(settings.optimizer, _n_steps(settings, data))
     store = _machine(device, plan, data, of_step, settings.seed, ranks)
@@ -306,7 +307,7 @@ def _stand_in(plan: "Plan") -> "Plan":
     return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str) -> None:
+def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str, of_host: bool = True) -> None:
     """What the plan books must be free. A CPU's own memory has the place of the device's."""
     from runtime.host.memory import available_host_bytes
     from runtime.plan.footprint import host_needs, planned_device_needs
@@ -326,7 +327,7 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str) -> None:
             found = " (no GPU was found)" if asked == "auto" else ""
             where = f"here, where the CPU's memory takes the place of the GPU's{found}"
     available_bytes = available_host_bytes()
-    if available_bytes is not None and on_host > available_bytes:
+    if of_host and available_bytes is not None and on_host > available_bytes:
         raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes)
 
 

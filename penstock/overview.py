@@ -23,7 +23,7 @@ def overview(run: "Session", first_step: int) -> dict[str, str]:
         "tokenizer": run.tokenizer,
         "device": _device(run),
         **said,
-        "steps": f"{steps}, each of {of.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
+        "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
         "predicted": _predicted(run, run.n_steps - first_step),
     }
     if run.held_out is not None:

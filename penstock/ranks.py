@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from runtime.errors import PenstockError, PlanError
+from runtime.errors import DataError, PenstockError, PlanError, RanksError
 
 if TYPE_CHECKING:
     from runtime.machines.processes import Processes
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .assembly import Session
 
 COMMAND = (sys.executable, "-m", "penstock")
+STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
 GRACE_S = 20.0  # that the others have to end once one has failed
 LOOK_S = 0.2
 
@@ -40,7 +41,15 @@ class GoneError(PenstockError):
 
 def is_rank() -> bool:
     """Whether this process was started as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return _number("WORLD_SIZE", 1) > 1
+
+
+def _number(name: str, default: int) -> int:
+    """A variable that whoever starts ranks has set."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise PlanError(f"{name} is {text[:20]!r} in the environment, no number; start ranks with `penstock run` or torchrun")
+    return int(text)
 
 
 # -- starting them -------------------------------------------------------------------------------------------------------------
@@ -54,15 +63,20 @@ def start(n: int, arguments: Sequence[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    here = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_"))}
+    here |= {
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        STARTED_HERE: "1",
+    }
     ranks = list[subprocess.Popen[bytes]]()
     try:
         for rank in range(n):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             out = None if rank == 0 else subprocess.DEVNULL
-            ranks.append(
-                subprocess.Popen([*COMMAND, *arguments], env=os.environ | common | own, stdout=out, start_new_session=True)
-            )
+            ranks.append(subprocess.Popen([*COMMAND, *arguments], env=here | own, stdout=out, start_new_session=True))
         with _signals_go_to(ranks[0]):
             return _watched(ranks)
     finally:
@@ -96,9 +110,9 @@ def _watched(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
 def _signals_go_to(leader: "subprocess.Popen[bytes]") -> Iterator[None]:
     def pass_on(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
-            leader.send_signal(number)
+            leader.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -112,13 +126,12 @@ def _signals_go_to(leader: "subprocess.Popen[bytes]") -> Iterator[None]:
 @contextmanager
 def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Processes | None]":
     """All ranks of a run, where it has several: each on a device and cores of its own, with one plan and one set of settings."""
-    n, here = plan.semantics.ranks, int(os.environ.get("WORLD_SIZE", "1"))
+    n, here = plan.semantics.ranks, _number("WORLD_SIZE", 1)
     if here == 1 and (n == 1 or device == "emulated"):
         yield None
         return
     if here != n or device == "emulated":
         _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
-    _take_own_part(device)
     from runtime.machines.processes import met
 
     with met(device) as ranks:
@@ -126,14 +139,17 @@ def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Proc
         yield ranks
 
 
-def _take_own_part(device: str) -> None:
-    """A device that others do not see; and a share of the cores, unless who started the ranks gave them theirs."""
-    rank, n = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    if device == "cuda":
+def take_own_part(asked_device: str) -> None:
+    """A device that others do not see, before anybody looks for one; and a share of the cores, unless who started the ranks has
+    given them theirs. PlanError where there are fewer devices than ranks."""
+    rank, n = _number("LOCAL_RANK", _number("RANK", 0)), _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
+    if asked_device in ("auto", "cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
+        if len(visible) < n and any(visible):
+            _refuse(PlanError(f"CUDA_VISIBLE_DEVICES names {len(visible)} devices, and there are {n} ranks; give each of them one"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if any(visible) else ""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) == os.cpu_count() and len(cores) >= n:
+    if (len(cores) == os.cpu_count() or STARTED_HERE in os.environ) and len(cores) >= n:
         each = len(cores) // n
         os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
@@ -185,10 +201,12 @@ def all_ready(ranks: "Processes", run: "Session") -> None:
 
 def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:
     """A rank that does not lead, from beginning to end; the exit code. What the others have said already it keeps to itself."""
-    from runtime.machines.processes import RanksError
+    from runtime.host.updates import NonFiniteError
     from runtime.train.crew import follow as obey
+    from runtime.train.trainer import device_memory_named
 
     from .assembly import Follower, follower_of
+    from .session import settle_kernels
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
@@ -199,16 +217,20 @@ def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Proce
                 return 1
             found: Follower | None = None
             try:
+                if device == "cuda":
+                    settle_kernels(file.plan, settings.deterministic)
                 found = follower_of(settings, file.plan, device, ranks, said["resume"], until_the_end)
                 status: dict[str, Any] = {"data": str(found.data.fingerprint)}
-            except PenstockError as error:
-                status = {"error": str(error), "exit_code": error.exit_code}
+            except (PenstockError, MemoryError, RuntimeError) as error:
+                line = (str(error).splitlines() or [type(error).__name__])[0]
+                status = {"error": line, "exit_code": getattr(error, "exit_code", 2)}
             if any(other.get("error") or other.get("data") != status.get("data") for other in ranks.gathered(status)):
                 return 1
             assert found is not None
-            obey(found.store, ranks)
-    except (RanksError, GoneError):
-        return 1
+            with device_memory_named():
+                obey(found.store, ranks)
+    except (RanksError, GoneError, NonFiniteError, DataError):
+        return 1  # what all ranks find the first one says
     except PenstockError as error:
-        raise type(error)(f"rank {ranks.rank}: {error}") from error
+        raise PenstockError(f"rank {ranks.rank}: {error}") from error
     return 0

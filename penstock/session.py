@@ -68,7 +68,7 @@ def begun(
     _refuse_what_others_wrote(out)
     refuse_missing(settings.monitors)
     if device == "cuda":
-        _settle_kernels(file.plan, settings.deterministic)
+        settle_kernels(file.plan, settings.deterministic)
     _tell_clients_of_monitors(settings)
     with _no_empty_folder(out), ExitStack() as until_the_end:
         writable_folder(out)
@@ -139,7 +139,7 @@ def _offering(out: Path, found: Path) -> "State":
 # -- the environment ---------------------------------------------------------------------------------------------------------
 
 
-def _settle_kernels(plan: "Plan", asked_in_order: bool) -> None:
+def settle_kernels(plan: "Plan", asked_in_order: bool) -> None:
     """Those that the plan names, and with them no others on a GPU. PlanError where it cannot be so."""
     from runtime.compute.attention import refuse_any_order, refuse_missing_attention
     from runtime.machines.streams import use_same_kernels

@@ -11,6 +11,10 @@ class PlanError(PenstockError):
     """A plan file, or a request for a plan, that cannot be right."""
 
 
+class RanksError(PenstockError):
+    """The ranks of a run do not reach each other, or are not of one run."""
+
+
 class WrongPlanError(PlanError):
     """A plan that was read, and that the checker says no to."""
 

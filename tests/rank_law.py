@@ -49,9 +49,8 @@ def digest(state, results) -> str:
     found = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
     for block in range(len(state.plan.workload.blocks)):
         for p in state.owned(block):
-            of = state.param_state(p)
-            master = of.master if isinstance(of.master, torch.Tensor) else of.master.joined(slice(None))
-            for tensor in (master, of.exp_avg, of.exp_avg_sq):
+            for _, held in state.saved(p):
+                tensor = held if isinstance(held, torch.Tensor) else held.joined(slice(None))
                 found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 

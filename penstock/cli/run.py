@@ -1,5 +1,6 @@
 """How does a user start a run?"""
 
+import os
 import shlex
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from runtime.errors import RanksError
 from runtime.train.run_config import RUN_FILE
 from runtime.units import on_one_line
 
@@ -76,7 +78,7 @@ def _run(
 ) -> int:
     """Put the run together and perform it; the exit code."""
     from penstock.assembly import device_of
-    from penstock.ranks import GoneError, follow, is_rank, joined, start
+    from penstock.ranks import GoneError, follow, is_rank, joined, start, take_own_part
     from penstock.session import begun, let_segments_grow
     from runtime.plan import PlanFile
 
@@ -87,6 +89,8 @@ def _run(
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
     let_segments_grow(settings.device)
+    if is_rank():
+        take_own_part(settings.device)
     device = device_of(settings.device)
     report("reading the plan")
     file = PlanFile.read(Path(settings.plan or ""))
@@ -106,6 +110,10 @@ def _run(
                 return _train(session, first_step, recalibrate)
     except GoneError as error:
         return error.exit_code
+    except RanksError:
+        if is_rank() and os.environ.get("RANK", "0") != "0":
+            return 1  # the first rank says it
+        raise
 
 
 def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:

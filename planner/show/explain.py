@@ -106,7 +106,7 @@ def _asked(answer: Answer, profile: Profile) -> Table:
         *((("resident", resident),) if resident is not None else ()),
         (
             "step",
-            f"{semantics.batch_size} sequences of {semantics.seq_len} tokens, "
+            f"{semantics.whole.batch_size} sequences of {semantics.seq_len} tokens, "
             f"in {micro_batches_in_words(semantics)}; "
             f"{semantics.compute_dtype} compute, {semantics.master_dtype} master, "
             f"clip {'none' if semantics.clip_norm is None else semantics.clip_norm}",
@@ -248,10 +248,12 @@ def counted(n: int, noun: str, plural: str = "s") -> str:
 
 
 def micro_batches_in_words(semantics: Semantics) -> str:
-    """`5 micro-batches of 16, the last of 3`."""
+    """`5 micro-batches of 16, the last of 3`; of several ranks, those of each."""
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
-    apart = f", in {semantics.sum_groups} sum groups" if semantics.sum_groups > 1 else ""
-    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{apart}"
+    n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
+    apart = f", in {n_groups} sum groups" if n_groups > 1 else ""
+    each = f" on each of {ranks} GPUs" if ranks > 1 else ""
+    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{each}{apart}"
 
 
 def certificate_sentence(certificate: Certificate, step_s: float) -> str:

@@ -123,10 +123,8 @@ def facts(known: Known) -> Iterator[tuple[str, str]]:
     )
     yield "model", f"{show_count(plan.workload.n_params)} parameters, {counted(plan.workload.n_layers, 'layer')}"
     yield "machine", known.profile.summary
-    yield (
-        "step",
-        f"{counted(semantics.batch_size, 'sequence')} of {semantics.seq_len:,} tokens, in {micro_batches_in_words(semantics)}",
-    )
+    sequences = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
+    yield "step", f"{sequences}, in {micro_batches_in_words(semantics)}"
     clip = "no clipping" if semantics.clip_norm is None else f"gradients clipped at {semantics.clip_norm:g}"
     yield "precision", f"{semantics.compute_dtype} compute, {semantics.master_dtype} master weights, {clip}{experts}"
     yield "policy", "; ".join(clauses(plan.policy, plan).values())

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from runtime.executor import Stop
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE, available_host_bytes
-from runtime.host.optimizer import pieces_of
+from runtime.host.optimizer import SplitMaster, pieces_of
 from runtime.plan.workload import Parameter
 from runtime.settings import CheckpointSettings
 
@@ -265,10 +266,17 @@ class Saver:
         files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
         if self._settings.weights_only:
             return
-        state, dtype = self._state.param_state(p, copy=copy), DTYPE[self._plan.semantics.master_dtype]
-        files.put(f"master.{p.name}", LazyTensor(dtype, p.shape, lambda: (piece.cpu() for piece in pieces_of(state.master))))
-        files.put(f"exp_avg.{p.name}", state.exp_avg.cpu())
-        files.put(f"exp_avg_sq.{p.name}", state.exp_avg_sq.cpu())
+        dtype = DTYPE[self._plan.semantics.master_dtype]
+        for kind, held in self._state.saved(p, copy):
+            if isinstance(held, SplitMaster):
+                joined = partial(_pieces, held)
+                files.put(f"{kind}.{p.name}", LazyTensor(dtype, p.shape, joined))
+            else:
+                files.put(f"{kind}.{p.name}", held.view(p.shape).cpu())
+
+
+def _pieces(master: SplitMaster) -> Iterator[torch.Tensor]:
+    return (piece.cpu() for piece in pieces_of(master))
 
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:

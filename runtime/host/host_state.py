@@ -110,6 +110,11 @@ class HostState:
             return ParamState(SplitMaster(part("weight", "bf16"), part("remainder", "int16")), exp_avg, exp_avg_sq)
         return ParamState(part("master", self.plan.semantics.master_dtype), exp_avg, exp_avg_sq)
 
+    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | SplitMaster]]:
+        """What a checkpoint keeps of an owned parameter besides its compute weight, by name, flat."""
+        of = self.param_state(p, copy=copy)
+        yield from (("master", of.master), ("exp_avg", of.exp_avg), ("exp_avg_sq", of.exp_avg_sq))
+
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         """What is uploaded of an owned parameter, shaped."""
         master = self.param_state(p, copy=copy).master

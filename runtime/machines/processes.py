@@ -13,17 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.errors import PenstockError
+from runtime.errors import RanksError
 
-PATIENCE = timedelta(minutes=30)  # of a collective: as long as the slowest rank's longest op may take
-LONG = timedelta(days=30)  # of what the others wait for between steps: a full disk, an evaluation
+PATIENCE = timedelta(minutes=30)  # of a collective that a thread waits in: as long as the slowest rank's longest op may take
+LONG = timedelta(days=30)  # of what is issued a step ahead, or waited for between steps: a full disk, an evaluation
 MAX_MESSAGE_BYTES = 2**20
 # torch 2.13 gave it a new name, and warns of the old one
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class RanksError(PenstockError):
-    """The ranks of a run do not reach each other, or are not of one run."""
 
 
 class Processes:
@@ -34,7 +30,7 @@ class Processes:
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         is_gpu = device.type == "cuda"
         self._of_device = dist.new_group(
-            backend="nccl" if is_gpu else "gloo", timeout=patience, device_id=device if is_gpu else None
+            backend="nccl" if is_gpu else "gloo", timeout=LONG if is_gpu else patience, device_id=device if is_gpu else None
         )
         self._of_host = dist.new_group(backend="gloo", timeout=patience)
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
@@ -100,11 +96,12 @@ def met(device: str) -> Iterator[Processes]:
     sees, or cpu."""
     try:
         dist.init_process_group("gloo")
+        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
         raise RanksError(f"ranks do not find each other ({line}); see MASTER_ADDR and MASTER_PORT") from None
     try:
-        yield Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
+        yield ranks
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()

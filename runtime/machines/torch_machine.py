@@ -253,7 +253,7 @@ class TorchMachine(LaneMachine):
         of the executor nobody reads.
         """
         with self.lanes.of[Lane.GPU].current():
-            staging = _staging(plan, batches, self.lanes)
+            staging = _staging(plan, batches, self.lanes) if head is not None else None  # who only gives weights reads nothing
         on_device = batches if staging is None else staging.upload
         rank, gather = (0, None) if self.ranks is None else (self.ranks.rank, Collectives(plan, self.arenas, self.ranks).perform)
         ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, rank, gather)

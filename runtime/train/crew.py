@@ -13,7 +13,7 @@ from runtime.batch import Batch
 from runtime.executor import Execution, Stop, execute
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import ParamState, SplitMaster
+from runtime.host.optimizer import SplitMaster
 from runtime.machines.processes import Processes
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.forward_plan import forward_plan
@@ -72,9 +72,11 @@ class WholeState(HostState):
         dtype = DTYPE[self.plan.semantics.compute_dtype]
         return self._whole(p, "weight", dtype).view(p.shape)
 
-    def param_state(self, p: Parameter, of_shadow: bool = False, copy: Copy | None = None) -> ParamState:
-        master = self._whole(p, MASTER, DTYPE[self.plan.semantics.master_dtype])
-        return ParamState(master, *(self._whole(p, what, torch.float32) for what in (EXP_AVG, EXP_AVG_SQ)))
+    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | SplitMaster]]:
+        """One at a time is here."""
+        yield MASTER, self._whole(p, MASTER, DTYPE[self.plan.semantics.master_dtype])
+        yield EXP_AVG, self._whole(p, EXP_AVG, torch.float32)
+        yield EXP_AVG_SQ, self._whole(p, EXP_AVG_SQ, torch.float32)
 
     def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
