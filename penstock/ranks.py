@@ -5,6 +5,7 @@ leads it; the others read the same plan and settings, compare them with its own,
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
 GRACE_S = 20.0  # that the others have to end once one has failed
 LOOK_S = 0.2
+_DEATH_SIGNAL = 1  # of prctl: which signal comes when whoever started this process ends
 
 
 class GoneError(PenstockError):
@@ -141,7 +143,11 @@ def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Proc
 
 def take_own_part(asked_device: str) -> None:
     """A device that others do not see, before anybody looks for one; and a share of the cores, unless who started the ranks has
-    given them theirs. PlanError where there are fewer devices than ranks."""
+    given them theirs. PlanError where there are fewer devices than ranks. A rank that `start` has started is told to end when that
+    ends."""
+    if STARTED_HERE in os.environ:
+        with contextlib.suppress(AttributeError, OSError):  # Linux has it
+            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGTERM))
     rank, n = _number("LOCAL_RANK", _number("RANK", 0)), _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
     if asked_device in ("auto", "cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n)))).split(",")

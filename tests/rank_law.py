@@ -1,7 +1,7 @@
 """What does one of several processes train, and does it come to the bits of a single one?
 
-Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS ...`. Rank 0 writes what all of
-them have in the end; `trained_alone` is the same by one process.
+Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS:BATCH ...`. Rank 0 writes what
+all of them have in the end; `trained_alone` is the same by one process.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH = 8  # sequences, each a micro-batch
+BATCH = 8  # sequences, each a micro-batch, if a case does not say otherwise
 POLICIES = {
     "plain": Policy(),
     "deferred": Policy(update=Update.DEFERRED, prefetch_depth=2, gradient_slots=2, offload_late_blocks=1),
@@ -34,12 +34,12 @@ POLICIES = {
 }
 
 
-def asked(model_type: str, policy: str, groups: int, ranks: int) -> tuple[dict, Semantics, Policy]:
+def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
     """The configuration, each rank's part of the step, and what the policy is of so many micro-batches."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
     eager = {"clip_norm": None} if policy == "eager" else {}
-    whole = semantics_of(model_type, batch_size=BATCH, micro_batch=1, sum_groups=groups, **eager)
+    whole = semantics_of(model_type, batch_size=batch, micro_batch=1, sum_groups=groups, **eager)
     of = whole.shared_by(ranks)
     return config, of, replace(POLICIES[policy], accumulation_group=of.n_micro_batches)
 
@@ -57,9 +57,10 @@ def digest(state, results) -> str:
 
 def trained(case: str, ranks: Processes | None) -> Hostile:
     """The case by this process, one of so many; slots poisoned, lanes delayed at random, those of every rank otherwise."""
-    model_type, policy, groups = case.split(":")
-    config, of, policy_of = asked(model_type, policy, int(groups), 1 if ranks is None else ranks.n)
-    plan, batches = plan_of(config, of, policy_of), batches_of(config["vocab_size"], BATCH, of.seq_len)
+    model_type, policy, groups, *sizes = case.split(":")
+    batch = int(sizes[0]) if sizes else BATCH
+    config, of, policy_of = asked(model_type, policy, int(groups), batch, 1 if ranks is None else ranks.n)
+    plan, batches = plan_of(config, of, policy_of), batches_of(config["vocab_size"], batch, of.seq_len)
     check(plan)
     seed = 0 if ranks is None else ranks.rank
     machine = Hostile(plan, lambda step: batches[step], scheduled, delay_seed=seed, ranks=ranks)
@@ -99,9 +100,9 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def every_case(groups: int) -> list[str]:
+def every_case(groups: int, batch: int) -> list[str]:
     """Each type once, the policies in turn."""
-    return [f"{model_type}:{list(POLICIES)[i % len(POLICIES)]}:{groups}" for i, model_type in enumerate(MODEL_TYPES)]
+    return [f"{model_type}:{list(POLICIES)[i % len(POLICIES)]}:{groups}:{batch}" for i, model_type in enumerate(MODEL_TYPES)]
 
 
 def main() -> None:

@@ -98,7 +98,9 @@ def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
         "norm": _Need(Place.HOST, 1 + len(squares), lambda i: norms[i]),
     }
     if n_sums:
-        needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: FP32 * (layer if i < first_vocab_sum else vocab))
+        # A rank's only gradient of a layer is no sum yet
+        of_layer = (compute if shape.ranks > 1 and shape.n_micro_batches == 1 else FP32) * layer
+        needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: of_layer if i < first_vocab_sum else FP32 * vocab)
     if shape.ranks > 1:
         # What is sent and what is received of a sum, of the largest part or of as much as goes at a time
         at_a_time = min(max(shape.part_elements(blocks)), EXCHANGED_BYTES // FP32 // shape.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS)

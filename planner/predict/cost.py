@@ -129,9 +129,11 @@ class CostModel:
             case Kind.EXCHANGE:
                 n_elements = plan.slot_elements(op.block)
                 # Put together what goes to one rank, twice; added up, and written
-                moved_bytes = 3 * n_elements * FP32_BYTES + n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                sum_bytes = n_elements * ITEM_BYTES[plan.sum_dtype(op.block)]
+                moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES
+                moved_bytes += n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
-                return self._together(plan, n_elements * FP32_BYTES, moved_bytes, n_times)
+                return self._together(plan, sum_bytes, moved_bytes, n_times)
             case Kind.SHARE_NORM:
                 shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
                 return self._demand(self._meeting_s, shared_bytes / self.profile.host.reduce_bytes_per_s.value, {})
@@ -272,7 +274,8 @@ class CostModel:
         if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
             return elements * (dense + item + out)
         read_sum, write_out = (0 if first else FP32_BYTES), (out if last and of.ranks == 1 else 0)
-        return elements * (dense + item + read_sum + FP32_BYTES + of.n_joined(m) * JOINED_BYTES + write_out)
+        write_sum = ITEM_BYTES[plan.sum_dtype(op.block)]
+        return elements * (dense + item + read_sum + write_sum + of.n_joined(m) * JOINED_BYTES + write_out)
 
     @property
     def _memory_rate(self) -> float:

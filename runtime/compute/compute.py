@@ -217,7 +217,7 @@ class Compute:
                     view.copy_(found[name] + 0.0)  # before it is rounded
             return
         assert op.micro_batch is not None
-        running = self._views.parameters(op.block, total, "fp32")
+        running = self._views.parameters(op.block, total, self.plan.sum_dtype(op.block))
         for name, view in running.items():
             if self.plan.semantics.begins_sum(op.micro_batch):
                 view.zero_()

@@ -20,17 +20,23 @@ class Collectives:
         self._ranks.gather(self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first))
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
-        """Some of every rank's part at a time: what goes to one rank then lies together with what goes to the next."""
-        n_ranks, most, dtype = self._ranks.n, self._plan.exchanged_elements(), self._plan.gradient_dtype(op.block)
-        n_mine = n // n_ranks
-        parts = self._arenas.view(op["sum"], "fp32", (n_ranks, n_mine), first)
+        """Some of every rank's part at a time: what goes to one rank then lies together with what goes to the next. It is added up
+        in fp32, whatever it is sent as."""
+        plan, n_ranks, sent_as = self._plan, self._ranks.n, self._plan.sum_dtype(op.block)
+        most, n_mine = plan.exchanged_elements(), n // n_ranks
+        parts = self._arenas.view(op["sum"], sent_as, (n_ranks, n_mine), first)
+        # The slot has two halves of `most` fp32 numbers for each rank: of narrower ones two sorts fit into the second.
+        half = n_ranks * most
+        places = (0, half) if sent_as == "fp32" else (2 * half, 3 * half)
         for begin in range(0, n_mine, most):
             n_now = min(most, n_mine - begin)
-            received, sent = (self._arenas.view(op["received"], "fp32", (n_ranks * n_now,), i * n_ranks * most) for i in (0, 1))
+            received, sent = (self._arenas.view(op["received"], sent_as, (n_ranks * n_now,), at) for at in places)
             if n_now == n_mine:
                 sent = parts.view(-1)
             else:
                 sent.view(n_ranks, n_now).copy_(parts[:, begin : begin + n_now])
             self._ranks.exchange(sent, received)
-            mine = self._arenas.view(op["gradient"], dtype, (n_now,), first // n_ranks + begin)
+            if sent_as != "fp32":
+                received = self._arenas.view(op["received"], "fp32", (n_ranks * n_now,)).copy_(received)
+            mine = self._arenas.view(op["gradient"], plan.gradient_dtype(op.block), (n_now,), first // n_ranks + begin)
             mine.copy_(folded(received, n_ranks))

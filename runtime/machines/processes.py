@@ -47,7 +47,7 @@ class Processes:
     def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
         """As `Ranks.exchange`."""
         with _meeting("exchanged gradients"):
-            dist.all_to_all_single(received, parts, group=self._of_device)
+            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._of_device)
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """As `Ranks.share`."""

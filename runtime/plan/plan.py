@@ -93,7 +93,8 @@ the step's first. A block's elements are cut into as many equal parts as there a
 are two that end whole, of even and of odd blocks: while one is exchanged the other is begun. A gather, exchange or share_norm
 begins when every rank has come to it. As all have one plan, and each lane's meetings come in its order, no rank ever waits for
 another that waits for it: the plan of all ranks, with each meeting drawn as a single op, has no circle where that of one has none.
-All micro-batches of a rank are in one group, no weight is tied, and no gradient is squared, or state held, on a device.
+All micro-batches of a rank are in one group, and no gradient is squared, or state held, on a device. Where a rank has a single
+micro-batch, a layer's sum is that gradient, in the dtype of computing: added to zero it is the same number.
 
 Where micro-batches do not divide the batch the last one has what is left: it uses the beginning of its slots, and of what spills
 only that moves.

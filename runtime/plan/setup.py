@@ -121,6 +121,12 @@ class Setup:
             return self.workload.blocks[block].host_elements
         return self.regions(block)[0][1] // self.semantics.ranks
 
+    def sum_dtype(self, block: int) -> Dtype:
+        """Dtype of a sum of the block's gradients: that of computing where it is of a single gradient, which a rank exchanges."""
+        of = self.semantics
+        is_one = of.ranks > 1 and of.n_micro_batches == 1 and self.workload.blocks[block].kind is BlockKind.LAYER
+        return of.compute_dtype if is_one else "fp32"
+
     def exchanged_elements(self) -> int:
         """Of each rank's part of a sum, how many are exchanged at a time."""
         ranks, largest = self.semantics.ranks, max(n for b in range(len(self.workload.blocks)) for _, n in self.regions(b))

@@ -22,7 +22,7 @@ from tests.strategies import MODEL, PROFILE, small_workload
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Remembering, batches_of, differences, plain, plan_of, same_bits, scheduled, semantics_of
 
-SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "gpt_oss:spilling:8"]
+SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "gpt_oss:spilling:8", "mistral:spilling:2:2"]  # the last: a micro-batch each
 
 
 def test_two_processes_train_to_the_bits_of_one(tmp_path):
@@ -31,11 +31,10 @@ def test_two_processes_train_to_the_bits_of_one(tmp_path):
 
 
 @pytest.mark.soak
-def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(tmp_path):
-    cases = every_case(groups=8)
-    alone = {case: trained_alone(case) for case in cases}
-    for ranks in (2, 4):
-        assert trained_by(ranks, cases, tmp_path / f"{ranks}.json") == alone
+@pytest.mark.parametrize(("ranks", "groups", "batch"), [(2, 8, 8), (4, 4, 8), (4, 4, 4)])
+def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(ranks, groups, batch, tmp_path):
+    cases = every_case(groups, batch)
+    assert trained_by(ranks, cases, tmp_path / "found.json") == {case: trained_alone(case) for case in cases}
 
 
 def test_what_ranks_come_to_is_the_plain_loops_tree():
