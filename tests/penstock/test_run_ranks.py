@@ -121,18 +121,17 @@ def test_as_many_gpus_as_share_nothing_are_refused_where_they_are_planned(tmp_pa
 @pytest.mark.soak
 def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
     home, rng = make_home(tmp_path), random.Random(5)
-    plan = planned(home, 2)
-    assert penstock(*words(home, planned(home, 1), out="alone", steps=40)).exit_code == 0
+    plan, last = planned(home, 2), 0
     for victim in (0, 1):
         running = subprocess.Popen(
-            [*COMMAND, *words(home, plan, "--resume", "--save-every", 5, steps=40)],
+            [*COMMAND, *words(home, plan, "--resume", "--save-every", 5, "--keep", 2, steps=10**5)],
             cwd=ROOT,
             env=os.environ | QUIET,
             stderr=subprocess.PIPE,
             text=True,
         )
-        _wait_for_a_step(home / "out", running)
-        time.sleep(rng.random() * 2)
+        _wait_for_a_step(home / "out", running, last)
+        time.sleep(rng.random() / 2)
         pid = next(p for p in _children(running.pid) if _environment(p).get("RANK") == str(victim))
         os.kill(pid, signal.SIGKILL)
         began_s = time.monotonic()
@@ -140,14 +139,22 @@ def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
         assert time.monotonic() - began_s < 30
         assert running.returncode == 128 + signal.SIGKILL
         assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said
-        assert latest(home / "out") is not None
-    assert penstock(*words(home, home / "1.json", "--resume", steps=40)).exit_code == 0
-    assert contents(home / "out" / "checkpoint-40") == contents(home / "alone" / "checkpoint-40")
+        last = _step_of(home / "out")
+    alone, n = planned(home, 1), last + 3
+    assert penstock(*words(home, alone, "--resume", steps=n)).exit_code == 0
+    assert penstock(*words(home, alone, out="alone", steps=n)).exit_code == 0
+    assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
 
 
-def _wait_for_a_step(out, running):
+def _step_of(out):
+    found = latest(out)
+    return 0 if found is None else int(found.name.removeprefix("checkpoint-"))
+
+
+def _wait_for_a_step(out, running, after=0):
+    """Until a checkpoint of a later step is there."""
     for _ in range(600):
-        if latest(out) is not None:
+        if _step_of(out) > after:
             return
         assert running.poll() is None, running.stderr.read()
         time.sleep(0.1)
