@@ -287,8 +287,8 @@ class Profile(Part):
         )
 
     def shared_by(self, n: int) -> "Profile":
-        """What one of n devices has of the machine: a device and its link, and an equal part of the host. Prices stay those of one:
-        what is rented and bought is n of them."""
+        """What one of n devices has of the machine: a device and its link, and an equal part of the host. Prices become those of
+        all: a profile's are of one device, a user's of the whole."""
         if self.peers is not None and n > self.n_devices:
             raise ProfileError(f"{self.name}: has {self.n_devices} devices, not {n}; choose --gpus {self.n_devices} or fewer")
         if n == 1:
@@ -302,7 +302,9 @@ class Profile(Part):
         for quantity in shares:
             quantity["value"] /= n
         for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
-            if price[key] is not None:
+            if price[key] is None:
+                continue
+            if key == "ram_usd_per_gb" or self.sources[price[key]["source"]].kind != "user":  # memory is priced by the part
                 price[key]["value"] *= n
         return Profile.from_json(fields | {"name": f"{self.name}, {n} GPUs"}, self.name)
 

@@ -99,9 +99,11 @@ def strangers(plan: Plan) -> Iterator[str]:
         for found in _differences("model.config", {key: plan.model.config.get(key) for key in shipped}, shipped):
             yield f"the model is called {plan.model.name} as a shipped one is, but {found}"
             break
-    profile = _profile_of(plan)
-    if profile.name in shipped_profiles():
-        for found in _differences("profile", profile.to_json(), _with_memory_of(profile, read_profile(profile.name)).to_json()):
+    profile, ranks = _profile_of(plan), plan.semantics.ranks
+    of = profile.name.removesuffix(f", {ranks} GPUs") if ranks > 1 else profile.name
+    if of in shipped_profiles():
+        wanted = _with_memory_of(profile, read_profile(of), ranks).shared_by(ranks)
+        for found in _differences("profile", profile.to_json(), wanted.to_json()):
             yield f"the machine is called {profile.name} as a shipped one is, but {found}"
             break
 
@@ -143,11 +145,11 @@ def _profile_of(plan: Plan) -> Profile:
     return Profile.from_json(plan.profile, "profile")
 
 
-def _with_memory_of(profile: Profile, shipped: Profile) -> Profile:
-    """A shipped machine with the sizes of memory that a user gave."""
+def _with_memory_of(profile: Profile, shipped: Profile, ranks: int) -> Profile:
+    """A shipped machine with the sizes of memory that a user gave: of a device, and of the host, of which each rank has a part."""
     sizes = [
-        int(has.value) if has.source.startswith("user_") else None
-        for has in (profile.device.memory_bytes, profile.host.memory_bytes)
+        int(has.value * times) if has.source.startswith("user_") else None
+        for has, times in ((profile.device.memory_bytes, 1), (profile.host.memory_bytes, ranks))
     ]
     return shipped.with_memory(*sizes)
 

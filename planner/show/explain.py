@@ -80,7 +80,8 @@ def kernels_in_words(semantics: Semantics) -> str:
 
 
 def _parts(answer: Answer, profile: Profile, n_tokens: int | None) -> Iterator[RenderableType]:
-    for table in (_asked(answer, profile), _predicted(answer, profile, n_tokens), *_tables(answer, profile), _memory(answer.needs)):
+    held = _memory(answer.needs, answer.plan.semantics.ranks)
+    for table in (_asked(answer, profile), _predicted(answer, profile, n_tokens), *_tables(answer, profile), held):
         yield table
         yield Text()
     yield _baselines(answer)
@@ -293,8 +294,8 @@ def _measurements(rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
     yield table
 
 
-def _memory(needs: Footprint) -> Table:
-    table = _table("memory", "needs", "has")
+def _memory(needs: Footprint, ranks: int) -> Table:
+    table = _table("memory" if ranks == 1 else f"memory, each of {ranks} GPUs", "needs", "has")
     for title, parts, peak, has in (
         ("device", needs.device, needs.device_peak_bytes, needs.device_memory_bytes),
         ("host", needs.host, needs.host_peak_bytes, needs.host_memory_bytes),

@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import penstock
+from hwprofiles.schema import Profile, read_profile
 from planner.check.check import check
+from planner.check.recount import strangers
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.errors import PlanError
@@ -176,6 +179,19 @@ def test_a_rank_holds_its_part_of_the_state_and_all_of_the_weights_it_computes_w
     assert host[0] <= 2 * host[1] <= host[0] * 1.2
     assert host[1] <= 2 * host[2] <= host[1] * 1.2
     assert weights[0] <= weights[1] == weights[2] <= weights[0] * 1.2
+
+
+def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_is_noticed():
+    box = read_profile("8xh100")
+    assert box.shared_by(4).price.usd_per_hour.value == 4 * box.price.usd_per_hour.value
+    assert box.with_prices(usd_per_hour=20).shared_by(4).price.usd_per_hour.value == 20
+    sizes = {"seq_len": 64, "batch_size": 8, "micro_batch": 1, "gpus": 4}
+    honest = penstock.plan("qwen2.5-0.5b", box, host_memory_bytes=10**12, policy="megatrain", **sizes)
+    assert list(strangers(honest.plan)) == []
+    fields = box.to_json()
+    fields["peers"]["bytes_per_s"]["value"] *= 2
+    found = penstock.plan("qwen2.5-0.5b", Profile.from_json(fields), policy="megatrain", **sizes)
+    assert "peers.bytes_per_s" in next(strangers(found.plan))
 
 
 # -- the end -------------------------------------------------------------------------------------------------------------------
