@@ -189,6 +189,15 @@ class Peers(Part):
     through_host: bool = False
 
 
+class Network(Part):
+    """Between hosts. `bytes_per_s`: what each host sends, and receives at the same time, for all its devices when all exchange
+    something; `latency_s`: from one host to the next. `n_hosts`: that share a step."""
+
+    bytes_per_s: Quantity
+    latency_s: Quantity
+    n_hosts: Size = 1
+
+
 class Price(Part):
     """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought beside it where it has a price."""
 
@@ -212,6 +221,7 @@ class Profile(Part):
     host: Host
     price: Price
     peers: Peers | None = None  # None: nobody said
+    network: Network | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Profile":
@@ -260,6 +270,11 @@ class Profile(Part):
         """That the profile speaks of; there may be more where it says nothing of others."""
         return 1 if self.peers is None else self.peers.n_devices
 
+    @property
+    def n_hosts(self) -> int:
+        """That share a step; each is as the profile says."""
+        return 1 if self.network is None else self.network.n_hosts
+
     @staticmethod
     def from_json(fields: dict[str, Any], where: str = "profile") -> "Profile":
         """The profile that `to_json` wrote; ProfileError names the first thing wrong with it in one line."""
@@ -285,28 +300,6 @@ class Profile(Part):
             for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes))
             if n_bytes is not None
         )
-
-    def shared_by(self, n: int) -> "Profile":
-        """What one of n devices has of the machine: a device and its link, and an equal part of the host. Prices become those of
-        all: a profile's are of one device, a user's of the whole."""
-        if self.peers is not None and n > self.n_devices:
-            raise ProfileError(f"{self.name}: has {self.n_devices} devices, not {n}; choose --gpus {self.n_devices} or fewer")
-        if n == 1:
-            return self
-        fields = self.to_json()
-        host, price = fields["host"], fields["price"]
-        for key in ("memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s"):
-            host[key]["value"] /= n
-        host["n_cores"] = max(1, host["n_cores"] // n)
-        shares = [host["soldered_bytes"]] if host["soldered_bytes"] is not None else []
-        for quantity in shares:
-            quantity["value"] /= n
-        for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
-            if price[key] is None:
-                continue
-            if key == "ram_usd_per_gb" or self.sources[price[key]["source"]].kind != "user":  # memory is priced by the part
-                price[key]["value"] *= n
-        return Profile.from_json(fields | {"name": f"{self.name}, {n} GPUs"}, self.name)
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""

@@ -150,22 +150,26 @@ def plan(
     deterministic: bool = False,
     clipped_fraction: float | None = None,
     gpus: int = 1,
+    hosts: int = 1,
+    network_gbit: float | None = None,
     **semantics: Any,
 ) -> Planned:
-    """The fastest schedule of `model` on `machine`; of several `gpus` each one's part of a step.
+    """The fastest schedule of `model` on `machine`; of several `gpus`, on each of `hosts`, each one's part of a step.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, or the name of another system's, in place of a search. `semantics`: further fields of Semantics, as
     `master_dtype="bf16"`, but for those that `kernels` and `deterministic` decide. A size that is not given is the fastest.
-    `clipped_fraction`: of the steps, if known. DoesNotFitError names the smallest changes that would fit.
+    `clipped_fraction`: of the steps, if known. `network_gbit`: Gbit/s of each host, if not the profile's.
+    DoesNotFitError names the smallest changes that would fit.
     """
     from hwprofiles.schema import Profile, read_profile
+    from hwprofiles.several import on_network, shared_by
     from planner.model.workload import read_model
 
     profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
     if host_memory_bytes is not None or device_memory_bytes is not None:
         profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
-    profile = profile.shared_by(gpus)
+    profile = shared_by(on_network(profile, network_gbit), gpus, hosts)
     described = read_model(str(model))
     given = semantics | {
         "seq_len": seq_len,
@@ -173,7 +177,7 @@ def plan(
         "micro_batch": micro_batch,
         "clip_norm": clip_norm,
     }
-    return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction, gpus), profile)
+    return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction, gpus * hosts), profile)
 
 
 def answer_of(

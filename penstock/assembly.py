@@ -200,6 +200,14 @@ class Follower:
     data: "Data"
 
 
+def admit(plan: "Plan", device: str, asked: str, ranks: "Processes") -> None:
+    """DoesNotFitError where a rank's device has no room for its part, or its host for those of all that are there: asked by the
+    first of them, before any of them takes its own."""
+    is_first_here = ranks.rank % ranks.n_here == 0
+    if device == "cuda" or is_first_here:
+        _refuse_what_does_not_fit(plan, device, asked, of_host=is_first_here)
+
+
 def follower_of(
     settings: "RunSettings", plan: "Plan", device: str, ranks: "Processes", resume: str | None, until_the_end: ExitStack
 ) -> Follower:
@@ -209,8 +217,6 @@ def follower_of(
     from runtime.train.trainer import load_model
 
     plan, folder = own_model(plan, settings.model)
-    if device == "cuda":  # the host's memory is that of all, and rank 0 has asked for it
-        _refuse_what_does_not_fit(plan, device, settings.device, of_host=False)
     data = data_of(settings, plan, folder, until_the_end)
     of_step, _ = _optimizer(settings.optimizer, _n_steps(settings, data))
     store = _machine(device, plan, data, of_step, settings.seed, ranks)
@@ -234,6 +240,7 @@ def _emulated(
     report: Callable[[str], None],
 ) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, whose weights nobody saves or asks."""
+    from hwprofiles.schema import Profile
     from runtime.machines.emulated import Alike, EmulatedMachine, time_scale_for
     from runtime.train.trainer import Training
 
@@ -242,7 +249,8 @@ def _emulated(
     data = data_of(replace(settings, tokenizer="bytes"), small, None, until_the_end, report=report)
     n_steps = _n_steps(settings, data)
     of_step, kept = _optimizer(settings.optimizer, n_steps)
-    ranks = Alike(small.semantics.ranks) if small.semantics.ranks > 1 else None
+    n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
+    ranks = Alike(n, max(1, n // n_hosts)) if n > 1 else None
     store = _machine("cpu", small, data, of_step, settings.seed, ranks)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)

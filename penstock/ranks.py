@@ -57,6 +57,15 @@ def _number(name: str, default: int) -> int:
 # -- starting them -------------------------------------------------------------------------------------------------------------
 
 
+def refuse_several_hosts(plan: "Plan") -> None:
+    """PlanError that says what starts a plan's ranks where they are to be on several hosts."""
+    from hwprofiles.schema import Profile
+
+    if (n_hosts := Profile.from_json(plan.profile).n_hosts) > 1:
+        each = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
+        raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{each} FIRST_HOST:29500 -m penstock run ...`")
+
+
 def start(n: int, arguments: Sequence[str]) -> int:
     """Start so many ranks on this machine, each with the command's own arguments; the exit code of what they did together.
 
@@ -136,7 +145,7 @@ def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Proc
         _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
     from runtime.machines.processes import met
 
-    with met(device) as ranks:
+    with met(device, _number("LOCAL_WORLD_SIZE", n), _number("LOCAL_RANK", _number("RANK", 0))) as ranks:
         _compare(ranks, settings, plan)
         yield ranks
 
@@ -189,20 +198,27 @@ def _refuse(error: PenstockError) -> NoReturn:
 
 
 def begin(ranks: "Processes", state_path: Path | None) -> None:
-    """Rank 0 has read what it was to read: the others may."""
+    """Rank 0 has read what it was to read: the others may, if there is room for each; PenstockError where there is none."""
     ranks.tell({"do": "begin", "resume": None if state_path is None else str(state_path.resolve())})
+    _refuse_what_was_said(ranks.gathered({"do": "begin"}))
 
 
 def all_ready(ranks: "Processes", run: "Session") -> None:
     """Rank 0 and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
     said = ranks.gathered({"data": str(run.training.data.fingerprint)})
+    _refuse_what_was_said(said)
+    for rank, other in enumerate(said):
+        if other.get("data") != said[0]["data"]:
+            raise PlanError(f"rank {rank} reads other data than rank 0; give all ranks the same files")
+
+
+def _refuse_what_was_said(said: Sequence[dict[str, Any]]) -> None:
+    """The first error among what ranks said."""
     for rank, other in enumerate(said):
         if other.get("error"):
             error = PlanError(f"rank {rank}: {other['error']}")
             error.exit_code = other.get("exit_code", 2)
             raise error
-        if other.get("data") != said[0]["data"]:
-            raise PlanError(f"rank {rank} reads other data than rank 0; give all ranks the same files")
 
 
 def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:
@@ -211,7 +227,7 @@ def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Proce
     from runtime.train.crew import follow as obey
     from runtime.train.trainer import device_memory_named
 
-    from .assembly import Follower, follower_of
+    from .assembly import Follower, admit, follower_of
     from .session import settle_kernels
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -221,15 +237,17 @@ def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Proce
             said = ranks.tell()
             if said["do"] != "begin":
                 return 1
-            found: Follower | None = None
-            try:
+            status: dict[str, Any] = {}
+            with _told(status):
                 if device == "cuda":
                     settle_kernels(file.plan, settings.deterministic)
+                admit(file.plan, device, settings.device, ranks)
+            if any(other.get("error") for other in ranks.gathered(status)):
+                return 1
+            found: Follower | None = None
+            with _told(status):
                 found = follower_of(settings, file.plan, device, ranks, said["resume"], until_the_end)
-                status: dict[str, Any] = {"data": str(found.data.fingerprint)}
-            except (PenstockError, MemoryError, RuntimeError) as error:
-                line = (str(error).splitlines() or [type(error).__name__])[0]
-                status = {"error": line, "exit_code": getattr(error, "exit_code", 2)}
+                status["data"] = str(found.data.fingerprint)
             if any(other.get("error") or other.get("data") != status.get("data") for other in ranks.gathered(status)):
                 return 1
             assert found is not None
@@ -240,3 +258,13 @@ def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Proce
     except PenstockError as error:
         raise PenstockError(f"rank {ranks.rank}: {error}") from error
     return 0
+
+
+@contextmanager
+def _told(status: dict[str, Any]) -> Iterator[None]:
+    """What goes wrong on this rank is said to all: into what it tells them."""
+    try:
+        yield
+    except (PenstockError, MemoryError, RuntimeError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        status |= {"error": line, "exit_code": getattr(error, "exit_code", 2)}

@@ -18,14 +18,19 @@ from .batch import Batch
 class Ranks(Protocol):
     """All ranks, as one of them sees them. What each of them calls returns when the last has called it."""
 
-    rank: int
+    rank: int  # those of a host one after another
     n: int
+    n_here: int  # on each host
 
     def gather(self, whole: torch.Tensor) -> None:
         """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others."""
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        """Of flat tensors of n equal parts: give part r to rank r, and receive what each has for this one, in ranks' order."""
+        """Among the ranks of this host, of flat tensors of as many equal parts: give each its part, and receive what each has for
+        this one, in ranks' order."""
+
+    def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        """The same among those ranks, one of every host, that have this one's place there."""
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """Each rank's flat fp64 row of host memory into (n, row) `rows`, those of the others too. Of a lane of its own."""

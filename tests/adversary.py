@@ -143,13 +143,14 @@ def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantic
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:
-    """Devices that reach each other fast, slowly or by way of the host; or of which nothing is said."""
+    """Devices that reach each other fast, slowly or by way of the host, or of which nothing is said; on several hosts, too."""
     if rng.random() < 0.3:
         return machine
     quantity = {"value": 10 ** rng.uniform(8, 12), "spread_fraction": 0.1, "source": next(iter(machine.sources))}
     latency = {**quantity, "value": 10 ** rng.uniform(-6, -3)}
     peers = {"n_devices": 8, "bytes_per_s": quantity, "latency_s": latency, "through_host": rng.random() < 0.3}
-    return Profile.from_json(machine.to_json() | {"peers": peers})
+    network = {"bytes_per_s": {**quantity, "value": 10 ** rng.uniform(8, 11)}, "latency_s": latency, "n_hosts": 2}
+    return Profile.from_json(machine.to_json() | {"peers": peers, "network": network if rng.random() < 0.4 else None})
 
 
 @cache

@@ -24,6 +24,7 @@ from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
+HERE = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # what a host says of its ranks, or all hosts do
 BATCH = 8  # sequences, each a micro-batch, if a case does not say otherwise
 POLICIES = {
     "plain": Policy(),
@@ -74,8 +75,8 @@ def trained_alone(case: str) -> str:
     return digest(machine.host, machine.results)
 
 
-def trained_by(ranks: int, cases: list[str], out: Path) -> dict[str, str]:
-    """By so many processes: the digest of each case."""
+def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1) -> dict[str, str]:
+    """By so many processes, on so many hosts as far as they know: the digest of each case."""
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -83,7 +84,9 @@ def trained_by(ranks: int, cases: list[str], out: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]
-    started = [subprocess.Popen(command, cwd=ROOT, env=common | {"RANK": str(rank)}) for rank in range(ranks)]
+    here = ranks // hosts
+    places = [{"RANK": str(r), "LOCAL_RANK": str(r % here), "LOCAL_WORLD_SIZE": str(here)} for r in range(ranks)]
+    started = [subprocess.Popen(command, cwd=ROOT, env=common | place) for place in places]
     try:
         assert [process.wait(timeout=300) for process in started] == [0] * ranks
     finally:
@@ -110,7 +113,8 @@ def main() -> None:
     torch.set_num_threads(1)
     setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
     found = {}
-    with met("cpu") as ranks:
+    here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
+    with met("cpu", here, place) as ranks:
         for case in cases:
             machine = trained(case, ranks)
             if ranks.rank == 0:

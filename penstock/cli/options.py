@@ -124,6 +124,24 @@ def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq
     return tokens_per_step // seq_len
 
 
+def with_gpus(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of how many devices share a step, of every command that plans for several."""
+    gbit = click.FloatRange(min=0, min_open=True, max=1e6)
+    for option in (
+        click.option("--network-gbit", type=gbit, help="Gbit/s of each host's network.  [default: the profile's]"),
+        click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
+        click.option(
+            "--gpus",
+            type=COUNT,
+            default=1,
+            show_default=True,
+            help="Devices that share each step, and a host. The bits of the result do not depend on it, for the same --sum-groups.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def with_prices(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of what a machine and a job cost, of every command that speaks of money."""
     price = click.FloatRange(min=0, min_open=True, max=9_999_999)

@@ -15,7 +15,7 @@ import click
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .options import COUNT, Bytes, ClipNorm, Command, refuse_endless, refuse_larger, sequences_of_a_step, with_prices
+from .options import COUNT, Bytes, ClipNorm, Command, refuse_endless, refuse_larger, sequences_of_a_step, with_gpus, with_prices
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
@@ -106,13 +106,7 @@ class _Plan(Command):
     help="Parts of a step whose gradients are summed apart, and then as a tree: an order that up to as many GPUs keep.  "
     "[default: 1; of several GPUs 8, or as many as divide the batch]",
 )
-@click.option(
-    "--gpus",
-    type=COUNT,
-    default=1,
-    show_default=True,
-    help="Devices that share each step, and the host. The bits of the result do not depend on it, for the same --sum-groups.",
-)
+@with_gpus
 @click.option("--runnable", is_flag=True, expose_value=False, hidden=True)  # of scripts from when not every plan could be run
 @click.option(
     "--clipped-steps",
@@ -137,6 +131,8 @@ def plan(
     deterministic: bool,
     clipped_steps: float | None,
     gpus: int,
+    hosts: int,
+    network_gbit: float | None,
     tokens: int | None,
     usd_per_hour: float | None,
     usd: float | None,
@@ -152,6 +148,7 @@ def plan(
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
     from hwprofiles.schema import read_profile
+    from hwprofiles.several import on_network, shared_by
     from penstock.api import answer_of
     from planner.model.config import unread_weights
     from planner.model.workload import read_model
@@ -162,7 +159,7 @@ def plan(
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
     profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
-    profile = profile.shared_by(gpus)
+    profile = shared_by(on_network(profile, network_gbit), gpus, hosts)
     described = read_model(model)
     given: dict[str, Any] = {
         "seq_len": seq_len,
@@ -174,7 +171,7 @@ def plan(
     if output is not None:
         PlanFile.refuse_unwritable(output)
     try:
-        answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps, gpus)
+        answer = answer_of(described, profile, given, kernels, deterministic, partial(_policy, policy), clipped_steps, gpus * hosts)
     except DoesNotFitError as error:
         if as_json:
             short = {"device": error.short_device_bytes, "host": error.short_host_bytes}

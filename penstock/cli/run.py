@@ -78,7 +78,7 @@ def _run(
 ) -> int:
     """Put the run together and perform it; the exit code."""
     from penstock.assembly import device_of
-    from penstock.ranks import GoneError, follow, is_rank, joined, start, take_own_part
+    from penstock.ranks import GoneError, follow, is_rank, joined, refuse_several_hosts, start, take_own_part
     from penstock.session import begun, let_segments_grow
     from runtime.plan import PlanFile
 
@@ -97,6 +97,7 @@ def _run(
     n = file.plan.semantics.ranks
     if n > 1 and device != "emulated" and not is_rank():
         report.stop()
+        refuse_several_hosts(file.plan)
         return start(n, sys.argv[1:])
     try:
         with joined(settings, file.plan, device) as ranks:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from hwprofiles.several import BYTES_PER_GBIT, name_of_shared, on_network, shared_by
 from planner.bounds.bounds import policy_bound
 from planner.lower.arenas import arenas_of
 from planner.model.config import shipped_model, shipped_models
@@ -100,9 +101,11 @@ def strangers(plan: Plan) -> Iterator[str]:
             yield f"the model is called {plan.model.name} as a shipped one is, but {found}"
             break
     profile, ranks = _profile_of(plan), plan.semantics.ranks
-    of = profile.name.removesuffix(f", {ranks} GPUs") if ranks > 1 else profile.name
+    n_hosts = profile.n_hosts if ranks % profile.n_hosts == 0 else 1
+    here = ranks // n_hosts
+    of = profile.name.removesuffix(name_of_shared("", here, n_hosts))
     if of in shipped_profiles():
-        wanted = _with_memory_of(profile, read_profile(of), ranks).shared_by(ranks)
+        wanted = shared_by(_as_given(profile, read_profile(of), here), here, n_hosts)
         for found in _differences("profile", profile.to_json(), wanted.to_json()):
             yield f"the machine is called {profile.name} as a shipped one is, but {found}"
             break
@@ -145,13 +148,17 @@ def _profile_of(plan: Plan) -> Profile:
     return Profile.from_json(plan.profile, "profile")
 
 
-def _with_memory_of(profile: Profile, shipped: Profile, ranks: int) -> Profile:
-    """A shipped machine with the sizes of memory that a user gave: of a device, and of the host, of which each rank has a part."""
+def _as_given(profile: Profile, shipped: Profile, here: int) -> Profile:
+    """A shipped machine with what a user gave: memory of a device, and of the host, of which each of so many ranks has a part;
+    and a network."""
     sizes = [
         int(has.value * times) if has.source.startswith("user_") else None
-        for has, times in ((profile.device.memory_bytes, 1), (profile.host.memory_bytes, ranks))
+        for has, times in ((profile.device.memory_bytes, 1), (profile.host.memory_bytes, here))
     ]
-    return shipped.with_memory(*sizes)
+    network = profile.network
+    is_given = network is not None and network.bytes_per_s.source.startswith("user_")
+    gbit = network.bytes_per_s.value / BYTES_PER_GBIT if network is not None and is_given else None
+    return on_network(shipped.with_memory(*sizes), gbit)
 
 
 def _by_name(arenas: Sequence[Arena]) -> dict[str, Arena]:

@@ -4,6 +4,7 @@ From sizes and a profile to seconds of work alone and the rates at which shared 
 memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -125,7 +126,7 @@ class CostModel:
             case Kind.LOAD:
                 return self._copy("h2d", plan.slot_elements(op.block) // of.ranks * item)
             case Kind.GATHER:
-                return self._together(plan, plan.slot_elements(op.block) * item)
+                return self._gathered(plan, plan.slot_elements(op.block) * item)
             case Kind.EXCHANGE:
                 n_elements = plan.slot_elements(op.block)
                 # Put together what goes to one rank, twice; added up, and written
@@ -133,10 +134,11 @@ class CostModel:
                 moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES
                 moved_bytes += n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
-                return self._together(plan, sum_bytes, moved_bytes, n_times)
+                return self._exchanged(plan, n_elements, sum_bytes, moved_bytes, n_times)
             case Kind.SHARE_NORM:
                 shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
-                return self._demand(self._meeting_s, shared_bytes / self.profile.host.reduce_bytes_per_s.value, {})
+                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of)))
+                return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.parameters))
             case Kind.UPDATE_ON_DEVICE:
@@ -327,18 +329,48 @@ class CostModel:
         }
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
-    def _together(self, plan: Setup, n_bytes: int, moved_bytes: int = 0, n_times: int = 1) -> Demand:
-        """Of so many bytes each rank gets the others' parts, or one part from each of the others; and moves some in its own memory.
-        By way of the host each part goes up one link and down another, and through host memory twice."""
+    def _gathered(self, plan: Setup, n_bytes: int) -> Demand:
+        """Of so many bytes each rank gets the others' parts: round a ring, which is as fast as its slowest part. Each host passes
+        all of them on once, for all of its devices."""
+        ranks = plan.semantics.ranks
+        n_moved, rate = n_bytes * (ranks - 1) // ranks, self._network_rate(1)
+        return self._moved(self._meeting_s + self._hops_s, n_moved, rate)
+
+    def _exchanged(self, plan: Setup, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
+        """Each rank gets its part from each of the others, those of its host first: what they have added up, in fp32, is exchanged
+        with the other hosts. And some is moved in a device's own memory."""
+        here, n_hosts = self._here(plan.semantics), self.profile.n_hosts
+        sent = n_elements // here * FP32_BYTES  # by each to the other hosts
+        between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
+        moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self.profile.device.memory_bytes_per_s.value
+        overhead_s = n_times * (self._meeting_s + self._hops_s) + moved_s + between_s
+        return self._moved(overhead_s, sum_bytes * (here - 1) // here)
+
+    def _moved(self, overhead_s: float, n_bytes: int, slower: float = math.inf) -> Demand:
+        """So many bytes come to each rank from those of its host, at no more than a rate. By way of the host each goes up one link
+        and down another, and through host memory twice."""
         peers, link = self.profile.peers, self.profile.link
-        n_moved = n_bytes * (plan.semantics.ranks - 1) // plan.semantics.ranks
-        moved_s, meeting_s = moved_bytes / self.profile.device.memory_bytes_per_s.value, n_times * self._meeting_s
         if peers is not None and not peers.through_host:
-            return self._demand(meeting_s, n_moved / peers.bytes_per_s.value + moved_s, {})
-        rates = [self.profile.copy_bytes_per_s(direction, n_moved) for direction in ("h2d", "d2h")]
-        rate = min(*rates, *([] if peers is None else [peers.bytes_per_s.value]))
+            return self._demand(overhead_s, n_bytes / min(peers.bytes_per_s.value, slower), {})
+        rates = [self.profile.copy_bytes_per_s(direction, n_bytes) for direction in ("h2d", "d2h")]
+        rate = min(*rates, slower, *([] if peers is None else [peers.bytes_per_s.value]))
         uses = {Resource.DUPLEX: 2 * rate, Resource.DRAM: 2 * rate * link.dram_bytes_per_byte}
-        return self._demand(meeting_s + moved_s, n_moved / rate, uses)
+        return self._demand(overhead_s, n_bytes / rate, uses)
+
+    def _network_rate(self, here: int) -> float:
+        """Of the network, what each of so many devices of a host has; of a single host there is no need of one."""
+        network = self.profile.network
+        return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / here
+
+    def _here(self, of: Semantics) -> int:
+        """Ranks of a host."""
+        return max(1, of.ranks // self.profile.n_hosts)
+
+    @property
+    def _hops_s(self) -> float:
+        """Seconds that the first byte takes from host to host, until it has been at all of them."""
+        network = self.profile.network
+        return 0.0 if network is None else (network.n_hosts - 1) * network.latency_s.value
 
     @property
     def _meeting_s(self) -> float:

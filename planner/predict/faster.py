@@ -27,6 +27,7 @@ class Group(StrEnum):
     REDUCE = "sums and norms on the host"
     PAGE_FAULTS = "page faults"
     PEERS = "exchange between devices"
+    NETWORK = "exchange between hosts"
 
 
 # How the places of a group's quantities begin.
@@ -40,6 +41,7 @@ PLACES: dict[Group, tuple[str, ...]] = {
         "link.h2d.latency_s",
         "link.d2h.latency_s",
         "peers.latency_s",
+        "network.latency_s",
     ),
     Group.UPLOAD: ("link.h2d.bytes_per_s.", "link.h2d.pageable_bytes_per_s"),
     Group.DOWNLOAD: ("link.d2h.bytes_per_s.", "link.d2h.pageable_bytes_per_s"),
@@ -49,10 +51,11 @@ PLACES: dict[Group, tuple[str, ...]] = {
     Group.REDUCE: ("host.reduce_bytes_per_s",),
     Group.PAGE_FAULTS: ("host.page_fault_bytes_per_s",),
     Group.PEERS: ("peers.bytes_per_s",),
+    Group.NETWORK: ("network.bytes_per_s",),
 }
 
 COMPUTE = (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY)
-LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS)
+LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK)
 DRAM = (Group.DRAM, Group.PAGE_FAULTS)
 OPTIMIZER = (Group.OPTIMIZER, Group.REDUCE)
 

@@ -191,7 +191,7 @@ def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request] | No
             return None
     elif (most := request.profile.most_host_bytes) is not None and sizes.get("host", 0) > most:
         return None
-    of_all = {"device": 1, "host": request.semantics.ranks}  # the host is one, and its parts are equal
+    of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # a host's parts are equal
     text = " ".join(f"--{place}-memory {n // GB * of_all[place]}GB" for place, n in sizes.items())
     profile = request.profile.with_memory(sizes.get("device"), sizes.get("host"))
     return text, _changed(replace(request, profile=profile))

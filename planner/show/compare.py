@@ -266,7 +266,8 @@ def candidate(
     semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile, free)
     outcome = _outcome(model, workload, semantics, profile, fixed, free)
     least = None if isinstance(outcome, TooLong) else smallest_host_bytes(model, workload, semantics, profile, fixed)
-    return Candidate(profile.name, outcome, None if least is None else least * semantics.ranks, hourly(profile))
+    of_host = None if least is None else least * (semantics.ranks // profile.n_hosts)
+    return Candidate(profile.name, outcome, of_host, hourly(profile))
 
 
 def _outcome(
@@ -288,7 +289,7 @@ def _outcome(
         p90_step_s=answer.p90_step_s,
         tokens_per_s=semantics.tokens_per_step / answer.step_s,
         device_peak_bytes=answer.needs.device_peak_bytes,
-        host_peak_bytes=answer.needs.host_peak_bytes * semantics.ranks,
+        host_peak_bytes=answer.needs.host_peak_bytes * (semantics.ranks // profile.n_hosts),
         micro_batch=semantics.micro_batch,
         gap_fraction=answer.certificate.gap_fraction,
         binding=answer.certificate.binding,

@@ -21,8 +21,13 @@ class Collectives:
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
         """Some of every rank's part at a time: what goes to one rank then lies together with what goes to the next. It is added up
-        in fp32, whatever it is sent as."""
+        in fp32, whatever it is sent as.
+
+        Of several hosts each adds up what its own ranks have before it is exchanged with others: what goes to a rank and to those
+        in its place elsewhere lies together. A host's ranks are a whole part of the tree, so that the sum is the same.
+        """
         plan, n_ranks, sent_as = self._plan, self._ranks.n, self._plan.sum_dtype(op.block)
+        here, n_hosts = self._ranks.n_here, n_ranks // self._ranks.n_here
         most, n_mine = plan.exchanged_elements(), n // n_ranks
         parts = self._arenas.view(op["sum"], sent_as, (n_ranks, n_mine), first)
         # The slot has two halves of `most` fp32 numbers for each rank: of narrower ones two sorts fit into the second.
@@ -31,12 +36,18 @@ class Collectives:
         for begin in range(0, n_mine, most):
             n_now = min(most, n_mine - begin)
             received, sent = (self._arenas.view(op["received"], sent_as, (n_ranks * n_now,), at) for at in places)
-            if n_now == n_mine:
+            if n_now == n_mine and n_hosts == 1:
                 sent = parts.view(-1)
             else:
-                sent.view(n_ranks, n_now).copy_(parts[:, begin : begin + n_now])
+                by_host = parts.view(n_hosts, here, n_mine)[:, :, begin : begin + n_now]
+                sent.view(here, n_hosts, n_now).copy_(by_host.transpose(0, 1))
             self._ranks.exchange(sent, received)
             if sent_as != "fp32":
                 received = self._arenas.view(op["received"], "fp32", (n_ranks * n_now,)).copy_(received)
+            total = folded(received, here)
+            if n_hosts > 1:
+                of_hosts = self._arenas.view(op["received"], "fp32", (n_hosts * n_now,), half)
+                self._ranks.exchange_between_hosts(total, of_hosts)
+                total = folded(of_hosts, n_hosts)
             mine = self._arenas.view(op["gradient"], plan.gradient_dtype(op.block), (n_now,), first // n_ranks + begin)
-            mine.copy_(folded(received, n_ranks))
+            mine.copy_(total)

@@ -62,8 +62,8 @@ def stand_in_semantics(semantics: Semantics) -> Semantics:
 class Alike:
     """Ranks that all do what this one does, at the same time, as those of one plan do. What they compute is of no interest."""
 
-    def __init__(self, n: int) -> None:
-        self.rank, self.n = 0, n
+    def __init__(self, n: int, n_here: int | None = None) -> None:
+        self.rank, self.n, self.n_here = 0, n, n if n_here is None else n_here
 
     def gather(self, whole: torch.Tensor) -> None:
         """Every part is as this one's."""
@@ -71,7 +71,11 @@ class Alike:
         parts[1:] = parts[0]
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        received.view(self.n, -1)[:] = parts.view(self.n, -1)[0]
+        received.view(self.n_here, -1)[:] = parts.view(self.n_here, -1)[0]
+
+    def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        n_hosts = self.n // self.n_here
+        received.view(n_hosts, -1)[:] = parts.view(n_hosts, -1)[0]
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         rows[:] = row

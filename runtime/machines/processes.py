@@ -25,15 +25,33 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class Processes:
     """All ranks: processes of which this is one."""
 
-    def __init__(self, device: torch.device, patience: timedelta = PATIENCE) -> None:
-        """The process group is there. Called by every rank."""
+    def __init__(self, device: torch.device, here: int | None = None, place: int = 0, patience: timedelta = PATIENCE) -> None:
+        """The process group is there. Called by every rank, with the number of ranks on its host, None for all, and its place among
+        these."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
+        self.n_here = self.n if here is None else self._agreed(here, place)
         is_gpu = device.type == "cuda"
-        self._of_device = dist.new_group(
-            backend="nccl" if is_gpu else "gloo", timeout=LONG if is_gpu else patience, device_id=device if is_gpu else None
-        )
+        backend, wait = "nccl" if is_gpu else "gloo", LONG if is_gpu else patience
+        self._of_device = dist.new_group(backend=backend, timeout=wait, device_id=device if is_gpu else None)
+        self._here = self._between_hosts = self._of_device
+        if self.n_here < self.n:
+            hosts = [range(first, first + self.n_here) for first in range(0, self.n, self.n_here)]
+            for of, alike in (("_here", hosts), ("_between_hosts", list(zip(*hosts, strict=True)))):
+                for ranks in alike:  # every rank makes every group
+                    group = dist.new_group(list(ranks), backend=backend, timeout=wait)
+                    if self.rank in ranks:
+                        setattr(self, of, group)
         self._of_host = dist.new_group(backend="gloo", timeout=patience)
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
+
+    def _agreed(self, n_here: int, place: int) -> int:
+        """How many ranks each host has; RanksError where they are not as many, or not one after another."""
+        of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
+        with _meeting("counted themselves"):
+            _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - place]))
+        if any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
+            raise RanksError("hosts have different numbers of ranks; start as many on each, as torchrun --nproc-per-node does")
+        return n_here
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -47,7 +65,12 @@ class Processes:
     def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
         """As `Ranks.exchange`."""
         with _meeting("exchanged gradients"):
-            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._of_device)
+            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._here)
+
+    def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        """As `Ranks.exchange_between_hosts`."""
+        with _meeting("exchanged gradients between hosts"):
+            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._between_hosts)
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """As `Ranks.share`."""
@@ -91,12 +114,12 @@ class Processes:
 
 
 @contextmanager
-def met(device: str) -> Iterator[Processes]:
+def met(device: str, here: int | None = None, place: int = 0) -> Iterator[Processes]:
     """All ranks, once each has come: as the environment says who and where they are. `device`: cuda, the first that this process
-    sees, or cpu."""
+    sees, or cpu; `here`, `place`: how many ranks this host has, None for all, and the how-manieth of them this one is."""
     try:
         dist.init_process_group("gloo")
-        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
+        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), here, place)
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
         raise RanksError(f"ranks do not find each other ({line}); see MASTER_ADDR and MASTER_PORT") from None

@@ -29,7 +29,7 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 
 # Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
 MAY_IMPORT = {
-    "planner": {"hwprofiles.schema", "runtime.plan", *GROUND},
+    "planner": {"hwprofiles.schema", "hwprofiles.several", "runtime.plan", *GROUND},
     "hwprofiles": GROUND,
     # What is timed is the runtime's own work, on the cores that it would use.
     "hwprofiles.probe": {"hwprofiles.schema", "runtime.host", "runtime.machines", *GROUND},

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import penstock
 from hwprofiles.schema import Profile, read_profile
+from hwprofiles.several import shared_by
 from planner.check.check import check
 from planner.check.recount import strangers
 from planner.lower.lower import lower
@@ -33,11 +34,16 @@ def test_two_processes_train_to_the_bits_of_one(tmp_path):
     assert trained_by(2, SMOKE, tmp_path / "found.json") == {case: trained_alone(case) for case in SMOKE}
 
 
+def test_two_hosts_of_two_processes_each_train_to_the_bits_of_one(tmp_path):
+    cases = ["llama:early:4", "gpt_oss:spilling:4:4"]  # the second: a micro-batch each
+    assert trained_by(4, cases, tmp_path / "found.json", hosts=2) == {case: trained_alone(case) for case in cases}
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(("ranks", "groups", "batch"), [(4, 8, 8), (4, 4, 4)])
-def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(ranks, groups, batch, tmp_path):
+@pytest.mark.parametrize(("ranks", "hosts", "groups", "batch"), [(4, 1, 8, 8), (4, 1, 4, 4), (4, 2, 8, 8), (4, 4, 4, 4)])
+def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(ranks, hosts, groups, batch, tmp_path):
     cases = every_case(groups, batch)
-    assert trained_by(ranks, cases, tmp_path / "found.json") == {case: trained_alone(case) for case in cases}
+    assert trained_by(ranks, cases, tmp_path / "found.json", hosts) == {case: trained_alone(case) for case in cases}
 
 
 def test_what_ranks_come_to_is_the_plain_loops_tree():
@@ -183,8 +189,8 @@ def test_a_rank_holds_its_part_of_the_state_and_all_of_the_weights_it_computes_w
 
 def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_is_noticed():
     box = read_profile("8xh100")
-    assert box.shared_by(4).price.usd_per_hour.value == 4 * box.price.usd_per_hour.value
-    assert box.with_prices(usd_per_hour=20).shared_by(4).price.usd_per_hour.value == 20
+    assert shared_by(box, 4).price.usd_per_hour.value == 4 * box.price.usd_per_hour.value
+    assert shared_by(box.with_prices(usd_per_hour=20), 4).price.usd_per_hour.value == 20
     sizes = {"seq_len": 64, "batch_size": 8, "micro_batch": 1, "gpus": 4}
     honest = penstock.plan("qwen2.5-0.5b", box, host_memory_bytes=10**12, policy="megatrain", **sizes)
     assert list(strangers(honest.plan)) == []

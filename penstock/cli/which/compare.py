@@ -12,6 +12,7 @@ from penstock.cli.options import (
     refuse_larger,
     sequences_of_a_step,
     show_table,
+    with_gpus,
     with_prices,
 )
 
@@ -32,7 +33,7 @@ COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-serve
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
 @click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
-@click.option("--gpus", type=COUNT, default=1, show_default=True, help="Devices of a machine that share each step, and its host.")
+@with_gpus
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
 @with_prices
@@ -46,6 +47,8 @@ def compare(
     micro_batch: int | None,
     host_memory: int | None,
     gpus: int,
+    hosts: int,
+    network_gbit: float | None,
     clip_norm: float | str,
     master: str,
     tokens: int | None,
@@ -59,6 +62,7 @@ def compare(
     Prices that are given hold for every machine.
     """
     from hwprofiles.schema import read_profile, shipped_profiles
+    from hwprofiles.several import on_network, shared_by
     from planner.model.workload import read_model, supported_attention
     from planner.search.micro_batch import SIZES, shared_step
     from planner.show.compare import JOB_TITLES, MATTER, TITLES, candidate, ranked
@@ -77,7 +81,7 @@ def compare(
             profile = profile.with_memory(None, host_memory)
         elif host_memory is not None:
             click.echo(f"{profile.name}: its memory is soldered, and stays as it is", err=True)
-        profiles.append(profile.shared_by(gpus))
+        profiles.append(shared_by(on_network(profile, network_gbit), gpus, hosts))
     if not profiles:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     semantics = Semantics(
@@ -88,8 +92,8 @@ def compare(
         clip_norm=None if isinstance(clip_norm, str) else clip_norm,
         attention=supported_attention(described)[0],  # type: ignore[arg-type]
     )
-    if gpus > 1:
-        semantics = shared_step(semantics, gpus, has_groups=False)
+    if gpus * hosts > 1:
+        semantics = shared_step(semantics, gpus * hosts, has_groups=False)
     refuse_larger(semantics.micro_batch, semantics.batch_size)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     tasks = [(described, profile, semantics, None, free) for profile in profiles]

@@ -1,0 +1,58 @@
+"""What does each of several devices have of a machine, or of several machines?
+
+A profile says what one device does, and what the host has in all. Who plans for several gives each an equal part of the host.
+"""
+
+from runtime.errors import ProfileError
+
+from .schema import Profile
+
+BYTES_PER_GBIT = 1e9 / 8
+NETWORK_LATENCY_S = 2e-5  # assumed of a network of which its user says no more than how fast it is
+
+
+def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
+    """What one of n devices has of the machine, or of each of so many such machines: a device and its link, and an equal part of
+    its host. Prices become those of all: a profile's are of one device, a user's of the whole."""
+    if profile.peers is not None and n > profile.n_devices:
+        raise ProfileError(f"{profile.name}: has {profile.n_devices} devices, not {n}; choose --gpus {profile.n_devices} or fewer")
+    if n_hosts > 1 and profile.network is None:
+        raise ProfileError(f"{profile.name}: says nothing of a network; say with --network-gbit what each host has")
+    if n * n_hosts == 1:
+        return profile
+    fields = profile.to_json()
+    host, price = fields["host"], fields["price"]
+    for key in ("memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s"):
+        host[key]["value"] /= n
+    host["n_cores"] = max(1, host["n_cores"] // n)
+    shares = [host["soldered_bytes"]] if host["soldered_bytes"] is not None else []
+    for quantity in shares:
+        quantity["value"] /= n
+    for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
+        if price[key] is None:
+            continue
+        if key == "ram_usd_per_gb" or profile.sources[price[key]["source"]].kind != "user":  # memory is priced by the part
+            price[key]["value"] *= n * n_hosts
+    if n_hosts > 1:
+        fields["network"]["n_hosts"] = n_hosts
+    return Profile.from_json(fields | {"name": name_of_shared(profile.name, n, n_hosts)}, profile.name)
+
+
+def name_of_shared(name: str, n: int, n_hosts: int) -> str:
+    """Of a machine of which each device has its part."""
+    each = f" on each of {n_hosts} hosts" if n_hosts > 1 else ""
+    return f"{name}, {n} GPU{'' if n == 1 else 's'}{each}" if n * n_hosts > 1 else name
+
+
+def on_network(profile: Profile, gbit_per_s: float | None) -> Profile:
+    """The same machine on a network that its user has, in Gbit/s for each host; None leaves it as it is."""
+    if gbit_per_s is None:
+        return profile
+    rate = {"value": gbit_per_s * BYTES_PER_GBIT, "spread_fraction": 0.0, "source": "user_network"}
+    latency = {"value": NETWORK_LATENCY_S, "spread_fraction": 0.5, "source": "network_latency"}
+    nobody = {"date": None, "device": None, "driver": None}
+    fields = profile.to_json()
+    fields["network"] = {"bytes_per_s": rate, "latency_s": latency}
+    fields["sources"]["user_network"] = {"kind": "user", "detail": f"{gbit_per_s:g} Gbit/s as given by the user", **nobody}
+    fields["sources"]["network_latency"] = {"kind": "assumed", "detail": "from one host to the next", **nobody}
+    return Profile.from_json(fields, profile.name)

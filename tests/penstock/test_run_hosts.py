@@ -1,0 +1,76 @@
+"""Does a run on several hosts, each of which starts its own ranks, leave what one process leaves?"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.penstock.test_run_ranks import BATCH, QUIET, contents, done, planned, words
+from tests.rank_law import ROOT, free_port
+from tests.running import make_home, penstock, plan_in
+
+HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
+
+
+def started(arguments, ranks_of_hosts):
+    """torchrun on each host; here all of them are this one."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks_of_hosts))]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [
+        subprocess.Popen(
+            [*torchrun, "--node-rank", str(host), "--nproc-per-node", str(n), "-m", "penstock", *arguments],
+            cwd=ROOT,
+            env=os.environ | QUIET,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host, n in enumerate(ranks_of_hosts)
+    ]
+
+
+def ended(processes):
+    """Exit code and stderr of each."""
+    try:
+        said = [process.communicate(timeout=120)[1] for process in processes]
+        return [process.returncode for process in processes], said
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.soak
+def test_two_hosts_leave_the_files_of_one_process(tmp_path):
+    home = make_home(tmp_path)
+    plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
+    codes, said = ended(started(words(home, plan), (2, 2)))
+    assert codes == [0, 0], said
+    assert "step 4/4" in said[0]
+    assert "step" not in said[1], "the first rank speaks"
+    assert penstock(*words(home, planned(home, 1), out="alone")).exit_code == 0
+    assert contents(home / "out" / "checkpoint-4") == contents(home / "alone" / "checkpoint-4")
+
+
+@pytest.mark.soak
+def test_hosts_with_different_numbers_of_ranks_are_refused(tmp_path):
+    home = make_home(tmp_path)
+    codes, said = ended(started(words(home, planned(home, 4)), (1, 3)))
+    assert all(codes)
+    assert "hosts have different numbers of ranks" in said[0]
+    assert not (home / "out").exists()
+
+
+def test_a_plan_for_several_hosts_is_not_started_on_one(tmp_path):
+    home = make_home(tmp_path)
+    plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
+    refused = done(words(home, plan))
+    assert refused.returncode == 2
+    assert "torchrun --nnodes 2 --nproc-per-node 2" in refused.stderr
+    assert penstock("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2, "--hosts", 2).exit_code == 2
+
+
+def test_hosts_are_emulated_by_one_of_their_ranks(tmp_path):
+    home = make_home(tmp_path)
+    plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
+    assert penstock(*words(home, plan, "--device", "emulated", steps=3)).exit_code == 0
