@@ -11,6 +11,7 @@ from math import log
 from typing import Any
 
 from hwprofiles.schema import Profile
+from hwprofiles.several import shared_by
 from planner.model.config import shipped_models
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
@@ -73,29 +74,36 @@ def hosts(profiles: Sequence[Profile], host_memories: Sequence[int]) -> Iterator
 
 
 def fits(
-    gpu: str, profiles: Sequence[Profile], family: str, semantics: Semantics, host_memories: Sequence[int], searched: bool
+    gpu: str,
+    profiles: Sequence[Profile],
+    family: str,
+    semantics: Semantics,
+    host_memories: Sequence[int],
+    searched: bool,
+    n_hosts: int = 1,
 ) -> list[Fit]:
     """A `Fit` for each size of host memory. A speed is that with the least memory with which a model is the largest: what fits that
-    fits more."""
+    fits more. Of several ranks, on so many hosts, the semantics are one's part, the profiles and the memory those of a host."""
     models = [read_model(name) for name in reversed(families()[family])]
     found: list[Fit] = []
     speeds: dict[tuple[str, str], float] = {}
-    for profile, n_bytes in hosts(profiles, host_memories):
+    for whole, n_bytes in hosts(profiles, host_memories):
+        profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
         model = next((model for model in models if does_fit(model, _semantics(model, semantics), profile)), None)
         if model is None:
-            found.append(Fit(gpu, profile.name, n_bytes, family, None, None, None, not searched))
+            found.append(Fit(gpu, whole.name, n_bytes, family, None, None, None, not searched))
             continue
         key, of = (profile.name, str(model.name)), _semantics(model, semantics)
         if key not in speeds:
             speeds[key] = of.tokens_per_step / (_searched_s if searched else estimated_s)(model, of, profile)
         n_params = build_workload(model, of).n_params
-        found.append(Fit(gpu, profile.name, n_bytes, family, model.name, n_params, speeds[key], not searched))
+        found.append(Fit(gpu, whole.name, n_bytes, family, model.name, n_params, speeds[key], not searched))
     return found
 
 
 def does_fit(model: Model, semantics: Semantics, profile: Profile) -> bool:
     """Whether some policy fits with some sizes that may be chosen."""
-    has_bytes = profile.host.memory_bytes.value + profile.device.memory_bytes.value
+    has_bytes = semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value)
     if build_workload(model, semantics).n_params * LEAST_STATE_BYTES > has_bytes:
         return False
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)

@@ -1,9 +1,12 @@
 """Is the largest model of a family that fits the largest that a plan would be found for, and is an estimate named as one?"""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.ram_page import page
 from hwprofiles.schema import read_profile
+from hwprofiles.several import on_network, shared_by
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
 from planner.search.micro_batch import with_micro_batch
@@ -43,6 +46,21 @@ def test_the_next_larger_model_does_not_fit_and_the_one_named_does():
     assert found[0].n_params < found[1].n_params
     none = fits("rtx4090", [DESKTOP], "qwen3", SEMANTICS, (8 * GB,), searched=False)
     assert none == [Fit("rtx4090", "rtx4090-desktop", 8 * GB, "qwen3", None, None, None, True)]
+
+
+@pytest.mark.parametrize(("gpus", "n_hosts"), [(2, 1), (2, 2)])
+def test_what_fits_several_gpus_is_what_their_parts_hold_together(gpus, n_hosts):
+    """The host's memory is that of all its GPUs, and another host has as much again."""
+    box, n_bytes = on_network(read_profile("8xrtx4090"), 100), 128 * GB
+    of = replace(SEMANTICS, batch_size=8, sum_groups=4).shared_by(gpus * n_hosts)
+    (found,) = fits("8xrtx4090", [box], "qwen2.5", of, (n_bytes,), False, n_hosts)
+    assert found.machine == "8xrtx4090"
+    part = shared_by(box.with_memory(None, n_bytes), gpus, n_hosts)
+    names = families()["qwen2.5"]
+    assert does_fit(read_model(found.model), of, part)
+    assert not does_fit(read_model(names[names.index(found.model) + 1]), of, part)
+    larger = {1: "qwen2.5-7b", 2: "qwen2.5-14b"}[n_hosts]
+    assert found.model == larger
 
 
 def test_an_estimate_is_within_some_per_cent_of_what_a_search_finds():

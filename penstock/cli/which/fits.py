@@ -3,13 +3,14 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import COUNT, ClipNorm, Tokens, refuse_endless, show_table
+from penstock.cli.options import COUNT, ClipNorm, Tokens, refuse_endless, show_table, with_gpus
 from runtime.units import GB, parse_bytes, show_count
 
 from .workers import shared
@@ -33,6 +34,7 @@ JOB_TITLES = ("time", "rented", "bought")
 @click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
+@with_gpus
 @click.option("--tokens", type=Tokens(), help="Also how long so many tokens take, and what they cost: 100M.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
@@ -44,6 +46,9 @@ def fits(
     batch_size: int,
     clip_norm: float | str,
     master: str,
+    gpus: int,
+    hosts: int,
+    network_gbit: float | None,
     tokens: int | None,
     search: bool,
     as_json: bool,
@@ -54,10 +59,14 @@ def fits(
     of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
+    from hwprofiles.several import name_of_shared, on_network, shared_by
+    from planner.search.micro_batch import shared_step
     from planner.show import fits as which
     from runtime.plan import Semantics
 
-    groups = {name: _machines(name) for name in dict.fromkeys(machines or which.GPUS)}
+    groups = {name: [on_network(of, network_gbit) for of in _machines(name)] for name in dict.fromkeys(machines or which.GPUS)}
+    for profile in chain(*groups.values()):
+        shared_by(profile, gpus, hosts)  # or say why not
     known = which.families()
     asked = list(dict.fromkeys(part.strip() for part in families.split(","))) if families else list(known)
     if wrong := [name for name in asked if name not in known]:
@@ -67,13 +76,15 @@ def fits(
         raise click.UsageError(f"--host-memory names {len(sizes)} sizes; ask for at most {MOST_SIZES}")
     clip = None if isinstance(clip_norm, str) else clip_norm
     semantics = Semantics(seq_len=seq_len, batch_size=batch_size, micro_batch=1, master_dtype=master, clip_norm=clip)  # type: ignore[arg-type]
-    tasks = [(gpu, of, family, semantics, sizes, search) for gpu, of in groups.items() for family in asked]
+    if gpus * hosts > 1:
+        semantics = shared_step(semantics, gpus * hosts, has_groups=False)
+    tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]
     found = [fit for column in shared(which.fits, tasks, "models on GPUs") for fit in column]
-    jobs = [None if tokens is None else _job(fit, groups[fit.gpu], tokens) for fit in found]
+    jobs = [None if tokens is None else _job(fit, groups[fit.gpu], tokens, gpus, hosts) for fit in found]
     if as_json:
-        click.echo(json.dumps(_fields(semantics, search, found, jobs)))
+        click.echo(json.dumps(_fields(semantics.whole, search, found, jobs)))
     elif sys.stdout.isatty():
-        _draw(found, jobs, semantics, search)
+        _draw(found, jobs, semantics.whole, search, partial(name_of_shared, n=gpus, n_hosts=hosts))
     else:
         titles = (*TITLES[:-1], TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
         show_table(titles, [_row(fit, job, tokens is not None) for fit, job in zip(found, jobs, strict=True)])
@@ -88,7 +99,8 @@ def _machines(name: str) -> "list[Profile]":
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
 
-def _job(fit: "Fit", profiles: "Sequence[Profile]", n_tokens: int) -> "Job | None":
+def _job(fit: "Fit", profiles: "Sequence[Profile]", n_tokens: int, gpus: int, hosts: int) -> "Job | None":
+    from hwprofiles.several import shared_by
     from planner.show.price import hourly, job
 
     if fit.tokens_per_s is None:
@@ -96,7 +108,7 @@ def _job(fit: "Fit", profiles: "Sequence[Profile]", n_tokens: int) -> "Job | Non
     profile = next(profile for profile in profiles if profile.name == fit.machine)
     if profile.most_host_bytes is None:
         profile = profile.with_memory(None, fit.host_memory_bytes)
-    return job(n_tokens, fit.tokens_per_s, hourly(profile))
+    return job(n_tokens, fit.tokens_per_s, hourly(shared_by(profile, gpus, hosts)))
 
 
 def _fields(semantics: "Semantics", searched: bool, found: "list[Fit]", jobs: "list[Job | None]") -> dict[str, Any]:
@@ -118,7 +130,9 @@ def _row(fit: "Fit", job: "Job | None", priced: bool) -> tuple[str, ...]:
     return (*row, show_days(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd))
 
 
-def _draw(found: "list[Fit]", jobs: "list[Job | None]", semantics: "Semantics", searched: bool) -> None:
+def _draw(
+    found: "list[Fit]", jobs: "list[Job | None]", semantics: "Semantics", searched: bool, named: Callable[[str], str]
+) -> None:
     """A table for each GPU: a row for each family, a column for each size of memory; readable at 80 columns."""
     from rich.console import Console
     from rich.table import Table
@@ -131,7 +145,7 @@ def _draw(found: "list[Fit]", jobs: "list[Job | None]", semantics: "Semantics", 
         table = Table(
             "GB",
             *(f"{fit.host_memory_bytes / GB:g}" for fit in head),
-            title=f"{gpu}: largest model, tokens/s",
+            title=f"{named(gpu)}: largest model, tokens/s",
             padding=(0, 1, 0, 0),
         )
         for row in rows:
