@@ -275,6 +275,11 @@ class Profile(Part):
         """That share a step; each is as the profile says."""
         return 1 if self.network is None else self.network.n_hosts
 
+    @property
+    def meets_on_host(self) -> bool:
+        """Whether devices that share a step reach each other by way of their one host alone, as far as anybody says."""
+        return self.n_hosts == 1 and (self.peers is None or self.peers.through_host)
+
     @staticmethod
     def from_json(fields: dict[str, Any], where: str = "profile") -> "Profile":
         """The profile that `to_json` wrote; ProfileError names the first thing wrong with it in one line."""

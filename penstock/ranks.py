@@ -143,9 +143,11 @@ def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Proc
         return
     if here != n or device == "emulated":
         _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
+    from hwprofiles.schema import Profile
     from runtime.machines.processes import met
 
-    with met(device, _number("LOCAL_WORLD_SIZE", n), _number("LOCAL_RANK", _number("RANK", 0))) as ranks:
+    by_memory = Profile.from_json(plan.profile).meets_on_host
+    with met(device, _number("LOCAL_WORLD_SIZE", n), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
         _compare(ranks, settings, plan)
         yield ranks
 
@@ -200,25 +202,20 @@ def _refuse(error: PenstockError) -> NoReturn:
 def begin(ranks: "Processes", state_path: Path | None) -> None:
     """Rank 0 has read what it was to read: the others may, if there is room for each; PenstockError where there is none."""
     ranks.tell({"do": "begin", "resume": None if state_path is None else str(state_path.resolve())})
-    _refuse_what_was_said(ranks.gathered({"do": "begin"}))
+    from runtime.machines.processes import refuse_errors
+
+    refuse_errors(ranks.gathered({"do": "begin"}))
 
 
 def all_ready(ranks: "Processes", run: "Session") -> None:
     """Rank 0 and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
+    from runtime.machines.processes import refuse_errors
+
     said = ranks.gathered({"data": str(run.training.data.fingerprint)})
-    _refuse_what_was_said(said)
+    refuse_errors(said)
     for rank, other in enumerate(said):
         if other.get("data") != said[0]["data"]:
             raise PlanError(f"rank {rank} reads other data than rank 0; give all ranks the same files")
-
-
-def _refuse_what_was_said(said: Sequence[dict[str, Any]]) -> None:
-    """The first error among what ranks said."""
-    for rank, other in enumerate(said):
-        if other.get("error"):
-            error = PlanError(f"rank {rank}: {other['error']}")
-            error.exit_code = other.get("exit_code", 2)
-            raise error
 
 
 def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from .batch import Batch
+from .host.common_memory import Shared
 
 
 class Ranks(Protocol):
@@ -21,6 +22,13 @@ class Ranks(Protocol):
     rank: int  # those of a host one after another
     n: int
     n_here: int  # on each host
+    by_memory: bool  # all are on one host, and what a rank's device needs of others it reads from where they have it there
+
+    def common(self, mine: Shared) -> list[torch.Tensor] | None:
+        """What each rank has to be read by the others, this one's own too; None where one of them cannot be read."""
+
+    def meet(self) -> None:
+        """Return when all ranks have come here. Of the lane of what they do together."""
 
     def gather(self, whole: torch.Tensor) -> None:
         """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others."""

@@ -119,7 +119,7 @@ class LateStreams:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    def lock(self, arenas: Any) -> None:
+    def lock(self, arenas: Any, others: Any = ()) -> None:
         pass
 
     def peak_bytes(self) -> None:

@@ -25,6 +25,7 @@ from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, sem
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # what a host says of its ranks, or all hosts do
+BY_MEMORY = "RANKS_BY_MEMORY"
 BATCH = 8  # sequences, each a micro-batch, if a case does not say otherwise
 POLICIES = {
     "plain": Policy(),
@@ -75,13 +76,14 @@ def trained_alone(case: str) -> str:
     return digest(machine.host, machine.results)
 
 
-def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1) -> dict[str, str]:
-    """By so many processes, on so many hosts as far as they know: the digest of each case."""
+def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
+    """By so many processes, on so many hosts as far as they know; the digest of each case. `by_memory`: as `Ranks` has it."""
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
+        BY_MEMORY: "yes" if by_memory else "",
     }
     command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]
     here = ranks // hosts
@@ -114,7 +116,7 @@ def main() -> None:
     setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
     found = {}
     here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
-    with met("cpu", here, place) as ranks:
+    with met("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:
         for case in cases:
             machine = trained(case, ranks)
             if ranks.rank == 0:

@@ -170,7 +170,7 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
     sums: _Operands = [("norm", _slot("norm", 1 + shape.squared[b]))] if b in shape.squared else []
     saved: _Operands = [("saved", ("saved", range(sizes["saved"])))] if b in shape.offloaded else []
     match op.kind:
-        case Kind.LOAD:
+        case Kind.LOAD | Kind.GATHER:
             return [state, *([("tied", _slot("state", 0))] if b == shape.head and shape.tied else []), weights]
         case Kind.FORWARD | Kind.RECOMPUTE:
             return [weights, *below, *above, *saved]
@@ -201,8 +201,6 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             return [*arrived, state, *shadow]
         case Kind.SETTLE:
             return [*arrived, norm, state, *shadow]
-        case Kind.GATHER:
-            return [weights]
         case Kind.EXCHANGE:
             return [("sum", shape.sum(b, 0)), ("received", _slot("received", 0)), gradient]
         case Kind.SHARE_NORM:

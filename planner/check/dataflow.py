@@ -42,14 +42,13 @@ class _Memory:
         self.i, self.op, self.step = i, self.plan.ops[i], step
         op, b, m, last = self.op, self.op.block, self.op.micro_batch, self.shape.n_micro_batches - 1
         match op.kind:
-            case Kind.LOAD:
+            case Kind.LOAD | Kind.GATHER:
                 self.need("state", "state", b)
                 if op.get("tied") is not None:
                     self.need("tied", "state", 0)
-                self.put("weights", "weights" if self.shape.ranks == 1 else "part of the weights")
-            case Kind.GATHER:
-                self.need("weights", "part of the weights", b)
-                self.put("weights", "weights")
+                if op.kind is Kind.GATHER:
+                    self.need("weights", "part of the weights", b)
+                self.put("weights", "weights" if (op.kind is Kind.GATHER) is (self.shape.ranks > 1) else "part of the weights")
             case Kind.EXCHANGE:
                 self.need("sum", "gradient", b)
                 self.put("received", "others' sums")

@@ -106,7 +106,7 @@ def with_weights(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
             tied = Slot("state", 0) if block and blocks[block].tied else None
             yield Draft(Kind.LOAD, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
             if plan.semantics.ranks > 1:  # each has loaded its part
-                yield Draft(Kind.GATHER, block).uses(weights=slot)
+                yield Draft(Kind.GATHER, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
         for op in run:
             yield op.uses(weights=slot)
 

@@ -5,7 +5,7 @@ memory counts reads and writes. On a machine of kind `cpu` the device's memory i
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
 from hwprofiles.schema import Direction, Profile
@@ -331,9 +331,12 @@ class CostModel:
 
     def _gathered(self, plan: Setup, n_bytes: int) -> Demand:
         """Of so many bytes each rank gets the others' parts: round a ring, which is as fast as its slowest part. Each host passes
-        all of them on once, for all of its devices."""
+        all of them on once, for all of its devices. Where devices meet on the host each copies from the memory of all."""
         ranks = plan.semantics.ranks
         n_moved, rate = n_bytes * (ranks - 1) // ranks, self._network_rate(1)
+        if self.profile.meets_on_host:
+            copies = self._copy("h2d", n_moved, ranks - 1)
+            return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
         return self._moved(self._meeting_s + self._hops_s, n_moved, rate)
 
     def _exchanged(self, plan: Setup, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:

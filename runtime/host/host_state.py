@@ -158,7 +158,7 @@ class HostState:
 
     def settle(self, block: int) -> None:
         """Return when what was given to do to the block's state is done, where a device that works later has it."""
-        there = self.arenas.raw(self._slots[block])
+        there = self.arenas.view(self._slots[block], "int16", (0,))
         if there.is_cuda:
             torch.cuda.synchronize(there.device)
 

@@ -5,7 +5,7 @@ slot.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from runtime.units import show_bytes
 from . import slabs as host_memory
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
+HEADS = "heads"  # the slab of what lies apart from the rest of its slot
 SLAB_ALIGN_BYTES = {"cpu": 64, "cuda": 256}  # results of matrix products depend on alignment below 16 bytes
 
 
@@ -35,8 +36,20 @@ class _Region:
 class Arenas:
     """The slabs of some arenas, and views into their slots."""
 
-    def __init__(self, arenas: Iterable[Arena], device: torch.device) -> None:
-        """Allocate every slab, zero-filled. PlanError when the machine has not that much memory."""
+    def __init__(
+        self,
+        arenas: Iterable[Arena],
+        device: torch.device,
+        heads: Mapping[Slot, int] | None = None,
+        heads_slab: Callable[[int], torch.Tensor] = host_memory.host_slab,
+    ) -> None:
+        """Allocate every slab, zero-filled. PlanError when the machine has not that much memory.
+
+        `heads`: of slots of the host, so many bytes at their beginning lie by themselves, in a slab of all that `heads_slab`
+        makes. No view reaches across.
+        """
+        arenas, heads = list(arenas), heads or {}
+        self._heads: dict[Slot, _Region] = {}
         self._slabs: dict[str, torch.UntypedStorage] = {}
         self._regions: dict[Slot, _Region] = {}
         self._in_host_memory: dict[str, torch.Tensor] = {}  # by slab: the device's too, if that is the processor
@@ -46,19 +59,35 @@ class Arenas:
             for number, slots in enumerate(_slabs_of(arena)):
                 name, at = f"{arena.name}.{number}" if number else arena.name, 0
                 for index in slots:
-                    self._regions[Slot(arena.name, index)] = _Region(name, at, arena.slot_bytes[index])
-                    at += arena.slot_bytes[index]
+                    slot, n_bytes = Slot(arena.name, index), arena.slot_bytes[index]
+                    self._regions[slot] = _Region(name, at, n_bytes - heads.get(slot, 0))
+                    at += self._regions[slot].n_bytes
                 slab = self._slab(arena, name, at, device if arena.place is Place.DEVICE else torch.device("cpu"))
                 assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(slab.device.type, 64) == 0
                 self._slabs[name], self._places[name], self._arena_of[name] = slab.untyped_storage(), arena.place, arena.name
+        at = 0
+        for slot, n_bytes in heads.items():
+            self._heads[slot] = _Region(HEADS, at, n_bytes)
+            at += n_bytes
+        if heads:
+            of = next(arena for arena in arenas if arena.name == next(iter(heads)).arena)
+            slab = self._slab(of, HEADS, at, torch.device("cpu"), heads_slab)
+            self._slabs[HEADS], self._places[HEADS], self._arena_of[HEADS] = slab.untyped_storage(), of.place, of.name
         where = host_memory.placement(sum(slab.numel() for slab in self._in_host_memory.values()), os.sched_getaffinity(0))
         self.placement = where if where is not None and host_memory.place(self._in_host_memory.values(), where) else None
 
-    def _slab(self, arena: Arena, name: str, n_bytes: int, device: torch.device) -> torch.Tensor:
+    def _slab(
+        self,
+        arena: Arena,
+        name: str,
+        n_bytes: int,
+        device: torch.device,
+        make: Callable[[int], torch.Tensor] = host_memory.host_slab,
+    ) -> torch.Tensor:
         try:
             if device.type != "cpu":
                 return torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-            slab = self._in_host_memory[name] = host_memory.host_slab(n_bytes)
+            slab = self._in_host_memory[name] = make(n_bytes)
         except (RuntimeError, MemoryError) as error:  # the allocator's own out-of-memory error, or the system's
             reason = (str(error).splitlines() or ["no memory"])[0][:120]
             raise PlanError(f"arena {arena.name} of {arena.n_bytes} bytes cannot be allocated ({reason})") from None
@@ -102,9 +131,14 @@ class Arenas:
         Each call makes a tensor with a version counter of its own, so writing one view never invalidates what autograd
         saved of another.
         """
-        region = self._regions[slot]
+        region, head = self._regions[slot], self._heads.get(slot)
         torch_dtype = DTYPE[dtype]
         item = torch_dtype.itemsize
+        if head is not None:
+            if offset_elements * item < head.n_bytes:
+                region = head
+            else:
+                offset_elements -= head.n_bytes // item
         if shape is None:
             shape = (region.n_bytes // item - offset_elements,)
         n_elements = 1
@@ -129,17 +163,29 @@ class Arenas:
 
     def exchange(self, a: Slot, b: Slot) -> None:
         """From now on each of the two is where the other was. Nothing is copied."""
-        regions = self._regions
-        assert regions[a].n_bytes == regions[b].n_bytes, f"{a} and {b} are of different sizes"
-        regions[a], regions[b] = regions[b], regions[a]
+        assert self._regions[a].n_bytes == self._regions[b].n_bytes, f"{a} and {b} are of different sizes"
+        for regions in (self._regions, self._heads):
+            if a in regions:
+                regions[a], regions[b] = regions[b], regions[a]
+
+    def head_in(self, slab: torch.Tensor, slot: Slot, dtype: str, n_elements: int) -> torch.Tensor:
+        """The first elements of what lies in another process's slab of heads where this one's slot has its own."""
+        head, item = self._heads[slot], DTYPE[dtype].itemsize
+        assert n_elements * item <= head.n_bytes
+        return slab[head.offset_bytes : head.offset_bytes + n_elements * item].view(DTYPE[dtype])
 
     def poison(self, slot: Slot) -> None:
         """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
-        self.raw(slot).fill_(0xFF)
+        for region in (self._regions[slot], self._heads.get(slot)):
+            if region is not None:
+                self._raw(region).fill_(0xFF)
 
     def raw(self, slot: Slot) -> torch.Tensor:
-        """The slot's bytes."""
-        region = self._regions[slot]
+        """The bytes of a slot that lies in one piece."""
+        assert slot not in self._heads
+        return self._raw(self._regions[slot])
+
+    def _raw(self, region: _Region) -> torch.Tensor:
         slab = self._slabs[region.slab]
         view = torch.empty(0, dtype=torch.uint8, device=slab.device)
         return view.set_(slab, region.offset_bytes, (region.n_bytes,), (1,))
@@ -163,12 +209,15 @@ def register_for_dma(
     cudart: Any = None,
     n_threads: int = 1,
     settled: Callable[[], AbstractContextManager[object]] = nullcontext,
+    others: Sequence[torch.Tensor] = (),
 ) -> list[tuple[int, int]]:
-    """Lock the host's arenas in memory, so that copies to and from a CUDA device neither block nor pass through a buffer.
+    """Lock the host's arenas in memory, so that copies to and from a CUDA device neither block nor pass through a buffer; and what
+    `others` have, from which it copies, too.
 
     (address, bytes) of what was registered, for `slabs.unregister`; PlanError where so much may not be locked.
     """
-    return host_memory.register_for_dma(arenas.host_slabs(), cudart, n_threads, settled)
+    slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
+    return host_memory.register_for_dma(slabs, cudart, n_threads, settled)
 
 
 def available_host_bytes() -> int | None:

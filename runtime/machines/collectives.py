@@ -1,23 +1,45 @@
 """What do ranks do together with what lies on their devices?"""
 
+from collections.abc import Sequence
+
+import torch
+
 from runtime.host.memory import Arenas
-from runtime.plan import Kind, Op, Plan
+from runtime.plan import Kind, Op, Plan, Slot
 from runtime.ranks import Ranks, folded
 
 
 class Collectives:
     """The ops of the net lane. Every rank performs the same ones, in the same order."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, ranks: Ranks) -> None:
-        self._plan, self._arenas, self._ranks = plan, arenas, ranks
+    def __init__(self, plan: Plan, arenas: Arenas, ranks: Ranks, others: Sequence[torch.Tensor] | None) -> None:
+        """`others`: where every rank has what it uploads, if this one can read it there."""
+        self._plan, self._arenas, self._ranks, self._others = plan, arenas, ranks, others
 
     def perform(self, op: Op) -> None:
         """Bring a block's weights together, or its partial sums to the ranks whose parts they are of."""
-        for first, n in self._plan.regions(op.block):
-            self._gather(op, first, n) if op.kind is Kind.GATHER else self._exchange(op, first, n)
+        regions = self._plan.regions(op.block)
+        if op.kind is Kind.EXCHANGE:
+            for first, n in regions:
+                self._exchange(op, first, n)
+            return
+        if self._others is not None:
+            self._ranks.meet()  # all have updated their parts
+        for source, (first, n) in zip((op["state"], op.get("tied")), regions, strict=False):
+            whole = self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first)
+            if self._others is None:
+                self._ranks.gather(whole)
+            else:
+                assert source is not None
+                self._upload(source, whole.view(self._ranks.n, -1), self._others)
 
-    def _gather(self, op: Op, first: int, n: int) -> None:
-        self._ranks.gather(self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first))
+    def _upload(self, source: Slot, parts: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """The parts of the others, from where these have them on the host. They update none of it before all have exchanged the
+        gradient that is made with it."""
+        for rank, (part, slab) in enumerate(zip(parts, others, strict=True)):
+            if rank != self._ranks.rank:
+                there = self._arenas.head_in(slab, source, self._plan.semantics.compute_dtype, part.numel())
+                part.copy_(there, non_blocking=True)
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
         """Some of every rank's part at a time: what goes to one rank then lies together with what goes to the next. It is added up

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runtime.host.common_memory import Shared
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.region import Demand, Region, rates
 from runtime.plan.timeline import Span
@@ -64,6 +65,13 @@ class Alike:
 
     def __init__(self, n: int, n_here: int | None = None) -> None:
         self.rank, self.n, self.n_here = 0, n, n if n_here is None else n_here
+        self.by_memory = False
+
+    def common(self, mine: Shared) -> None:
+        return None
+
+    def meet(self) -> None:
+        return None
 
     def gather(self, whole: torch.Tensor) -> None:
         """Every part is as this one's."""

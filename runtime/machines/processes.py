@@ -5,15 +5,17 @@ host memory. Each of a machine's lanes that meets the others' has a group of its
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from runtime.errors import RanksError
+from runtime.errors import PlanError, RanksError
+from runtime.host.common_memory import Shared, slab_of
 
 PATIENCE = timedelta(minutes=30)  # of a collective that a thread waits in: as long as the slowest rank's longest op may take
 LONG = timedelta(days=30)  # of what is issued a step ahead, or waited for between steps: a full disk, an evaluation
@@ -25,11 +27,19 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class Processes:
     """All ranks: processes of which this is one."""
 
-    def __init__(self, device: torch.device, here: int | None = None, place: int = 0, patience: timedelta = PATIENCE) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        here: int | None = None,
+        place: int = 0,
+        by_memory: bool = False,
+        patience: timedelta = PATIENCE,
+    ) -> None:
         """The process group is there. Called by every rank, with the number of ranks on its host, None for all, and its place among
         these."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.n_here = self.n if here is None else self._agreed(here, place)
+        self.by_memory = by_memory and self.n_here == self.n
         is_gpu = device.type == "cuda"
         backend, wait = "nccl" if is_gpu else "gloo", LONG if is_gpu else patience
         self._of_device = dist.new_group(backend=backend, timeout=wait, device_id=device if is_gpu else None)
@@ -42,6 +52,7 @@ class Processes:
                     if self.rank in ranks:
                         setattr(self, of, group)
         self._of_host = dist.new_group(backend="gloo", timeout=patience)
+        self._of_meetings = dist.new_group(backend="gloo", timeout=patience)
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
 
     def _agreed(self, n_here: int, place: int) -> int:
@@ -54,6 +65,11 @@ class Processes:
         return n_here
 
     # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """As `Ranks.meet`."""
+        with _meeting("brought weights together"):
+            dist.barrier(group=self._of_meetings)
 
     def gather(self, whole: torch.Tensor) -> None:
         """As `Ranks.gather`. Bytes are moved, whatever they mean."""
@@ -103,6 +119,16 @@ class Processes:
         dist.broadcast(content, rank, group=self._between_steps)
         return content.numpy().tobytes()
 
+    def common(self, mine: Shared) -> list[torch.Tensor] | None:
+        """As `Ranks.common`. Called by every rank; all find the same."""
+        said = self.gathered(asdict(mine))
+        refuse_errors(said)
+        found: list[torch.Tensor] | None = None
+        with suppress(OSError, TypeError, ValueError):
+            found = [slab_of(Shared(**other)) for other in said]
+        has_all = all(other["has_all"] for other in self.gathered({"has_all": found is not None}))
+        return found if has_all else None
+
     def to_first(self, part: torch.Tensor | None, rank: int, into: torch.Tensor | None) -> None:
         """A flat tensor of one rank's host memory into rank 0's. Called by these two."""
         with _meeting("wrote a checkpoint"):
@@ -114,12 +140,13 @@ class Processes:
 
 
 @contextmanager
-def met(device: str, here: int | None = None, place: int = 0) -> Iterator[Processes]:
+def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = False) -> Iterator[Processes]:
     """All ranks, once each has come: as the environment says who and where they are. `device`: cuda, the first that this process
-    sees, or cpu; `here`, `place`: how many ranks this host has, None for all, and the how-manieth of them this one is."""
+    sees, or cpu; `here`, `place`: how many ranks this host has, None for all, and the how-manieth of them this one is;
+    `by_memory`: as `Ranks` has it."""
     try:
         dist.init_process_group("gloo")
-        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), here, place)
+        ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), here, place, by_memory)
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
         raise RanksError(f"ranks do not find each other ({line}); see MASTER_ADDR and MASTER_PORT") from None
@@ -128,6 +155,15 @@ def met(device: str, here: int | None = None, place: int = 0) -> Iterator[Proces
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
+    """PlanError with the first error among what ranks have said."""
+    for rank, other in enumerate(said):
+        if other.get("error"):
+            error = PlanError(f"rank {rank}: {other['error']}")
+            error.exit_code = other.get("exit_code", 2)
+            raise error
 
 
 def _read(content: bytes) -> dict[str, Any]:

@@ -6,7 +6,7 @@ tests give lanes streams of their own, which dawdle.
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -60,8 +60,9 @@ class Streams(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A little host memory that streams can copy from while the host goes on."""
 
-    def lock(self, arenas: Arenas) -> None:
-        """Let streams copy from and to the host's arenas while the host goes on, as long as there are these arenas."""
+    def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
+        """Let streams copy from and to the host's arenas while the host goes on, and from what `others` have, as long as there are
+        these arenas."""
 
     def peak_bytes(self) -> int | None:
         """The most that this process has had of the device's memory; None where nobody counts it."""
@@ -124,11 +125,11 @@ class CudaStreams(CudaEvents):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
-    def lock(self, arenas: Arenas) -> None:
+    def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
         def on_this_device() -> AbstractContextManager[None]:  # a thread's first call would else be of the first device
             return torch.cuda.device(self.device)
 
-        pieces = register_for_dma(arenas, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
+        pieces = register_for_dma(arenas, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device, others=others)
         weakref.finalize(arenas, unregister, pieces)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"

@@ -59,7 +59,7 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                 ]
                 yield Op(Kind.LOAD, b, None, (*state, ("weights", slot)))
                 if plan.semantics.ranks > 1:
-                    yield Op(Kind.GATHER, b, None, (("weights", slot),))
+                    yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))
                 reads = [("weights", slot), *([("x", x)] if b else [])]

@@ -106,7 +106,7 @@ CONTRACT = {
     Kind.SPECULATE: Signature.of(Lane.CPU, "arrived tied? state", "shadow"),
     Kind.UPDATE: Signature.of(Lane.CPU, "arrived tied? norm? state", "state"),
     Kind.SETTLE: Signature.of(Lane.CPU, "arrived tied? norm state shadow", "state shadow"),
-    Kind.GATHER: Signature.of(Lane.NET, "weights", "weights"),
+    Kind.GATHER: Signature.of(Lane.NET, "state tied? weights", "weights"),
     Kind.EXCHANGE: Signature.of(Lane.NET, "sum", "received gradient"),
     Kind.SHARE_NORM: Signature.of(Lane.CPU, "norm", "norm"),
 }

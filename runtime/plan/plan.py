@@ -28,7 +28,8 @@ layers, block L+1 the head (final norm and output matrix).
     update b                AdamW on the block's `state`
     offload_squares b       the squares of a gradient that stays go to the host alone
     update_on_device b      AdamW on a `state` that is on the device, by the gradient that stayed there
-    gather b                ranks: the parts of `weights` that all have loaded come together, in place
+    gather b                ranks: the parts of `weights` that all have loaded come together, in place; from where those are on
+                            their devices, or from where they are on the host, `state`
     exchange b              ranks: each gets from all what they have in `sum` of its part, `received`; these are added up by a
                             balanced binary tree, in ranks' order, and rounded into its `gradient`
     share_norm 0            ranks: the squares of all parts, of which the `norm` is made
@@ -91,7 +92,8 @@ the step's first. A block's elements are cut into as many equal parts as there a
 (`Semantics.n_pieces`, multiples of 128 elements; the last may be padding), and so are the slots of `state`, `gradients` and
 `host_gradients`; those of `weights` and `sums` are of the whole. A rank loads, updates and squares its part. Of layers' sums there
 are two that end whole, of even and of odd blocks: while one is exchanged the other is begun. A gather, exchange or share_norm
-begins when every rank has come to it. As all have one plan, and each lane's meetings come in its order, no rank ever waits for
+begins when every rank has come to it; a gather may read what another rank has on the host, which that one does not update before
+both have exchanged the gradient of it. As all have one plan, and each lane's meetings come in its order, no rank ever waits for
 another that waits for it: the plan of all ranks, with each meeting drawn as a single op, has no circle where that of one has none.
 All micro-batches of a rank are in one group, and no gradient is squared, or state held, on a device. Where a rank has a single
 micro-batch, a layer's sum is that gradient, in the dtype of computing: added to zero it is the same number.

@@ -39,11 +39,18 @@ def test_two_hosts_of_two_processes_each_train_to_the_bits_of_one(tmp_path):
     assert trained_by(4, cases, tmp_path / "found.json", hosts=2) == {case: trained_alone(case) for case in cases}
 
 
+def test_processes_that_read_each_others_memory_train_to_the_bits_of_one(tmp_path):
+    assert trained_by(2, SMOKE, tmp_path / "found.json", by_memory=True) == {case: trained_alone(case) for case in SMOKE}
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(("ranks", "hosts", "groups", "batch"), [(4, 1, 8, 8), (4, 1, 4, 4), (4, 2, 8, 8), (4, 4, 4, 4)])
-def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(ranks, hosts, groups, batch, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "by_memory", "groups", "batch"),
+    [(4, 1, False, 8, 8), (4, 1, True, 4, 4), (4, 2, False, 8, 8), (4, 4, False, 4, 4), (4, 1, True, 8, 8)],
+)
+def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(ranks, hosts, by_memory, groups, batch, tmp_path):
     cases = every_case(groups, batch)
-    assert trained_by(ranks, cases, tmp_path / "found.json", hosts) == {case: trained_alone(case) for case in cases}
+    assert trained_by(ranks, cases, tmp_path / "found.json", hosts, by_memory) == {case: trained_alone(case) for case in cases}
 
 
 def test_what_ranks_come_to_is_the_plain_loops_tree():

@@ -1,0 +1,53 @@
+"""How do the processes of a host read each other's memory?
+
+Each has a slab that the others map too. It has no name that could outlive its processes, and is limited by memory alone, not by
+what is mounted for shared memory: the others find it by the process that has it, for as long as that lives.
+"""
+
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Where another process finds a slab."""
+
+    process: int
+    descriptor: int
+    n_bytes: int
+
+
+def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
+    """So many bytes, zero, that others may map; MemoryError where the system refuses. The descriptor stays open as long as the
+    process lives, which costs nothing."""
+    try:
+        descriptor = os.memfd_create("penstock")
+        os.ftruncate(descriptor, n_bytes)
+        return Shared(os.getpid(), descriptor, n_bytes), _mapped(descriptor, n_bytes)
+    except (AttributeError, OSError, ValueError) as error:
+        raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
+
+
+def slab_of(other: Shared) -> torch.Tensor:
+    """Another process's slab, to be read; OSError where it cannot be had."""
+    descriptor = os.open(f"/proc/{other.process}/fd/{other.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _mapped(descriptor, other.n_bytes)
+    finally:
+        os.close(descriptor)  # the mapping keeps it
+
+
+def _mapped(descriptor: int, n_bytes: int) -> torch.Tensor:
+    if n_bytes == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    if os.fstat(descriptor).st_size < n_bytes:
+        raise OSError(f"holds fewer than {n_bytes} bytes")  # reading beyond its end would end the process
+    pages = mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with suppress(OSError):  # a kernel without it
+            pages.madvise(advice)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=n_bytes)
