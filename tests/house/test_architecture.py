@@ -40,7 +40,7 @@ SHELL = ["penstock.cli", "penstock.cli.data", "penstock.cli.which"]  # rooms tha
 MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 21  # of op; three of them are what several ranks do together
-MOST_LINES = 33_900  # of the house without its tests; twenty thousand are aimed at. 1,500 of them are several ranks'
+MOST_LINES = 34_400  # of the house without its tests; twenty thousand are aimed at. 2,000 of them are several ranks' and hosts'
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
 HOME = {

@@ -276,6 +276,7 @@ CHANGED = {
 REPEATED = {Kind.LOSS: {"into"}, Kind.BACKWARD: {"into"}, Kind.ACCUMULATE: {"into"}, Kind.NORM: {"squares"}}
 OPTIONAL = {
     Kind.LOAD: {"tied"},
+    Kind.GATHER: {"tied"},
     Kind.FORWARD: {"x", "y", "saved"},
     Kind.LOSS: {"sum", "into", "gradient"},
     Kind.BACKWARD: {"weights", "x", "saved", "sum", "into", "gradient"},
