@@ -31,10 +31,10 @@ def done(arguments, timeout_s=120):
     )
 
 
-def begun(arguments):
-    """All ranks, while they are at work."""
-    command = [*COMMAND, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def begun(arguments, before=(), stderr=subprocess.PIPE):
+    """All ranks, while they are at work; started by what comes `before`."""
+    command = [*before, *COMMAND, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def by_hand(arguments_of_ranks, folders=None, commands=None):
@@ -83,8 +83,9 @@ def wait_for(what, running, seconds=60):
     """Until it is so, while a run is at work."""
     until_s = time.monotonic() + seconds
     while not what():
-        assert running.poll() is None, running.communicate()
-        assert time.monotonic() < until_s, "it never was"
+        if running.poll() is not None or time.monotonic() > until_s:
+            running.kill()
+            raise AssertionError(f"it never was: {running.communicate()}")
         time.sleep(0.05)
 
 
