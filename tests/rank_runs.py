@@ -37,6 +37,14 @@ def begun(arguments, before=(), stderr=subprocess.PIPE):
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
+def said_by(running, timeout_s=60):
+    """On stderr, until it ended by itself."""
+    try:
+        return running.communicate(timeout=timeout_s)[1]
+    finally:
+        running.kill()  # and with it its ranks
+
+
 def by_hand(arguments_of_ranks, folders=None, commands=None):
     """Start ranks one by one, each with arguments of its own; in folders of their own, by commands of their own."""
     n = len(arguments_of_ranks)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_runs import begun, contents, pid_of, planned, step_of, wait_for, words
+from tests.rank_runs import begun, contents, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import make_home, penstock
 
 DISK_BYTES = 16 * 2**20
@@ -64,7 +64,8 @@ def test_where_the_disk_is_full_all_ranks_wait_and_end_when_told_and_what_was_sa
             return (tmp_path / "said").read_text().count("the run waits until there is room: make some")
 
         for n in (1, 2):
-            wait_for(lambda after=step_of(out): step_of(out) > after, running)
+            saved = step_of(out)
+            wait_for(lambda saved=saved: step_of(out) > saved, running)
             pids = [pid_of(running, rank) for rank in (0, 1)]
             fill(disk)
             wait_for(lambda n=n: n_waits() == n, running)
@@ -72,7 +73,8 @@ def test_where_the_disk_is_full_all_ranks_wait_and_end_when_told_and_what_was_sa
             if n == 1:
                 (disk / "filler").unlink()
         running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=60) == 128 + signal.SIGTERM
+        said_by(running)
+        assert running.returncode == 128 + signal.SIGTERM
         lines = (tmp_path / "said").read_text().splitlines()
         assert lines[-1].startswith("terminated: ")
         assert "not written: the disk is full" in lines[-1]
@@ -93,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_in_one_line_and_the_
     wait_for(lambda: step_of(home / "out"), running)
     pids = [pid_of(running, rank) for rank in (0, 1)]
     resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (20_000, 20_000))  # larger files it may not write
-    said = running.communicate(timeout=60)[1]
+    said = said_by(running)
     assert running.returncode == 2, said
     assert re.fullmatch(r"error: .*checkpoint-\d+.*: cannot be written \(File too large\); make room, .*", said.splitlines()[-1])
     assert said.count("error") == 1
@@ -101,6 +103,21 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_in_one_line_and_the_
     assert not list((home / "out").glob("*.partial"))
     n = step_of(home / "out") + 1
     assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
+
+
+def test_ranks_that_are_told_to_end_leave_a_long_evaluation(tmp_path):
+    home = make_home(tmp_path)
+    (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune. " * 5_000)
+    (home / "many.yaml").write_text("evaluation: {max_sequences: 100000, first: false}\n")
+    looks = ["--eval-data", home / "held-out.txt", "--config", home / "many.yaml"]
+    running = begun(words(home, planned(home, 2), *looks, steps=2))
+    wait_for(lambda: step_of(home / "out") == 2, running)
+    time.sleep(0.5)  # it is being evaluated
+    running.send_signal(signal.SIGTERM)
+    said = said_by(running)
+    assert running.returncode == 0, said
+    assert "terminated: stopped after step 2 of 2" in said
+    assert "evaluation after" not in said, "not to its end"
 
 
 def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
@@ -118,7 +135,7 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
             time.sleep(rng.uniform(0.1, 0.9))
             os.kill(victim, signal.SIGCONT)
             n_stops += 1
-    said = running.communicate(timeout=60)[1]
+    said = said_by(running)
     assert running.returncode == 0, said
     assert n_stops >= 3
     assert penstock(*words(home, planned(home, 1), *looks, out="alone", steps=12)).exit_code == 0

@@ -13,7 +13,7 @@ import pytest
 from penstock.ranks import start
 from runtime.checkpoint.checkpoint import latest
 from tests.rank_law import ROOT
-from tests.rank_runs import QUIET, begun, contents, done, pid_of, planned, step_of, wait_for, words
+from tests.rank_runs import QUIET, begun, contents, done, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import make_home, penstock
 
 
@@ -50,7 +50,7 @@ def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
         time.sleep(rng.random() / 2)
         os.kill(pid_of(running, victim), signal.SIGKILL)
         began_s = time.monotonic()
-        said = running.communicate(timeout=60)[1]
+        said = said_by(running)
         assert time.monotonic() - began_s < 30
         assert running.returncode == 128 + signal.SIGKILL
         assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said
@@ -80,7 +80,7 @@ def test_torchrun_starts_a_run_as_well_and_a_signal_ends_it_after_the_step(tmp_p
     running = begun(words(home, home / "2.json", "--save-every", 2, "--keep", 1, out="long", steps=10**6))
     wait_for(lambda: step_of(home / "long"), running)
     running.send_signal(signal.SIGTERM)
-    said = running.communicate(timeout=60)[1]
+    said = said_by(running)
     assert running.returncode == 0, said
     assert "terminated: stopped after step" in said
     assert latest(home / "long") is not None
