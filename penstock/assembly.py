@@ -320,7 +320,8 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str, of_host: bo
     from runtime.host.memory import available_host_bytes
     from runtime.plan.footprint import host_needs, planned_device_needs
 
-    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.semantics.ranks > 1 else 1  # ranks that share the host's memory
+    n = plan.semantics.ranks
+    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", n)) if n > 1 else 1  # ranks that share the host's memory
     on_device, on_host = sum(planned_device_needs(plan, device == "cuda").values()), n_here * sum(host_needs(plan).values())
     where = "here"
     if device == "cuda":

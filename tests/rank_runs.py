@@ -45,10 +45,15 @@ def said_by(running, timeout_s=60):
         running.kill()  # and with it its ranks
 
 
-def by_hand(arguments_of_ranks, folders=None, commands=None):
+def after(*lines):
+    """The command where something is otherwise that a test cannot have: a version, a GPU, memory."""
+    return [sys.executable, "-c", "\n".join([*lines, "from penstock.cli.main import main", "main()"])]
+
+
+def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
     """Start ranks one by one, each with arguments of its own; in folders of their own, by commands of their own."""
     n = len(arguments_of_ranks)
-    common = os.environ | QUIET | {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = os.environ | QUIET | environment | {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         subprocess.Popen(
             [*(commands[rank] if commands else COMMAND), *arguments],

@@ -113,6 +113,7 @@ SOAK = (
     "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[no data]",
     "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[no weights]",
     "test_unlike_ranks.py::test_ranks_with_plans_of_another_number_meet_and_say_so[1]",
+    "test_unlike_ranks.py::test_the_memory_of_a_host_must_be_enough_for_all_its_ranks[0]",
     "test_unlike_ranks.py::test_where_the_first_lacks_something_the_others_end_with_it",
     "test_validate.py::test_a_run_that_the_fit_has_not_seen_is_predicted_within_the_target",
 )

@@ -1,20 +1,22 @@
 """Are ranks refused that could not come to the bits of one?"""
 
 import shutil
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.rank_runs import BATCH, COMMAND, by_hand, ended, planned, words
+from runtime.plan import PlanFile
+from runtime.plan.footprint import host_needs, planned_device_needs
+from runtime.units import show_bytes
+from tests.rank_runs import BATCH, COMMAND, after, by_hand, ended, planned, words
 from tests.running import make_home, one_line, penstock, plan_in, train
 
 
-def refused_by_the_first(found, line):
-    """In its last line, with exit code 2; the others end, and say nothing."""
+def refused_by_the_first(found, line, code=2):
+    """In its last line, with this exit code; the others end, and say nothing."""
     first, *others = found
-    assert first[1] == 2, first
+    assert first[1] == code, first
     assert first[0][1].splitlines()[-1].startswith(f"error: {line}")
     assert "Traceback" not in first[0][1]
     assert all(code in (1, 2) and "rror" not in said[1] for said, code in others), others
@@ -26,8 +28,8 @@ def test_ranks_that_are_not_alike_are_refused_in_a_line_of_the_first(what, tmp_p
     plan = planned(home, 2)
     other = plan_in(home, "--policy", "zero3-offload", *BATCH, "--gpus", 2, name="other.json") if what == "plan" else plan
     second = words(home, other, *(["--seed", "7"] if what == "settings" else []))
-    older = "from penstock.cli import options as o, main; o.version_in_words = lambda: 'penstock 0'; main.main()"
-    commands = [COMMAND, [sys.executable, "-c", older] if what == "version" else COMMAND]
+    older = after("from penstock.cli import options", "options.version_in_words = lambda: 'penstock 0'")
+    commands = [COMMAND, older if what == "version" else COMMAND]
     found = ended(by_hand([words(home, plan), second], commands=commands))
     refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks alike")
     assert not (home / "out").exists()
@@ -139,3 +141,33 @@ def test_as_many_gpus_as_share_nothing_are_refused_where_they_are_planned(tmp_pa
     one_line(penstock(*asked, "--gpus", 3), 2, "3 ranks cannot share 8 sum groups")
     one_line(penstock(*asked, "--gpus", 4, "--sum-groups", 2), 2, "4 ranks cannot share 2 sum groups")
     one_line(penstock(*asked, "--gpus", 16), 2, "16 ranks cannot share 8 sum groups")
+    of_eight = ["plan", home / "model", "--machine", "8xh100", "--seq-len", 32, "--batch-size", 16]
+    one_line(penstock(*of_eight, "--gpus", 16), 2, "8xh100: has 8 devices, not 16; choose --gpus 8 or fewer")
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
+    home = make_home(tmp_path)
+    plan = planned(home, 2)
+    told = words(home, plan, "--device", "cuda")
+    found = ended(by_hand([told, told], CUDA_VISIBLE_DEVICES="0"))
+    refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices, and there are 2 ranks; give each of them one")
+    seen = after("from runtime.machines import streams", "streams.has_cuda = lambda: True")
+    unseen = after("from runtime.machines import streams", "streams.has_cuda = lambda: False")
+    found = ended(by_hand([words(home, plan)] * 2, commands=[seen, unseen]))
+    refused_by_the_first(found, "of 2 ranks 1 see a GPU; give each of them one, or choose --device cpu")
+    assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 0])
+def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(missing_bytes, tmp_path):
+    home = make_home(tmp_path)
+    path = planned(home, 2)
+    plan = PlanFile.read(path).plan
+    needed_bytes = 2 * (sum(host_needs(plan).values()) + sum(planned_device_needs(plan, False).values()))
+    free = after("from runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - missing_bytes}")
+    found = ended(by_hand([words(home, path, steps=1)] * 2, commands=[free, free]))
+    if missing_bytes:
+        refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; run it on", code=3)
+        assert not (home / "out").exists()
+    else:
+        assert [code for _, code in found] == [0, 0], found
