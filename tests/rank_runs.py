@@ -92,14 +92,14 @@ def step_of(out):
     return 0 if found is None else int(found.name.removeprefix("checkpoint-"))
 
 
-def wait_for(what, running, seconds=60):
+def wait_for(what, running, seconds=60, look_s=0.05):
     """Until it is so, while a run is at work."""
     until_s = time.monotonic() + seconds
     while not what():
         if running.poll() is not None or time.monotonic() > until_s:
             running.kill()
             raise AssertionError(f"it never was: {running.communicate()}")
-        time.sleep(0.05)
+        time.sleep(look_s)
 
 
 def contents(checkpoint):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank_runs import begun, contents, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import make_home, penstock
+from tests.running import lines_of, make_home, penstock
 
 DISK_BYTES = 16 * 2**20
 
@@ -141,3 +141,32 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
     assert penstock(*words(home, planned(home, 1), *looks, out="alone", steps=12)).exit_code == 0
     for step in (4, 8, 12):
         assert contents(home / "out" / f"checkpoint-{step}") == contents(home / "alone" / f"checkpoint-{step}")
+
+
+def test_half_a_checkpoint_of_two_ranks_is_passed_over_by_one_for_the_last_whole(tmp_path):
+    """Killed while it was written."""
+    home = make_home(tmp_path)
+    out = home / "out"
+    running = begun(words(home, planned(home, 2), "--save-every", 1, steps=10**5))
+    wait_for(lambda: step_of(out), running)
+    first = pid_of(running, 0)
+
+    def stands_while_it_writes():
+        if not list(out.glob("*.partial")):
+            return False
+        os.kill(first, signal.SIGSTOP)
+        if list(out.glob("*.partial/config.json")):
+            return True
+        os.kill(first, signal.SIGCONT)
+        return False
+
+    wait_for(stands_while_it_writes, running, look_s=0)
+    os.kill(first, signal.SIGKILL)
+    assert "rank 0 was ended by SIGKILL" in said_by(running)
+    (half,), n = out.glob("*.partial"), step_of(out)
+    assert half.name == f"checkpoint-{n + 1}.partial"
+    assert penstock(*words(home, planned(home, 1), "--resume", steps=n + 2)).exit_code == 0
+    assert not half.exists()
+    assert [line["step"] for line in lines_of(home, "out")] == list(range(1, n + 3))
+    assert penstock(*words(home, home / "1.json", out="alone", steps=n + 2)).exit_code == 0
+    assert contents(out / f"checkpoint-{n + 2}") == contents(home / "alone" / f"checkpoint-{n + 2}")
