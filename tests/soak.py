@@ -111,6 +111,7 @@ SOAK = (
     "test_uncertainty.py::test_no_measurement_that_matters_is_left_out",
     "test_which.py::test_a_plan_costs_the_same_in_plan_compare_and_report",
     "test_uncertainty.py::test_the_interval_is_that_of_plain_sampling",
+    "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[model]",
     "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[no data]",
     "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[no weights]",
     "test_unlike_ranks.py::test_ranks_with_plans_of_another_number_meet_and_say_so[1]",
