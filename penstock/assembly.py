@@ -188,7 +188,7 @@ def _real(
     run = Session(settings, plan, device, training, n_steps, 1.0, prediction, said, tokenizer, held_out, prompts)
     if ranks is not None:
         report("waiting for all ranks")
-        all_ready(ranks, run)
+        all_ready(ranks, _read_by_all(data, weights))
     return run
 
 
@@ -197,7 +197,14 @@ class Follower:
     """What a rank has that does not lead."""
 
     store: "TorchMachine"
-    data: "Data"
+    reads: dict[str, str]
+
+
+def _read_by_all(data: "Data", weights: Path | None) -> dict[str, str]:
+    """By name, what tells apart whatever every rank reads for itself."""
+    from runtime.checkpoint.checkpoint import outline_of
+
+    return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": outline_of(weights)})
 
 
 def admit(plan: "Plan", device: str, asked: str, ranks: "Processes") -> None:
@@ -219,14 +226,15 @@ def follower_of(
     plan, folder = own_model(plan, settings.model)
     data = data_of(settings, plan, folder, until_the_end)
     of_step, _ = _optimizer(settings.optimizer, _n_steps(settings, data))
+    weights = None if settings.from_scratch or resume is not None else weights_of(plan, folder)
     store = _machine(device, plan, data, of_step, settings.seed, ranks)
     if resume is not None:
         put_back(load_state(Path(resume)), store.host, data)
-    elif settings.from_scratch:
-        store.initialise(settings.seed)
+    elif weights is not None:
+        load_model(store, weights)
     else:
-        load_model(store, weights_of(plan, folder))
-    return Follower(store, data)
+        store.initialise(settings.seed)
+    return Follower(store, _read_by_all(data, weights))
 
 
 def _emulated(
@@ -320,7 +328,8 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str, of_host: bo
     from runtime.host.memory import available_host_bytes
     from runtime.plan.footprint import host_needs, planned_device_needs
 
-    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.semantics.ranks > 1 else 1  # ranks that share the host's memory
+    n = plan.semantics.ranks
+    n_here = int(os.environ.get("LOCAL_WORLD_SIZE", n)) if n > 1 else 1  # ranks that share the host's memory
     on_device, on_host = sum(planned_device_needs(plan, device == "cuda").values()), n_here * sum(host_needs(plan).values())
     where = "here"
     if device == "cuda":

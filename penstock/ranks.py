@@ -14,9 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from runtime.machines.processes import Processes
     from runtime.plan import Plan, PlanFile
     from runtime.settings import RunSettings
-
-    from .assembly import Session
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
@@ -141,14 +140,14 @@ def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Proc
     if here == 1 and (n == 1 or device == "emulated"):
         yield None
         return
-    if here != n or device == "emulated":
-        _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
     from hwprofiles.schema import Profile
     from runtime.machines.processes import met
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
-    with met(device, _number("LOCAL_WORLD_SIZE", n), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
-        _compare(ranks, settings, plan)
+    with met(device, _number("LOCAL_WORLD_SIZE", here), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
+        _compare(ranks, settings, plan)  # before anything is refused that one of them alone may have: the others would wait for it
+        if here != n or device == "emulated":
+            _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
         yield ranks
 
 
@@ -176,7 +175,7 @@ def _compare(ranks: "Processes", settings: "RunSettings", plan: "Plan") -> None:
     from .cli.options import version_in_words
 
     mine = {
-        "version": version_in_words(),
+        "version": f"{version_in_words()}, torch {metadata.version('torch')}",
         "plan": _digest(str(plan)),
         "settings": _digest(json.dumps(asdict(settings), sort_keys=True, default=str)),
     }
@@ -207,15 +206,16 @@ def begin(ranks: "Processes", state_path: Path | None) -> None:
     refuse_errors(ranks.gathered({"do": "begin"}))
 
 
-def all_ready(ranks: "Processes", run: "Session") -> None:
-    """Rank 0 and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
+def all_ready(ranks: "Processes", reads: Mapping[str, str]) -> None:
+    """Rank 0, which `reads` this, and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
     from runtime.machines.processes import refuse_errors
 
-    said = ranks.gathered({"data": str(run.training.data.fingerprint)})
+    said = ranks.gathered(reads)
     refuse_errors(said)
     for rank, other in enumerate(said):
-        if other.get("data") != said[0]["data"]:
-            raise PlanError(f"rank {rank} reads other data than rank 0; give all ranks the same files")
+        for what in reads:
+            if other.get(what) != reads[what]:
+                raise PlanError(f"rank {rank} reads other {what} than rank 0; give all ranks the same files")
 
 
 def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:
@@ -244,10 +244,9 @@ def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Proce
             found: Follower | None = None
             with _told(status):
                 found = follower_of(settings, file.plan, device, ranks, said["resume"], until_the_end)
-                status["data"] = str(found.data.fingerprint)
-            if any(other.get("error") or other.get("data") != status.get("data") for other in ranks.gathered(status)):
+                status |= found.reads
+            if any(other != status for other in ranks.gathered(status)) or found is None:
                 return 1
-            assert found is not None
             with device_memory_named():
                 obey(found.store, ranks)
     except (RanksError, GoneError, NonFiniteError, DataError):

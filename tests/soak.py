@@ -44,6 +44,9 @@ SOAK = (
     "test_cuda_machine.py::test_however_late_streams_are_the_bits_are_those_of_the_plain_loop[gemma2]",
     "test_cuda_machine.py::test_however_late_streams_are_the_bits_are_those_of_the_plain_loop[qwen3_moe]",
     "test_device_norms.py::test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_would_wait_for",
+    "test_disturbed_ranks.py::test_a_rank_that_stands_still_for_a_while_changes_nothing",
+    "test_disturbed_ranks.py::test_half_a_checkpoint_of_two_ranks_is_passed_over_by_one_for_the_last_whole",
+    "test_disturbed_ranks.py::test_where_the_disk_is_full_all_ranks_wait_and_end_when_told_and_what_was_saved_stands",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[change-the-planner.md]",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[fine-tune-32b.md]",
     "test_docs.py::test_every_command_of_a_page_prints_what_the_page_shows[which-machine.md]",
@@ -108,6 +111,12 @@ SOAK = (
     "test_uncertainty.py::test_no_measurement_that_matters_is_left_out",
     "test_which.py::test_a_plan_costs_the_same_in_plan_compare_and_report",
     "test_uncertainty.py::test_the_interval_is_that_of_plain_sampling",
+    "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[model]",
+    "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[no data]",
+    "test_unlike_ranks.py::test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left[no weights]",
+    "test_unlike_ranks.py::test_ranks_with_plans_of_another_number_meet_and_say_so[1]",
+    "test_unlike_ranks.py::test_the_memory_of_a_host_must_be_enough_for_all_its_ranks[0]",
+    "test_unlike_ranks.py::test_where_the_first_lacks_something_the_others_end_with_it",
     "test_validate.py::test_a_run_that_the_fit_has_not_seen_is_predicted_within_the_target",
 )
 

@@ -89,17 +89,17 @@ def _run(
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
     let_segments_grow(settings.device)
-    if is_rank():
-        take_own_part(settings.device)
-    device = device_of(settings.device)
-    report("reading the plan")
-    file = PlanFile.read(Path(settings.plan or ""))
-    n = file.plan.semantics.ranks
-    if n > 1 and device != "emulated" and not is_rank():
-        report.stop()
-        refuse_several_hosts(file.plan)
-        return start(n, sys.argv[1:])
     try:
+        if is_rank():
+            take_own_part(settings.device)
+        device = device_of(settings.device)
+        report("reading the plan")
+        file = PlanFile.read(Path(settings.plan or ""))
+        n = file.plan.semantics.ranks
+        if n > 1 and device != "emulated" and not is_rank():
+            report.stop()
+            refuse_several_hosts(file.plan)
+            return start(n, sys.argv[1:])
         with joined(settings, file.plan, device) as ranks:
             if ranks is not None and ranks.rank > 0:
                 report.stop()

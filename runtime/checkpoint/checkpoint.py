@@ -174,6 +174,11 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).exists() or any(folder.glob("*.bin"))
 
 
+def outline_of(folder: Path) -> str:
+    """What tells a model's weights from another's, though next to nothing is read."""
+    return Shards(_weight_files(folder)).outline()
+
+
 def _assemble(folder: Path, stored: Shards, name: str) -> Tensor:
     """A module's weight from what is stored: itself, renamed, or stacked from its experts."""
     if name in stored:

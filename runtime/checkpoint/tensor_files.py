@@ -23,6 +23,7 @@ from runtime.errors import CheckpointError
 CHUNK_BYTES = 64 * 2**20
 REOPEN_BYTES = 64 * 2**20
 READ_BYTES = 2**20  # at a time, when a file is read back
+END_BYTES = 4096  # of a tensor, by which it is told from another: a page of the file
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -67,6 +68,17 @@ class Shards(Mapping[str, Tensor]):
     def dtypes(self) -> Iterator[tuple[str, str]]:
         """(name, dtype as the format calls it) of each tensor; none is read."""
         return ((name, str(self._files[path].get_slice(name).get_dtype())) for name, path in self._at.items())
+
+    def outline(self) -> str:
+        """SHA-256 of every tensor's name, type, shape and ends: of two models that were trained apart, those of some differ."""
+        digest = hashlib.sha256()
+        for name in sorted(self):
+            tensor = self[name]
+            content = tensor.reshape(-1).view(torch.uint8)
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            for end in (content[:END_BYTES], content[-END_BYTES:]):
+                digest.update(end.numpy().tobytes())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._at)

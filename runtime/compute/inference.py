@@ -38,11 +38,18 @@ class Abandoned(Exception):
     """The run was asked to end; nobody waits for what would have been found."""
 
 
-def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None) -> None:
-    """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile."""
-    execute(plan, machine, n_passes, stop=stop)
-    if stop is not None and stop.is_requested:
-        raise Abandoned
+def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None, tell: Callable[[int, int], None] | None = None) -> None:
+    """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile.
+
+    Other ranks, which `tell` has take part, are told of one at a time: all perform it to its end, and then may be told to save.
+    """
+    at_once, heeded = (n_passes, stop) if tell is None else (1, None)
+    for first in range(0, n_passes, at_once):
+        if tell is not None:
+            tell(plan.semantics.n_micro_batches, plan.semantics.seq_len)
+        execute(plan, machine, at_once, first, stop=heeded)
+        if stop is not None and stop.is_requested:
+            raise Abandoned
 
 
 class Inference:

@@ -146,7 +146,10 @@ def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = 
     `by_memory`: as `Ranks` has it."""
     try:
         dist.init_process_group("gloo")
+        _refuse_unlike_devices(device)
         ranks = Processes(torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"), here, place, by_memory)
+    except RanksError:
+        raise
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or [""])[0][:160]
         raise RanksError(f"ranks do not find each other ({line}); see MASTER_ADDR and MASTER_PORT") from None
@@ -164,6 +167,14 @@ def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
             error = PlanError(f"rank {rank}: {other['error']}")
             error.exit_code = other.get("exit_code", 2)
             raise error
+
+
+def _refuse_unlike_devices(device: str) -> None:
+    """RanksError where some have a GPU and others none: in groups of NCCL and of gloo they would wait for each other."""
+    n_gpus = torch.tensor([device == "cuda"], dtype=torch.int32)
+    dist.all_reduce(n_gpus)
+    if 0 < (n := int(n_gpus)) < dist.get_world_size():
+        raise RanksError(f"of {dist.get_world_size()} ranks {n} see a GPU; give each of them one, or choose --device cpu")
 
 
 def _read(content: bytes) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class TorchMachine(LaneMachine):
         with lanes.of[Lane.GPU].current():
             device_updates = DeviceUpdates(plan, self.arenas, self.host, updates, lanes.device)
         self._updates = updates
-        self.tell_of_forward: Callable[[int, int, int], None] | None = None  # micro-batches, length, passes: told to other ranks
+        self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
         ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates, ranks, self._others)
         super().__init__(plan, ops, lanes, workers, staging, stopwatch)
 
@@ -248,11 +248,8 @@ class TorchMachine(LaneMachine):
         return agreed
 
     def forward(self, plan: Plan, batches: Callable[[int], Batch], head: Head, n_passes: int, stop: Stop | None) -> None:
-        """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile, which several ranks do not hear."""
-        if self.tell_of_forward is not None:
-            of, stop = plan.semantics, None
-            self.tell_of_forward(of.n_micro_batches, of.seq_len, n_passes)
-        perform(plan, self.forwards(plan, batches, head), n_passes, stop)
+        """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile."""
+        perform(plan, self.forwards(plan, batches, head), n_passes, stop, self.tell_of_forward)
 
     def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head | None) -> LaneMachine:
         """What performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.

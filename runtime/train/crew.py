@@ -34,9 +34,9 @@ class Lead:
         self._ranks.tell({"do": "train", "first_step": first_step, "n_steps": n_steps})
         return self.machine.agree(stop)
 
-    def forward(self, n_micro_batches: int, seq_len: int, n_passes: int) -> None:
-        """Have all give their weights to a forward of so many passes."""
-        self._ranks.tell({"do": "forward", "n_micro_batches": n_micro_batches, "seq_len": seq_len, "n_passes": n_passes})
+    def forward(self, n_micro_batches: int, seq_len: int) -> None:
+        """Have all give their weights to one pass of a forward."""
+        self._ranks.tell({"do": "forward", "n_micro_batches": n_micro_batches, "seq_len": seq_len})
 
     def end(self) -> None:
         """Let the others go."""
@@ -119,7 +119,7 @@ def follow(machine: TorchMachine, ranks: Processes) -> None:
                         pass
             case "forward":
                 plan = forward_plan(machine.plan, said["n_micro_batches"], said["seq_len"])
-                execute(plan, machine.forwards(plan, _no_batch, None), said["n_passes"])
+                execute(plan, machine.forwards(plan, _no_batch, None), 1)
             case "give":
                 p = named[said["name"]]
                 part = machine.host.part(p)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.penstock.test_run_ranks import BATCH, QUIET, contents, done, planned, words
 from tests.rank_law import ROOT, free_port
+from tests.rank_runs import BATCH, QUIET, contents, done, planned, words
 from tests.running import make_home, penstock, plan_in
 
 HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]

@@ -1,0 +1,172 @@
+"""Does a run by several ranks lose nothing, whatever is in its way?"""
+
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.rank_runs import begun, contents, pid_of, planned, said_by, step_of, wait_for, words
+from tests.running import lines_of, make_home, penstock
+
+DISK_BYTES = 16 * 2**20
+
+
+@contextmanager
+def small_disk(folder):
+    """A folder where a small file system is mounted, but only for whom a command has enter; that, and how others see the folder."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
+    try:
+        holder = subprocess.Popen(
+            ["unshare", "-rm", "sh", "-c", '"$@" && echo mounted && read _', "sh", *mount],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    except OSError:
+        pytest.skip("needs a namespace in which to mount a small disk")
+    with holder:
+        if holder.stdout.readline() != "mounted\n":
+            pytest.skip("needs a namespace in which to mount a small disk")
+        yield ["nsenter", "-U", "-m", "--preserve-credentials", "-t", str(holder.pid)], Path(f"/proc/{holder.pid}/root{folder}")
+
+
+def fill(disk):
+    """But for a few pages, so that it is a checkpoint that finds no room."""
+    free = shutil.disk_usage(disk).free
+    (disk / "filler").write_bytes(bytes(max(free - 2**16, 0)))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_where_the_disk_is_full_all_ranks_wait_and_end_when_told_and_what_was_saved_stands(tmp_path):
+    home = make_home(tmp_path)
+    plan = planned(home, 2)
+    with small_disk(home / "disk") as (enter, disk), (tmp_path / "said").open("w") as said:
+        out, pids = disk / "out", list[int]()
+        running = begun(words(home, plan, "--save-every", 2, "--keep", 2, out="disk/out", steps=10**5), enter, said)
+
+        def n_waits():
+            return (tmp_path / "said").read_text().count("the run waits until there is room: make some")
+
+        for n in (1, 2):
+            saved = step_of(out)
+            wait_for(lambda saved=saved: step_of(out) > saved, running)
+            pids = [pid_of(running, rank) for rank in (0, 1)]
+            fill(disk)
+            wait_for(lambda n=n: n_waits() == n, running)
+            assert not list(out.glob("*.partial"))
+            if n == 1:
+                (disk / "filler").unlink()
+        running.send_signal(signal.SIGTERM)
+        said_by(running)
+        assert running.returncode == 128 + signal.SIGTERM
+        lines = (tmp_path / "said").read_text().splitlines()
+        assert lines[-1].startswith("terminated: ")
+        assert "not written: the disk is full" in lines[-1]
+        assert "Traceback" not in "".join(lines)
+        assert "error" not in "".join(lines)
+        assert not any(map(is_alive, pids))
+        assert not list(out.glob("*.partial"))
+        shutil.copytree(out, home / "out")
+    n = step_of(home / "out") + 3
+    assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
+    assert penstock(*words(home, home / "1.json", out="alone", steps=n)).exit_code == 0
+    assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_in_one_line_and_the_one_before_stands(tmp_path):
+    home = make_home(tmp_path)
+    running = begun(words(home, planned(home, 2), "--save-every", 2, steps=10**3))
+    wait_for(lambda: step_of(home / "out"), running)
+    pids = [pid_of(running, rank) for rank in (0, 1)]
+    resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (20_000, 20_000))  # larger files it may not write
+    said = said_by(running)
+    assert running.returncode == 2, said
+    assert re.fullmatch(r"error: .*checkpoint-\d+.*: cannot be written \(File too large\); make room, .*", said.splitlines()[-1])
+    assert said.count("error") == 1
+    assert not any(map(is_alive, pids))
+    assert not list((home / "out").glob("*.partial"))
+    n = step_of(home / "out") + 1
+    assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
+
+
+def test_ranks_that_are_told_to_end_leave_a_long_evaluation(tmp_path):
+    home = make_home(tmp_path)
+    (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune. " * 5_000)
+    (home / "many.yaml").write_text("evaluation: {max_sequences: 100000, first: false}\n")
+    looks = ["--eval-data", home / "held-out.txt", "--config", home / "many.yaml"]
+    running = begun(words(home, planned(home, 2), *looks, steps=2))
+    wait_for(lambda: step_of(home / "out") == 2, running)
+    time.sleep(0.5)  # it is being evaluated
+    running.send_signal(signal.SIGTERM)
+    said = said_by(running)
+    assert running.returncode == 0, said
+    assert "terminated: stopped after step 2 of 2" in said
+    assert "evaluation after" not in said, "not to its end"
+
+
+def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
+    """Each in turn, at any moment: the others wait for it."""
+    home, rng, n_stops = make_home(tmp_path), random.Random(3), 0
+    looks = ["--save-every", 4, "--eval-data", home / "data" / "b.txt", "--eval-every", 6]
+    running = begun(words(home, planned(home, 2), *looks, steps=12))
+    wait_for((home / "out" / "metrics.jsonl").exists, running)
+    pids = [pid_of(running, rank) for rank in (0, 1)]
+    while running.poll() is None:
+        time.sleep(rng.uniform(0.05, 0.4))
+        victim = pids[n_stops % 2]
+        with suppress(ProcessLookupError):  # at the end
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(rng.uniform(0.1, 0.9))
+            os.kill(victim, signal.SIGCONT)
+            n_stops += 1
+    said = said_by(running)
+    assert running.returncode == 0, said
+    assert n_stops >= 3
+    assert penstock(*words(home, planned(home, 1), *looks, out="alone", steps=12)).exit_code == 0
+    for step in (4, 8, 12):
+        assert contents(home / "out" / f"checkpoint-{step}") == contents(home / "alone" / f"checkpoint-{step}")
+
+
+def test_half_a_checkpoint_of_two_ranks_is_passed_over_by_one_for_the_last_whole(tmp_path):
+    """Killed while it was written."""
+    home = make_home(tmp_path)
+    out = home / "out"
+    running = begun(words(home, planned(home, 2), "--save-every", 1, steps=10**5))
+    wait_for(lambda: step_of(out), running)
+    first = pid_of(running, 0)
+
+    def stands_while_it_writes():
+        if not list(out.glob("*.partial")):
+            return False
+        os.kill(first, signal.SIGSTOP)
+        if list(out.glob("*.partial/config.json")):
+            return True
+        os.kill(first, signal.SIGCONT)
+        return False
+
+    wait_for(stands_while_it_writes, running, look_s=0)
+    os.kill(first, signal.SIGKILL)
+    assert "rank 0 was ended by SIGKILL" in said_by(running)
+    (half,), n = out.glob("*.partial"), step_of(out)
+    assert half.name == f"checkpoint-{n + 1}.partial"
+    assert penstock(*words(home, planned(home, 1), "--resume", steps=n + 2)).exit_code == 0
+    assert not half.exists()
+    assert [line["step"] for line in lines_of(home, "out")] == list(range(1, n + 3))
+    assert penstock(*words(home, home / "1.json", out="alone", steps=n + 2)).exit_code == 0
+    assert contents(out / f"checkpoint-{n + 2}") == contents(home / "alone" / f"checkpoint-{n + 2}")

@@ -1,0 +1,173 @@
+"""Are ranks refused that could not come to the bits of one?"""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.plan import PlanFile
+from runtime.plan.footprint import host_needs, planned_device_needs
+from runtime.units import show_bytes
+from tests.rank_runs import BATCH, COMMAND, after, by_hand, ended, planned, words
+from tests.running import make_home, one_line, penstock, plan_in, train
+
+
+def refused_by_the_first(found, line, code=2):
+    """In its last line, with this exit code; the others end, and say nothing."""
+    first, *others = found
+    assert first[1] == code, first
+    assert first[0][1].splitlines()[-1].startswith(f"error: {line}")
+    assert "Traceback" not in first[0][1]
+    assert all(code in (1, 2) and "rror" not in said[1] for said, code in others), others
+
+
+@pytest.mark.parametrize("what", ["plan", "settings", "version"])
+def test_ranks_that_are_not_alike_are_refused_in_a_line_of_the_first(what, tmp_path):
+    home = make_home(tmp_path)
+    plan = planned(home, 2)
+    other = plan_in(home, "--policy", "zero3-offload", *BATCH, "--gpus", 2, name="other.json") if what == "plan" else plan
+    second = words(home, other, *(["--seed", "7"] if what == "settings" else []))
+    older = after("from penstock.cli import options", "options.version_in_words = lambda: 'penstock 0'")
+    commands = [COMMAND, older if what == "version" else COMMAND]
+    found = ended(by_hand([words(home, plan), second], commands=commands))
+    refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks alike")
+    assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize("of", [4, 1])
+def test_ranks_with_plans_of_another_number_meet_and_say_so(of, tmp_path):
+    """Rather than that one of them ends, and the others wait for it."""
+    home = make_home(tmp_path)
+    found = ended(by_hand([words(home, planned(home, 2)), words(home, planned(home, of))]))
+    refused_by_the_first(found, "rank 1 has another plan than rank 0; start all ranks alike")
+
+
+def test_a_plan_of_so_many_ranks_is_not_run_by_fewer(tmp_path):
+    home = make_home(tmp_path)
+    plan = planned(home, 4)
+    found = ended(by_hand([words(home, plan), words(home, plan)]))
+    refused_by_the_first(found, "the plan is for 4 GPUs, and 2 ranks were started: plan with --gpus 2, or start 4")
+
+
+# -- what they read ---------------------------------------------------------------------------------------------------------
+
+
+def changed(path, old, new):
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+
+
+def trained_apart(path):
+    """One weight is another one, as little as can be."""
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[-1, -1] ^= 1
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+UNLIKE = {
+    "data": (
+        lambda home: changed(home / "data" / "b.txt", "suffer. Whether", "suffer? Whether"),
+        "rank 1 reads other data than rank 0; give all ranks the same files",
+    ),
+    "no data": (lambda home: shutil.rmtree(home / "data"), "rank 1: data: not found; give a folder of text files"),
+    "model": (
+        lambda home: changed(home / "model" / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'),
+        "rank 1: model: another model than the plan's: rms_norm_eps is 1e-05, not 1e-06; plan again with this model",
+    ),
+    "weights": (
+        lambda home: trained_apart(home / "model" / "model.safetensors"),
+        "rank 1 reads other weights than rank 0; give all ranks the same files",
+    ),
+    "no weights": (lambda home: (home / "model" / "model.safetensors").unlink(), "rank 1: model: holds no weights; train random"),
+}
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory):
+    """The folders of two ranks, with a model that has weights and with data, and a plan for both."""
+    home = make_home(tmp_path_factory.mktemp("alike"))
+    assert train(home, plan_in(home), steps=1).exit_code == 0
+    planned(home, 2)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(home / "out" / "checkpoint-1" / name, home / "model" / name)
+    for rank in ("0", "1"):
+        for name in ("data", "model"):
+            shutil.copytree(home / name, home / rank / name)
+    return home
+
+
+def in_folders(home):
+    """Two ranks that are told the same, each where it finds something of its own by these names."""
+    files = ["--data", "data", "--model", "model", "--out", home / "out"]
+    run = [str(word) for word in ["run", home / "2.json", *files, "--steps", 2, "--tokenizer", "bytes"]]
+    return by_hand([run, run], [home / "0", home / "1"])
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left(what, alike, tmp_path):
+    home = tmp_path / "home"
+    shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
+    change, line = UNLIKE[what]
+    change(home / "1")
+    refused_by_the_first(ended(in_folders(home)), line)
+    assert not (home / "out").exists()
+
+
+def test_where_the_first_lacks_something_the_others_end_with_it(alike, tmp_path):
+    home = tmp_path / "home"
+    shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
+    shutil.rmtree(home / "0" / "data")
+    refused_by_the_first(ended(in_folders(home)), "data: not found; give a folder of text files")
+    assert not (home / "out").exists()
+
+
+def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
+    """Without which the refusals above say nothing."""
+    home = tmp_path / "home"
+    shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
+    found = ended(in_folders(home))
+    assert [code for _, code in found] == [0, 0], found
+    assert (home / "out" / "checkpoint-2").is_dir()
+
+
+# -- how many they are --------------------------------------------------------------------------------------------------------
+
+
+def test_as_many_gpus_as_share_nothing_are_refused_where_they_are_planned(tmp_path):
+    home = make_home(tmp_path)
+    asked = ["plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 8]
+    one_line(penstock(*asked, "--gpus", 3), 2, "3 ranks cannot share 8 sum groups")
+    one_line(penstock(*asked, "--gpus", 4, "--sum-groups", 2), 2, "4 ranks cannot share 2 sum groups")
+    one_line(penstock(*asked, "--gpus", 16), 2, "16 ranks cannot share 8 sum groups")
+    of_eight = ["plan", home / "model", "--machine", "8xh100", "--seq-len", 32, "--batch-size", 16]
+    one_line(penstock(*of_eight, "--gpus", 16), 2, "8xh100: has 8 devices, not 16; choose --gpus 8 or fewer")
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
+    home = make_home(tmp_path)
+    plan = planned(home, 2)
+    told = words(home, plan, "--device", "cuda")
+    found = ended(by_hand([told, told], CUDA_VISIBLE_DEVICES="0"))
+    refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices, and there are 2 ranks; give each of them one")
+    seen = after("from runtime.machines import streams", "streams.has_cuda = lambda: True")
+    unseen = after("from runtime.machines import streams", "streams.has_cuda = lambda: False")
+    found = ended(by_hand([words(home, plan)] * 2, commands=[seen, unseen]))
+    refused_by_the_first(found, "of 2 ranks 1 see a GPU; give each of them one, or choose --device cpu")
+    assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 0])
+def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(missing_bytes, tmp_path):
+    home = make_home(tmp_path)
+    path = planned(home, 2)
+    plan = PlanFile.read(path).plan
+    needed_bytes = 2 * (sum(host_needs(plan).values()) + sum(planned_device_needs(plan, False).values()))
+    free = after("from runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - missing_bytes}")
+    found = ended(by_hand([words(home, path, steps=1)] * 2, commands=[free, free]))
+    if missing_bytes:
+        refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; run it on", code=3)
+        assert not (home / "out").exists()
+    else:
+        assert [code for _, code in found] == [0, 0], found

@@ -1,0 +1,106 @@
+"""How does a test start a run of several ranks, and what does it look at?"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from runtime.checkpoint.checkpoint import latest
+
+from .rank_law import ROOT, free_port
+from .running import SCRATCH, plan_in
+
+BATCH = ["--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4]
+COMMAND = [sys.executable, "-m", "penstock"]
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def planned(home, ranks):
+    return plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", ranks, name=f"{ranks}.json")
+
+
+def words(home, plan, *extra, out="out", steps=4):
+    run = ["run", plan, "--data", home / "data", "--out", home / out, "--steps", steps, "--lr", "1e-3", *SCRATCH, *extra]
+    return [str(word) for word in run]
+
+
+def done(arguments, timeout_s=120):
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def begun(arguments, before=(), stderr=subprocess.PIPE):
+    """All ranks, while they are at work; started by what comes `before`."""
+    command = [*before, *COMMAND, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def said_by(running, timeout_s=60):
+    """On stderr, until it ended by itself."""
+    try:
+        return running.communicate(timeout=timeout_s)[1]
+    finally:
+        running.kill()  # and with it its ranks
+
+
+def after(*lines):
+    """The command where something is otherwise that a test cannot have: a version, a GPU, memory."""
+    return [sys.executable, "-c", "\n".join([*lines, "from penstock.cli.main import main", "main()"])]
+
+
+def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
+    """Start ranks one by one, each with arguments of its own; in folders of their own, by commands of their own."""
+    n = len(arguments_of_ranks)
+    common = os.environ | QUIET | environment | {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            [*(commands[rank] if commands else COMMAND), *arguments],
+            cwd=folders[rank] if folders else ROOT,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, arguments in enumerate(arguments_of_ranks)
+    ]
+
+
+def ended(processes, timeout_s=90):
+    try:
+        return [(p.communicate(timeout=timeout_s), p.returncode) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def pid_of(running, rank):
+    """Of those that a run has started."""
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    return next(pid for pid in map(int, children) if _environment(pid).get("RANK") == str(rank))
+
+
+def _environment(pid):
+    pairs = (entry.partition("=") for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def step_of(out):
+    """Of the last checkpoint."""
+    found = latest(out)
+    return 0 if found is None else int(found.name.removeprefix("checkpoint-"))
+
+
+def wait_for(what, running, seconds=60, look_s=0.05):
+    """Until it is so, while a run is at work."""
+    until_s = time.monotonic() + seconds
+    while not what():
+        if running.poll() is not None or time.monotonic() > until_s:
+            running.kill()
+            raise AssertionError(f"it never was: {running.communicate()}")
+        time.sleep(look_s)
+
+
+def contents(checkpoint):
+    return {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
