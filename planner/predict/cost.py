@@ -125,7 +125,7 @@ class CostModel:
             case Kind.LOAD:
                 return self._copy("h2d", plan.slot_elements(op.block) // of.ranks * item)
             case Kind.GATHER:
-                return self._together(plan, plan.slot_elements(op.block) * item)
+                return self.together(of.ranks, plan.slot_elements(op.block) * item)
             case Kind.EXCHANGE:
                 n_elements = plan.slot_elements(op.block)
                 # Put together what goes to one rank, twice; added up, and written
@@ -133,7 +133,7 @@ class CostModel:
                 moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES
                 moved_bytes += n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
-                return self._together(plan, sum_bytes, moved_bytes, n_times)
+                return self.together(of.ranks, sum_bytes, moved_bytes, n_times)
             case Kind.SHARE_NORM:
                 shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
                 return self._demand(self._meeting_s, shared_bytes / self.profile.host.reduce_bytes_per_s.value, {})
@@ -327,11 +327,11 @@ class CostModel:
         }
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
-    def _together(self, plan: Setup, n_bytes: int, moved_bytes: int = 0, n_times: int = 1) -> Demand:
+    def together(self, ranks: int, n_bytes: int, moved_bytes: int = 0, n_times: int = 1) -> Demand:
         """Of so many bytes each rank gets the others' parts, or one part from each of the others; and moves some in its own memory.
         By way of the host each part goes up one link and down another, and through host memory twice."""
         peers, link = self.profile.peers, self.profile.link
-        n_moved = n_bytes * (plan.semantics.ranks - 1) // plan.semantics.ranks
+        n_moved = n_bytes * (ranks - 1) // ranks
         moved_s, meeting_s = moved_bytes / self.profile.device.memory_bytes_per_s.value, n_times * self._meeting_s
         if peers is not None and not peers.through_host:
             return self._demand(meeting_s, n_moved / peers.bytes_per_s.value + moved_s, {})
