@@ -3,18 +3,19 @@
     python benchmarks/ledger.py RUNS.json [-o docs/accuracy.md]
 
 Predicts every run, fits the constants of `hwprofiles.fit` again, once with all its runs and once without each run, and writes
-the ledger. Minutes on one core. Without -o the page goes to the terminal.
+the ledger, with a section on several GPUs (`benchmarks/several.py`). Minutes on one core. Without -o the page goes to the terminal.
 """
 
 import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.several import read_published, section
 from hwprofiles.fit import SOFTWARE, STAGES, Stage, fit, value_of, with_constants
 from hwprofiles.schema import Profile, read_profile
 from planner.ledger.claims import PublishedClaim, claims
@@ -153,10 +154,12 @@ def shipped(name: str) -> float:
     return value_of(_profile(owner), key)
 
 
-def page(ledger: Ledger, left_out: list[LeftOut], refitted: Mapping[str, float], claimed: list[PublishedClaim]) -> str:
+def page(
+    ledger: Ledger, left_out: list[LeftOut], refitted: Mapping[str, float], claimed: list[PublishedClaim], several: Iterable[str]
+) -> str:
     """docs/accuracy.md."""
     of_runs = [*_head(), *_summary(ledger, left_out, claimed), *_runs(ledger, left_out), *_misses(ledger)]
-    return "\n".join([*of_runs, *_claims(claimed), *_constants(refitted), *_tail()]) + "\n"
+    return "\n".join([*of_runs, *_claims(claimed), *several, *_constants(refitted), *_tail()]) + "\n"
 
 
 def _head() -> Iterator[str]:
@@ -332,7 +335,9 @@ def main() -> None:
     fitter = Fitter({published.name: published for published in runs})
     print("fitting, with and without each run ...", file=sys.stderr)
     ledger = with_intervals(validate(runs), runs)
-    text = page(ledger, leave_out(runs, ledger, fitter), fitter.values(), claims())
+    left_out, refitted = leave_out(runs, ledger, fitter), fitter.values()
+    print("planning for several GPUs ...", file=sys.stderr)
+    text = page(ledger, left_out, refitted, claims(), section(read_published()))
     if arguments.output is None:
         print(text, end="")
     else:

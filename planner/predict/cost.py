@@ -330,24 +330,48 @@ class CostModel:
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
     def _gathered(self, plan: Setup, n_bytes: int) -> Demand:
-        """Of so many bytes each rank gets the others' parts: round a ring, which is as fast as its slowest part. Each host passes
-        all of them on once, for all of its devices. Where devices meet on the host each copies from the memory of all."""
+        """Of so many bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
         ranks = plan.semantics.ranks
-        n_moved, rate = n_bytes * (ranks - 1) // ranks, self._network_rate(1)
         if self.profile.meets_on_host:
-            copies = self._copy("h2d", n_moved, ranks - 1)
+            copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
             return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
-        return self._moved(self._meeting_s + self._hops_s, n_moved, rate)
+        return self.together(ranks, n_bytes)
+
+    def together(self, ranks: int, n_bytes: int, moved_bytes: int = 0, n_times: int = 1) -> Demand:
+        """What a library's collective asks for, an all-gather or a reduce-scatter: of so many bytes each rank gets the others'
+        parts, or one part from each of the others, round a ring, which is as fast as its slowest part; and moves some in its own
+        memory. Each host passes all of them on once, for all of its devices."""
+        moved_s = moved_bytes / self.profile.device.memory_bytes_per_s.value
+        overhead_s = n_times * (self._meeting_s + self._hops_s) + moved_s
+        return self._moved(overhead_s, n_bytes * (ranks - 1) // ranks, self._network_rate(1))
 
     def _exchanged(self, plan: Setup, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
         """Each rank gets its part from each of the others, those of its host first: what they have added up, in fp32, is exchanged
         with the other hosts. And some is moved in a device's own memory."""
+        if self.profile.meets_on_host:
+            return self._exchanged_in_memory(plan.semantics.ranks, sum_bytes, moved_bytes, n_times)
         here, n_hosts = self._here(plan.semantics), self.profile.n_hosts
         sent = n_elements // here * FP32_BYTES  # by each to the other hosts
         between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
         moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self.profile.device.memory_bytes_per_s.value
         overhead_s = n_times * (self._meeting_s + self._hops_s) + moved_s + between_s
         return self._moved(overhead_s, sum_bytes * (here - 1) // here)
+
+    def _exchanged_in_memory(self, ranks: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
+        """Each device copies all that it has to the host's memory, and from there its part of what the others have, in turn."""
+        link, up_bytes = self.profile.link, sum_bytes * (ranks - 1) // ranks
+        down_per_s = self.profile.copy_bytes_per_s("d2h", sum_bytes // n_times)
+        up_per_s = self.profile.copy_bytes_per_s("h2d", up_bytes // n_times)
+        copying_s, both_bytes = sum_bytes / down_per_s + up_bytes / up_per_s, sum_bytes + up_bytes
+        uses = {
+            Resource.H2D: up_bytes / copying_s,
+            Resource.D2H: sum_bytes / copying_s,
+            Resource.DUPLEX: both_bytes / copying_s,
+            Resource.DRAM: both_bytes / copying_s * link.dram_bytes_per_byte,
+            Resource.CORES: link.host_cores_per_copy.value,
+        }
+        each_s = 2 * self._meeting_s + link.d2h.latency_s.value + (ranks - 1) * link.h2d.latency_s.value
+        return self._demand(n_times * each_s + moved_bytes / self.profile.device.memory_bytes_per_s.value, copying_s, uses)
 
     def _moved(self, overhead_s: float, n_bytes: int, slower: float = math.inf) -> Demand:
         """So many bytes come to each rank from those of its host, at no more than a rate. By way of the host each goes up one link

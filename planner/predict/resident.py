@@ -218,13 +218,15 @@ def _whole_blocks(plan: Setup) -> dict[str, int]:
 
 
 def _exchanging_s(plan: Setup, cost: CostModel) -> float:
-    """Every micro-batch has weights come together twice, and gradients exchanged once; the embedding's come once."""
-    if plan.semantics.ranks == 1:
+    """Every micro-batch has weights come together twice, and gradients reduced once, by a library; the embedding's come once."""
+    ranks, weight = plan.semantics.ranks, ITEM_BYTES[plan.semantics.compute_dtype]
+    if ranks == 1:
         return 0.0
     n_blocks, total_s = len(plan.workload.blocks), 0.0
     for b in range(n_blocks):
-        total_s += (2 if 0 < b < n_blocks - 1 else 1) * cost.demand(plan, Op(Kind.GATHER, b)).uncontended_s
-        total_s += cost.demand(plan, Op(Kind.EXCHANGE, b)).uncontended_s
+        n, n_times = plan.slot_elements(b), 2 if 0 < b < n_blocks - 1 else 1
+        total_s += n_times * cost.together(ranks, n * weight).uncontended_s
+        total_s += cost.together(ranks, n * ITEM_BYTES[plan.sum_dtype(b)]).uncontended_s
     return plan.semantics.n_micro_batches * total_s
 
 

@@ -21,6 +21,18 @@ class Shared:
     n_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class CommonMemory:
+    """What the ranks of a host read of each other, one slab of each."""
+
+    uploaded: list[torch.Tensor]  # what each uploads of its state
+    exchanged: list[torch.Tensor]  # what each has for the others of a sum that they exchange
+
+    def of_others(self, rank: int) -> list[torch.Tensor]:
+        """From which this one copies; and its own, to which it copies what is exchanged."""
+        return [slab for i, slab in enumerate(self.uploaded) if i != rank] + self.exchanged
+
+
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
     """So many bytes, zero, that others may map; MemoryError where the system refuses. The descriptor stays open as long as the
     process lives, which costs nothing."""

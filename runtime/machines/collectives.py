@@ -1,9 +1,8 @@
 """What do ranks do together with what lies on their devices?"""
 
-from collections.abc import Sequence
-
 import torch
 
+from runtime.host.common_memory import CommonMemory
 from runtime.host.memory import Arenas
 from runtime.plan import Kind, Op, Plan, Slot
 from runtime.ranks import Ranks, folded
@@ -12,9 +11,9 @@ from runtime.ranks import Ranks, folded
 class Collectives:
     """The ops of the net lane. Every rank performs the same ones, in the same order."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, ranks: Ranks, others: Sequence[torch.Tensor] | None) -> None:
-        """`others`: where every rank has what it uploads, if this one can read it there."""
-        self._plan, self._arenas, self._ranks, self._others = plan, arenas, ranks, others
+    def __init__(self, plan: Plan, arenas: Arenas, ranks: Ranks, memory: CommonMemory | None) -> None:
+        """`memory`: that ranks read of each other, if they do."""
+        self._plan, self._arenas, self._ranks, self._memory = plan, arenas, ranks, memory
 
     def perform(self, op: Op) -> None:
         """Bring a block's weights together, or its partial sums to the ranks whose parts they are of."""
@@ -23,20 +22,20 @@ class Collectives:
             for first, n in regions:
                 self._exchange(op, first, n)
             return
-        if self._others is not None:
+        if self._memory is not None:
             self._ranks.meet()  # all have updated their parts
         for source, (first, n) in zip((op["state"], op.get("tied")), regions, strict=False):
             whole = self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first)
-            if self._others is None:
+            if self._memory is None:
                 self._ranks.gather(whole)
             else:
                 assert source is not None
-                self._upload(source, whole.view(self._ranks.n, -1), self._others)
+                self._upload(source, whole.view(self._ranks.n, -1), self._memory)
 
-    def _upload(self, source: Slot, parts: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    def _upload(self, source: Slot, parts: torch.Tensor, memory: CommonMemory) -> None:
         """The parts of the others, from where these have them on the host. They update none of it before all have exchanged the
         gradient that is made with it."""
-        for rank, (part, slab) in enumerate(zip(parts, others, strict=True)):
+        for rank, (part, slab) in enumerate(zip(parts, memory.uploaded, strict=True)):
             if rank != self._ranks.rank:
                 there = self._arenas.head_in(slab, source, self._plan.semantics.compute_dtype, part.numel())
                 part.copy_(there, non_blocking=True)
@@ -63,7 +62,10 @@ class Collectives:
             else:
                 by_host = parts.view(n_hosts, here, n_mine)[:, :, begin : begin + n_now]
                 sent.view(here, n_hosts, n_now).copy_(by_host.transpose(0, 1))
-            self._ranks.exchange(sent, received)
+            if self._memory is None:
+                self._ranks.exchange(sent, received)
+            else:
+                self._exchange_in(self._memory, sent.view(n_ranks, -1), received.view(n_ranks, -1))
             if sent_as != "fp32":
                 received = self._arenas.view(op["received"], "fp32", (n_ranks * n_now,)).copy_(received)
             total = folded(received, here)
@@ -73,3 +75,22 @@ class Collectives:
                 total = folded(of_hosts, n_hosts)
             mine = self._arenas.view(op["gradient"], plan.gradient_dtype(op.block), (n_now,), first // n_ranks + begin)
             mine.copy_(total)
+
+    def _exchange_in(self, memory: CommonMemory, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """Rows of what goes to each rank, and of what comes from each: put where the others read it, once these have read what was
+        there before."""
+        me, n_bytes = self._ranks.rank, sent.numel() * sent.element_size()
+        self._ranks.meet()
+        memory.exchanged[me][:n_bytes].view(sent.dtype).copy_(sent.view(-1), non_blocking=True)
+        _settle(sent)
+        self._ranks.meet()
+        for rank, (row, slab) in enumerate(zip(received, memory.exchanged, strict=True)):
+            there = slab[:n_bytes].view(sent.dtype).view(sent.shape)
+            row.copy_(sent[me] if rank == me else there[me], non_blocking=True)
+        _settle(received)
+
+
+def _settle(tensor: torch.Tensor) -> None:
+    """Return when what this thread has asked of the tensor's device is done."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

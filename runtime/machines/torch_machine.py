@@ -16,7 +16,7 @@ from runtime.compute.compute import Compute
 from runtime.compute.inference import Head, Inference, perform
 from runtime.executor import AgreedStop, Stop
 from runtime.host.chunks import Scratch
-from runtime.host.common_memory import Shared, shared_slab
+from runtime.host.common_memory import CommonMemory, Shared, shared_slab
 from runtime.host.copies import Copies
 from runtime.host.device_updates import DeviceUpdates
 from runtime.host.host_state import HostState
@@ -24,13 +24,14 @@ from runtime.host.memory import Arenas
 from runtime.host.norms import Squares
 from runtime.host.optimizer import AdamW
 from runtime.host.shared_numbers import SharedNumbers
-from runtime.host.slabs import give_back_freed
+from runtime.host.slabs import give_back_freed, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.lane_thread import LaneRun
 from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan, Slot
 from runtime.plan.timeline import Span
+from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
@@ -50,11 +51,11 @@ class TrainingOps:
         updates: Updates,
         device_updates: DeviceUpdates,
         ranks: Ranks | None,
-        others: Sequence[torch.Tensor] | None,
+        memory: CommonMemory | None,
     ) -> None:
         self._compute, self._updates, self._device_updates = compute, updates, device_updates
         self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas, ranks.rank if ranks is not None else 0)
-        self._collectives = Collectives(plan, arenas, ranks, others) if ranks is not None else None
+        self._collectives = Collectives(plan, arenas, ranks, memory) if ranks is not None else None
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
@@ -214,7 +215,7 @@ class TorchMachine(LaneMachine):
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.of[Lane.GPU].current():
             staging = _staging(plan, batches, lanes)
-            self.arenas, self._others = _arenas(plan, lanes.device, ranks)
+            self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, self.arenas, rank)
             on_device = batches if staging is None else staging.upload
             self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), rank)
@@ -223,7 +224,7 @@ class TorchMachine(LaneMachine):
         self.arenas.touch(self.host.n_threads)
         stopwatch = None
         if lanes.streams is not None:
-            lanes.streams.lock(self.arenas, [slab for i, slab in enumerate(self._others or ()) if i != rank])
+            lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(rank))
             stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
         updates = Updates(plan, self.arenas, self.host, settings, workers, shared)
@@ -231,7 +232,7 @@ class TorchMachine(LaneMachine):
             device_updates = DeviceUpdates(plan, self.arenas, self.host, updates, lanes.device)
         self._updates = updates
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates, ranks, self._others)
+        ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates, ranks, self._memory)
         super().__init__(plan, ops, lanes, workers, staging, stopwatch)
 
     def initialise(self, seed: int) -> None:
@@ -261,7 +262,7 @@ class TorchMachine(LaneMachine):
             staging = _staging(plan, batches, self.lanes) if head is not None else None  # who only gives weights reads nothing
         on_device = batches if staging is None else staging.upload
         rank, gather = (
-            (0, None) if self.ranks is None else (self.ranks.rank, Collectives(plan, self.arenas, self.ranks, self._others).perform)
+            (0, None) if self.ranks is None else (self.ranks.rank, Collectives(plan, self.arenas, self.ranks, self._memory).perform)
         )
         ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, rank, gather)
         return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # nobody asks how long which op took
@@ -275,8 +276,8 @@ class TorchMachine(LaneMachine):
         return self.streams.name if self.streams is not None else None
 
 
-def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, list[torch.Tensor] | None]:
-    """The plan's arenas; and where every rank has what it uploads, where ranks read that from each other's memory."""
+def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
+    """The plan's arenas; and what ranks read of each other's memory, where they do."""
     if ranks is None or not ranks.by_memory:
         return Arenas(plan.arenas, device), None
     bytes_per_element, n_blocks = next(iter(plan.state_bytes().values())), len(plan.workload.blocks)
@@ -290,7 +291,11 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
         return mine
 
     arenas = Arenas(plan.arenas, device, heads, slab)
-    return arenas, ranks.common(*shared)
+    exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])
+    touch([exchanged], 1)
+    found = [ranks.common(mine) for mine in shared]
+    uploaded_by, exchanged_by = found
+    return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
 
 
 def _staging(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> Staging | None:

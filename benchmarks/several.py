@@ -1,0 +1,309 @@
+"""What was published of several GPUs, and what does Penstock say of the same machines?
+
+The section of docs/accuracy.md that `benchmarks/ledger.py` writes: runs of systems that shard (`benchmarks/sharded.py`), layers
+timed one by one, and another system beside our own plan. Nothing was ever fitted from any of them.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+import penstock
+from benchmarks.sharded import Sharded, Shown, predict
+from hwprofiles.schema import Profile, read_profile
+from penstock.api import Planned
+from planner.ledger.system_costs import Software, SystemCosts
+from planner.model.workload import build_workload, read_model
+from planner.predict.faster import Group, faster
+from runtime.errors import DoesNotFitError
+from runtime.plan import Semantics
+from runtime.units import GB, GiB
+
+FILE = Path(__file__).parent / "published_several.json"
+# An A800 is an A100 of which NVLink carries 400 GB/s and not 600 (datasheet). Of it as much is taken to be reached as of the 900 of
+# `8xh100`, whose collectives also take as long to begin. Its host is taken to be that of `a100-sxm`.
+A800, A800_LIKE, A800_NVLINK_LIKE, A800_LINK_FRACTION = "8xa800", "a100-sxm", "8xh100", 400 / 900
+FP16_SUMS_FACTOR = 330 / 165  # of products on a GeForce card, by its datasheet
+GEFORCE, MOST_GPUS, TFLOP = "8xrtx4090", 8, 10**12
+SLOWEST, FASTEST, N_HALVINGS = 1e-2, 10.0, 16  # of the search for a rate of exchange: factors of the profile's
+NOTES = {
+    "8xrtx4090-fsdp-offload-qwen3-1.7b": "two errors nearly cancel: products in fp16 are faster than we say, exchange is slower",
+    "8xrtx4090-fsdp-offload-qwen3-32b": "of which memory it ran out, and when, is not said; we suppose, while the model was made",
+    "8xrtx4090-fsdp-qwen3-32b": "no command is published; batch and length are those of the run with offload",
+    "8xa800-fsdp-llama-3.1-8b": "its layers reach more of the products' rate than the 0.841 that other GPUs' runs gave",
+    "8xa800-fsdp-qwen3-32b": "it filled the device, where an allocator frees and asks again; we suppose",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSharded:
+    """A run of a system that shards; None: it ran out of memory."""
+
+    id: str
+    system: str
+    machine: str
+    model: str
+    gpus: int
+    batch: int
+    micro_batch: int
+    seq: int
+    tokens_per_s: float | None
+    source: str
+
+    @property
+    def run(self) -> Sharded:
+        return Sharded(self.system, self.machine, self.model, self.gpus, self.batch, self.micro_batch, self.seq)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedLayer:
+    """One layer timed alone, forward, and backward without the forward before it."""
+
+    machine: str
+    model: str
+    batch: int
+    seq: int
+    forward_ms: float
+    backward_ms: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPipeline:
+    """RoundPipe, which updates one step late, and with an update that the next step waits for."""
+
+    machine: str
+    model: str
+    gpus: int
+    batch: int
+    seq: int
+    tokens_per_s: float
+    synchronous_tokens_per_s: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """All of the file."""
+
+    about: str
+    batches: str
+    excluded: list[str]
+    sharded: list[PublishedSharded]
+    layers: list[PublishedLayer]
+    pipelines: list[PublishedPipeline]
+
+
+def read_published(path: Path = FILE) -> Published:
+    return TypeAdapter(Published).validate_json(path.read_bytes(), strict=True)
+
+
+@cache
+def machine_of(name: str) -> Profile:
+    """A shipped profile, or the machine that was made of two."""
+    if name != A800:
+        return read_profile(name)
+    device, links = read_profile(A800_LIKE), read_profile(A800_NVLINK_LIKE)
+    assert links.peers is not None
+    rate = links.peers.bytes_per_s
+    peers = links.peers.model_copy(update={"bytes_per_s": rate.model_copy(update={"value": rate.value * A800_LINK_FRACTION})})
+    sources = {key: links.sources[key] for key in (peers.bytes_per_s.source, peers.latency_s.source)}
+    return device.model_copy(update={"name": name, "peers": peers, "sources": {**device.sources, **sources}})
+
+
+def explaining_bytes_per_s(published: PublishedSharded, products: float = 1.0) -> float | None:
+    """The rate of exchange by way of the host that makes the predicted step the measured one; None where none does.
+
+    `products`: how many times as fast matrix products are as the profile says.
+    """
+    machine = machine_of(published.machine)
+    if published.tokens_per_s is None or machine.peers is None or not machine.peers.through_host:
+        return None
+    measured_s = published.run.tokens_per_step / published.tokens_per_s
+
+    def step_s(factor: float) -> float:
+        return predict(published.run, faster(machine, {Group.PEERS: factor, Group.MATMUL: products})).step_s
+
+    if not step_s(FASTEST) < measured_s < step_s(SLOWEST):
+        return None
+    low, high = SLOWEST, FASTEST
+    for _ in range(N_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if step_s(middle) > measured_s else (low, middle)
+    return machine.peers.bytes_per_s.value * high
+
+
+def section(published: Published) -> Iterator[str]:
+    """The lines of the page; some five minutes of planning."""
+    explained = explained_rates(published)
+    yield "## Several GPUs"
+    yield ""
+    yield _HEAD
+    yield from sharded_rows(published, explained)
+    yield ""
+    yield from _reading(published, explained)
+    yield from layer_rows(published)
+    yield ""
+    yield from _beside(published, statistics.median(explained.values()))
+    yield ""
+    yield _NOT_MODELLED
+
+
+_HEAD = """What was published of eight GPUs in one host together with the scripts that ran them, so that batch and length are known:
+by the authors of RoundPipe, of their own system and of others. Sources stand with each run in `benchmarks/published_several.json`.
+Nothing was fitted from any of it. Each GPU has an eighth of the host. The machines are `8xrtx4090`, and for the A800 `a100-sxm`,
+its host too, with 400/900 of the NVLink of `8xh100`. All of it was fp16 with sums in fp16, which tensor cores of GeForce cards do
+at twice the rate (datasheet: 330 and 165 TFLOP/s; an A800 gains nothing). No profile of ours has that rate: Penstock computes in
+bf16, which has no such sums.
+
+`fsdp` is PyTorch's first FullyShardedDataParallel, `-offload` with its state in host memory; `zero3-offload` is ZeRO-Infinity
+without disks. How they are taken to work: `benchmarks/sharded.py`. `exchange`: the rate that would explain the step, all else as
+predicted.
+"""
+
+_NOT_MODELLED = """Not modelled: loss scaling and the casts of autocast, what Python takes to issue a step, an allocator that has to
+free and ask again, the two sockets of a host. Adam's traffic is counted from PyTorch's passes; nobody timed it. FSDP2 with offload,
+which allocates gradients anew, was not published with enough to predict it; nor were SlideDP, and SuperOffload on several GPUs.
+"""
+
+
+def explained_rates(published: Published, products: float = 1.0) -> dict[str, float]:
+    """By run, the rate of exchange that would explain it, where one does."""
+    found = {run.id: explaining_bytes_per_s(run, products) for run in published.sharded}
+    return {name: rate for name, rate in found.items() if rate is not None}
+
+
+def sharded_rows(published: Published, explained: Mapping[str, float]) -> Iterator[str]:
+    """A row for each run of a system that shards."""
+    yield "| run | sequences, at a time | tokens/s predicted | measured | step | exchange | device memory predicted | |"
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    for it in published.sharded:
+        machine = machine_of(it.machine)
+        shown, has_bytes = predict(it.run, machine), machine.device.memory_bytes.value
+        fits, ran = shown.device_peak_bytes <= has_bytes, it.tokens_per_s is not None
+        notes = [] if fits == ran else ["missed: we say that it fits" if fits else "missed: we say that it does not fit"]
+        cells = [
+            it.id,
+            f"{it.batch} x {it.seq:,}, {it.micro_batch}",
+            f"{it.run.tokens_per_step / shown.step_s:,.0f}" if ran else "-",
+            "out of memory" if it.tokens_per_s is None else f"{it.tokens_per_s:,.0f}",
+            "-" if it.tokens_per_s is None else f"{_error_fraction(it, shown):+.0%}",
+            f"{explained[it.id] / GB:.1f} GB/s" if it.id in explained else "-",
+            f"{shown.device_peak_bytes / GiB:.1f} of {has_bytes / GiB:.1f} GiB",
+            "; ".join([*notes, *([NOTES[it.id]] if it.id in NOTES else [])]),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _error_fraction(it: PublishedSharded, shown: Shown) -> float:
+    """Predicted step time over the measured one, less one."""
+    assert it.tokens_per_s is not None
+    return shown.step_s * it.tokens_per_s / it.run.tokens_per_step - 1
+
+
+def _reading(published: Published, explained: Mapping[str, float]) -> Iterator[str]:
+    """What the rows say together."""
+    ran = [it for it in published.sharded if it.tokens_per_s is not None]
+    errors = {it: _error_fraction(it, predict(it.run, machine_of(it.machine))) for it in ran}
+    by_host, by_nvlink = ([e for it, e in errors.items() if (it.machine == A800) is other] for other in (False, True))
+    spread, geforce = _rates(explained), machine_of(GEFORCE)
+    quick = _rates(explained_rates(published, FP16_SUMS_FACTOR))
+    assert geforce.peers is not None
+    has = geforce.peers.bytes_per_s
+    why = f"The profile has {has.value / GB:.0f}, give or take {has.spread_fraction:.0%} ({geforce.sources[has.source].kind})."
+    yield f"""Errors of the step: {_span(by_host)}, on the RTX 4090; {_span(by_nvlink)}, on the A800.
+
+Of {len(by_host)} steps on the RTX 4090 {sum(e < 0 for e in by_host)} took longer than predicted. One thing would explain them,
+whatever the system and wherever its state lies: that those GPUs exchange, by way of the host, at {spread}
+({quick}, were products twice as fast). {why} `fsdp` with the 8B says it most plainly: its host does nothing but pass on
+what is exchanged. That machine may have been a slow one; if it was not, what Penstock plans for several GeForce cards is as much
+too fast as exchange binds there. On the A800 NVLink carries what is exchanged, and does not bind.
+
+The same source timed single layers on one RTX 4090. They show what sums in fp16 are worth: some do more than
+the 165 TFLOP/s that bf16 has at most.
+"""
+
+
+def _rates(explained: Mapping[str, float]) -> str:
+    rates = sorted(rate / GB for rate in explained.values())
+    return f"{rates[0]:.1f} to {rates[-1]:.1f} GB/s, {statistics.median(rates):.1f} in the median"
+
+
+def _span(errors: list[float]) -> str:
+    return f"{min(errors):+.0%} to {max(errors):+.0%}, {statistics.median(map(abs, errors)):.0%} in the median"
+
+
+def layer_rows(published: Published) -> Iterator[str]:
+    """A row for each layer."""
+    yield "| a layer of | sequences | forward predicted | measured | error | TFLOP/s | backward predicted | measured | error |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for it in published.layers:
+        semantics = Semantics(it.seq, it.batch, it.batch)
+        workload = build_workload(read_model(it.model), semantics)
+        c, layer = SystemCosts(machine_of(it.machine), Software(), workload, semantics), workload.blocks[1]
+        reached = layer.forward_flop / it.forward_ms * 1e3 / TFLOP
+        forward = _milliseconds(c.forward(layer).uncontended_s, it.forward_ms)
+        backward = _milliseconds(c.backward(layer).uncontended_s, it.backward_ms)
+        yield f"| {it.model} | {it.batch} x {it.seq:,} | {forward} | {reached:.0f} | {backward} |"
+
+
+def _milliseconds(predicted_s: float, measured_ms: float) -> str:
+    return f"{predicted_s * 1e3:.1f} ms | {measured_ms:.1f} ms | {predicted_s * 1e3 / measured_ms - 1:+.0%}"
+
+
+def _beside(published: Published, slow_bytes_per_s: float) -> Iterator[str]:
+    """Another system's runs and our own plans of the same steps."""
+    slow = f"{slow_bytes_per_s / GB:.1f} GB/s"
+    yield f"""RoundPipe beside a plan of ours for the same step and machine: another system, so no prediction of it. It moves
+activations from GPU to GPU and uploads fp16 weights, each to one GPU at a time; it updates one step late, unless told to wait
+(`waiting`). Plans have the kernels that `plan` chooses, and as many sum groups as GPUs. `resident`: all state on the devices,
+sharded, with a plan's kernels and micro-batch (`planner/predict/resident.py`). It recomputes no more than memory asks, so it is not
+the `fsdp` above, which had plain modules and recomputed all. The last column is for GPUs that exchange at {slow}, as above.
+
+| machine | model | sequences | GPUs | RoundPipe | waiting | planned | gap | binding | resident | planned, {slow} |
+|---|---|---:|---:|---:|---:|---:|---:|---|---:|---:|"""
+    ratios: dict[str, list[float]] = {}
+    for it in published.pipelines:
+        machine, slow_plan = machine_of(it.machine), None
+        if it.gpus == MOST_GPUS and machine.peers is not None and machine.peers.through_host:
+            factor = slow_bytes_per_s / machine.peers.bytes_per_s.value
+            slow_plan = _planned(it, faster(machine, {Group.PEERS: factor}))
+        plan = _planned(it, machine)
+        yield pipeline_row(it, plan, slow_plan)
+        if plan is not None and it.synchronous_tokens_per_s is not None:
+            ratios.setdefault(it.machine, []).append(plan.tokens_per_s / it.synchronous_tokens_per_s)
+    found = " and ".join(f"{min(of):.2f} to {max(of):.2f} times on `{name}`" for name, of in ratios.items())
+    yield ""
+    yield f"What is planned is {found} what RoundPipe measured when it waited. On the RTX"
+    yield "4090 its products are the faster ones; on the A800 they are not, and ours is a prediction, which no run has shown."
+
+
+def _planned(it: PublishedPipeline, machine: Profile) -> Planned | None:
+    """Our plan of the step; None where it does not fit."""
+    try:
+        return penstock.plan(it.model, machine, seq_len=it.seq, batch_size=it.batch, sum_groups=it.gpus, gpus=it.gpus)
+    except DoesNotFitError:
+        return None
+
+
+def published_cells(it: PublishedPipeline) -> str:
+    """The row's beginning, which no plan changes."""
+    waiting = "" if it.synchronous_tokens_per_s is None else f"{it.synchronous_tokens_per_s:,.0f}"
+    return f"| {it.machine} | {it.model} | {it.batch} x {it.seq:,} | {it.gpus} | {it.tokens_per_s:,.0f} | {waiting} |"
+
+
+def pipeline_row(it: PublishedPipeline, planned: Planned | None, slow: Planned | None) -> str:
+    """A run, and what we would do."""
+    if planned is None:
+        return f"{published_cells(it)} does not fit | | | | |"
+    kept, other = planned.answer.resident, "" if slow is None else f"{slow.tokens_per_s:,.0f}"
+    resident_s = None if kept is None else kept.step_s
+    resident = "does not fit" if resident_s is None else f"{planned.tokens_per_s * planned.step_s / resident_s:,.0f}"
+    proof = planned.certificate
+    cells = [f"{planned.tokens_per_s:,.0f}", f"{proof.gap_fraction:.1%}", str(proof.binding), resident, other]
+    return f"{published_cells(it)} {' | '.join(cells)} |"

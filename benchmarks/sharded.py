@@ -1,0 +1,143 @@
+"""How did systems that shard a model over the GPUs of a host run a step, as they were published?
+
+Two that keep a part of the training state on every GPU's side and bring each layer's weights together for every forward and
+every backward of a micro-batch, written down as `planner/ledger/systems.py` writes down those of one GPU: the tasks of their
+streams, from which simulation finds what overlaps. Costs are those of the ledger for computing and copies, and the planner's own
+for what GPUs exchange (`planner/predict/cost.py`). Of a machine's host each GPU has an equal part.
+
+- `fsdp`: PyTorch's FullyShardedDataParallel, every layer a unit, vocabulary weights the root's. Prefetch of one unit, a limit of
+  two gathered, one communicator for gathers and reduce-scatters, gradients exchanged with the last micro-batch alone (`no_sync`).
+  `fsdp-offload`: fp32 shards go up as they are and are rounded on the GPU; fp32 gradients come down to pinned memory that stays.
+- `zero3-offload`: DeepSpeed's stage 3 with parameters and optimizer in host memory. 16-bit shards go up; gradients are exchanged
+  with every micro-batch, come down to ordinary memory, and go up again to be added to (`stage3.py`).
+"""
+
+from dataclasses import dataclass
+
+from hwprofiles.schema import Profile
+from planner.ledger.system_costs import BF16, FP32, Software, SystemCosts
+from planner.ledger.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS, n_tables, table_bytes
+from planner.ledger.system_pipeline import Program, ends_s
+from planner.ledger.systems import ZERO3_UPDATE_BYTES
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import EAGER_FRACTION, CostModel
+from runtime.plan import Semantics
+from runtime.plan.setup import MOMENT_BYTES
+from runtime.plan.workload import Block
+
+SYSTEMS = ("fsdp", "fsdp-offload", "zero3-offload")
+N_GATHERED = 2  # layers whose weights are whole at a time: FSDP's limit
+# Traffic per parameter of torch.optim.Adam without a fused kernel, fp32, counted pass by pass: moments moved on 12 + 8 + 12, the
+# root and its quotient 8 + 8 and 8 for epsilon, the step 16. On a CPU that is its default, as `foreach` is on GPUs.
+TORCH_ADAM_BYTES = 72
+TORCH_ADAM_NEW_BYTES = 8  # of these, written to two tensors made for every parameter: pages that nobody touched before
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What somebody ran on several GPUs: each has `batch` sequences of a step, and `micro_batch` of them at a time."""
+
+    system: str
+    machine: str
+    model: str
+    gpus: int
+    batch: int
+    micro_batch: int
+    seq: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.gpus * self.batch * self.seq
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Seconds of a step, and bytes at the peak of one GPU."""
+
+    step_s: float
+    device_peak_bytes: int
+
+
+def predict(run: Sharded, machine: Profile) -> Shown:
+    """What the run would have shown on a machine of which each GPU has an equal part."""
+    share = machine.shared_by(run.gpus)
+    semantics = Semantics(run.seq, run.micro_batch, run.micro_batch)
+    c = SystemCosts(share, Software(), build_workload(read_model(run.model), semantics), semantics)
+    n = -(-run.batch // run.micro_batch)
+    first, last = (_micro_batch_s(run, c, is_first=k == 0, is_last=k == n - 1) for k in (0, n - 1))
+    between_s = _micro_batch_s(run, c, is_first=False, is_last=False) if n > 2 else 0.0
+    micro_batches_s = last + (first if n > 1 else 0.0) + max(0, n - 2) * between_s
+    return Shown(micro_batches_s + _updating_s(run, c, machine), _device_bytes(run, c, n))
+
+
+def _micro_batch_s(run: Sharded, c: SystemCosts, is_first: bool, is_last: bool) -> float:
+    """Seconds of a micro-batch, which begins when the one before it has ended."""
+    p, cost, ranks = Program(), CostModel(c.profile), run.gpus
+    zero3, computed = run.system == "zero3-offload", list[int]()
+
+    def gather(n_params: int) -> int:
+        before = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
+        up_bytes = n_params // ranks * (BF16 if zero3 else FP32)
+        up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), before)
+        return p.add("net", cost.together(ranks, n_params * BF16), up, before)
+
+    def scatter(n_params: int, after: int) -> None:
+        if not zero3 and not is_last:
+            return
+        left = p.add("net", cost.together(ranks, n_params * BF16), after)
+        if run.system == "fsdp-offload":
+            p.add("d2h", c.copy("d2h", n_params // ranks * FP32), left)
+        elif zero3:  # blocking copies of ordinary memory: kernels that are not issued yet wait for them
+            n_bytes = n_params // ranks * BF16
+            sum_up = None if is_first else p.add("gpu", c.pageable("h2d", n_bytes), left)
+            p.add("gpu", c.pageable("d2h", n_bytes), sum_up, left)
+
+    def backward(layer: Block, ready: int) -> int:
+        p.add("gpu", c.forward(layer), ready)
+        return p.add("gpu", c.backward(layer))
+
+    vocabulary = n_tables(c) * table_bytes(c) // BF16
+    root = gather(vocabulary)
+    for layer in c.layers:
+        computed.append(p.add("gpu", c.forward(layer), gather(layer.n_params), root))
+    computed.append(p.add("gpu", c.loss()))
+    for layer in reversed(c.layers):
+        computed.append(backward(layer, gather(layer.n_params)))
+        scatter(layer.n_params, computed[-1])
+    scatter(vocabulary, p.add("gpu", c.embedding_backward()))
+    return max(ends_s(p.tasks, c.region))
+
+
+def _updating_s(run: Sharded, c: SystemCosts, machine: Profile) -> float:
+    """Adam over a GPU's part of the parameters, after the last gradient."""
+    n, dram = c.workload.n_params // run.gpus, c.profile.host.dram_bytes_per_s.value
+
+    def on_host(bytes_per_param: int) -> float:
+        return max(c.update(n, bytes_per_param).uncontended_s, n * bytes_per_param / dram)
+
+    match run.system:
+        case "fsdp":
+            return n * TORCH_ADAM_BYTES / (c.profile.device.memory_bytes_per_s.value * EAGER_FRACTION)
+        case "fsdp-offload":  # the profile's rate of first touches is one thread's, and each rank has threads of its own
+            return on_host(TORCH_ADAM_BYTES) + n * TORCH_ADAM_NEW_BYTES / machine.host.page_fault_bytes_per_s.value
+        case "zero3-offload":
+            return on_host(ZERO3_UPDATE_BYTES) + c.norm_s(n * FP32)
+        case _:
+            raise AssertionError(f"no system {run.system!r}")
+
+
+def _device_bytes(run: Sharded, c: SystemCosts, n_micro_batches: int) -> int:
+    """State, whole weights, layers' inputs, and the larger of two phases: logits, and the last layer's backward with recompute."""
+    n_params, vocabulary = c.workload.n_params, n_tables(c) * table_bytes(c)
+    logits = c.n_tokens * c.vocab * LOGIT_COPIES_BYTES
+    backward = max(layer.transient_bytes for layer in c.layers)
+    held = len(c.layers) * c.boundary_bytes + round(c.profile.device.context_bytes.value)
+    if run.system == "zero3-offload":
+        return held + min(ZERO3_LIVE_ELEMENTS, n_params) * BF16 + max(logits, vocabulary + backward)
+    held += vocabulary + N_GATHERED * max(layer.n_params for layer in c.layers) * BF16
+    if n_micro_batches > 1:  # gradients that are not exchanged stay whole
+        held += n_params * BF16
+    if run.system == "fsdp":
+        held += n_params // run.gpus * (FP32 + MOMENT_BYTES)
+        backward += n_params // run.gpus * FP32
+    return held + max(logits, vocabulary + backward)

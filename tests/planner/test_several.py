@@ -1,0 +1,128 @@
+"""Is what was published of several GPUs held against us whole, and do systems that shard a model cost what they do?"""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.several import (
+    NOTES,
+    explained_rates,
+    layer_rows,
+    machine_of,
+    published_cells,
+    read_published,
+    sharded_rows,
+)
+from benchmarks.sharded import SYSTEMS, Sharded, predict
+from hwprofiles.schema import read_profile
+from planner.predict.faster import Group, faster
+from tests.tour import ROOT
+
+PAGE = ROOT / "docs" / "accuracy.md"
+GEFORCE = read_profile("8xrtx4090")
+AGAIN = "write it again with `python benchmarks/ledger.py`"
+
+
+@pytest.fixture(scope="module")
+def published():
+    return read_published()
+
+
+@pytest.fixture(scope="module")
+def explained(published):
+    return explained_rates(published)
+
+
+def run_of(system="fsdp-offload", gpus=8, batch=8, micro_batch=4, model="qwen3-1.7b"):
+    return Sharded(system, GEFORCE.name, model, gpus, batch, micro_batch, 2048)
+
+
+# the page
+
+
+def test_the_page_holds_every_run_as_it_is_predicted_today_and_every_layer(published, explained):
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [*sharded_rows(published, explained), *layer_rows(published)]
+    assert len(rows) == len(published.sharded) + len(published.layers) + 4
+    assert [row for row in rows if row not in lines] == [], AGAIN
+
+
+def test_the_page_holds_every_run_of_the_other_system_beside_a_plan(published):
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    for it in published.pipelines:
+        (row,) = [line for line in lines if line.startswith(published_cells(it))]
+        planned = row.removeprefix(published_cells(it)).split("|")[0].strip()
+        assert planned == "does not fit" or float(planned.replace(",", "")) > 0, AGAIN
+
+
+def test_a_changed_number_changes_its_row(published, explained):
+    for it in published.sharded:
+        changes = [{"batch": it.batch + it.micro_batch}, {"model": "qwen3-0.6b"}]
+        changes += [] if it.tokens_per_s is None else [{"tokens_per_s": 1.01 * it.tokens_per_s}]
+        rows = [list(sharded_rows(replace(published, sharded=[replace(it, **c)]), explained))[-1] for c in ({}, *changes)]
+        assert len(set(rows)) == len(rows)
+    for it in published.pipelines:
+        assert published_cells(it) != published_cells(replace(it, tokens_per_s=1.01 * it.tokens_per_s))
+
+
+def test_every_run_says_its_source_once_and_notes_are_of_runs(published):
+    names = [it.id for it in published.sharded]
+    assert len(set(names)) == len(names)
+    assert set(names) >= set(NOTES)
+    assert all("RoundPipe" in it.source for it in (*published.sharded, *published.layers, *published.pipelines))
+
+
+# what sharded systems cost
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_slower_exchange_never_makes_a_step_faster_and_at_last_binds_it(system):
+    steps_s = [predict(run_of(system), faster(GEFORCE, {Group.PEERS: f})).step_s for f in (4.0, 1.0, 0.25, 0.05, 0.005)]
+    assert steps_s == sorted(steps_s)
+    assert steps_s[-1] / steps_s[-2] == pytest.approx(10, rel=0.2)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_one_gpu_is_not_slower_for_an_exchange_that_it_does_not_need(system):
+    alone = [predict(run_of(system, gpus=1), faster(GEFORCE, {Group.PEERS: f})).step_s for f in (1.0, 0.01)]
+    assert alone[0] == pytest.approx(alone[1])
+    assert alone[0] < predict(run_of(system), faster(GEFORCE, {Group.PEERS: 0.05})).step_s
+
+
+def test_weights_come_together_for_every_micro_batch_and_gradients_of_fsdp_once():
+    """Where exchange binds, a step takes as long as it: two gathers a micro-batch, of the root's weights one, and gradients."""
+    slow = faster(GEFORCE, {Group.PEERS: 1e-4})
+    rate = slow.peers.bytes_per_s.value
+    layers, table = 28 * 50_337_024, 151_936 * 2048  # the norms of a layer's queries and keys are in it; the table is tied
+
+    def moved_s(n_params):
+        return 2 * n_params * 7 / 8 / rate
+
+    once, twice, thrice = (predict(run_of("fsdp", batch=n, micro_batch=1), slow).step_s for n in (1, 2, 3))
+    assert twice - once == pytest.approx(moved_s(2 * layers + table), rel=0.01)
+    assert thrice - twice == pytest.approx(twice - once)
+    assert once == pytest.approx(moved_s(3 * layers + 2 * table), rel=0.01)
+    once, twice = (predict(run_of("zero3-offload", batch=n, micro_batch=1), slow).step_s for n in (1, 2))
+    assert twice - once == pytest.approx(moved_s(3 * layers + 2 * table), rel=0.01)
+
+
+def test_state_on_the_host_costs_time_and_saves_the_devices_memory():
+    resident, offloaded = (predict(run_of(system, model="llama-3.1-8b"), GEFORCE) for system in ("fsdp", "fsdp-offload"))
+    assert resident.step_s < offloaded.step_s
+    assert resident.device_peak_bytes - offloaded.device_peak_bytes > 12 * 10**9
+
+
+def test_the_rate_that_explains_a_step_predicts_it(published, explained):
+    for it in published.sharded:
+        if it.id in explained:
+            machine = machine_of(it.machine)
+            slower = faster(machine, {Group.PEERS: explained[it.id] / machine.peers.bytes_per_s.value})
+            assert predict(it.run, slower).step_s == pytest.approx(it.run.tokens_per_step / it.tokens_per_s, rel=1e-3)
+    assert len(explained) == 7
+
+
+def test_an_a800_is_an_a100_with_less_of_nvlink():
+    a800, a100, h100 = machine_of("8xa800"), read_profile("a100-sxm"), read_profile("8xh100")
+    assert (a800.device, a800.host) == (a100.device, a100.host)
+    assert a800.peers.bytes_per_s.value == pytest.approx(h100.peers.bytes_per_s.value * 4 / 9)
+    assert a800.shared_by(8).host.memory_bytes.value == a100.host.memory_bytes.value / 8
