@@ -15,6 +15,7 @@ for what GPUs exchange (`planner/predict/cost.py`). Of a machine's host each GPU
 from dataclasses import dataclass
 
 from hwprofiles.schema import Profile
+from hwprofiles.several import shared_by
 from planner.ledger.system_costs import BF16, FP32, Software, SystemCosts
 from planner.ledger.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS, n_tables, table_bytes
 from planner.ledger.system_pipeline import Program, ends_s
@@ -60,7 +61,7 @@ class Shown:
 
 def predict(run: Sharded, machine: Profile) -> Shown:
     """What the run would have shown on a machine of which each GPU has an equal part."""
-    share = machine.shared_by(run.gpus)
+    share = shared_by(machine, run.gpus)
     semantics = Semantics(run.seq, run.micro_batch, run.micro_batch)
     c = SystemCosts(share, Software(), build_workload(read_model(run.model), semantics), semantics)
     n = -(-run.batch // run.micro_batch)

@@ -15,11 +15,12 @@ from benchmarks.several import (
 )
 from benchmarks.sharded import SYSTEMS, Sharded, predict
 from hwprofiles.schema import read_profile
+from hwprofiles.several import shared_by
 from planner.predict.faster import Group, faster
 from tests.tour import ROOT
 
 PAGE = ROOT / "docs" / "accuracy.md"
-GEFORCE = read_profile("8xrtx4090")
+GEFORCE = machine_of("8xrtx4090")
 AGAIN = "write it again with `python benchmarks/ledger.py`"
 
 
@@ -125,4 +126,4 @@ def test_an_a800_is_an_a100_with_less_of_nvlink():
     a800, a100, h100 = machine_of("8xa800"), read_profile("a100-sxm"), read_profile("8xh100")
     assert (a800.device, a800.host) == (a100.device, a100.host)
     assert a800.peers.bytes_per_s.value == pytest.approx(h100.peers.bytes_per_s.value * 4 / 9)
-    assert a800.shared_by(8).host.memory_bytes.value == a100.host.memory_bytes.value / 8
+    assert shared_by(a800, 8).host.memory_bytes.value == a100.host.memory_bytes.value / 8

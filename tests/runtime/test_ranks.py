@@ -153,6 +153,18 @@ def test_a_plan_of_ranks_brings_weights_together_and_exchanges_sums():
     assert Lane.NET not in small().lanes
 
 
+def test_weights_of_the_block_after_next_are_gathered_before_a_sum_is_exchanged():
+    """One lane does both: were a gather behind the exchange of the block before it, every backward would wait for the net."""
+    plan = small(n_layers=6, n_micro_batches=2, ranks=2, accumulation_group=2, prefetch_depth=2)
+    ops = [(op.kind, op.block) for op in plan.ops]
+    in_turn = [ops.index((Kind.LOSS, 7)), *(ops.index((Kind.BACKWARD, b)) for b in range(6, -1, -1))]  # by how far down
+    for down, b in enumerate(range(7, 1, -1)):
+        exchange = ops.index((Kind.EXCHANGE, b))
+        assert in_turn[down + 1] < exchange < in_turn[down + 2]
+        begins_anew = len(ops) - 1 - ops[::-1].index((Kind.GATHER, b - 2)) if b > 2 else 0
+        assert begins_anew < exchange
+
+
 @pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM])
 def test_a_meeting_that_is_left_out_is_noticed(kind):
     """Ops that waited for it wait for what comes before it."""
