@@ -16,7 +16,7 @@ from runtime.compute.compute import Compute
 from runtime.compute.inference import Head, Inference, perform
 from runtime.executor import AgreedStop, Stop
 from runtime.host.chunks import Scratch
-from runtime.host.common_memory import Shared, shared_slab
+from runtime.host.common_memory import Shared, closed, nobodys, shared_slab
 from runtime.host.copies import Copies
 from runtime.host.device_updates import DeviceUpdates
 from runtime.host.host_state import HostState
@@ -24,7 +24,7 @@ from runtime.host.memory import Arenas
 from runtime.host.norms import Squares
 from runtime.host.optimizer import AdamW
 from runtime.host.shared_numbers import SharedNumbers
-from runtime.host.slabs import give_back_freed
+from runtime.host.slabs import give_back_freed, host_slab
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.lane_thread import LaneRun
@@ -288,12 +288,17 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
-        found, mine = shared_slab(n_bytes)
+        try:
+            found, mine = shared_slab(n_bytes)
+        except OSError:  # what is not to be had by others is gathered from devices
+            found, mine = nobodys(n_bytes), host_slab(n_bytes)
         shared.append(found)
         return mine
 
     arenas = Arenas(plan.arenas, device, heads, slab)
-    return arenas, ranks.common(*shared)
+    others = ranks.common(*shared)
+    closed(*shared)
+    return arenas, others
 
 
 def _staging(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> Staging | None:
