@@ -273,6 +273,11 @@ class TorchMachine(LaneMachine):
         """The most that the process has had of the device's memory; None where that is the host's."""
         return self.streams.peak_bytes() if self.streams is not None else None
 
+    def others_bytes(self) -> int:
+        """What other ranks have that this process maps, and the system counts as this one's too."""
+        rank = self.ranks.rank if self.ranks is not None else 0
+        return sum(slab.numel() for i, slab in enumerate(self._others or ()) if i != rank)
+
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
         return self.streams.name if self.streams is not None else None

@@ -271,9 +271,26 @@ def test_a_system_without_such_slabs_brings_weights_together_otherwise(monkeypat
     )
     machine.initialise(7)
     execute(machine.plan, machine, 1)
+    assert machine.others_bytes() == 0
     [mine] = said
     with pytest.raises(OSError):
         slab_of(mine)
+
+
+def test_what_a_process_maps_of_another_is_all_that_the_other_uploads():
+    class Mapped(Alike):
+        def common(self, mine):
+            return [slab_of(mine) for _ in range(self.n)]
+
+    ranks = Mapped(2)
+    ranks.by_memory = True
+    of = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8).shared_by(2)
+    plan = plan_of(tiny_config("llama"), of, Policy(accumulation_group=4))
+    machine = Remembering(plan, lambda i: batches_of(96, 8, 16)[i], scheduled, ranks=ranks)
+    per_element = next(iter(plan.state_bytes().values()))
+    assert machine.others_bytes() == per_element * sum(plan.part_elements(b) for b in range(len(plan.workload.blocks)))
+    machine.initialise(7)
+    execute(plan, machine, 1)
 
 
 # -- the end -------------------------------------------------------------------------------------------------------------------
