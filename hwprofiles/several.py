@@ -18,7 +18,7 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
         raise ProfileError(f"{profile.name}: has {profile.n_devices} devices, not {n}; choose --gpus {profile.n_devices} or fewer")
     if n_hosts > 1 and profile.network is None:
         raise ProfileError(f"{profile.name}: says nothing of a network; say with --network-gbit what each host has")
-    if n * n_hosts == 1:
+    if n * n_hosts == 1 and profile.n_hosts == 1:
         return profile
     fields = profile.to_json()
     host, price = fields["host"], fields["price"]
@@ -33,7 +33,7 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
             continue
         if key == "ram_usd_per_gb" or profile.sources[price[key]["source"]].kind != "user":  # memory is priced by the part
             price[key]["value"] *= n * n_hosts
-    if n_hosts > 1:
+    if profile.network is not None:
         fields["network"]["n_hosts"] = n_hosts
     return Profile.from_json(fields | {"name": name_of_shared(profile.name, n, n_hosts)}, profile.name)
 

@@ -88,7 +88,7 @@ def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
     ]
     on_device = sum(planned_device_needs(plan).values())
     on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - training.store.others_bytes()  # Linux counts in KiB
     device_peak_bytes = training.store.device_peak_bytes()
     if device_peak_bytes is None:  # the device's memory is the process's own
         return [*rows, _Row("process, peak", on_device + on_host, peak_bytes, show_bytes)]

@@ -46,11 +46,14 @@ class Difference:
 
 
 def check_origin(plan: Plan, by_this_code: bool) -> list[str]:
-    """PlanError where blocks or arenas are not those of the plan's model, semantics and policy; else what was not held to.
+    """PlanError where blocks or arenas are not those of the plan's model, semantics and policy, or hosts share the ranks unequally;
+    else what was not held to.
 
     `by_this_code`: the code that made the plan is this one, so that even what only costs rest on must be as it is counted here.
     """
-    left = []
+    left, n_hosts = [], _profile_of(plan).n_hosts
+    if plan.semantics.ranks % n_hosts:
+        raise PlanError(f"profile: {n_hosts} hosts cannot have equally many of {plan.semantics.ranks} ranks; {AGAIN}")
     for found in _differences("workload", plan.workload, _workload_of(plan)):
         if by_this_code or not _OF_TIME & {*found.place.split(".")}:
             raise PlanError(f"{found} as the model and the semantics have it; {AGAIN}")

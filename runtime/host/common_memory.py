@@ -1,11 +1,13 @@
 """How do the processes of a host read each other's memory?
 
-Each has a slab that the others map too. It has no name that could outlive its processes, and is limited by memory alone, not by
-what is mounted for shared memory: the others find it by the process that has it, for as long as that lives.
+Each has a slab that the others map too. It is no file that could outlive its processes, and is limited by memory alone, not by
+what is mounted for shared memory: the others find it by the process that has it. Only by the name that it bears do they know it:
+where processes are on several hosts, or count them apart, another process may have the same number, and even be the one that asks.
 """
 
 import mmap
 import os
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ class Shared:
     process: int
     descriptor: int
     n_bytes: int
+    name: str  # which no other slab has, on any host
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +37,39 @@ class CommonMemory:
 
 
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
-    """So many bytes, zero, that others may map; MemoryError where the system refuses. The descriptor stays open as long as the
-    process lives, which costs nothing."""
+    """So many bytes, zero, that others may map until it is `closed`; MemoryError where the system refuses so many, OSError where it
+    has no such slabs."""
+    name = f"penstock-{secrets.token_hex(16)}"
     try:
-        descriptor = os.memfd_create("penstock")
+        descriptor = os.memfd_create(name)
+    except AttributeError:
+        raise OSError("no such slabs on this system") from None
+    shared = Shared(os.getpid(), descriptor, n_bytes, name)
+    try:
         os.ftruncate(descriptor, n_bytes)
-        return Shared(os.getpid(), descriptor, n_bytes), _mapped(descriptor, n_bytes)
-    except (AttributeError, OSError, ValueError) as error:
+        return shared, _mapped(descriptor, n_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        closed(shared)
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
+
+
+def closed(mine: Shared) -> None:
+    """All that are to map this process's slab have: it goes with the last of its mappings."""
+    with suppress(OSError):  # it is nobody's, and was never open
+        os.close(mine.descriptor)
+
+
+def nobodys(n_bytes: int) -> Shared:
+    """What is said of a slab that others cannot map."""
+    return Shared(os.getpid(), -1, n_bytes, "nobody's")
 
 
 def slab_of(other: Shared) -> torch.Tensor:
     """Another process's slab, to be read; OSError where it cannot be had."""
     descriptor = os.open(f"/proc/{other.process}/fd/{other.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
+        if other.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError("another process's")
         return _mapped(descriptor, other.n_bytes)
     finally:
         os.close(descriptor)  # the mapping keeps it

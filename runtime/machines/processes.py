@@ -60,7 +60,8 @@ class Processes:
         of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
         with _meeting("counted themselves"):
             _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - place]))
-        if any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
+        alike = n_here > 0 and self.n % n_here == 0
+        if not alike or any(n != n_here or first != rank // n_here * n_here for rank, (n, first) in enumerate(of_ranks.tolist())):
             raise RanksError("hosts have different numbers of ranks; start as many on each, as torchrun --nproc-per-node does")
         return n_here
 

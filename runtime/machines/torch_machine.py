@@ -16,7 +16,7 @@ from runtime.compute.compute import Compute
 from runtime.compute.inference import Head, Inference, perform
 from runtime.executor import AgreedStop, Stop
 from runtime.host.chunks import Scratch
-from runtime.host.common_memory import CommonMemory, Shared, shared_slab
+from runtime.host.common_memory import CommonMemory, Shared, closed, nobodys, shared_slab
 from runtime.host.copies import Copies
 from runtime.host.device_updates import DeviceUpdates
 from runtime.host.host_state import HostState
@@ -24,7 +24,7 @@ from runtime.host.memory import Arenas
 from runtime.host.norms import Squares
 from runtime.host.optimizer import AdamW
 from runtime.host.shared_numbers import SharedNumbers
-from runtime.host.slabs import give_back_freed, touch
+from runtime.host.slabs import give_back_freed, host_slab, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.lane_thread import LaneRun
@@ -271,6 +271,13 @@ class TorchMachine(LaneMachine):
         """The most that the process has had of the device's memory; None where that is the host's."""
         return self.streams.peak_bytes() if self.streams is not None else None
 
+    def others_bytes(self) -> int:
+        """What other ranks have that this process maps, and the system counts as this one's too."""
+        if self.ranks is None or self._memory is None:
+            return 0
+        mapped = zip(self._memory.uploaded, self._memory.exchanged, strict=True)
+        return sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self.ranks.rank for slab in slabs)
+
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
         return self.streams.name if self.streams is not None else None
@@ -286,15 +293,19 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
-        found, mine = shared_slab(n_bytes)
+        try:
+            found, mine = shared_slab(n_bytes)
+        except OSError:  # what is not to be had by others is gathered from devices
+            found, mine = nobodys(n_bytes), host_slab(n_bytes)
         shared.append(found)
         return mine
 
     arenas = Arenas(plan.arenas, device, heads, slab)
     exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])
     touch([exchanged], 1)
-    found = [ranks.common(mine) for mine in shared]
-    uploaded_by, exchanged_by = found
+    uploaded_by, exchanged_by = (ranks.common(mine) for mine in shared)
+    for mine in shared:
+        closed(mine)
     return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
 
 

@@ -1,5 +1,6 @@
 """Do several ranks come to the bits of one, whatever their number, types and policies?"""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 
 import penstock
 from hwprofiles.schema import Profile, read_profile
-from hwprofiles.several import shared_by
+from hwprofiles.several import on_network, shared_by
 from planner.check.check import check
-from planner.check.recount import strangers
+from planner.check.recount import check_origin, strangers
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.errors import PlanError
 from runtime.executor import AgreedStop, Stop, execute
+from runtime.host.common_memory import closed, nobodys, shared_slab, slab_of
 from runtime.machines.emulated import Alike
 from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.workload import Block, BlockKind, Model, Parameter
@@ -217,6 +219,92 @@ def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_i
     fields["peers"]["bytes_per_s"]["value"] *= 2
     found = penstock.plan("qwen2.5-0.5b", Profile.from_json(fields), policy="megatrain", **sizes)
     assert "peers.bytes_per_s" in next(strangers(found.plan))
+
+
+@pytest.mark.parametrize("n_hosts", [3, 16])
+def test_hosts_that_have_not_as_many_ranks_are_refused(n_hosts):
+    box, sizes = read_profile("8xh100"), {"seq_len": 64, "batch_size": 8, "micro_batch": 1, "gpus": 4, "hosts": 2}
+    plan = penstock.plan("qwen2.5-0.5b", box, policy="megatrain", **sizes).plan
+    check_origin(plan, True)
+    network = plan.profile["network"] | {"n_hosts": n_hosts}
+    with pytest.raises(PlanError, match=f"{n_hosts} hosts cannot have equally many of 8 ranks"):
+        check_origin(replace(plan, profile=plan.profile | {"network": network}), True)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_hosts_are_as_many_as_are_asked_for_whatever_a_profile_says(gpus):
+    box = on_network(read_profile("8xh100"), 100)
+    two = shared_by(box, 4, 2)
+    assert (two.n_hosts, shared_by(two, gpus).n_hosts) == (2, 1)
+
+
+# -- each other's memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_is_another_process_s_as_long_as_either_has_it():
+    mine, slab = shared_slab(4096)
+    theirs = slab_of(mine)
+    closed(mine)
+    slab[7] = 3
+    assert theirs[7] == 3
+    del slab
+    assert theirs[7] == 3
+
+
+def test_what_lies_where_a_slab_is_said_to_lie_is_no_slab_unless_it_bears_its_name():
+    """As on another host, whose processes have the same numbers."""
+    mine, slab = shared_slab(4096)
+    other, _ = shared_slab(4096)
+    for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), nobodys(4096)):
+        with pytest.raises(OSError):
+            slab_of(wrong)
+    closed(other)
+    closed(mine)
+    assert slab.numel() == 4096
+
+
+def test_a_system_without_such_slabs_brings_weights_together_otherwise(monkeypatch):
+    def refused(name):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    said = []
+
+    class Hidden(Alike):
+        def common(self, mine):
+            said.append(mine)
+
+    ranks = Hidden(2)
+    ranks.by_memory = True
+    of = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8).shared_by(2)
+    batches = batches_of(96, 8, 16)
+    machine = Remembering(
+        plan_of(tiny_config("llama"), of, Policy(accumulation_group=4)), lambda i: batches[i], scheduled, ranks=ranks
+    )
+    machine.initialise(7)
+    execute(machine.plan, machine, 1)
+    assert machine.others_bytes() == 0
+    assert len(said) == 2
+    for mine in said:
+        with pytest.raises(OSError):
+            slab_of(mine)
+
+
+def test_what_a_process_maps_of_another_is_all_that_the_other_uploads_and_exchanges():
+    class Mapped(Alike):
+        def common(self, mine):
+            return [slab_of(mine) for _ in range(self.n)]
+
+    ranks = Mapped(2)
+    ranks.by_memory = True
+    of = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8).shared_by(2)
+    plan = plan_of(tiny_config("llama"), of, Policy(accumulation_group=4))
+    machine = Remembering(plan, lambda i: batches_of(96, 8, 16)[i], scheduled, ranks=ranks)
+    per_element = next(iter(plan.state_bytes().values()))
+    uploaded_bytes = per_element * sum(plan.part_elements(b) for b in range(len(plan.workload.blocks)))
+    assert machine.others_bytes() == uploaded_bytes + 2 * 4 * plan.exchanged_elements()
+    machine.initialise(7)
+    execute(plan, machine, 1)
 
 
 # -- the end -------------------------------------------------------------------------------------------------------------------
