@@ -32,6 +32,7 @@ SHORTER_GROUPS = (2, 3)
 MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
 # Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
 MOST_LEAVING = 12
+FEWER_LEAVING = (2, 4, 8)  # one layer in so many
 GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
 
 
@@ -113,7 +114,7 @@ class Greedy:
             if not away:
                 continue
             groups = [group for group in halves(n) if self.semantics.least_group <= group <= MOST_LEAVING]
-            fitting = (self._filled(group, spills, away=away)[0] for group in groups)
+            fitting = (self._filled(group, spills, away=some)[0] for group in groups for some in self._some(away))
             found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
             least = self.semantics.least_group
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
@@ -136,6 +137,15 @@ class Greedy:
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, 1, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
+
+    def _some(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
+        """All of these layers; of several ranks, whose groups cannot be smaller, also fewer, for which the host may have room."""
+        yield away
+        if self.semantics.ranks > 1:
+            layers = list(away)
+            yield from (
+                {layers[i]: away[layers[i]] for i in range(0, len(layers), each)} for each in FEWER_LEAVING if each < len(layers)
+            )
 
     # -- how long a step takes --------------------------------------------------------------------------------------
 
