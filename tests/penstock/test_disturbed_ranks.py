@@ -147,7 +147,7 @@ def test_half_a_checkpoint_of_two_ranks_is_passed_over_by_one_for_the_last_whole
     """Killed while it was written."""
     home = make_home(tmp_path)
     out = home / "out"
-    running = begun(words(home, planned(home, 2), "--save-every", 1, steps=10**5))
+    running = begun(words(home, planned(home, 2), "--save-every", 1, "--keep", 3, steps=10**5))
     wait_for(lambda: step_of(out), running)
     first = pid_of(running, 0)
 

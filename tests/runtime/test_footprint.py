@@ -55,13 +55,15 @@ def exactly(plan: Plan, short_device_bytes: int = 0, short_host_bytes: int = 0) 
 
 
 def start(plan: Plan, device: str) -> None:
-    """What a run refuses, on the machine of the plan's profile once the process and its context are there."""
+    """What a run refuses, on the machine of the plan's profile once the process and its context are there; of several ranks, which
+    the profile is a part for, on all of it."""
     on_device, on_host = (plan.profile[place] for place in ("device", "host"))
     free_bytes = int(on_device["memory_bytes"]["value"]) - round(on_device["context_bytes"]["value"])
     host_bytes = int(on_host["memory_bytes"]["value"]) - round(on_host["runtime_bytes"]["value"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(streams, "free_cuda_bytes", lambda index=0: free_bytes)
-        patched.setattr(memory, "available_host_bytes", lambda: host_bytes + (free_bytes if device == "cpu" else 0))
+        available_bytes = plan.semantics.ranks * (host_bytes + (free_bytes if device == "cpu" else 0))
+        patched.setattr(memory, "available_host_bytes", lambda: available_bytes)
         cli_assembly._refuse_what_does_not_fit(plan, device, "auto")
 
 
