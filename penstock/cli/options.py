@@ -126,7 +126,7 @@ def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq
 
 def with_gpus(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of how many devices share a step, of every command that plans for several."""
-    gbit = click.FloatRange(min=0, min_open=True, max=1e6)
+    gbit = click.FloatRange(min=0, min_open=True, max=99_999)
     for option in (
         click.option("--network-gbit", type=gbit, help="Gbit/s of each host's network.  [default: the profile's]"),
         click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
