@@ -1,5 +1,6 @@
 """Are batches that other processes make ahead the batches that this one would make?"""
 
+import contextlib
 import json
 import os
 import pickle
@@ -46,8 +47,10 @@ def same(data: Data, other: Data, step: int) -> bool:
 def children() -> set[int]:
     """Processes of this one, the processes of templates and all; not the one that multiprocessing keeps to tidy up."""
     tasks = Path(f"/proc/{os.getpid()}/task")
-    found = {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
-    return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread or a process has ended meanwhile: once more
+            found = {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+            return {pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.fixture
