@@ -28,7 +28,7 @@ def planned(model: str, gpus: int, gbit: int, each: int) -> Planned | str:
     here = min(gpus, DEVICES)
     try:
         sizes = {"seq_len": SEQ_LEN, "batch_size": each * gpus, "gpus": here, "hosts": gpus // here}
-        return penstock.plan(model, MACHINE, network_gbit=gbit, **sizes)  # type: ignore[arg-type]
+        return penstock.plan(model, MACHINE, network_gbit=gbit if gpus > here else None, **sizes)  # type: ignore[arg-type]
     except DoesNotFitError as error:
         return str(error).partition(";")[0]
 

@@ -11,6 +11,13 @@ BYTES_PER_GBIT = 1e9 / 8
 NETWORK_LATENCY_S = 2e-5  # assumed of a network of which its user says no more than how fast it is
 
 
+def part_of(profile: Profile, n: int, n_hosts: int = 1, gbit_per_s: float | None = None) -> Profile:
+    """What each device has of what a user asks for: n devices, on each of so many hosts, between which each has so many Gbit/s."""
+    if gbit_per_s is not None and n_hosts == 1:
+        raise ProfileError("--network-gbit is between hosts, and one is asked for; say how many with --hosts, of --gpus each")
+    return shared_by(on_network(profile, gbit_per_s), n, n_hosts)
+
+
 def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
     """What one of n devices has of the machine, or of each of so many such machines: a device and its link, and an equal part of
     its host. Prices become those of all: a profile's are of one device, a user's of the whole."""

@@ -163,13 +163,13 @@ def plan(
     DoesNotFitError names the smallest changes that would fit.
     """
     from hwprofiles.schema import Profile, read_profile
-    from hwprofiles.several import on_network, shared_by
+    from hwprofiles.several import part_of
     from planner.model.workload import read_model
 
     profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
     if host_memory_bytes is not None or device_memory_bytes is not None:
         profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
-    profile = shared_by(on_network(profile, network_gbit), gpus, hosts)
+    profile = part_of(profile, gpus, hosts, network_gbit)
     described = read_model(str(model))
     given = semantics | {
         "seq_len": seq_len,

@@ -148,7 +148,7 @@ def plan(
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
     from hwprofiles.schema import read_profile
-    from hwprofiles.several import on_network, shared_by
+    from hwprofiles.several import part_of
     from penstock.api import answer_of
     from planner.model.config import unread_weights
     from planner.model.workload import read_model
@@ -159,7 +159,7 @@ def plan(
     if host_memory is not None or device_memory is not None:
         profile = profile.with_memory(device_memory, host_memory)
     profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
-    profile = shared_by(on_network(profile, network_gbit), gpus, hosts)
+    profile = part_of(profile, gpus, hosts, network_gbit)
     described = read_model(model)
     given: dict[str, Any] = {
         "seq_len": seq_len,

@@ -7,7 +7,7 @@ what one concern needs: ops of its own and operands of those that are there. Ove
 import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 
 from runtime.plan import CONTRACT, Kind, Op, Semantics, Setup, Slot, Update
 from runtime.plan.ops import Operand
@@ -215,14 +215,14 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
     own = {b: Slot("gradients", plan.policy.gradient_slots + 1 + i) for i, b in enumerate(plan.policy.device_blocks)}
     sum_of, of, is_shared = _sums(plan, of_vocabulary), plan.semantics, plan.semantics.ranks > 1
     out: dict[int, Slot] = {}
-    exchanged: list[Draft] = []  # a sum, and its way to the host: after the gather of what is computed meanwhile
+    exchanged: list[tuple[Draft, Draft]] = []  # a sum, and its way to the host: after the gather of what is computed meanwhile
     for op in ops:
         b, m = op.block, op.micro_batch
         if op.kind not in (Kind.LOSS, Kind.BACKWARD) or m is None:
             yield op
             continue
-        while exchanged and exchanged[0].block >= b + n_whole_sums(plan):  # whose sum is begun now
-            yield from (exchanged.pop(0), exchanged.pop(0))
+        while exchanged and exchanged[0][0].block >= b + n_whole_sums(plan):  # whose sum is begun now
+            yield from exchanged.pop(0)
         if op.kind is Kind.LOSS and m % plan.policy.accumulation_group == 0 and not rings_go_on:
             on_device.begin_anew()
             staging.begin_anew()
@@ -248,10 +248,10 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             offload = Draft(Kind.OFFLOAD_GRADIENT, b).uses(gradient=out[b], arrived=on_host(b))
             if is_shared:
                 exchange = Draft(Kind.EXCHANGE, b).uses(sum=sums[-1], received=Slot("received", 0), gradient=out[b])
-                exchanged += [exchange, offload]
+                exchanged.append((exchange, offload))
             else:
                 yield offload
-    yield from exchanged
+    yield from chain.from_iterable(exchanged)
 
 
 def _levels(of: Semantics, m: int) -> range:

@@ -20,7 +20,7 @@ from runtime.units import show_bytes
 from . import slabs as host_memory
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
-HEADS = "heads"  # the slab of what lies apart from the rest of its slot
+FRONTS = "fronts"  # the slab of what lies apart from the rest of its slot
 SLAB_ALIGN_BYTES = {"cpu": 64, "cuda": 256}  # results of matrix products depend on alignment below 16 bytes
 
 
@@ -40,16 +40,16 @@ class Arenas:
         self,
         arenas: Iterable[Arena],
         device: torch.device,
-        heads: Mapping[Slot, int] | None = None,
-        heads_slab: Callable[[int], torch.Tensor] = host_memory.host_slab,
+        fronts: Mapping[Slot, int] | None = None,
+        fronts_slab: Callable[[int], torch.Tensor] = host_memory.host_slab,
     ) -> None:
         """Allocate every slab, zero-filled. PlanError when the machine has not that much memory.
 
-        `heads`: of slots of the host, so many bytes at their beginning lie by themselves, in a slab of all that `heads_slab`
+        `fronts`: of slots of the host, so many bytes at their beginning lie by themselves, in a slab of all that `fronts_slab`
         makes. No view reaches across.
         """
-        arenas, heads = list(arenas), heads or {}
-        self._heads: dict[Slot, _Region] = {}
+        arenas, fronts = list(arenas), fronts or {}
+        self._fronts: dict[Slot, _Region] = {}
         self._slabs: dict[str, torch.UntypedStorage] = {}
         self._regions: dict[Slot, _Region] = {}
         self._in_host_memory: dict[str, torch.Tensor] = {}  # by slab: the device's too, if that is the processor
@@ -60,19 +60,19 @@ class Arenas:
                 name, at = f"{arena.name}.{number}" if number else arena.name, 0
                 for index in slots:
                     slot, n_bytes = Slot(arena.name, index), arena.slot_bytes[index]
-                    self._regions[slot] = _Region(name, at, n_bytes - heads.get(slot, 0))
+                    self._regions[slot] = _Region(name, at, n_bytes - fronts.get(slot, 0))
                     at += self._regions[slot].n_bytes
                 slab = self._slab(arena, name, at, device if arena.place is Place.DEVICE else torch.device("cpu"))
                 assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(slab.device.type, 64) == 0
                 self._slabs[name], self._places[name], self._arena_of[name] = slab.untyped_storage(), arena.place, arena.name
         at = 0
-        for slot, n_bytes in heads.items():
-            self._heads[slot] = _Region(HEADS, at, n_bytes)
+        for slot, n_bytes in fronts.items():
+            self._fronts[slot] = _Region(FRONTS, at, n_bytes)
             at += n_bytes
-        if heads:
-            of = next(arena for arena in arenas if arena.name == next(iter(heads)).arena)
-            slab = self._slab(of, HEADS, at, torch.device("cpu"), heads_slab)
-            self._slabs[HEADS], self._places[HEADS], self._arena_of[HEADS] = slab.untyped_storage(), of.place, of.name
+        if fronts:
+            of = next(arena for arena in arenas if arena.name == next(iter(fronts)).arena)
+            slab = self._slab(of, FRONTS, at, torch.device("cpu"), fronts_slab)
+            self._slabs[FRONTS], self._places[FRONTS], self._arena_of[FRONTS] = slab.untyped_storage(), of.place, of.name
         where = host_memory.placement(sum(slab.numel() for slab in self._in_host_memory.values()), os.sched_getaffinity(0))
         self.placement = where if where is not None and host_memory.place(self._in_host_memory.values(), where) else None
 
@@ -131,14 +131,14 @@ class Arenas:
         Each call makes a tensor with a version counter of its own, so writing one view never invalidates what autograd
         saved of another.
         """
-        region, head = self._regions[slot], self._heads.get(slot)
+        region, front = self._regions[slot], self._fronts.get(slot)
         torch_dtype = DTYPE[dtype]
         item = torch_dtype.itemsize
-        if head is not None:
-            if offset_elements * item < head.n_bytes:
-                region = head
+        if front is not None:
+            if offset_elements * item < front.n_bytes:
+                region = front
             else:
-                offset_elements -= head.n_bytes // item
+                offset_elements -= front.n_bytes // item
         if shape is None:
             shape = (region.n_bytes // item - offset_elements,)
         n_elements = 1
@@ -164,25 +164,25 @@ class Arenas:
     def exchange(self, a: Slot, b: Slot) -> None:
         """From now on each of the two is where the other was. Nothing is copied."""
         assert self._regions[a].n_bytes == self._regions[b].n_bytes, f"{a} and {b} are of different sizes"
-        for regions in (self._regions, self._heads):
+        for regions in (self._regions, self._fronts):
             if a in regions:
                 regions[a], regions[b] = regions[b], regions[a]
 
-    def head_in(self, slab: torch.Tensor, slot: Slot, dtype: str, n_elements: int) -> torch.Tensor:
-        """The first elements of what lies in another process's slab of heads where this one's slot has its own."""
-        head, item = self._heads[slot], DTYPE[dtype].itemsize
-        assert n_elements * item <= head.n_bytes
-        return slab[head.offset_bytes : head.offset_bytes + n_elements * item].view(DTYPE[dtype])
+    def front_in(self, slab: torch.Tensor, slot: Slot, dtype: str, n_elements: int) -> torch.Tensor:
+        """The first elements of what lies in another process's slab of fronts where this one's slot has its own."""
+        front, item = self._fronts[slot], DTYPE[dtype].itemsize
+        assert n_elements * item <= front.n_bytes
+        return slab[front.offset_bytes : front.offset_bytes + n_elements * item].view(DTYPE[dtype])
 
     def poison(self, slot: Slot) -> None:
         """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
-        for region in (self._regions[slot], self._heads.get(slot)):
+        for region in (self._regions[slot], self._fronts.get(slot)):
             if region is not None:
                 self._raw(region).fill_(0xFF)
 
     def raw(self, slot: Slot) -> torch.Tensor:
         """The bytes of a slot that lies in one piece."""
-        assert slot not in self._heads
+        assert slot not in self._fronts
         return self._raw(self._regions[slot])
 
     def _raw(self, region: _Region) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Collectives:
         gradient that is made with it."""
         for rank, (part, slab) in enumerate(zip(parts, memory.uploaded, strict=True)):
             if rank != self._ranks.rank:
-                there = self._arenas.head_in(slab, source, self._plan.semantics.compute_dtype, part.numel())
+                there = self._arenas.front_in(slab, source, self._plan.semantics.compute_dtype, part.numel())
                 part.copy_(there, non_blocking=True)
 
     def _exchange(self, op: Op, first: int, n: int) -> None:

@@ -5,7 +5,7 @@ host memory. Each of a machine's lanes that meets the others' has a group of its
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -46,14 +46,16 @@ class Processes:
         self._here = self._between_hosts = self._of_device
         if self.n_here < self.n:
             hosts = [range(first, first + self.n_here) for first in range(0, self.n, self.n_here)]
-            for of, alike in (("_here", hosts), ("_between_hosts", list(zip(*hosts, strict=True)))):
-                for ranks in alike:  # every rank makes every group
-                    group = dist.new_group(list(ranks), backend=backend, timeout=wait)
-                    if self.rank in ranks:
-                        setattr(self, of, group)
+            self._here = self._own_group(hosts, backend, wait)
+            self._between_hosts = self._own_group(zip(*hosts, strict=True), backend, wait)
         self._of_host = dist.new_group(backend="gloo", timeout=patience)
         self._of_meetings = dist.new_group(backend="gloo", timeout=patience)
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
+
+    def _own_group(self, groups: Iterable[Iterable[int]], backend: str, wait: timedelta) -> Any:
+        """This rank's of some groups, each of which every rank makes."""
+        made = [(ranks, dist.new_group(ranks, backend=backend, timeout=wait)) for ranks in map(list, groups)]
+        return next(group for ranks, group in made if self.rank in ranks)
 
     def _agreed(self, n_here: int, place: int) -> int:
         """How many ranks each host has; RanksError where they are not as many, or not one after another."""

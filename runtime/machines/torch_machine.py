@@ -289,7 +289,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
         return Arenas(plan.arenas, device), None
     bytes_per_element, n_blocks = next(iter(plan.state_bytes().values())), len(plan.workload.blocks)
     blocks = [*range(n_blocks), *plan.policy.speculate_blocks]
-    heads = {Slot("state", i): plan.part_elements(b) * bytes_per_element for i, b in enumerate(blocks)}
+    fronts = {Slot("state", i): plan.part_elements(b) * bytes_per_element for i, b in enumerate(blocks)}
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
@@ -300,7 +300,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
         shared.append(found)
         return mine
 
-    arenas = Arenas(plan.arenas, device, heads, slab)
+    arenas = Arenas(plan.arenas, device, fronts, slab)
     exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])
     touch([exchanged], 1)
     uploaded_by, exchanged_by = (ranks.common(mine) for mine in shared)

@@ -67,7 +67,11 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(tmp_path):
     refused = done(words(home, plan))
     assert refused.returncode == 2
     assert "torchrun --nnodes 2 --nproc-per-node 2" in refused.stderr
-    assert penstock("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2, "--hosts", 2).exit_code == 2
+    asked = ("plan", home / "model", "--machine", "h100-sxm", "--gpus", 2)
+    assert "says nothing of a network" in penstock(*asked, "--hosts", 2).output
+    alone = penstock(*asked, "--network-gbit", 400)
+    assert alone.exit_code == 2
+    assert "say how many with --hosts" in alone.output
 
 
 def test_hosts_are_emulated_by_one_of_their_ranks(tmp_path):

@@ -62,7 +62,7 @@ def compare(
     Prices that are given hold for every machine.
     """
     from hwprofiles.schema import read_profile, shipped_profiles
-    from hwprofiles.several import on_network, shared_by
+    from hwprofiles.several import part_of
     from planner.model.workload import read_model, supported_attention
     from planner.search.micro_batch import SIZES, shared_step
     from planner.show.compare import JOB_TITLES, MATTER, TITLES, candidate, ranked
@@ -81,7 +81,7 @@ def compare(
             profile = profile.with_memory(None, host_memory)
         elif host_memory is not None:
             click.echo(f"{profile.name}: its memory is soldered, and stays as it is", err=True)
-        profiles.append(shared_by(on_network(profile, network_gbit), gpus, hosts))
+        profiles.append(part_of(profile, gpus, hosts, network_gbit))
     if not profiles:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     semantics = Semantics(

@@ -59,14 +59,15 @@ def fits(
     of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
-    from hwprofiles.several import name_of_shared, on_network, shared_by
+    from hwprofiles.several import name_of_shared, on_network, part_of
     from planner.search.micro_batch import shared_step
     from planner.show import fits as which
     from runtime.plan import Semantics
 
-    groups = {name: [on_network(of, network_gbit) for of in _machines(name)] for name in dict.fromkeys(machines or which.GPUS)}
+    groups = {name: _machines(name) for name in dict.fromkeys(machines or which.GPUS)}
     for profile in chain(*groups.values()):
-        shared_by(profile, gpus, hosts)  # or say why not
+        part_of(profile, gpus, hosts, network_gbit)  # or say why not
+    groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
     known = which.families()
     asked = list(dict.fromkeys(part.strip() for part in families.split(","))) if families else list(known)
     if wrong := [name for name in asked if name not in known]:
