@@ -3,7 +3,8 @@
     python benchmarks/ledger.py RUNS.json [-o docs/accuracy.md]
 
 Predicts every run, fits the constants of `hwprofiles.fit` again, once with all its runs and once without each run, and writes
-the ledger, with a section on several GPUs (`benchmarks/several.py`). Minutes on one core. Without -o the page goes to the terminal.
+the ledger, with sections on several GPUs (`benchmarks/several.py`) and adapters (`benchmarks/adapters.py`). Minutes on one core.
+Without -o the page goes to the terminal.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
+from benchmarks.adapters import section as of_adapters
 from benchmarks.several import read_published, section
 from hwprofiles.fit import SOFTWARE, STAGES, Stage, fit, value_of, with_constants
 from hwprofiles.schema import Profile, read_profile
@@ -337,7 +340,7 @@ def main() -> None:
     ledger = with_intervals(validate(runs), runs)
     left_out, refitted = leave_out(runs, ledger, fitter), fitter.values()
     print("planning for several GPUs ...", file=sys.stderr)
-    text = page(ledger, left_out, refitted, claims(), section(read_published()))
+    text = page(ledger, left_out, refitted, claims(), chain(section(read_published()), of_adapters()))
     if arguments.output is None:
         print(text, end="")
     else:

@@ -158,8 +158,8 @@ def plan(
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, or the name of another system's, in place of a search. `semantics`: further fields of Semantics, as
-    `master_dtype="bf16"`, but for those that `kernels` and `deterministic` decide. A size that is not given is the fastest.
-    `clipped_fraction`: of the steps, if known. `network_gbit`: Gbit/s of each host, if not the profile's.
+    `master_dtype="bf16"` or `train="lora:r=16"`, but for those that `kernels` and `deterministic` decide. A size that is not given
+    is the fastest. `clipped_fraction`: of the steps, if known. `network_gbit`: Gbit/s of each host, if not the profile's.
     DoesNotFitError names the smallest changes that would fit.
     """
     from hwprofiles.schema import Profile, read_profile
@@ -199,8 +199,10 @@ def answer_of(
     from planner.search.search import search
     from planner.search.space import BASELINES, baseline
     from runtime.plan import Kernel, Policy, Semantics
+    from runtime.plan.train import training
 
     known = {name: value for name, value in given.items() if value is not None or name == "clip_norm"}
+    known |= training(known.get("train"), known.get("base"), known.get("gradient_dtype"))
     if decided := sorted(known.keys() & {*PARTS, "attention_kernel"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
@@ -365,8 +367,8 @@ def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batche
 
 def _given(batches: "Batches", plan: "Plan") -> "Given":
     """The batches as a run takes them, each held to the plan's shape."""
-    from runtime.compute.documents import supports_documents
     from runtime.data.given import Given
+    from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     return Given(batches, of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))

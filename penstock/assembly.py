@@ -17,7 +17,7 @@ from runtime.errors import DoesNotFitError, PlanError, WorkloadError
 from runtime.train.run_config import RunConfigError
 from runtime.units import show_bytes
 
-from .inputs import data_of, held_out_of, own_model, prompts_of, weights_of
+from .inputs import PACKED_FOLDER, data_of, held_out_of, own_model, prompts_of, weights_of
 
 if TYPE_CHECKING:
     from planner.predict.simulate import Prediction
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from runtime.train.trainer import Training
 
     from .inputs import Prompts
+
+
+ELSEWHERE = "run it on a machine with more memory, or plan a smaller model or batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +140,14 @@ def _real(
     from runtime.checkpoint.room import refuse_what_has_no_room
     from runtime.executor import say
     from runtime.train.crew import Lead
-    from runtime.train.trainer import Training, load_model
+    from runtime.train.trainer import Training, load_adapter, load_model
 
     from .ranks import all_ready, begin
 
     plan, folder = own_model(plan, settings.model)
     out, first_step = Path(settings.out), 0 if state is None else state.step
-    weights = None if settings.from_scratch or state is not None else weights_of(plan, folder)
+    trains_all = plan.workload.trains_all  # else a state has no weights but those that are trained
+    weights = None if settings.from_scratch or (state is not None and trains_all) else weights_of(plan, folder)
     _refuse_what_does_not_fit(plan, device, settings.device)
     report("reading the data")
     data = data or data_of(settings, plan, folder, until_the_end, report=report)
@@ -158,16 +162,20 @@ def _real(
     report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
     store = _machine(device, plan, data, of_step, settings.seed, ranks)
     lead = None if ranks is None else Lead(store, ranks)
-    if state is not None:
-        said = f"{state.path}, after step {state.step}"
-    elif weights is not None:
-        said = str(weights)
-        load_model(store, weights, report)
-    else:
-        said = f"RANDOM, from scratch, by seed {settings.seed}"
-        say("RANDOM WEIGHTS: trained from scratch, as was asked; the model knows nothing at its first step")
-        report("making random weights")
-        store.initialise(settings.seed)
+    said = f"{state.path}, after step {state.step}" if state is not None else str(weights)
+    if state is None or not trains_all:
+        if weights is not None:
+            load_model(store, weights, report, out / PACKED_FOLDER if settings.packed is None else Path(settings.packed))
+            store.initialise_adapters(settings.seed)
+        else:
+            if state is None:
+                said = f"RANDOM, from scratch, by seed {settings.seed}"
+                say("RANDOM WEIGHTS: trained from scratch, as was asked; the model knows nothing at its first step")
+            report("making random weights")
+            store.initialise(settings.seed)
+    if settings.adapter is not None and state is None:
+        load_adapter(store, Path(settings.adapter))
+        said = f"{said}, with the adapter {settings.adapter}"
     training = Training(
         plan,
         store,
@@ -180,6 +188,7 @@ def _real(
         checkpoint=settings.checkpoint if ranks is None else replace(settings.checkpoint, background=False),
         optimizer=kept,
         lead=lead,
+        frozen=None if trains_all else _told_apart(weights, settings.seed),
     )
     if state is not None:
         report("putting back the state")
@@ -190,6 +199,13 @@ def _real(
         report("waiting for all ranks")
         all_ready(ranks, _read_by_all(data, weights))
     return run
+
+
+def _told_apart(weights: Path | None, seed: int) -> str:
+    """What tells frozen weights from others."""
+    from runtime.checkpoint.checkpoint import outline_of
+
+    return f"random, by seed {seed}" if weights is None else outline_of(weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +361,35 @@ def _refuse_what_does_not_fit(plan: "Plan", device: str, asked: str, of_host: bo
             where = f"here, where the CPU's memory takes the place of the GPU's{found}"
     available_bytes = available_host_bytes()
     if of_host and available_bytes is not None and on_host > available_bytes:
-        raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes)
+        remedy = _what_fits(plan, available_bytes, device)
+        raise _does_not_fit(f"{show_bytes(on_host)} {where}", 0, on_host - available_bytes, remedy)
 
 
-def _does_not_fit(what: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
-    remedy = "run it on a machine with more memory, or plan a smaller model or batch"
+def _what_fits(plan: "Plan", available_bytes: int, device: str) -> str:
+    """What to plan instead: less that is trained, or frozen weights in fewer bits, if so much is free."""
+    from planner.model.workload import build_workload
+    from planner.predict.memory import frame
+    from planner.search.remedy import BASES
+    from runtime.plan import Policy
+    from runtime.plan.train import Lora, Train
+
+    of = plan.semantics
+    train = of.train if of.train.lora else Train(lora=Lora())
+    for base in BASES if of.ranks == of.sum_groups == 1 else ():
+        semantics = replace(of, train=train, base=base, gradient_dtype="fp32", mlp_tile_tokens=None)
+        try:
+            workload = build_workload(plan.model, semantics)
+        except WorkloadError:  # a model that nobody plans for here
+            return ELSEWHERE
+        found = frame(plan.model, workload, semantics, Policy())
+        needs_bytes = found.host_arena_bytes + (found.device_arena_bytes + found.transient_bytes) * (device != "cuda")
+        if needs_bytes < available_bytes:
+            how = f"plan with --train {train} --base {base}, which needs {show_bytes(needs_bytes)}"
+            return f"{how}, or run it on a machine with more memory"
+    return ELSEWHERE
+
+
+def _does_not_fit(what: str, short_device_bytes: int, short_host_bytes: int, remedy: str = ELSEWHERE) -> DoesNotFitError:
     return DoesNotFitError(
         f"the plan needs {what}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}",
         short_device_bytes=short_device_bytes,

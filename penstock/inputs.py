@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.plan import Plan
     from runtime.settings import RunSettings
 
+PACKED_FOLDER = "base"  # in the run's folder: weights that are not trained, packed, for the next start
 TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
 
 
@@ -30,7 +31,7 @@ class Prompts:
 def own_model(plan: "Plan", given: str | None) -> "tuple[Plan, Path | None]":
     """The folder of weights and tokenizer, if one is known, and the plan with that folder's own configuration."""
     from planner.model.workload import read_model
-    from runtime.compute.meta_models import difference
+    from runtime.layers.meta_models import difference
 
     folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
@@ -51,8 +52,9 @@ def weights_of(plan: "Plan", folder: Path | None) -> Path:
     if folder is None or not has_weights(folder):
         where = f"{folder}: holds no weights" if folder is not None else "the plan names no folder of weights"
         raise PlanError(f"{where}; train random weights with --from-scratch, or name one with --model{download(plan.model)}")
-    names = {p.name for block in plan.workload.blocks for p in block.parameters}
-    refuse_quantised(folder, plan.model.config, names)
+    if plan.semantics.base == "bf16":  # packed weights are read by who packs them (`packed_base.py`)
+        names = {p.name for block in plan.workload.blocks for p in block.parameters}
+        refuse_quantised(folder, plan.model.config, names)
     return folder
 
 
@@ -65,9 +67,9 @@ def data_of(
     report: Callable[[str], None] = lambda words: None,
 ) -> "Data":
     """The batches to train on, or of `held_out` data the sequences to evaluate on; closed with `until_the_end`."""
-    from runtime.compute.documents import supports_documents
     from runtime.data.data import read_data
     from runtime.data.files.splits import HELD_OUT, TRAIN
+    from runtime.layers.documents import supports_documents
 
     semantics = plan.semantics
     data = read_data(

@@ -141,7 +141,7 @@ def _offering(out: Path, found: Path) -> "State":
 
 def settle_kernels(plan: "Plan", asked_in_order: bool) -> None:
     """Those that the plan names, and with them no others on a GPU. PlanError where it cannot be so."""
-    from runtime.compute.attention import refuse_any_order, refuse_missing_attention
+    from runtime.layers.attention import refuse_any_order, refuse_missing_attention
     from runtime.machines.streams import use_same_kernels
 
     if asked_in_order:

@@ -72,12 +72,16 @@ def _looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]
     from runtime.train.trainer import Look
 
     asked, machine, looks = run.settings.evaluation, run.training.store, list[Look]()
+    compares = _compares(run)
     if (held_out := run.held_out) is not None:
         n_sequences = min(asked.max_sequences, held_out.n_steps or asked.max_sequences)
         evaluator = Evaluator(machine, held_out, n_sequences, run.training.stop)
 
         def evaluate(step: int) -> None:
-            _show_evaluation(run, step, evaluator.run(), monitors)
+            found = evaluator.run()
+            with machine.compute.templates.without_adapters():
+                base = evaluator.run() if compares else None
+            _show_evaluation(run, step, found, base, monitors)
 
         looks.append(Look("metrics.jsonl", "eval_loss", evaluate, asked.first))
     if (prompts := run.prompts) is not None:
@@ -85,7 +89,14 @@ def _looks(run: "Session", monitors: "tuple[Monitor, ...]") -> "tuple[Look, ...]
     return tuple(looks)
 
 
-def _show_evaluation(run: "Session", step: int, found: "Evaluated", monitors: "tuple[Monitor, ...]") -> None:
+def _compares(run: "Session") -> bool:
+    """Whether what an adapter does is shown beside what the model does without it."""
+    return run.settings.evaluation.base and run.plan.semantics.train.lora is not None
+
+
+def _show_evaluation(
+    run: "Session", step: int, found: "Evaluated", base: "Evaluated | None", monitors: "tuple[Monitor, ...]"
+) -> None:
     from runtime.executor import say
     from runtime.train.log import add_lines
 
@@ -94,14 +105,14 @@ def _show_evaluation(run: "Session", step: int, found: "Evaluated", monitors: "t
         "eval_perplexity": found.perplexity,
         "eval_tokens": found.n_tokens,
         "eval_s": found.seconds,
-    }
+    } | ({} if base is None else {"base_eval_loss": base.loss})
     add_lines(run.training.folder / "metrics.jsonl", [{"step": step} | values], say, run.training.stop)
     for monitor in monitors:
         monitor.log(step, values)
     when = f"after step {step}" if step else "before the first step"
     say(
         f"evaluation {when}: loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  {found.n_tokens:,} tokens  "
-        f"{show_seconds(found.seconds)}"
+        f"{show_seconds(found.seconds)}" + ("" if base is None else f"  without the adapter: loss {base.loss:.4f}")
     )
 
 
@@ -111,19 +122,14 @@ def _show_samples(run: "Session", machine: "TorchMachine", prompts: "Prompts", s
     from runtime.train.log import add_lines
 
     asked = run.settings.evaluation
-    found = samples(
-        machine,
-        prompts.texts,
-        prompts.encode,
-        prompts.decode,
-        asked.max_new_tokens,
-        asked.temperature,
-        asked.top_p,
-        run.settings.seed,
-        prompts.end_ids,
-        run.training.stop,
-    )
+    of_model, said = (prompts.texts, prompts.encode, prompts.decode), (asked.max_new_tokens, asked.temperature, asked.top_p)
+    rest = run.settings.seed, prompts.end_ids, run.training.stop
+    found = samples(machine, *of_model, *said, *rest)
     lines = [{"step": step, "prompt": s.prompt, "text": s.text} for s in found]
+    if _compares(run):
+        with machine.compute.templates.without_adapters():
+            base = samples(machine, *of_model, *said, *rest)
+        lines = [line | {"base_text": s.text} for line, s in zip(lines, base, strict=True)]
     add_lines(run.training.folder / "samples.jsonl", lines, say, run.training.stop)
     for number, sample in enumerate(found):
         for monitor in monitors:

@@ -136,6 +136,7 @@ class EvaluationSettings:
     temperature: AtLeast0 = 0.0  # 0: always the likeliest token
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     first: bool = True  # the loss on held-out data before the first step, too
+    base: bool = False  # of adapters: the model without them, too
     __pydantic_config__ = FILE
 
 
@@ -147,6 +148,8 @@ class RunSettings:
     plan: Text | None = None
     model: Text | None = None  # folder with weights and tokenizer; None: the plan's
     from_scratch: bool = False  # random weights, whatever the folder holds
+    adapter: Text | None = None  # folder of one, as PEFT saves it, from which adapters go on
+    packed: Text | None = None  # folder that keeps packed weights; None: in the run's own
     tokenizer: Tokenizer = "model"  # the model's own, or UTF-8 bytes
     out: Text = "penstock-run"
     steps: Count | None = None

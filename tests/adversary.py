@@ -22,10 +22,11 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.climb import AWAY
 from planner.search.relax import Relaxation
-from planner.search.space import Way, eager_is_legal, family_of, staying, with_ways
+from planner.search.space import Way, eager_is_legal, family_of, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import can_square, refuse_illegal
+from runtime.plan.train import parse_train
 from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop", "cpu-2core", "gb10")
@@ -99,6 +100,8 @@ def cell(number: int) -> Cell:
         _real(rng, of, n_layers) if rng.random() < 0.5 else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
     )
     of = _in_ranks(of, workload, random.Random(f"ranks of cell {number}"))
+    if model.config and (partly := _trained_in_part(of, model, random.Random(f"trained of cell {number}"))) is not None:
+        of, workload = partly
     machine = _with_peers(read_profile(rng.choice(MACHINES)), random.Random(f"peers of cell {number}"))
     if rng.random() < 0.8:
         machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group})
@@ -140,6 +143,21 @@ def _in_sum_groups(of: Semantics, rng: random.Random) -> Semantics:
 def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantics:
     """Each one's part of a step that several share, in a quarter of the cells where that can be."""
     return of if of.n_left or rng.random() < 0.75 else replace(of, ranks=rng.choice((2, 4, 8, 64)))
+
+
+def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[Semantics, Workload] | None:
+    """Adapters, some names or some layers, beside a base that may be packed, in a third of the cells with real models."""
+    if rng.random() < 0.66 or (of.compute_dtype, of.master_dtype) == ("bf16", "bf16"):
+        return None
+    last = model.config["num_hidden_layers"] - 1
+    train = rng.choice(
+        ("lora", "lora:r=64", "lora:targets=q_proj", "names:*norm*", f"layers:{rng.randint(0, last)}-{last}", "layers:0")
+    )
+    base = rng.choice(("bf16", "nf4", "int8", "fp8")) if train.startswith("lora") else "bf16"
+    of = replace(
+        of, sum_groups=1, ranks=1, train=parse_train(train), base=base, gradient_dtype=rng.choice((of.gradient_dtype, "fp32"))
+    )
+    return of, build_workload(model, of)
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:
@@ -262,6 +280,8 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         size = rng.choice((1, n, max(1, policy.accumulation_group // 2), min(n, policy.accumulation_group * 2), rng.randint(1, n)))
         size = max(size, s.least_group)
         whole = {"square_blocks": (), "device_blocks": (), "offload_late_blocks": 0} if size < n else {}
+        if not workload.trains_all:
+            whole = {"offload_late_blocks": 0} if size < n else {}
         return replace(policy, accumulation_group=size, **whole)
 
     def update(rng: random.Random) -> Policy:
@@ -293,7 +313,13 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         name = rng.choice(("prefetch_depth", "gradient_slots"))
         return replace(policy, **{name: max(1, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
 
+    def elsewhere(rng: random.Random) -> Policy:
+        blocks = rng.choice(places_of_mixed(s, workload))
+        return replace(policy, device_blocks=blocks, square_blocks=blocks)
+
     yield from (group, update, saving, saving, buffers, buffers)
+    if not workload.trains_all:
+        yield from (elsewhere, elsewhere)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
     if policy.accumulation_group == n and s.ranks == 1:

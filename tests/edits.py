@@ -12,10 +12,12 @@ from runtime.plan import Plan, Policy, Semantics, Slot, Update
 from tests.strategies import MODEL, PROFILE, small_workload
 
 
-def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, ranks: int = 1, **policy: Any) -> Plan:
+def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **policy: Any) -> Plan:
+    """A plan of a policy; `ranks`, `train`, `base` and `gradient_dtype` are of its semantics."""
     eager = policy.get("update") is Update.EAGER
-    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, clip_norm=None if eager else 1.0, ranks=ranks)
-    workload = small_workload(n_layers, tied, saving="offload_blocks" in policy)
+    meant = {name: policy.pop(name) for name in ("ranks", "train", "base", "gradient_dtype") if name in policy}
+    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, clip_norm=None if eager else 1.0, **meant)
+    workload = small_workload(n_layers, tied, saving="offload_blocks" in policy, train=semantics.train)
     return lower(MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE)
 
 

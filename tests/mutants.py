@@ -16,6 +16,7 @@ from planner.lower.lower import lower
 from runtime.errors import PlanError
 from runtime.plan import CONTRACT, Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.ops import Operand
+from runtime.plan.train import Lora, Train
 from tests.oracle import same_training
 from tests.strategies import MODEL, PROFILE, small_workload
 
@@ -271,6 +272,28 @@ def _update_on_device_early(plan: Plan) -> Mutants:
                 yield f"before op {j}, op {i}: {op}", _moved(_with_op(plan, i, without), i, j)
 
 
+def _refill_early(plan: Plan) -> Mutants:
+    """A slot of weights, or of packed ones, is filled again while what is in it is still to be used, and whatever uses it waits."""
+    for i, op in enumerate(plan.ops):
+        if op.kind in (Kind.LOAD, Kind.DEQUANTISE):
+            users = [j for j in range(i) if op["weights"] in plan.ops[j].reads]
+            for j in users[-1:]:
+                bare = _with_op(plan, i, replace(op, waits=tuple(w for w in op.waits if w.distance or w.op < j)))
+                waits = plan.ops[j].waits if plan.ops[j].lane is op.lane else (*plan.ops[j].waits, Wait(i))
+                yield f"before op {j}: op {i}: {op}", _moved(_with_op(bare, j, replace(plan.ops[j], waits=waits)), i, j)
+
+
+def _stale_trained(plan: Plan) -> Mutants:
+    """What is trained apart is updated before the last that computes with it, or after the first of the next step."""
+    for i, op in enumerate(plan.ops):
+        if op.kind is Kind.UPDATE_ON_DEVICE:
+            users = [j for j, other in enumerate(plan.ops) if other.get("trained") == op["state"]]
+            if users:
+                bare = _with_op(plan, i, replace(op, waits=()))
+                yield f"before the last use, op {i}: {op}", _moved(bare, i, users[-1])
+                yield f"after the first use, op {i}: {op}", _moved_to(_moved(bare, i, users[0]), users[0], users[0] + 1)
+
+
 def _other_shadow(plan: Plan) -> Mutants:
     """A block speculates into the shadow of another one, and settles from there."""
     slots = sorted({op["shadow"] for op in plan.ops if op.kind is Kind.SPECULATE})
@@ -316,7 +339,7 @@ def _recompute_other(plan: Plan) -> Mutants:
 
 
 SIBLINGS = (
-    {"weights", "activations"},
+    {"weights", "activations", "packed"},
     {"state", "host_gradients", "device_state"},
     {"activations", "spilled"},
     {"sums", "gradients"},
@@ -369,6 +392,14 @@ def _other_policy(plan: Plan) -> Mutants:
     for stride in {max(policy.boundary_stride - 1, 1), policy.boundary_stride + 1} - {policy.boundary_stride}:
         yield f"stride {stride}", replace(plan, policy=replace(policy, boundary_stride=stride))
     yield "a master in bf16", replace(plan, semantics=replace(plan.semantics, master_dtype="bf16"))
+    other = "bf16" if plan.packed_slots else "nf4"
+    yield f"a base in {other}", replace(plan, semantics=replace(plan.semantics, base=other))  # type: ignore[arg-type]
+    blocks = plan.workload.blocks
+    for b, block in enumerate(blocks):
+        for n, p in enumerate(block.parameters):
+            parameters = (*block.parameters[:n], replace(p, frozen=not p.frozen), *block.parameters[n + 1 :])
+            changed = (*blocks[:b], replace(block, parameters=parameters), *blocks[b + 1 :])
+            yield f"frozen {not p.frozen}: {p.name}", replace(plan, workload=replace(plan.workload, blocks=changed))
 
 
 def _move_load(plan: Plan) -> Mutants:
@@ -408,6 +439,10 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "wait for an earlier op of that lane": _weaken_wait,
     "wait for the step before": _delay_wait,
     "drop load": _drops({Kind.LOAD}),
+    "drop dequantise": _drops({Kind.DEQUANTISE}),
+    "fill a slot again too early": _refill_early,
+    "update too early what is trained apart": _stale_trained,
+    "other packed or trained slots": lambda plan: _other_slots(plan, set(Kind), frozenset({"packed", "trained"})),
     "drop offload_gradient": _drops({Kind.OFFLOAD_GRADIENT}),
     "drop offload_activation": _drops({Kind.OFFLOAD_ACTIVATION}),
     "drop fetch_activation": _drops({Kind.FETCH_ACTIVATION}),
@@ -419,6 +454,7 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
         set(Kind)
         - {
             Kind.LOAD,
+            Kind.DEQUANTISE,
             Kind.OFFLOAD_GRADIENT,
             Kind.OFFLOAD_SQUARES,
             Kind.OFFLOAD_ACTIVATION,
@@ -481,6 +517,8 @@ def is_killed(mutant: Plan) -> bool:
     return False
 
 
+ADAPTED, SOME = Train(lora=Lora(rank=8)), Train(names=("*.1.norm.weight", "*.3.up_proj.weight", "norm.weight", "lm_head.weight"))
+STAY = ("square_blocks", "device_blocks")
 _SAMPLES: tuple[
     tuple[int, int, bool, str, dict[str, Any]], ...
 ] = (  # layers, micro-batches, tied, compute dtype, policy and sum groups
@@ -562,6 +600,11 @@ _SAMPLES: tuple[
     ),
     (2, 4, False, "bf16", {"sum_groups": 4, "accumulation_group": 4, "update": Update.DEFERRED, "gradient_slots": 2}),
     (2, 4, True, "bf16", {"sum_groups": 2, "accumulation_group": 2, "update": Update.DEFERRED}),
+    (4, 1, False, "bf16", {"train": ADAPTED, "base": "int8", "update": Update.DEFERRED, **dict.fromkeys(STAY, (1, 2, 3, 4))}),
+    (3, 2, True, "fp32", {"train": ADAPTED, "base": "int8", "resident_blocks": (1,), "boundary_stride": 2}),
+    (3, 2, True, "bf16", {"train": ADAPTED, **dict.fromkeys(STAY, (1, 2, 3))}),
+    (4, 2, False, "bf16", {"train": SOME, "accumulation_group": 2, "gradient_slots": 2, "offload_late_blocks": 1}),
+    (4, 2, False, "bf16", {"train": SOME, "save": saves(all=(4,)), "spill_blocks": (2,), **dict.fromkeys(STAY, (2, 4))}),
 )
 
 
@@ -570,17 +613,19 @@ def sample_plans() -> list[Plan]:
     made = []
     for n_layers, n_micro_batches, tied, dtype, knobs in _SAMPLES:
         knobs = dict(knobs)
-        sum_groups = knobs.pop("sum_groups", 1)
+        of_semantics = {name: knobs.pop(name) for name in ("sum_groups", "train", "base") if name in knobs}
         policy = Policy(**{"prefetch_depth": 1 + knobs.get("offload_late_blocks", 0)} | knobs)
         semantics = Semantics(
             seq_len=4,
             batch_size=n_micro_batches,
             micro_batch=1,
-            sum_groups=sum_groups,
             compute_dtype=dtype,  # type: ignore[arg-type]
+            gradient_dtype="fp32" if "train" in of_semantics else "bf16",
             clip_norm=None if policy.update is Update.EAGER else 1.0,
+            **of_semantics,
         )
-        made.append(lower(MODEL, small_workload(n_layers, tied, bool(policy.offload_blocks)), semantics, policy, PROFILE))
+        workload = small_workload(n_layers, tied, bool(policy.offload_blocks), semantics.train)
+        made.append(lower(MODEL, workload, semantics, policy, PROFILE))
     return made
 
 

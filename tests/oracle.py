@@ -63,11 +63,13 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
     def name(*term: Any) -> int:
         return names.setdefault(term, len(names))
 
-    last, n_blocks = plan.semantics.n_micro_batches - 1, len(plan.workload.blocks)
+    last, blocks = plan.semantics.n_micro_batches - 1, plan.workload.blocks
     reduced = plan.policy.accumulation_group > last
-    held: dict[Slot, Any] = {plan.state_slot(b): name("initial", b) for b in range(n_blocks)}
-    # Of a block that the device squares only block 0 has a norm, which ends the sum.
-    n_norms = sum(b == 0 or b not in plan.policy.square_blocks for b in range(n_blocks))
+    held: dict[Slot, Any] = {plan.source_slot(b): name("initial", b) for b in range(len(blocks))}
+    held |= {plan.state_slot(b): name("initial", b, "trained") for b in range(len(blocks))}
+    trained = [b for b, block in enumerate(blocks) if any(not p.frozen for p in block.parameters)]
+    # Of what the device squares only the first block has a norm, which ends the sum.
+    n_norms = sum(b == trained[0] or b not in plan.policy.square_blocks for b in trained)
     results: list[Any] = []
     for node in nx.lexicographical_topological_sort(graph):
         i, step = node
@@ -86,15 +88,17 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
         match op.kind:
             case Kind.LOAD:
                 new["weights"] = name("weights", b, values["state"], values.get("tied"))
+            case Kind.DEQUANTISE:
+                new["weights"] = name("unpacked", b, values["packed"])
             case Kind.FORWARD | Kind.RECOMPUTE:
-                new["y"] = name("forward", b, m, step, values.get("weights"), values.get("x"))
+                new["y"] = name("forward", b, m, step, *(values.get(n) for n in ("weights", "trained", "x")))
                 new["saved"] = name("saved", new["y"])
             case Kind.OFFLOAD_SAVED:
                 new["offloaded"] = values["saved"]
             case Kind.FETCH_SAVED:
                 new["saved"] = values["offloaded"]
             case Kind.LOSS | Kind.BACKWARD:
-                term = name("gradients", op.kind, b, m, step, *(values.get(n) for n in ("weights", "x", "y", "saved")))
+                term = name("gradients", op.kind, b, m, step, *(values.get(n) for n in ("weights", "trained", "x", "y", "saved")))
                 if op.kind is Kind.LOSS:
                     results.append(("loss", step, m, term))
                 new["x"] = name("of input", term)
@@ -148,10 +152,10 @@ def _misplaced(original: Plan, mutant: Plan) -> str | None:
         staying += [max(blocks[i].boundary_bytes for i in again if i % stride == k)] * group
     leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
     ring = [max(leaving)] * (2 * group + 1) if leaving else []
-    squared = [8 * len(blocks[b].parameters) for b in original.policy.square_blocks]
+    squared = [8 * len(blocks[b].trained) for b in original.policy.square_blocks]
     saved = [original.recompute(b).slot_bytes for b in original.policy.offload_blocks]
     left = {"offloaded": [n for n in saved for _ in range(group)], "saved": [max(saved, default=0)] * 2}
-    all_squared = [8 * sum(len(b.parameters) for b in blocks), *squared]
+    all_squared = [8 * sum(len(b.trained) for b in blocks), *squared]
     rounded_up = {"activations": staying + ring, "spilled": leaving, "squares": squared, "norm": all_squared, **left}  # originally
     used = {slot for op in mutant.ops for _, slot in op.operands}
     for a, b in zip(original.arenas, mutant.arenas, strict=True):
@@ -177,7 +181,7 @@ def same_training(original: Plan, mutant: Plan) -> str | None:
     if outcome(original, graph_before, names) != outcome(mutant, graph, names):
         return "another result"
     if original.policy.update is Update.BARRIER:
-        updates = [i for i, op in enumerate(mutant.ops) if op.kind is Kind.UPDATE]
+        updates = [i for i, op in enumerate(mutant.ops) if op.kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE)]
         loads = [i for i, op in enumerate(mutant.ops) if op.kind is Kind.LOAD]
         if any(not nx.has_path(graph, (u, 0), (load, 1)) for u in updates for load in loads):
             return "no barrier"

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.model.workload import build_workload
-from runtime.compute.kernels import use_kernels
+from runtime.layers.adapters import adapt
+from runtime.layers.kernels import use_kernels
 from runtime.plan import Semantics
 from runtime.plan.workload import Block, Model
 
@@ -170,15 +171,23 @@ ROW_HEAVY: tuple[dict[str, Any], ...] = (
 def layers_of(
     case: tuple[str, str, str, str], batch: int, seq_len: int, kernels: Mapping[str, Any] = MappingProxyType({}), **overrides: Any
 ) -> Iterator[tuple[Block, Any, torch.Tensor, dict[str, Any]]]:
-    """Each layer's prediction next to the real layer and its input; `kernels` are fields of the semantics."""
+    """Each layer's prediction next to the real layer and its input; `kernels` are fields of the semantics, of which the real layer
+    trains what they say."""
     model_type, attention, dtype, experts = case
     config = tiny_config(model_type, **{**WIDER, **overrides})
     options = {"experts_implementation": experts} if model_type in EXPERT_TYPES else {}
     torch.manual_seed(0)
     model = hf_model(config, attn_implementation=attention, **options).to(DTYPES[dtype]).train()
     how = semantics(batch, seq_len, dtype, attention=attention, experts=experts, **kernels)
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        use_kernels(layer, how)
     blocks = build_workload(Model(config), how).blocks[1:-1]
+    for block, layer in zip(blocks, model.model.layers, strict=True):  # type: ignore[union-attr]
+        if how.train.lora is not None:
+            adapt(layer, f"{block.name}.", {p.name: p.shape for p in block.trained}, how.train.lora)
+        use_kernels(layer, how)
+        trained = {p.name for p in block.trained}
+        for name, p in layer.named_parameters():
+            p.requires_grad_(f"{block.name}.{name}" in trained)
+            if "lora_" in name:
+                torch.nn.init.normal_(p, std=0.1)
     for block, (layer, x, kwargs) in zip(blocks, layer_calls(model, config["vocab_size"], batch, seq_len), strict=True):
         yield block, layer, x.requires_grad_(), kwargs

@@ -5,7 +5,8 @@ It shares no code with the runtime.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,14 @@ def half_up(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Reference:
-    """Masters and moments by parameter name, and the loss and norm of every step taken."""
+    """Masters and moments by parameter name, the loss and norm of every step taken, and the weights that are not trained."""
 
     masters: dict[str, torch.Tensor]
     exp_avg: dict[str, torch.Tensor]
     exp_avg_sq: dict[str, torch.Tensor]
     losses: list[float]
     norms: list[float]
+    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Module:
@@ -44,7 +46,69 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
         for module in model.modules():
             if "RMSNorm" in type(module).__name__:
                 as_one_function(module)
+    if semantics.train.lora is not None:
+        assert semantics.train.lora.dropout == 0, "what is dropped is drawn op by op"
+        put_adapters(model, semantics.train.lora)
     return model
+
+
+def put_adapters(model: torch.nn.Module, lora) -> None:
+    """An adapter beside each target, in the order in which a layer has them.
+
+    Where a model has experts only attention has adapters.
+    """
+    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    for layer in model.model.layers:
+        for part in (layer.self_attn,) if has_experts else (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if name in lora.targets and isinstance(child, torch.nn.Linear):
+                    setattr(part, name, Adapted(child, lora.rank, lora.alpha / lora.rank))
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer, and two narrow ones beside it."""
+
+    def __init__(self, linear: torch.nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        options = {"bias": False, "dtype": linear.weight.dtype}
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
+        self.lora_A = torch.nn.Linear(linear.in_features, rank, **options)
+        self.lora_B = torch.nn.Linear(rank, linear.out_features, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LowRank.apply(x, self.weight, self.bias, self.lora_A.weight, self.lora_B.weight, self.scale)
+
+
+class LowRank(torch.autograd.Function):
+    """Its gradients written down, each product rounded once, scale included."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        h = F.linear(x, a)
+        ctx.save_for_backward(x, weight, a, b, h)
+        ctx.scale = scale
+        wide = F.linear(x, weight, bias)
+        return torch.addmm(wide.flatten(0, -2), h.flatten(0, -2), b.t(), alpha=scale).view_as(wide)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, a, b, h = ctx.saved_tensors
+        rows, x_rows, h_rows = (t.flatten(0, -2) for t in (gradient, x, h))
+        of_h = torch.addmm(torch.zeros_like(h_rows), rows, b, beta=0, alpha=ctx.scale)
+        of_b = torch.addmm(torch.zeros_like(b), rows.t(), h_rows, beta=0, alpha=ctx.scale)
+        towards = torch.addmm(rows @ weight, of_h, a)
+        return towards.view_as(x), None, None, of_h.t() @ x_rows, of_b, None
+
+
+def is_trained(name: str, train) -> bool:
+    if train.lora is not None:
+        return ".lora_" in name
+    if train.names:
+        return any(fnmatch(name, pattern) for pattern in train.names)
+    if train.layers is not None:
+        first, last = train.layers
+        return any(name.startswith(f"model.layers.{i}.") for i in range(first, last + 1))
+    return True
 
 
 def as_one_function(norm: torch.nn.Module) -> None:
@@ -159,6 +223,11 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     model = build(config, semantics, compute)
     parameters = dict(model.named_parameters())
     cut_into_tiles(model, semantics)
+    frozen = {name: p for name, p in parameters.items() if not is_trained(name, semantics.train)}
+    for name, p in frozen.items():
+        p.data.copy_(masters[name])
+        p.requires_grad_(False)
+    parameters = {name: p for name, p in parameters.items() if name not in frozen}
     masters = {name: torch.nn.Parameter(masters[name].float().clone()) for name in parameters}
     first = dict(settings[0])
     decay = first.pop("weight_decay", 0.0)
@@ -171,7 +240,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         fused=True,
         **first,
     )
-    result = Reference({}, {}, {}, [], [])
+    result = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()})
     for batch, of_step in zip(batches, settings, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = of_step["lr"]
@@ -254,8 +323,9 @@ def micro_batch_sums(
         for first in range(0, len(micro_batches), of_a_group)
     ]
     sums = tree_sum(groups)
-    head_name = next(name for name, p in parameters.items() if p is model.lm_head.weight)
-    sums[head_name] = sums.pop("head") + sums[head_name]
+    of_head = sums.pop("head")
+    for name in (name for name, p in parameters.items() if p is model.lm_head.weight):
+        sums[name] = of_head + sums[name]
     return sums, sum(losses) / n_supervised
 
 
@@ -286,20 +356,23 @@ def group_sums(
         flat, targets = hidden.detach().flatten(0, 1), batch.targets[rows].flatten()
         d_hidden, d_head = [], torch.zeros(head.shape)
         for x, y in zip(flat.split(semantics.loss_tile_tokens), targets.split(semantics.loss_tile_tokens), strict=True):
-            x, w = x.detach().requires_grad_(), head.detach().requires_grad_()
+            x, w = x.detach().requires_grad_(), head.detach().requires_grad_(head.requires_grad)
+            given = [x, w] if head.requires_grad else [x]
             logits = F.linear(x, w)
             if cap is not None:
                 logits = torch.tanh(logits / cap) * cap
             if semantics.loss == "fused":
                 loss, d_logits = at_once(logits.detach(), y, n_supervised)
-                dx, dw = torch.autograd.grad(logits, [x, w], d_logits)
+                dx, *dw = torch.autograd.grad(logits, given, d_logits)
             else:
                 loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")
-                dx, dw = torch.autograd.grad(loss / n_supervised, [x, w])
+                dx, *dw = torch.autograd.grad(loss / n_supervised, given)
             d_hidden.append(dx)
-            d_head += dw
+            if dw:
+                d_head += dw[0]
             losses.append(loss.item())
-        hidden.backward(torch.cat(d_hidden).view_as(hidden))
+        if hidden.requires_grad:
+            hidden.backward(torch.cat(d_hidden).view_as(hidden))
         head_sum += d_head
         for i, layer in enumerate(body.layers):
             if isinstance(layer.mlp, ByTiles):

@@ -146,6 +146,7 @@ DRAWN = (
     "test_faster.py::test_a_machine_so_many_times_as_fast_in_everything_takes_that_much_less",
     "test_footprint.py::test_a_plan_that_fits_a_machine_is_accepted_by_a_run_there_and_by_none_with_a_byte_less",
     "test_forward_plan.py::test_everything_lies_in_the_arenas_of_training_and_fits_there",
+    "test_frozen.py::test_any_policy_gives_the_same_bits",
     "test_long_steps.py::test_every_repetition_runs_once_after_what_it_waits_for",
     "test_lower.py::test_a_pass_adds_what_it_is_for_and_leaves_all_else_as_it_was",
     "test_lower.py::test_dtypes_decide_how_large_slots_are_and_never_which_ops_there_are",
@@ -183,6 +184,8 @@ FEWEST = 2
 # Of these, `make test` takes the first case and then one in SHARE, and `make soak` the others.
 SOME = (
     "test_abridged.py::test_a_waterfall_sensitivities_and_an_interval_are_those_of_the_step_written_out",
+    "test_adapters.py::test_a_replay_saves_what_the_plan_says_and_gives_the_gradients_of_a_plain_backward",
+    "test_adapters.py::test_an_evaluation_uses_adapters_drops_nothing_and_changes_nothing",
     "test_adversary.py::test_groups_smaller_than_the_step_have_true_bounds",
     "test_api.py::test_what_is_no_batch_is_named_and_nothing_hangs",
     "test_background.py::test_a_disk_that_fills_up_meanwhile_puts_the_save_off_and_training_goes_on",
@@ -208,6 +211,12 @@ SOME = (
     "test_exactness.py::test_dropout_is_the_same_whether_kept_recomputed_or_reordered",
     "test_exactness.py::test_every_combination_of_dtypes_ties_and_groups_is_the_plain_loop",
     "test_failures.py::test_a_machine_that_goes_on_has_forgotten_the_step_in_which_it_failed",
+    "test_frozen.py::test_dtypes_and_uneven_micro_batches_change_nothing",
+    "test_frozen.py::test_every_policy_gives_the_same_bits",
+    "test_frozen.py::test_so_it_is_where_what_is_trained_lies_on_the_device",
+    "test_frozen.py::test_streaming_is_the_plain_loop_to_the_bit_whatever_is_trained",
+    "test_frozen.py::test_tables_and_heads_are_trained_or_not_tied_or_not",
+    "test_frozen.py::test_weights_that_come_packed_are_computed_with_as_what_they_mean",
     "test_generation.py::test_every_plan_and_lateness_says_the_same",
     "test_generation.py::test_the_likeliest_tokens_are_those_of_transformers",
     "test_host_never_waits.py::test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one",
@@ -278,7 +287,9 @@ SOME = (
     "test_trainer.py::test_a_state_that_is_not_this_runs_is_refused_before_anything_is_changed",
     "test_uncertainty.py::test_the_first_measurement_is_of_what_the_step_consists_of",
     "test_validate.py::test_the_shipped_constants_are_those_that_the_fit_finds",
+    "test_workload.py::test_so_are_those_of_layers_that_are_trained_in_part",
     "test_workload.py::test_the_loss_by_tiles_stays_within_the_heads_transient_bytes",
+    "test_workload.py::test_their_backward_stays_within_its_transient_bytes_too",
 )
 
 # Of these, `make test` takes cases with which every pair of parameters' values occurs, or every value, and `make soak` the others.

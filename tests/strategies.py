@@ -13,8 +13,10 @@ from planner.lower.lower import lower
 from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.plan.legality import can_square, can_stay
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
+EVERYTHING = Train()
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")
 
 
@@ -106,6 +108,53 @@ def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
     return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans(), groups, ranks)
 
 
+# What of any workload trains something
+ADAPTED = (
+    *(Train(lora=Lora(rank=rank, targets=("up_proj", "down_proj"))) for rank in (8, 16)),
+    Train(lora=Lora(rank=3, targets=("up_proj",))),
+)
+PARTS = (
+    Train(names=("*norm.weight",)),
+    Train(names=("norm.weight", "*.down_proj.weight")),
+    Train(names=("embed.weight", "*.0.mlp.up_proj.weight")),
+    Train(names=("*.0.*", "*.norm.weight", "norm.weight")),  # some blocks whole, others in part
+    Train(layers=(0, 0)),
+    Train(layers=(0, 1)),
+    Train(layers=(1, 1)),
+)
+
+
+@st.composite
+def frozen(draw: st.DrawFn, of: Semantics) -> Semantics:
+    """The same, of one rank and one sum group, where not all is trained; what is not may come packed."""
+    return replace(
+        of,
+        ranks=1,
+        sum_groups=1,
+        train=draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS)),
+        base=draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"])),
+        gradient_dtype=draw(st.sampled_from(["fp32", "fp32", of.gradient_dtype])),
+    )
+
+
+def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
+    """The same model of which only that is trained, with adapters beside its layers' matrices."""
+
+    def changed(block: Block) -> Block:
+        parameters = [replace(p, frozen=not train.trains(p.tied_to or p.name)) for p in block.parameters]
+        for p in block.parameters:
+            name = p.name.removesuffix(".weight")
+            if rank := train.rank(name.rpartition(".")[2]):
+                n_out, n_in = p.shape
+                parameters.append(Parameter(f"{name}.lora_A.weight", (rank, n_in)))
+                parameters.append(Parameter(f"{name}.lora_B.weight", (n_out, rank)))
+        matrices = [p.frozen for p in parameters[: len(block.parameters)] if len(p.shape) == 2]
+        matmuls = tuple(replace(m, frozen=all(matrices)) for m in block.matmuls)
+        return replace(block, parameters=tuple(parameters), matmuls=matmuls)
+
+    return tuple(map(changed, blocks))
+
+
 @st.composite
 def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
     """Every way to recompute, or none but the whole forward, or any of them."""
@@ -135,7 +184,8 @@ def _tier(draw: st.DrawFn, saved: Saved) -> Tier:
 def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
     """An embedding, one to five layers of uneven sizes, and a head, tied or not."""
     tokens, item = of.tokens_per_micro_batch, ITEM_BYTES[of.compute_dtype]
-    width, vocabulary = draw(st.sampled_from([8, 16]) | st.integers(1, 32)), draw(st.integers(2, 64))
+    widths = st.sampled_from([8, 16]) | st.integers(1, 32) if of.base == "bf16" else st.sampled_from([16, 64])
+    width, vocabulary = draw(widths), draw(st.integers(2, 64))
     boundary_bytes = tokens * width * item
     embedding = Block(
         "embedding",
@@ -147,10 +197,10 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
         transient_bytes=4 * vocabulary * width,
     )
     layers = []
-    for i in range(draw(st.integers(1, max_layers))):
+    for i in range(draw(st.integers(1 if of.train.layers is None else of.train.layers[1] + 1, max_layers))):
         inner = draw(st.integers(1, 64))
-        shapes: dict[str, tuple[int, ...]] = {"up": (inner, width), "norm": (width,), "down": (width, inner)}
-        parameters = [Parameter(f"layers.{i}.{name}.weight", shape) for name, shape in shapes.items()]
+        shapes: dict[str, tuple[int, ...]] = {"mlp.up_proj": (inner, width), "norm": (width,), "mlp.down_proj": (width, inner)}
+        parameters = [Parameter(f"model.layers.{i}.{name}.weight", shape) for name, shape in shapes.items()]
         layers.append(
             Block(
                 f"layer {i}",
@@ -178,7 +228,7 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
         n_kernels=4,
         transient_bytes=draw(st.integers(0, 10**6)),
     )
-    return with_smaller((embedding, *layers, head), of)
+    return with_smaller(as_trained((embedding, *layers, head), of.train), of)
 
 
 def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
@@ -201,13 +251,16 @@ def with_smaller(blocks: tuple[Block, ...], of: Semantics) -> Workload:
     return Workload(blocks, tuple(map(less, blocks)) if n_left else ())
 
 
-def small_workload(n_layers: int, tied: bool, saving: bool = False) -> Workload:
+def small_workload(n_layers: int, tied: bool, saving: bool = False, train: Train = EVERYTHING) -> Workload:
     """A fixed workload: layers of different sizes, every weight a few elements. `saving`: they can save their products."""
     layers = tuple(
         Block(
             f"layer {i}",
             BlockKind.LAYER,
-            (Parameter(f"layers.{i}.weight", (8, 100 + 50 * i)), Parameter(f"layers.{i}.norm.weight", (8,))),
+            (
+                Parameter(f"model.layers.{i}.up_proj.weight", (8, 100 + 50 * i)),
+                Parameter(f"model.layers.{i}.norm.weight", (8,)),
+            ),
             matmuls=(Matmul(4, 8, 100 + 50 * i),),
             n_kernels=2,
             boundary_bytes=64,
@@ -219,13 +272,12 @@ def small_workload(n_layers: int, tied: bool, saving: bool = False) -> Workload:
     )
     tied_to = "embed.weight" if tied else None
     head = (Parameter("norm.weight", (8,)), Parameter("lm_head.weight", (40, 8), tied_to))
-    return Workload(
-        (
-            Block("embedding", BlockKind.EMBEDDING, (Parameter("embed.weight", (40, 8)),), boundary_bytes=64),
-            *layers,
-            Block("head", BlockKind.HEAD, head, matmuls=(Matmul(4, 8, 40),), n_kernels=4, transient_bytes=500),
-        )
+    blocks = (
+        Block("embedding", BlockKind.EMBEDDING, (Parameter("embed.weight", (40, 8)),), boundary_bytes=64),
+        *layers,
+        Block("head", BlockKind.HEAD, head, matmuls=(Matmul(4, 8, 40),), n_kernels=4, transient_bytes=500),
     )
+    return Workload(as_trained(blocks, train))
 
 
 def _some(draw: st.DrawFn, blocks: Sequence[int]) -> tuple[int, ...]:
@@ -236,13 +288,13 @@ def _some(draw: st.DrawFn, blocks: Sequence[int]) -> tuple[int, ...]:
 @st.composite
 def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
     """What of the activations is kept, spilled, saved in part and computed again."""
-    blocks, n = workload.blocks, workload.n_layers
+    blocks, n, first = workload.blocks, workload.n_layers, workload.first_trained
     if draw(st.integers(0, 2)) == 0:
         return {"boundary_stride": draw(st.integers(1, n))}
-    spill = _some(draw, range(n))
+    spill = _some(draw, range(max(first - 1, 0), n))
     save = []
     for b in range(1, n + 1):
-        can = [saved for saved in Saved if blocks[b].recompute(saved)]
+        can = [saved for saved in Saved if blocks[b].recompute(saved)] if b >= first else [Saved.INPUT]
         save.append(draw(st.sampled_from([saved for saved in can if saved is not Saved.ALL or b - 1 not in spill])))
     away = tuple(b for b, saved in enumerate(save, start=1) if saved in (Saved.ATTENTION, Saved.PRODUCTS) and draw(st.booleans()))
     policy = with_ways(Policy(), {b: Way(saved, b in away) for b, saved in enumerate(save, start=1)})
@@ -252,16 +304,21 @@ def _saving(draw: st.DrawFn, workload: Workload) -> dict[str, Any]:
 @st.composite
 def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     """Every legal combination of knobs, slots up to one more than there are layers."""
-    n = workload.n_layers
-    eager_is_legal = of.clip_norm is None and of.on_nonfinite == "stop"
+    n, trains_all = workload.n_layers, workload.trains_all
+    eager_is_legal = of.clip_norm is None and of.on_nonfinite == "stop" and trains_all
     updates = list(Update) if eager_is_legal else [Update.BARRIER, Update.DEFERRED]
     update = draw(st.sampled_from(updates))
     gradient_slots = draw(st.integers(1, n + 1))
     group = draw(st.integers(of.least_group, of.n_micro_batches))
     one_group = group == of.n_micro_batches
-    on_device = _some(draw, can_stay(workload, of)) if one_group and update is Update.DEFERRED else ()
-    squared = {*_some(draw, can_square(workload, of)), *on_device} if one_group else ()
-    speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED else ()
+    if trains_all:
+        on_device = _some(draw, can_stay(workload, of)) if one_group and update is Update.DEFERRED else ()
+        squared = {*_some(draw, can_square(workload, of)), *on_device} if one_group else set()
+    else:
+        can_be_apart = of.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, of)}
+        on_device = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
+        squared = {*on_device}
+    speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
@@ -272,7 +329,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
         accumulation_group=group,
         update=update,
         speculate_blocks=tuple(b for b in speculating if b not in on_device),
-        resident_blocks=tuple(b for b in _some(draw, range(n + 2)) if b not in on_device),
+        resident_blocks=tuple(b for b in _some(draw, range(n + 2)) if b not in on_device or not trains_all),
         **draw(_saving(workload)),
     )
 
@@ -292,8 +349,10 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, max_layers: int = 5, max_micro_batches: int = 4) -> Case:
-    """A legal combination of semantics, workload and policy."""
+    """A legal combination of semantics, workload and policy; in one of three something is frozen."""
     of = draw(semantics(max_micro_batches))
+    if max_layers > 1 and draw(st.integers(0, 2)) == 2:
+        of = draw(frozen(of))
     workload = draw(workloads(of, max_layers))
     return Case(of, workload, draw(policies(of, workload)))
 

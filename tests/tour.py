@@ -13,9 +13,18 @@ ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 # In the order of reading: first what a plan is, then who makes it and who performs it, what both rest on, and the shell last.
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
-    *("planner/show", "planner/ledger", "planner", "runtime", "runtime/compute", "runtime/host", "runtime/machines"),
+    *(
+        "planner/show",
+        "planner/ledger",
+        "planner",
+        "runtime",
+        "runtime/compute",
+        "runtime/layers",
+        "runtime/host",
+        "runtime/machines",
+    ),
     *("runtime/data/files", "runtime/data", "runtime/train", "runtime/checkpoint", "hwprofiles", "hwprofiles/probe"),
-    *("penstock", "penstock/cli", "penstock/cli/data", "penstock/cli/which"),
+    *("penstock", "penstock/cli", "penstock/cli/data", "penstock/cli/model", "penstock/cli/which"),
     *("demo", "tests", "tests/planner", "tests/runtime", "tests/hwprofiles", "tests/penstock", "tests/house"),
 )
 _ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package

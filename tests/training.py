@@ -13,6 +13,7 @@ from planner.model.workload import build_workload, fusible
 from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.host.optimizer import AdamW
+from runtime.layers.packed_weights import unpack_into
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
 from runtime.plan.workload import Model
@@ -128,7 +129,9 @@ class Hostile(Remembers, CpuMachine):
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
     """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
-    goes_on = {Slot("norm", 0), *map(plan.state_slot, range(len(plan.workload.blocks)))}  # into the next step; no shadow does
+    blocks = range(len(plan.workload.blocks))
+    goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # into the next step; no shadow does
+    goes_on |= {plan.weights_slot(b) for b in blocks if plan.stays_loaded(b)}
     uses: dict[Slot, list[int]] = {}
     for index, op in enumerate(plan.ops):
         for slot in dict.fromkeys((*op.reads, *op.writes)):
@@ -148,10 +151,19 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
 
 
 def initial_masters(config: dict, semantics: Semantics, seed: int = 7) -> Tensors:
-    """What `initialise(seed)` puts into the host store, by name."""
+    """What `initialise(seed)` puts into the host store, by name: masters, and the weights that are frozen."""
     machine = CpuMachine(plan_of(config, semantics, Policy()), lambda step: batches_of(1, 1, 1)[0], lambda step: ADAMW)
+    begin(machine, seed)
+    return state_of(machine)[0] | frozen_of(machine)
+
+
+def begin(machine: CpuMachine, seed: int = 7) -> None:
+    """Random weights. Adapters are as if they had been trained for a while: one that does nothing yet hides much."""
     machine.initialise(seed)
-    return state_of(machine)[0]
+    generator = torch.Generator().manual_seed(seed)
+    for p in (p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(b)):
+        if p.name.endswith("lora_B.weight"):
+            machine.host.set_weight(p, torch.randn(p.shape, generator=generator) * 0.1)
 
 
 def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
@@ -165,6 +177,18 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     return masters, exp_avg, exp_avg_sq
 
 
+def frozen_of(machine: CpuMachine) -> Tensors:
+    """The weights that are frozen, by name, as copies; of those that lie packed what their bytes mean."""
+    host, found, of = machine.host, Tensors(), machine.plan.semantics
+    for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen(b)):
+        if machine.plan.is_packed(p):
+            found[p.name] = torch.empty(p.shape, dtype=reference.DTYPE[of.compute_dtype])
+            unpack_into(host.packed(p), found[p.name], of.base)
+        else:
+            found[p.name] = host.compute_weight(p).clone()
+    return found
+
+
 def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int | None = None, machine_type=Hostile):
     """Train N_STEPS by performing the plan of `policy`, which the checker must pass; returns the machine and its results."""
     plan = plan_of(config, semantics, policy)
@@ -172,7 +196,7 @@ def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     extra = {"delay_seed": delay_seed} if machine_type is Hostile else {}
     machine = machine_type(plan, lambda step: batches[step], scheduled, **extra)
-    machine.initialise(7)
+    begin(machine)
     execute(plan, machine, N_STEPS)
     return machine
 
@@ -192,7 +216,8 @@ def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> 
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
     machine = streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
     results = [machine.results[step] for step in range(N_STEPS)]
-    return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results])
+    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
+    return reference.Reference(*state_of(machine), losses, norms, frozen_of(machine))
 
 
 @lru_cache(maxsize=64)
@@ -212,6 +237,7 @@ def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]
         (expected.masters, expected.exp_avg, expected.exp_avg_sq),
         strict=True,
     )
+    pairs = [*pairs, ("frozen", frozen_of(machine), expected.frozen)]
     for kind, got, wanted in pairs:
         assert got.keys() == wanted.keys()
         found += [f"{kind} {name}" for name in got if not same_bits(got[name], wanted[name])]

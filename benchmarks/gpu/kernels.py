@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.model.workload import read_model
-from runtime.compute.kernels import use_kernels
-from runtime.compute.pointwise import Pointwise, fastest
+from runtime.layers.kernels import use_kernels
+from runtime.layers.pointwise import Pointwise, fastest
 from runtime.plan import Semantics
 
 from .stages import Asked, Note

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
     "data": ("penstock.cli.data.data", "Show what would be learned of your data, and count it."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
+    "merge": ("penstock.cli.model.merge", "Make one model of a model and its adapter."),
     "fits": ("penstock.cli.which.fits", "The largest models that host memory of 32 to 2048 GB can train, and their speed."),
     "compare": ("penstock.cli.which.compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
     "machines": ("penstock.cli.which.machines", "List the machines that can be planned for, and what is known of them."),

@@ -142,6 +142,25 @@ def with_gpus(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def with_training(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of what is trained, of every command that plans."""
+    for option in (
+        click.option(
+            "--base",
+            type=click.Choice(["bf16", "nf4", "int8", "fp8"]),
+            help="How weights that are not trained lie in memory: packed in 4 or 8 bits, they mean other numbers.  [default: bf16]",
+        ),
+        click.option(
+            "--train",
+            metavar="WHAT",
+            help="all, lora (or lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj), names:*norm.weight, layers:20-31; "
+            "the rest is frozen.  [default: all]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def with_prices(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of what a machine and a job cost, of every command that speaks of money."""
     price = click.FloatRange(min=0, min_open=True, max=9_999_999)

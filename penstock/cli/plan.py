@@ -15,7 +15,18 @@ import click
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .options import COUNT, Bytes, ClipNorm, Command, refuse_endless, refuse_larger, sequences_of_a_step, with_gpus, with_prices
+from .options import (
+    COUNT,
+    Bytes,
+    ClipNorm,
+    Command,
+    refuse_endless,
+    refuse_larger,
+    sequences_of_a_step,
+    with_gpus,
+    with_prices,
+    with_training,
+)
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
@@ -62,6 +73,7 @@ class _Plan(Command):
     help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
     "of a plan or JSON file.",
 )
+@with_training
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option(
     "--on-nonfinite", type=click.Choice(["stop", "skip"]), default="stop", show_default=True, help="When a gradient is not finite."
@@ -83,7 +95,7 @@ class _Plan(Command):
     help="Precision of the products.",
 )
 @click.option(
-    "--gradient-dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True, help="Precision of a gradient."
+    "--gradient-dtype", type=click.Choice(["bf16", "fp32"]), help="Precision of a gradient.  [default: bf16; of adapters fp32]"
 )
 @click.option(
     "--attention", type=click.Choice(["sdpa", "eager"]), help="Attention implementation.  [default: the better one of the model's]"

@@ -83,6 +83,16 @@ _SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "from_scratch",
         {"is_flag": True, "default": None, "help": "Train random weights, which know nothing; without it weights are a must."},
     ),
+    (
+        "--adapter",
+        "adapter",
+        {"type": PATH, "help": "Folder of an adapter, as PEFT saves it, to go on from.  [default: a new one]"},
+    ),
+    (
+        "--packed",
+        "packed",
+        {"type": PATH, "help": "Folder that keeps weights once they are packed, for other runs too.  [default: in --out]"},
+    ),
     ("--tokenizer", "tokenizer", {"type": _named(Tokenizer), "help": "The model's own, or UTF-8 bytes.  [default: model]"}),
     ("--steps", "steps", {"type": STEPS, "help": "Steps in all, resumed ones included.  [default: once through the data]"}),
     ("--epochs", "epochs", {"type": POSITIVE, "help": "Instead of --steps: times through the data."}),
@@ -125,6 +135,7 @@ _SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("--eval-data", "evaluation.data", {"type": PATH, "help": "Held-out data, for its loss and perplexity."}),
     ("--eval-every", "evaluation.every", {"type": STEPS, "help": "Steps between evaluations.  [default: only at the end]"}),
+    ("--eval-base", "evaluation.base", {"is_flag": True, "default": None, "help": "Evaluate the model without its adapter, too."}),
     (
         "--prompt",
         "evaluation.prompts",

@@ -20,7 +20,7 @@ from runtime.plan.region import Demand, Resource
 from runtime.plan.workload import BlockKind
 
 from .facets import KEYS, MEETINGS, UPDATES, Facets, Key, add, nothing
-from .phases import Phases, add_to_phases, buffers_of, phases_of
+from .phases import Phases, add_to_phases, buffers_of, least_slots, phases_of
 
 FACET = {
     Resource.H2D: "link to the device",
@@ -45,8 +45,10 @@ class Bound:
 
 
 def places_to_stay(plan: Setup, profile: Profile) -> list[int]:
-    """The blocks whose state the device may hold: none where host and device are one memory, or the host sums gradients."""
-    return can_stay(plan.workload, plan.semantics) if plan.reduced and not shares_memory(profile) else []
+    """The blocks whose state the device may hold: none where host and device are one memory, or the host sums gradients, or a
+    family says which (`space.py`)."""
+    is_free = plan.reduced and plan.workload.trains_all
+    return can_stay(plan.workload, plan.semantics) if is_free and not shares_memory(profile) else []
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
             add(work.updates, load, count)
         elif kind is Kind.UPDATE_ON_DEVICE:
             add(work.on_device, load, count)
-        elif kind in (Kind.LOAD, Kind.GATHER):
+        elif kind in (Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER):
             add(work.first_loads, load, 1)
         elif kind in (Kind.FORWARD, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED):
             n_in_first = min(count, n_left[kind, block])  # the larger micro-batches come first
@@ -96,7 +98,7 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
         earlier_s = work.seconds.get((kind, block), 0.0) if kind in UPDATES else 0.0
         work.seconds[kind, block] = earlier_s + demand.uncontended_s
         leaves = kind in (Kind.SQUARE, Kind.OFFLOAD_GRADIENT) or (kind is Kind.BACKWARD and not plan.reduced)
-        if leaves and block not in plan.policy.device_blocks and plan.workload.blocks[block].kind is BlockKind.LAYER:
+        if leaves and _leaves(plan, block) and plan.workload.blocks[block].kind is BlockKind.LAYER:
             work.last_backwards_s += count * demand.uncontended_s
     for lane, idle_s in idle_in_turns(plan, work.phases).items():
         work.total[lane] += idle_s
@@ -109,9 +111,14 @@ def work_of(plan: Setup, cost: CostModel) -> Work:
         add(work.early_fetches, fetch, n_early[kind])
     if plan.reduced:
         last = plan.semantics.n_micro_batches - 1
-        layers = {*range(1, plan.workload.n_layers + 1)}.difference(plan.policy.device_blocks)
+        layers = [b for b in range(1, plan.workload.n_layers + 1) if _leaves(plan, b)]
         work.last_backwards_s += sum(_demand(plan, cost, Kind.BACKWARD, b, last).uncontended_s for b in layers)
     return work
+
+
+def _leaves(plan: Setup, block: int) -> bool:
+    """Whether the block's gradient goes to the host."""
+    return block not in plan.policy.device_blocks and bool(plan.workload.blocks[block].trained)
 
 
 def policy_bound(plan: Setup, cost: CostModel) -> Bound:
@@ -139,9 +146,13 @@ def home_s(plan: Setup, seconds: Mapping[tuple[Kind, int], float]) -> float:
 
 
 def _ring(plan: Setup, work: Work) -> Iterator[Bound]:
-    """The ring of a step: updates, the loads they allow, all that computing asks for, the last gradient's way home."""
-    seconds, last_s = work.seconds, home_s(plan, work.seconds)
+    """The ring of a step: updates, the loads they allow, all that computing asks for, the last gradient's way home. Where weights
+    are frozen no load of them waits for an update, and of the ring only the phases are claimed."""
     phases = _phases(plan, work)
+    if not plan.workload.trains_all:
+        yield Bound(phases[0], "groups of micro-batches that take turns", "phases")
+        return
+    seconds, last_s = work.seconds, home_s(plan, work.seconds)
     match plan.policy.update:
         case Update.BARRIER:
             # Between the last update and the next first one lies everything else.
@@ -229,7 +240,9 @@ def idle_in_turns(plan: Setup, phases: Phases) -> dict[Key, float]:
 
 def _between_s(phases: Phases, kind: Kind, block: int) -> float:
     """Seconds of a vocabulary block's op, once between every two micro-batches of a group."""
-    turns = phases.vocab[kind, block]
+    turns = phases.vocab.get((kind, block))
+    if turns is None:  # nothing of it is trained
+        return 0.0
     return (turns.n - phases.n_groups) * turns.shortest_s
 
 
@@ -262,8 +275,9 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
     n_groups = -(-n_micro_batches // policy.accumulation_group)
     n_layers, squared, sizes = plan.workload.n_layers, set(policy.square_blocks), of_each_size(plan, n_micro_batches)
     # Each group walks the layers up and down; at a turn at most as many loads are spared as there are slots.
-    n_turns = 2 * n_groups - 1
+    n_turns, first = 2 * n_groups - 1, plan.workload.first_trained
     spared = Counter(dict.fromkeys(_spared_layers(plan), n_turns))
+    spared_weights = Counter(dict.fromkeys(_spared_layers(plan)[: plan.n_streaming], n_turns))
 
     def each(kind: Kind, b: int) -> Iterator[tuple[Kind, int, Demand, int]]:
         for m, count in sizes:
@@ -275,12 +289,16 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
         if only not in (None, b):
             continue
         is_layer = block.kind is BlockKind.LAYER
-        n_loads = 1 if b in policy.resident_blocks else max(1, 2 * n_groups - spared[b]) if is_layer else n_groups
+        n_uses = n_groups * (1 + (is_layer and b >= first))
         for kind in loading:
-            yield kind, b, _demand(plan, cost, kind, b, None), n_loads
+            yield kind, b, _demand(plan, cost, kind, b, None), 1 if b in policy.resident_blocks else max(1, n_uses - spared[b])
+        if plan.unpacks(b):
+            n_times = 1 if b in policy.resident_blocks else max(1, n_uses - spared_weights[b])
+            yield Kind.DEQUANTISE, b, _demand(plan, cost, Kind.DEQUANTISE, b, None), n_times
         if block.kind is not BlockKind.HEAD:
             yield from each(Kind.FORWARD, b)
-        if is_layer and b % policy.boundary_stride and b != n_layers:
+        stride = policy.boundary_stride
+        if is_layer and b % stride and b != n_layers and min(b - b % stride + stride, n_layers) >= first:
             yield from each(Kind.RECOMPUTE, b)
         if b in policy.spill_blocks:
             for moved in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION):
@@ -289,9 +307,11 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
             for moved in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED):
                 yield from each(moved, b)
         kind = Kind.LOSS if b == n_layers + 1 else Kind.BACKWARD
-        for m, count in plan.alike(range(n_micro_batches)):
+        for m, count in plan.alike(range(n_micro_batches)) if b >= first else ():
             yield kind, b, _demand(plan, cost, kind, b, m), count
-        if not plan.reduced:
+        if not block.trained:
+            continue
+        if not plan.reduced and not plan.is_apart(b):
             yield Kind.OFFLOAD_GRADIENT, b, _demand(plan, cost, Kind.OFFLOAD_GRADIENT, b, 0), n_micro_batches
             added = Counter[Demand]()  # by what it asks: most micro-batches add alike, the first of them least
             for m, count in plan.alike(range(n_micro_batches)):
@@ -303,7 +323,7 @@ def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Itera
         updates = (Kind.SPECULATE, Kind.SETTLE) if b in policy.speculate_blocks else (Kind.UPDATE,)
         if b in policy.device_blocks:
             leaves, updates = (Kind.OFFLOAD_SQUARES,), (Kind.UPDATE_ON_DEVICE,)
-        norm = () if b in squared and b else (Kind.NORM,) if b or not exchanging else (Kind.NORM, Kind.SHARE_NORM)
+        norm = () if b in squared and b != first else (Kind.NORM,) if b or not exchanging else (Kind.NORM, Kind.SHARE_NORM)
         for kind in (*exchanging, *leaves, *norm, *updates):
             yield kind, b, _demand(plan, cost, kind, b, None), 1
 
@@ -317,7 +337,7 @@ def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
 def _spared_layers(plan: Setup) -> list[int]:
     """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety, which copies within the
     device are not."""
-    n_slots, on_device = plan.policy.prefetch_depth + 1, {*plan.policy.device_blocks}
+    n_slots, on_device = plan.policy.prefetch_depth + least_slots(plan), {*plan.policy.device_blocks}
     layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
     return sorted(layers, key=lambda b: (b in on_device, -plan.workload.blocks[b].slot_elements, b))[:n_slots]
 

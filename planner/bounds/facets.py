@@ -55,6 +55,7 @@ _WITH_MICRO_BATCH = (
 )
 _OF_THE_DEVICE = (Kind.OFFLOAD_SQUARES, Kind.UPDATE_ON_DEVICE)  # which has the state
 _OF_THE_HOST = (Kind.OFFLOAD_GRADIENT, Kind.UPDATE)
+_OF_GRADIENTS = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.UPDATE)
 _NOT_OF = {
     BlockKind.EMBEDDING: (Kind.LOSS, Kind.RECOMPUTE),
     BlockKind.LAYER: (Kind.LOSS,),
@@ -122,7 +123,9 @@ def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
         without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
         moved = () if b in away else (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED)
         elsewhere = _OF_THE_HOST if b in plan.policy.device_blocks else _OF_THE_DEVICE
-        if kind not in (*_NOT_OF[block.kind], *without, *moved, *elsewhere):
+        packed = () if plan.unpacks(b) else (Kind.DEQUANTISE,)
+        frozen = () if block.trained else _OF_GRADIENTS
+        if kind not in (*_NOT_OF[block.kind], *without, *moved, *elsewhere, *packed, *frozen):
             for micro_batch in micro_batches:
                 demand = cost.demand(plan, Op(kind, b, micro_batch))
                 if demand.uses:

@@ -22,9 +22,11 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     linear in both shares: the least that the largest facet can be is a linear program.
     """
     whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
-    may_stay = places_to_stay(whole, cost.profile)
+    may_stay, may_square = places_to_stay(whole, cost.profile), [*can_square(plan.workload, plan.semantics)]
+    if not plan.workload.trains_all:
+        may_stay = may_square = [*plan.workload.mixed]
     host = dict(machine_facets(plan, cost, (), ()))
-    squared = dict(machine_facets(plan, cost, can_square(plan.workload, plan.semantics), ()))
+    squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))
     stay_bytes = sum(map(whole.staying_bytes, may_stay))
     program, scale_s = Program(), max(host.values())
@@ -52,23 +54,25 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
     capacity = cost.capacity
     leaving = [block for b, block in enumerate(blocks) if b not in staying]
 
-    # Every block forward and backward, no recompute; the head does both in one.
-    compute_s = 0.0
+    # Every block forward and, as far as anything is trained, backward, no recompute; the head does both in one.
+    compute_s, first = 0.0, plan.workload.first_trained
     for m, count in plan.alike(range(semantics.n_micro_batches)):
         *body, head = plan.blocks_of(m)
-        compute_s += count * sum(cost.forward_s(b, semantics) + cost.backward_s(b, semantics) for b in body)
+        compute_s += count * sum(cost.forward_s(b, semantics) for b in body)
+        compute_s += count * sum(cost.backward_s(b, semantics) for b in body[first:])
         compute_s += count * cost.loss_s(head, semantics)
     gradient = ITEM_BYTES[semantics.gradient_dtype]
-    squares_s = sum(blocks[b].n_params for b in squared) * gradient / cost.square_bytes_per_s
+    squares_s = sum(blocks[b].n_trained for b in squared) * gradient / cost.square_bytes_per_s
     yield "device compute", compute_s + squares_s + sum(cost.update_on_device_s(plan, blocks[b]) for b in staying)
 
-    # What the host updates in every step goes up at least once. What a layer's backward needs and does not fit beside the rest goes
-    # up again.
+    # What the host updates in every step goes up at least once, and so does what is frozen and does not fit from step to step. What
+    # a layer's backward needs and does not fit beside the rest goes up again.
     # Of several ranks each moves and updates its part, the devices' memory holds all parts once.
-    ranks = semantics.ranks
-    item, n_params = ITEM_BYTES[dtype], sum(b.n_params for b in leaving) / ranks
-    layer_bytes = sum(b.n_params for b in leaving if b.kind is BlockKind.LAYER) * item / ranks
-    up_bytes = n_params * item + max(0.0, layer_bytes - profile.device.memory_bytes.value)
+    ranks, memory_bytes = semantics.ranks, profile.device.memory_bytes.value
+    item, n_params = ITEM_BYTES[dtype], sum(b.n_trained for b in leaving) / ranks
+    frozen = [0 if plan.workload.trains_all else plan.frozen_bytes(b) for b in range(len(blocks))]
+    layer_bytes = sum(b.n_trained for b in leaving if b.kind is BlockKind.LAYER) * item / ranks + sum(frozen[max(1, first) : -1])
+    up_bytes = n_params * item + max(0.0, sum(frozen) - memory_bytes) + max(0.0, layer_bytes - memory_bytes)
     down_bytes = n_params * gradient
     link = profile.link
     drawn: dict[Resource, float] = defaultdict(float)
@@ -82,7 +86,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
         drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
 
     # Update of every such parameter, on all host cores, and the norm of what the device does not sum.
-    norm_bytes = sum(b.n_params for i, b in enumerate(blocks) if i not in squared) * gradient / ranks
+    norm_bytes = sum(b.n_trained for i, b in enumerate(blocks) if i not in squared) * gradient / ranks
     update_s = n_params / profile.optimizer_params_per_s(profile.host.n_cores)
     norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
     leanest = replace(plan, policy=Policy())

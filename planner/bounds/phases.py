@@ -65,8 +65,10 @@ class Phases:
     head: int
     up: dict[Key, float] = field(default_factory=nothing)  # computing
     down: dict[Key, float] = field(default_factory=nothing)
-    loads: dict[Key, float] = field(default_factory=nothing)  # one way of one group
+    loads: dict[Key, float] = field(default_factory=nothing)  # one way of one group, up
+    loads_down: dict[Key, float] = field(default_factory=nothing)  # and down, as far as anything is trained
     largest_load: dict[Key, float] = field(default_factory=dict)
+    largest_unpacking: dict[Key, float] = field(default_factory=nothing)  # of one layer's weights; counted with computing
     leaving: dict[Key, float] = field(default_factory=nothing)  # gradients of layers, and what the host adds of them
     head_leaving: dict[Key, float] = field(default_factory=nothing)  # the head's last gradient of one group
     one_leaving: dict[int, dict[Key, float]] = field(default_factory=dict)  # one gradient of each layer
@@ -123,10 +125,11 @@ class Phases:
 
     def _turn(self, kind: Kind, block: int) -> tuple[Turns, float, float]:
         """What computes, and seconds for which a gradient leaves and is added before the next can."""
+        computing = self.vocab.get((kind, block), Turns(shortest_s=0.0))  # none, of an embedding that is not trained
         if (Kind.ACCUMULATE, block) not in self.vocab:
-            return self.vocab[kind, block], 0.0, 0.0
+            return computing, 0.0, 0.0
         return (
-            self.vocab[kind, block],
+            computing,
             self.vocab[Kind.OFFLOAD_GRADIENT, block].shortest_s,
             self.vocab[Kind.ACCUMULATE, block].shortest_s,
         )
@@ -135,7 +138,10 @@ class Phases:
 
     def up_s(self, buffers: Buffers) -> float:
         """The ways up the layers."""
-        return max(self.up[key] + self.loads_s(key, buffers) + self.passing_s(LEAVING, key, buffers) for key in self.up)
+        return max(
+            self.way_s(self.up, key) + self.loads_s(self.loads, key, buffers) + self.passing_s(LEAVING, key, buffers)
+            for key in self.up
+        )
 
     def first_up_s(self, buffers: Buffers) -> float:
         """The first group's way up, which is no shorter than the others'."""
@@ -151,16 +157,20 @@ class Phases:
         return max(self._down_s(key, buffers) + max(0.0, self.all_left_s(key, buffers)) for key in self.down)
 
     def _down_s(self, key: Key, buffers: Buffers) -> float:
-        return self.down[key] + self.loads_s(key, buffers) + self.passing_s(COMING, key, buffers)
+        return self.way_s(self.down, key) + self.loads_s(self.loads_down, key, buffers) + self.passing_s(COMING, key, buffers)
+
+    def way_s(self, way: Mapping[Key, float], key: Key) -> float:
+        """Computing on the ways up, or down. The first layer's weights may have been unpacked before."""
+        return way[key] - self.n_groups * self.largest_unpacking[key]
 
     def passing_s(self, kinds: Sequence[Kind], key: Key, buffers: Buffers) -> float:
         """Activations that leave, or come back, wholly within the ways."""
         slots = {kind: self.n_slips * buffers.n_passing[kind] * self.passing[kind].one[key] for kind in kinds}
         return sum(max(0.0, self.passing[kind].all[key] - slots[kind]) for kind in kinds)
 
-    def loads_s(self, key: Key, buffers: Buffers) -> float:
+    def loads_s(self, loads: Mapping[Key, float], key: Key, buffers: Buffers) -> float:
         """Loads that lie wholly within the ways."""
-        return self.n_groups * max(0.0, self.loads[key] - buffers.n_loads * self.largest_load.get(key, 0.0))
+        return self.n_groups * max(0.0, loads[key] - buffers.n_loads * self.largest_load.get(key, 0.0))
 
     def left_s(self, key: Key, buffers: Buffers) -> float:
         """What of gradients leaves before the last backwards end: all but those in slots.
@@ -213,7 +223,8 @@ def phases_of(plan: Setup, groups: range) -> Phases:
     n, n_layers = plan.semantics.n_micro_batches, plan.workload.n_layers
     smallest, largest = min(n % size or size for size in groups), groups[-1]
     n_groups, n_whole = -(-n // largest), n - bool(plan.semantics.n_left)
-    n_leaving = sum(0 < b <= n_layers for b in {*range(n_layers + 2)}.difference(plan.policy.device_blocks))
+    trained = {b for b in range(1, n_layers + 1) if plan.workload.blocks[b].trained}
+    n_leaving = len(trained.difference(plan.policy.device_blocks))
     # The last group joins more sums of the host's than those before it.
     equal = n_groups * largest == n_whole and (plan.reduced or plan.semantics.sum_groups == 1)
     return Phases(
@@ -224,7 +235,14 @@ def phases_of(plan: Setup, groups: range) -> Phases:
 def buffers_of(plan: Setup) -> Buffers:
     """What may slip from phase to phase with the plan's policy."""
     n_slots, n_staged = plan.policy.gradient_slots + summed_slots(plan), staged_slots(plan)
-    return Buffers(plan.policy.prefetch_depth + 1, n_slots, n_staged, passing_slots(plan.policy.accumulation_group))
+    n_loads = plan.policy.prefetch_depth + least_slots(plan)
+    return Buffers(n_loads, n_slots, n_staged, passing_slots(plan.policy.accumulation_group))
+
+
+def least_slots(plan: Setup) -> int:
+    """Layers whose weights may be on the device besides those that are prefetched: the one that is computed; and where it is
+    unpacked, another that is packed."""
+    return 2 if plan.packed_slots else 1
 
 
 def passing_slots(group: int) -> dict[Kind, int]:
@@ -255,8 +273,14 @@ def add_to_phases(phases: Phases, plan: Setup, kind: Kind, block: int, load: Map
             add(phases.down, load, count)
         case Kind.OFFLOAD_ACTIVATION | Kind.OFFLOAD_SAVED | Kind.FETCH_ACTIVATION | Kind.FETCH_SAVED:
             phases.passing[kind].add(load, count)
+        case Kind.DEQUANTISE if block not in plan.policy.resident_blocks:
+            for way in (phases.up, phases.down) if block >= plan.workload.first_trained else (phases.up,):
+                add(way, load, phases.n_groups)
+            phases.largest_unpacking |= {key: max(s, phases.largest_unpacking[key]) for key, s in load.items()}
         case Kind.LOAD if block not in plan.policy.resident_blocks:
             add(phases.loads, load, 1)
+            if block >= plan.workload.first_trained:
+                add(phases.loads_down, load, 1)
             phases.largest_load |= {key: max(s, phases.largest_load.get(key, 0.0)) for key, s in load.items()}
         case Kind.OFFLOAD_GRADIENT | Kind.ACCUMULATE:
             add(phases.leaving, load, count)

@@ -38,11 +38,13 @@ from typing import Any
 from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
 from runtime.plan.footprint import device_needs, host_needs
+from runtime.plan.packed import is_packed, packed_bytes
 from runtime.plan.repetition import shortened, unrolled
 from runtime.plan.workload import ITEM_BYTES
 from runtime.units import show_bytes, show_seconds
 
-from .contract import FP32, check_arenas, check_ops, check_repeat
+from .arenas import FP32, check_arenas
+from .contract import check_ops, check_repeat
 from .dataflow import check_data
 from .legality import check_policy, check_workload
 from .shape import AGAIN, Shape, wrong
@@ -198,18 +200,19 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
     """What the policy promises of the order of ops, beyond what keeps the data right."""
     policy = plan.policy
     if policy.update is Update.BARRIER:
-        last_update = max(i for i, op in enumerate(plan.ops) if op.kind is Kind.UPDATE)
+        last_updates = {op.kind: i for i, op in enumerate(plan.ops) if op.kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE)}
         first_load = min(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
-        if not clocks.ordered(last_update, 0, first_load, 1):
-            what = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
-            raise wrong(first_load, plan.ops[first_load], what)
+        for last_update in last_updates.values():
+            if not clocks.ordered(last_update, 0, first_load, 1):
+                what = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
+                raise wrong(first_load, plan.ops[first_load], what)
     if shape.reduced and policy.offload_late_blocks:
         # The last micro-batch's backward completes the sum. Vocabulary blocks have a single slot and leave at once, and so
         # may the bottom layers: no layer follows that they could wait for.
-        late, last = policy.offload_late_blocks, shape.n_micro_batches - 1
+        late, last, lowest = policy.offload_late_blocks, shape.n_micro_batches - 1, max(shape.first_trained, 1)
         backward = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.BACKWARD and op.micro_batch == last}
         for i, op in enumerate(plan.ops):
-            if op.kind is Kind.OFFLOAD_GRADIENT and late < op.block < shape.head:
+            if op.kind is Kind.OFFLOAD_GRADIENT and lowest + late <= op.block < shape.head:
                 j = backward[op.block - late]
                 if not clocks.ordered(j, 0, i, 0):
                     raise wrong(i, op, f"leaves before op {j} ({plan.ops[j].name})")
@@ -273,7 +276,7 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
         if abs(claimed_bytes - peak_bytes) >= 1:
             raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
     # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
-    n_elements = [sum(p.n_elements for p in block.parameters) for block in plan.workload.blocks]  # without padding
+    n_trained = [sum(p.n_elements for p in block.trained) for block in plan.workload.blocks]  # without padding
     for direction, kinds in (
         ("h2d", (Kind.LOAD, Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)),
         ("d2h", (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED)),
@@ -284,13 +287,23 @@ def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
                 n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
             elif op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED) and op.kind in kinds:
                 n_bytes += plan.often(i) * plan.recompute(op.block, op.micro_batch).saved_bytes
-            elif op.kind in kinds and not (op.kind is Kind.LOAD and op.block in shape.on_device):
-                n_bytes += plan.often(i) * n_elements[op.block] * _item_bytes(plan, shape, op)
+            elif op.kind in kinds:
+                is_there = op.kind is Kind.LOAD and op.block in shape.on_device
+                n_bytes += 0 if is_there else plan.often(i) * n_trained[op.block] * _item_bytes(plan, shape, op)
+                n_bytes += plan.often(i) * _frozen_bytes(plan, op.block) if op.kind is Kind.LOAD else 0
         least_s = n_bytes / _best_rate(plan, direction)
         if step_s < least_s * ROUNDING:
             there = [kind for kind in kinds if any(op.kind is kind for op in plan.ops)]
             what = f"its {' and '.join(there)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"
             raise PlanError(f"claim: a step of {show_seconds(step_s)}, but {what}; {AGAIN}")
+
+
+def _frozen_bytes(plan: Plan, block: int) -> int:
+    """What a load moves of weights that are not trained."""
+    of, frozen = plan.semantics, [p for p in plan.workload.blocks[block].parameters if p.frozen]
+    packed = [p for p in frozen if p.tied_to is None and is_packed(p.name, p.shape, of.base)]
+    n_as_they_are = sum(p.n_elements for p in frozen) - sum(p.n_elements for p in packed)
+    return sum(packed_bytes(p.shape, of.base) for p in packed) + n_as_they_are * ITEM_BYTES[of.compute_dtype]
 
 
 def _item_bytes(plan: Plan, shape: Shape, op: Op) -> int:

@@ -1,157 +1,16 @@
-"""What must the arenas and ops of a plan look like?
+"""What must the ops of a plan look like?
 
-`runtime/plan/plan.py` as a verifier reads it: given the workload, the semantics and the policy, which arenas there must be and how
-large, and which slots are each op's operands. Only the checker uses it, never what makes plans.
+`runtime/plan/plan.py` as a verifier reads it: given the workload, the semantics and the policy, which ops there must be, and which
+slots are each op's operands. Only the checker uses it, never what makes plans.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import assert_never
 
 from runtime.errors import PlanError
-from runtime.plan import Arena, Kind, Op, Place, Plan, Repeat
-from runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
+from runtime.plan import Kind, Op, Plan, Repeat
 
 from .shape import AGAIN, Expected, Shape, wrong
-
-ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # where a slot may start: results depend on alignment
-EXCHANGED_BYTES = 2**28  # of a sum that ranks exchange at a time
-FP32, NORM_BYTES = ITEM_BYTES["fp32"], 8  # the norm keeps one fp64 sum of squares for each weight
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """What an arena must be: where, how many slots (None: at least `least`), and the bytes of slot i, from one on to the byte."""
-
-    place: Place
-    n_slots: int | None
-    slot_bytes: Callable[[int], int]
-    exact_from: int | None = None
-    least: int = 1
-
-
-def _needs(plan: Plan, shape: Shape, sizes: dict[str, int]) -> dict[str, _Need]:
-    """The arenas that the semantics and the policy call for; `sizes` holds the number of slots that each arena has."""
-    blocks, semantics, group = plan.workload.blocks, plan.semantics, shape.group
-    elements = [b.slot_elements for b in blocks]  # with tied weights
-    if shape.ranks > 1:  # equal parts, each of whole pieces, each of whole units
-        owned = [n * shape.ranks for n in shape.part_elements(blocks)]
-        elements = [n + (owned[0] if b.tied else 0) for b, n in zip(blocks, owned, strict=True)]
-    layer, vocab = max(elements[1:-1]), max(elements[0], elements[-1])
-    compute, master = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[semantics.master_dtype]
-    final = ITEM_BYTES[semantics.gradient_dtype]
-    wire = final if shape.reduced else compute  # of a layer's gradient on the link
-    vocab_wire = FP32 if shape.vocab_slot_is_sum else final
-    kept = final if shape.reduced else FP32  # of a layer's gradient on the host
-    resident = [elements[b] for b in shape.resident]
-    standing = [blocks[b].boundary_bytes for b in shape.standing]
-    spilled = [blocks[b].boundary_bytes for b in shape.spilled]
-    shared = [0] * len(set(shape.shared.values()))  # what no block has for itself
-    for b, i in shape.shared.items():
-        shared[i] = max(shared[i], blocks[b].boundary_bytes)
-    own, activations = standing + shared, standing + shared + [max(spilled, default=0)]
-    squares = [NORM_BYTES * len(blocks[b].parameters) for b in shape.squared]
-    norms = [NORM_BYTES * sum(len(b.parameters) for b in blocks), *squares]
-    weights = [layer, vocab, *resident]
-    sent = [0 if b in shape.on_device else n for b, n in enumerate(elements)]  # of gradients that the host gets
-    sent = [n // shape.ranks for n in sent]
-    leaving_layer, leaving_vocab = max(sent[1:-1]), max(sent[0], sent[-1])
-    staying = [elements[b] * (vocab_wire if shape.vocab(b) else wire) for b in shape.on_device]
-    owned = [b.host_elements for b in blocks] if shape.ranks == 1 else [n // shape.ranks for n in owned]
-    of_state = [0 if b in shape.on_device else owned[b] for b in range(shape.n_blocks)]
-    of_state += [owned[b] for b in shape.shadows]
-    on_device = [owned[b] for b in shape.on_device]
-    first_vocab_sum = shape.n_layer_sums * shape.sums_layers
-    n_sums = first_vocab_sum + (shape.n_sums - shape.tied_sum if shape.reduced else 0)
-    n_arrived = shape.n_blocks if shape.reduced else shape.n_blocks * shape.n_sums
-    last = {name: sizes.get(name, 0) - 1 for name in ("host_gradients", "staging")}
-
-    def arrived_bytes(i: int) -> int:
-        i = i if shape.ring else i % shape.n_blocks
-        if i in (0, last["host_gradients"] if shape.ring else shape.head):
-            return sent[0 if i == 0 else -1] * vocab_wire
-        return (leaving_layer if shape.ring else sent[i]) * kept
-
-    def gradient_bytes(i: int) -> int:
-        if i > shape.gradient_slots:
-            return staying[i - shape.gradient_slots - 1]
-        return leaving_layer * wire if i < shape.gradient_slots else leaving_vocab * vocab_wire
-
-    needs = {
-        "weights": _Need(
-            Place.DEVICE,
-            shape.n_streaming + 1 + len(resident),
-            lambda i: compute * weights[max(0, i - shape.n_streaming + 1)],
-            exact_from=shape.n_streaming + 1,
-        ),
-        "activations": _Need(
-            Place.DEVICE,
-            len(own) * group + (2 * group + 1 if spilled else 0),
-            lambda i: activations[min(i // group, len(own))],
-        ),
-        "gradients": _Need(Place.DEVICE, shape.gradient_slots + 1 + len(staying), gradient_bytes),
-        # Of each element the master, in one piece or in two, and the two moments
-        "state": _Need(Place.HOST, len(of_state), lambda i: of_state[i] * (master + 2 * FP32), exact_from=0),
-        "host_gradients": _Need(
-            Place.HOST, None if shape.ring else n_arrived, arrived_bytes, exact_from=None if shape.ring else 0, least=3
-        ),
-        "norm": _Need(Place.HOST, 1 + len(squares), lambda i: norms[i]),
-    }
-    if n_sums:
-        # A rank's only gradient of a layer is no sum yet
-        of_layer = (compute if shape.ranks > 1 and shape.n_micro_batches == 1 else FP32) * layer
-        needs["sums"] = _Need(Place.DEVICE, n_sums, lambda i: of_layer if i < first_vocab_sum else FP32 * vocab)
-    if shape.ranks > 1:
-        # What is sent and what is received of a sum, of the largest part or of as much as goes at a time
-        at_a_time = min(max(shape.part_elements(blocks)), EXCHANGED_BYTES // FP32 // shape.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
-        needs["received"] = _Need(Place.DEVICE, 1, lambda i: 2 * shape.ranks * FP32 * at_a_time)
-        # Of each rank: tiles of 2^16 elements, one more for each end of a parameter or a piece, the losses, and a wish to end
-        n_ends = sum(n // 2**16 + len(b.parameters) + semantics.sum_groups for b, n in zip(blocks, owned, strict=True))
-        norms[0] = NORM_BYTES * shape.ranks * (n_ends + shape.n_micro_batches + 1)
-    if on_device:
-        needs["device_state"] = _Need(Place.DEVICE, len(on_device), lambda i: on_device[i] * (master + 2 * FP32), exact_from=0)
-    if squares:
-        needs["squares"] = _Need(Place.DEVICE, len(squares), lambda i: squares[i])
-    if saved := [_saved_bytes(plan, b) for b in shape.offloaded]:
-        needs["saved"] = _Need(Place.DEVICE, None, lambda i: max(saved))
-        needs["offloaded"] = _Need(Place.HOST, len(saved) * group, lambda i: saved[i // group])
-    if spilled:
-        needs["spilled"] = _Need(Place.HOST, len(spilled) * group, lambda i: spilled[i // group])
-    if not shape.reduced:
-        needs["staging"] = _Need(Place.HOST, None, lambda i: vocab * FP32 if i == last["staging"] else layer * wire, least=2)
-    return needs
-
-
-def _saved_bytes(plan: Plan, block: int) -> int:
-    """Of what a layer saves of one micro-batch besides its input, each tensor at an aligned place."""
-    tier = next(tier for tier in plan.workload.blocks[block].tiers if tier.saved is plan.policy.saved(block))
-    return tier.saved_bytes + tier.n_saved * ALIGN_BYTES
-
-
-def check_arenas(plan: Plan, shape: Shape) -> None:
-    """Exactly the arenas that are called for, each large enough; else PlanError."""
-    arenas: dict[str, Arena] = {a.name: a for a in plan.arenas}
-    needs = _needs(plan, shape, {name: len(a.slot_bytes) for name, a in arenas.items()})
-    if odd := sorted(arenas.keys() ^ needs.keys()):
-        raise PlanError(f"arena {odd[0]}: {'missing' if odd[0] in needs else 'not one this plan has a use for'}; {AGAIN}")
-    for name, need in needs.items():
-        arena, n_slots = arenas[name], len(arenas[name].slot_bytes)
-        if arena.place is not need.place:
-            raise PlanError(f"arena {name}: lies in {arena.place} memory, not {need.place}; {AGAIN}")
-        if need.n_slots is not None and n_slots != need.n_slots:
-            raise PlanError(f"arena {name}: {n_slots} slots, where policy and model ask for {need.n_slots}; {AGAIN}")
-        if n_slots < need.least:
-            raise PlanError(f"arena {name}: {n_slots} slots, fewer than {need.least}; {AGAIN}")
-        start = 0
-        for i, n_bytes in enumerate(arena.slot_bytes):
-            needed = need.slot_bytes(i)
-            if start % ALIGN_BYTES:
-                raise PlanError(f"arena {name}: slot {i} starts at byte {start}, no multiple of {ALIGN_BYTES}; {AGAIN}")
-            start += n_bytes
-            is_exact = need.exact_from is not None and i >= need.exact_from
-            if n_bytes < needed or (is_exact and n_bytes != needed):
-                raise PlanError(f"arena {name}: slot {i} has {n_bytes} bytes, but {needed} go into it; {AGAIN}")
-
 
 _Operands = list[tuple[str, Expected]]
 
@@ -162,6 +21,7 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
     below: _Operands = [("x", shape.activation(b - 1, m))] if b else []
     above: _Operands = [("y", shape.activation(b, m))] if b < shape.head else []
     weights, gradient = ("weights", shape.weights(b)), ("gradient", shape.gradient(b))
+    adapted: _Operands = [weights, *([("trained", shape.state(b))] if b in shape.apart else [])]
     tied: _Operands = [("tied", _arrived(shape, sizes, shape.head))] if b == 0 and shape.tied else []
     arrived: _Operands = [("arrived", _arrived(shape, sizes, b)), *tied]
     norm, state = ("norm", _slot("norm", 0)), ("state", shape.state(b))
@@ -171,13 +31,16 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
     saved: _Operands = [("saved", ("saved", range(sizes["saved"])))] if b in shape.offloaded else []
     match op.kind:
         case Kind.LOAD | Kind.GATHER:
-            return [state, *([("tied", _slot("state", 0))] if b == shape.head and shape.tied else []), weights]
+            owners: _Operands = [("tied", _slot("state", 0))] if b == shape.head and shape.shares_weight else []
+            return [("state", shape.source(b)), *owners, ("weights", shape.loaded(b))]
+        case Kind.DEQUANTISE:
+            return [("packed", shape.loaded(b)), weights]
         case Kind.FORWARD | Kind.RECOMPUTE:
-            return [weights, *below, *above, *saved]
+            return [*adapted, *below, *above, *saved]
         case Kind.LOSS:
-            return [weights, *below, *_expected_sums(shape, op, gradient)]
+            return [*adapted, *below, *_expected_sums(shape, op, gradient)]
         case Kind.BACKWARD:
-            return [*([weights] if b else []), *above, *below, *saved, *_expected_sums(shape, op, gradient)]
+            return [*(adapted if b else []), *above, *below, *saved, *_expected_sums(shape, op, gradient)]
         case Kind.SQUARE:
             return [gradient, *squares]
         case Kind.OFFLOAD_GRADIENT if not shape.reduced:
@@ -193,7 +56,8 @@ def _expected(shape: Shape, sizes: dict[str, int], op: Op) -> _Operands:
             to, *into = (_slot("host_gradients", (place - i) * shape.n_blocks + b) for i in range(n))
             return [("staged", _staged(shape, sizes, b)), ("arrived", to), *(("into", slot) for slot in into)]
         case Kind.NORM:
-            every: _Operands = [("squares", _slot("norm", 1 + i)) for i in shape.squared.values()] if b == 0 else []
+            every: _Operands = [("squares", _slot("norm", 1 + i)) for i in shape.squared.values()]
+            every = every if b == shape.first_trained else []
             return [*([] if squares else arrived), *every, norm]
         case Kind.UPDATE:
             return [*arrived, *(sums if shape.eager else [norm]), state]
@@ -238,6 +102,10 @@ def _staged(shape: Shape, sizes: dict[str, int], block: int) -> Expected:
 def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Operands:
     """How the gradient of one micro-batch joins the sum, and which of them leaves one."""
     first, last = op.micro_batch == 0, op.micro_batch == shape.n_micro_batches - 1
+    if op.block not in shape.trained:
+        return []
+    if op.block in shape.apart:  # whatever the groups, all micro-batches are added up where the gradient stays
+        return [("sum", gradient[1])]
     if not shape.reduced:
         return [gradient]
     place, n = shape.sum_place(op.micro_batch or 0), len(shape.summed_with(op.micro_batch or 0))
@@ -255,6 +123,7 @@ def _expected_sums(shape: Shape, op: Op, gradient: tuple[str, Expected]) -> _Ope
 _Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a step are alike in all of them
 _ONCE_A_STEP = (
     Kind.LOAD,
+    Kind.DEQUANTISE,
     Kind.GATHER,
     Kind.EXCHANGE,
     Kind.SHARE_NORM,
@@ -267,6 +136,19 @@ _ONCE_A_STEP = (
     Kind.SETTLE,
     Kind.SQUARE,
 )
+_OF_WEIGHTS = (Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER)  # where a block streams, as often as one likes
+_OF_GRADIENTS = (
+    Kind.SQUARE,
+    Kind.OFFLOAD_GRADIENT,
+    Kind.OFFLOAD_SQUARES,
+    Kind.ACCUMULATE,
+    Kind.NORM,
+    Kind.UPDATE,
+    Kind.UPDATE_ON_DEVICE,
+    Kind.SPECULATE,
+    Kind.SETTLE,
+    Kind.EXCHANGE,
+)
 
 
 def _expected_ops(shape: Shape) -> Iterator[_Key]:
@@ -278,12 +160,16 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
             yield kind, b, None
         if b in shape.resident:
             yield Kind.LOAD, b, None
+            if b in shape.packed:
+                yield Kind.DEQUANTISE, b, None
         if shape.ranks > 1:
             yield Kind.EXCHANGE, b, None
             if b == 0:
                 yield Kind.SHARE_NORM, b, None
-        if shape.reduced:
-            yield Kind.OFFLOAD_SQUARES if b in shape.on_device else Kind.OFFLOAD_GRADIENT, b, None
+        if b in shape.on_device:
+            yield Kind.OFFLOAD_SQUARES, b, None
+        elif shape.reduced and b in shape.trained:
+            yield Kind.OFFLOAD_GRADIENT, b, None
         if b in shape.squared:
             yield Kind.SQUARE, b, None
         for m in range(shape.n_micro_batches):
@@ -291,8 +177,9 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
                 yield Kind.LOSS, b, m
             else:
                 yield Kind.FORWARD, b, m
-                yield Kind.BACKWARD, b, m
-            if b in shape.shared:
+                if shape.has_backward(b):
+                    yield Kind.BACKWARD, b, m
+            if shape.is_recomputed(b):
                 yield Kind.RECOMPUTE, b, m
             if b in shape.spilled:
                 yield Kind.OFFLOAD_ACTIVATION, b, m
@@ -300,26 +187,29 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
             if b in shape.offloaded:
                 yield Kind.OFFLOAD_SAVED, b, m
                 yield Kind.FETCH_SAVED, b, m
-            if not shape.reduced:
+            if not shape.reduced and b in shape.trained and b not in shape.on_device:
                 yield Kind.OFFLOAD_GRADIENT, b, m
                 yield Kind.ACCUMULATE, b, m
 
 
 def _updates(shape: Shape, block: int) -> tuple[Kind, ...]:
     """How the state of a block changes."""
+    if block not in shape.trained:
+        return ()
     if block in shape.on_device:
         return (Kind.UPDATE_ON_DEVICE,)
     return (Kind.SPECULATE, Kind.SETTLE) if block in shape.shadows else (Kind.UPDATE,)
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
-    """Each op is one that the step must have, once (loads of streamed blocks: any number), and uses the slots of the contract."""
+    """Each op is one that the step must have, once (of streamed blocks what brings weights: any number), and uses the contract's
+    slots."""
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     seen: set[_Key] = set()
     for i, op in enumerate(plan.ops):
         _check_kind(i, op, shape)
         key = op.kind, op.block, op.micro_batch
-        if key in seen and (op.kind not in (Kind.LOAD, Kind.GATHER) or op.block in shape.resident):
+        if key in seen and (op.kind not in _OF_WEIGHTS or op.block in shape.resident):
             raise wrong(i, op, "done twice in a step")
         seen.add(key)
         expected = _expected(shape, sizes, op)
@@ -341,11 +231,17 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
     b, kind = op.block, op.kind
     if (kind is Kind.LOSS) != (b == shape.head) and kind in (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS):
         raise wrong(i, op, "the head has a loss op, the other blocks forward and backward")
+    if kind in _OF_GRADIENTS and b not in shape.trained:
+        raise wrong(i, op, "nothing of the block is trained")
+    if kind is Kind.BACKWARD and not shape.has_backward(b):
+        raise wrong(i, op, f"no backward comes below block {shape.first_trained}, the first of which anything is trained")
+    if kind is Kind.DEQUANTISE and b not in shape.packed:
+        raise wrong(i, op, "no weight of the block is packed")
     if kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION) and b not in shape.spilled:
         raise wrong(i, op, "under this policy the output of the block does not spill")
     if kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED) and b not in shape.offloaded:
         raise wrong(i, op, "under this policy what the block saves stays on the device")
-    if kind is Kind.RECOMPUTE and b not in shape.shared:
+    if kind is Kind.RECOMPUTE and not shape.is_recomputed(b):
         raise wrong(i, op, "under this policy the output of the block stays, or is recomputed by its backward")
     if kind in (Kind.SPECULATE, Kind.SETTLE) and b not in shape.shadows:
         raise wrong(i, op, "under this policy the block has no shadow")
@@ -355,6 +251,8 @@ def _check_kind(i: int, op: Op, shape: Shape) -> None:
         raise wrong(i, op, f"under this policy the state of the block is on the {'device' if b in shape.on_device else 'host'}")
     if (kind is Kind.OFFLOAD_SQUARES) != (b in shape.on_device) and kind in (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES):
         raise wrong(i, op, f"under this policy the block's gradient {'stays' if b in shape.on_device else 'goes to the host'}")
+    if kind is Kind.ACCUMULATE and b in shape.on_device:
+        raise wrong(i, op, "under this policy the block's gradient stays")
     if kind is Kind.SQUARE and b not in shape.squared:
         raise wrong(i, op, "under this policy the squares of the block's gradient are summed on the host")
     if kind is Kind.NORM and not shape.has_norm(b):

@@ -36,6 +36,9 @@ class _Memory:
         for b in range(shape.n_blocks):
             arena, (index,) = shape.state(b)
             self.held[Slot(arena, index)] = _Held("state", b, None, 0)
+            if self.is_frozen(b):
+                arena, (index,) = shape.source(b)
+                self.held[Slot(arena, index)] = _Held("frozen weights", b, None, 0)
 
     def perform(self, i: int, step: int) -> None:
         """Do op number i of the plan in a step; PlanError when a slot does not hold what the op needs."""
@@ -43,12 +46,16 @@ class _Memory:
         op, b, m, last = self.op, self.op.block, self.op.micro_batch, self.shape.n_micro_batches - 1
         match op.kind:
             case Kind.LOAD | Kind.GATHER:
-                self.need("state", "state", b)
+                self.need_source("state", b)
                 if op.get("tied") is not None:
-                    self.need("tied", "state", 0)
+                    self.need_source("tied", 0)
                 if op.kind is Kind.GATHER:
                     self.need("weights", "part of the weights", b)
-                self.put("weights", "weights" if (op.kind is Kind.GATHER) is (self.shape.ranks > 1) else "part of the weights")
+                whole = "packed weights" if b in self.shape.packed else "weights"
+                self.put("weights", whole if (op.kind is Kind.GATHER) is (self.shape.ranks > 1) else "part of the weights")
+            case Kind.DEQUANTISE:
+                self.need("packed", "packed weights", b)
+                self.put("weights", "weights")
             case Kind.EXCHANGE:
                 self.need("sum", "gradient", b)
                 self.put("received", "others' sums")
@@ -57,26 +64,26 @@ class _Memory:
                 self.need("norm", "norm", self.shape.n_normed)
                 self.held[op["norm"]] = _Held("norm of all ranks", self.shape.n_normed, None, step)
             case Kind.FORWARD:
-                self.need("weights", "weights", b)
+                self.need_weights()
                 if b:
                     self.need("x", "output", b - 1, m)
                 self.put("y", "output", m)
                 if op.get("saved") is not None:
                     self.put("saved", "saved activations", m)
             case Kind.LOSS:
-                self.need("weights", "weights", b)
+                self.need_weights()
                 self.need("x", "output", b - 1, m)
                 self.differentiate()
             case Kind.BACKWARD:
                 if b:
-                    self.need("weights", "weights", b)
+                    self.need_weights()
                     self.need("x", self.come_back(b - 1), b - 1, m)
                 self.need("y", "output gradient", b, m)
                 if op.get("saved") is not None:
                     self.need("saved", "fetched saved activations", b, m)
                 self.differentiate()
             case Kind.RECOMPUTE:
-                self.need("weights", "weights", b)
+                self.need_weights()
                 self.need("x", self.come_back(b - 1), b - 1, m)
                 self.put("y", "recomputed output", m)
             case Kind.OFFLOAD_ACTIVATION:
@@ -145,6 +152,23 @@ class _Memory:
         if found != wanted:
             raise wrong(self.i, self.op, f"in step {self.step} {slot} holds {found or 'nothing'}, not {wanted}")
 
+    def is_frozen(self, block: int) -> bool:
+        """Whether what is loaded of the block is the same in every step."""
+        return block in self.shape.apart or block not in self.shape.trained
+
+    def need_source(self, name: str, block: int) -> None:
+        """What a load takes: the state of this step, or what no step changes."""
+        if not self.is_frozen(block):
+            self.need(name, "state", block)
+        elif (found := self.held.get(self.op[name])) != (wanted := _Held("frozen weights", block, None, 0)):
+            raise wrong(self.i, self.op, f"in step {self.step} {self.op[name]} holds {found or 'nothing'}, not {wanted}")
+
+    def need_weights(self) -> None:
+        """Those of the op's block; and what of it is trained apart, as the update of the step before left it."""
+        self.need("weights", "weights", self.op.block)
+        if self.op.get("trained") is not None:
+            self.need("trained", "state", self.op.block)
+
     def put(self, name: str, what: str, micro_batch: int | None = None) -> None:
         """The operand now holds what the op made for its block."""
         self.held[self.op[name]] = _Held(what, self.op.block, micro_batch, self.step)
@@ -173,12 +197,12 @@ class _Memory:
             self.held[slots[-1]] = _Held("gradient", b, None, self.step)
 
     def norm(self) -> None:
-        """What has arrived joins the sum of the step, or begins it; block 0 brings what the device squared."""
+        """What has arrived joins the sum of the step, or begins it; the first block that is trained brings what is squared."""
         op, b, n_more = self.op, self.op.block, 0
         if b not in self.shape.squared:
             self.need_gradient()
             n_more = 1
-        for slot, of in zip(op.every("squares"), self.shape.squared if b == 0 else (), strict=True):
+        for slot, of in zip(op.every("squares"), self.shape.squared if b == self.shape.first_trained else (), strict=True):
             self.need_in(slot, "squares", of)
             n_more += 1
         so_far = self.held.get(op["norm"])

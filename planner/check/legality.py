@@ -3,6 +3,9 @@
 from runtime.errors import PlanError
 from runtime.plan import Plan
 from runtime.plan.legality import refuse_illegal
+from runtime.plan.packed import is_packed
+from runtime.plan.train import ADAPTERS
+from runtime.plan.workload import Parameter
 
 from .shape import AGAIN
 
@@ -10,9 +13,9 @@ MAX_DIMS = 8  # of a weight; a bound on the size of numbers of elements
 
 
 def check_workload(plan: Plan) -> None:
-    """Weights have names of their own, few dimensions, and only the head shares weights with block 0; a smaller last micro-batch
-    goes through the same blocks, and fits their slots."""
-    blocks = plan.workload.blocks
+    """Weights have names of their own, few dimensions, and only the head shares weights with block 0; what is frozen is what the
+    semantics do not train; a smaller last micro-batch goes through the same blocks, and fits their slots."""
+    blocks, of = plan.workload.blocks, plan.semantics
     last = plan.blocks_of(plan.semantics.n_micro_batches - 1)
     if len(last) != len(blocks):
         raise PlanError(f"the last micro-batch is smaller, and the workload does not say what it takes; {AGAIN}")
@@ -31,6 +34,25 @@ def check_workload(plan: Plan) -> None:
                 raise PlanError(
                     f"block {i}: weight {p.name!r} is tied, but only the head may share a weight of block 0, in its shape; {AGAIN}"
                 )
+            if p.frozen is of.train.trains(p.tied_to or p.name):  # what is tied is frozen where its owner is
+                is_said = "frozen" if p.frozen else "trained"
+                raise PlanError(f"block {i}: weight {p.name!r} is {is_said}, which is not what the semantics train; {AGAIN}")
+            if p.frozen and i in (0, len(blocks) - 1) and is_packed(p.name, p.shape, of.base):
+                raise PlanError(f"block {i}: weight {p.name!r} is packed, as only weights of layers can be; {AGAIN}")
+        if of.train.lora is not None:
+            _check_adapters(i, {p.name: p for p in block.parameters}, of.train.lora.rank)
+
+
+def _check_adapters(block: int, parameters: dict[str, Parameter], rank: int) -> None:
+    """Of a weight (out, in) the factors (rank, in) and (out, rank), both or none."""
+    for name, p in parameters.items():
+        if p.frozen:
+            continue
+        stem = next(name[: name.index(f".{factor}.")] for factor in ADAPTERS if f".{factor}." in name)
+        beside, *factors = (parameters.get(f"{stem}.{part}") for part in ("weight", *(f"{factor}.weight" for factor in ADAPTERS)))
+        shapes, matrix = [factor.shape for factor in factors if factor is not None], beside.shape if beside is not None else ()
+        if p not in factors or len(matrix) != 2 or shapes != [(rank, matrix[1]), (matrix[0], rank)]:
+            raise PlanError(f"block {block}: weight {name!r} is no factor, of rank {rank}, of an adapter beside a matrix; {AGAIN}")
 
 
 def check_policy(plan: Plan) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from runtime.errors import PlanError
 from runtime.plan import Op, Plan, Update
+from runtime.plan.packed import is_packed
 from runtime.plan.workload import ALIGN_ELEMENTS, Block
 
 Expected = tuple[str, range]  # an arena, and the slots of it that will do
@@ -32,9 +33,13 @@ class Shape:
     sum_groups: int  # of micro-batches, each with a sum of its own
     ranks: int  # that share the step, of which the plan is one's part
     reduced: bool  # one group: a gradient leaves the device once, complete
-    tied: bool
+    tied: bool  # a weight of two blocks is trained
+    shares_weight: bool  # trained or not, the head uses a weight that block 0 owns
     eager: bool
+    first_trained: int  # the lowest block of which anything is trained: no backward goes below it
+    boundary_stride: int
     n_streaming: int  # slots of `weights` for layers that come and go
+    n_packed: int  # slots of `packed`
     gradient_slots: int  # for layers
     resident: dict[int, int]  # block: its place among those whose weights stay
     spilled: dict[int, int]  # block: its place among those whose output spills
@@ -44,14 +49,21 @@ class Shape:
     shadows: dict[int, int]  # speculating block: its place among them
     squared: dict[int, int]  # block whose gradient's squares the device sums: its place among them
     on_device: dict[int, int]  # block whose state the device holds: its place among them
+    trained: dict[int, int]  # block of which anything is trained: its place among them
+    apart: dict[int, int]  # block whose state the device holds and whose frozen weights the host does: its place among them
+    packed: dict[int, int]  # layer that comes packed: its place among them
 
     @staticmethod
     def of(plan: Plan) -> "Shape":
         """What the workload, the semantics and the policy of a plan say of its ops."""
-        policy, n_blocks = plan.policy, len(plan.workload.blocks)
-        head, stride, spills = n_blocks - 1, policy.boundary_stride, frozenset(policy.spill_blocks)
+        policy, blocks, base = plan.policy, plan.workload.blocks, plan.semantics.base
+        n_blocks, head = len(blocks), len(blocks) - 1
+        stride, spills = policy.boundary_stride, frozenset(policy.spill_blocks)
         shared = {b: b % stride - 1 for b in range(head - 1) if b % stride}
         n_micro_batches, group = plan.semantics.n_micro_batches, policy.accumulation_group
+        trained = _places(b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters))
+        on_device = _places(b for b in sorted(set(policy.device_blocks)) if b < n_blocks)
+        packed = [b for b in range(1, head) if any(p.frozen and is_packed(p.name, p.shape, base) for p in blocks[b].parameters)]
         return Shape(
             n_blocks=n_blocks,
             head=head,
@@ -60,9 +72,13 @@ class Shape:
             sum_groups=plan.semantics.sum_groups,
             ranks=plan.semantics.ranks,
             reduced=group >= n_micro_batches,
-            tied=plan.workload.tied,
+            tied=any(p.tied_to is not None and not p.frozen for p in blocks[head].parameters),
+            shares_weight=any(p.tied_to is not None for p in blocks[head].parameters),
             eager=policy.update is Update.EAGER,
-            n_streaming=policy.prefetch_depth + 1,
+            first_trained=min(trained, default=n_blocks),
+            boundary_stride=stride,
+            n_streaming=1 if packed else policy.prefetch_depth + 1,
+            n_packed=policy.prefetch_depth + 1 if packed else 0,
             gradient_slots=policy.gradient_slots,
             resident=_places(sorted(set(policy.resident_blocks))),
             spilled=_places(sorted(spills)),
@@ -71,7 +87,10 @@ class Shape:
             standing=_places(b for b in range(head) if b not in spills and b not in shared),
             shadows=_places(b for b in policy.speculate_blocks if b < n_blocks),
             squared=_places(b for b in sorted(set(policy.square_blocks)) if b < n_blocks),
-            on_device=_places(b for b in sorted(set(policy.device_blocks)) if b < n_blocks),
+            on_device=on_device,
+            trained=trained,
+            apart=_places(b for b in on_device if any(p.frozen for p in blocks[b].parameters)),
+            packed=_places(packed),
         )
 
     @property
@@ -97,11 +116,20 @@ class Shape:
     @property
     def n_normed(self) -> int:
         """Gradients that the norm of a step is made of."""
-        return self.n_blocks
+        return len(self.trained)
 
     def has_norm(self, block: int) -> bool:
-        """Whether there is a norm op for the block: that of block 0 is also there to end the sum."""
-        return block == 0 or block not in self.squared
+        """Whether there is a norm op for the block: that of the first one that is trained is also there to end the sum."""
+        return block in self.trained and (block == self.first_trained or block not in self.squared)
+
+    def has_backward(self, block: int) -> bool:
+        """Whether gradients flow through the block, or into it."""
+        return block >= self.first_trained
+
+    def is_recomputed(self, block: int) -> bool:
+        """Whether its output is computed again: it shares slots, and a backward comes to the last layer of its run."""
+        stride = self.boundary_stride
+        return block in self.shared and self.has_backward(min(block // stride * stride + stride, self.head - 1))
 
     def vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""
@@ -122,6 +150,14 @@ class Shape:
     def state(self, block: int) -> Expected:
         """Where a block's masters and moments lie."""
         return _one("device_state", self.on_device[block]) if block in self.on_device else _one("state", block)
+
+    def source(self, block: int) -> Expected:
+        """Where a block's weights are loaded from."""
+        return _one("state", block) if block in self.apart else self.state(block)
+
+    def loaded(self, block: int) -> Expected:
+        """Where a load puts them: they are computed with there, or unpacked from there."""
+        return ("packed", range(self.n_packed)) if block in self.packed else self.weights(block)
 
     def gradient(self, block: int) -> Expected:
         if block in self.on_device:

@@ -47,7 +47,7 @@ def eager_ring(plan: Setup) -> bool:
 def _squares_bytes(plan: Setup) -> tuple[int, ...]:
     """Of the slots for sums of squares, one fp64 per parameter of the block."""
     blocks = plan.workload.blocks
-    return tuple(_aligned(SQUARE_BYTES * len(blocks[b].parameters)) for b in plan.policy.square_blocks)
+    return tuple(_aligned(SQUARE_BYTES * len(blocks[b].trained)) for b in plan.policy.square_blocks)
 
 
 def _aligned(n_bytes: int) -> int:
@@ -64,9 +64,10 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     item, layer_elements, vocab_elements = ITEM_BYTES[plan.semantics.compute_dtype], *_largest_elements(plan)
     resident = [plan.slot_elements(b) * item for b in policy.resident_blocks]
-    yield Arena(
-        "weights", Place.DEVICE, (*(layer_elements * item,) * (policy.prefetch_depth + 1), vocab_elements * item, *resident)
-    )
+    yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * plan.n_streaming, vocab_elements * item, *resident))
+    if plan.packed_slots:
+        largest_bytes = max(plan.uploaded(b)[1] for b in range(1, len(blocks) - 1))
+        yield Arena("packed", Place.DEVICE, (largest_bytes,) * plan.packed_slots)
     group, activation_bytes = policy.accumulation_group, _activation_bytes(plan)
     activations = [activation_bytes[b] for b in staying(plan) for _ in range(group)]
     if policy.spill_blocks:
@@ -76,15 +77,16 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.offload_blocks:
         largest_bytes = max(plan.recompute(b).slot_bytes for b in policy.offload_blocks)
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
-    leaving_layer, leaving_vocab = _largest_elements(plan, without=policy.device_blocks)
+    leaving_layer, leaving_vocab = _largest_gradients(plan, without=policy.device_blocks)
     ranks = plan.semantics.ranks
     of_layers = (leaving_layer // ranks * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots
-    kept = [blocks[b].slot_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
+    kept = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*of_layers, leaving_vocab // ranks * ITEM_BYTES[plan.gradient_dtype(0)], *kept))
     if policy.device_blocks:
         per_param = sum(plan.state_bytes().values())
-        yield Arena("device_state", Place.DEVICE, tuple(blocks[b].host_elements * per_param for b in policy.device_blocks))
+        yield Arena("device_state", Place.DEVICE, tuple(blocks[b].state_elements * per_param for b in policy.device_blocks))
     n_sums = plan.semantics.n_sums
+    layer_elements, vocab_elements = _largest_gradients(plan, without=list(filter(plan.sums_in_place, policy.device_blocks)))
     sums = [layer_elements * ITEM_BYTES[plan.sum_dtype(1)]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
     n_apart = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # of the vocabulary's, those in slots of their own
     sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_apart
@@ -96,9 +98,15 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("squares", Place.DEVICE, _squares_bytes(plan))
 
 
-def _largest_elements(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
-    """Of a layer's slot, and of the embedding's or the head's, those of some blocks apart."""
-    elements = [0 if b in without else plan.slot_elements(b) for b in range(len(plan.workload.blocks))]
+def _largest_elements(plan: Setup) -> tuple[int, int]:
+    """Of a layer's slot of weights, and of the embedding's or the head's."""
+    elements = [plan.slot_elements(b) for b in range(len(plan.workload.blocks))]
+    return max(elements[1:-1]), max(elements[0], elements[-1])
+
+
+def _largest_gradients(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
+    """Of a layer's gradient, and of the embedding's or the head's, those of some blocks apart."""
+    elements = [0 if b in without else plan.gradient_elements(b) for b in range(len(plan.workload.blocks))]
     return max(elements[1:-1]), max(elements[0], elements[-1])
 
 
@@ -110,17 +118,19 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
     per_param = sum(plan.state_bytes().values())
     on_device = {*policy.device_blocks}  # which have nothing here
-    in_state = [*(plan.part_elements(b) * (b not in on_device) for b in range(len(blocks)))]
-    in_state += [plan.part_elements(b) for b in policy.speculate_blocks]
-    yield Arena("state", Place.HOST, tuple(n_elements * per_param for n_elements in in_state))
-    sent = [plan.slot_elements(b) // plan.semantics.ranks * (b not in on_device) for b in range(len(blocks))]
+    in_state = [plan.part_elements(b) * per_param * (b not in on_device) for b in range(len(blocks))]
+    if not plan.workload.trains_all:
+        in_state = [n_bytes + plan.frozen_bytes(b) for b, n_bytes in enumerate(in_state)]
+    in_state += [plan.part_elements(b) * per_param for b in policy.speculate_blocks]
+    yield Arena("state", Place.HOST, tuple(in_state))
+    sent = [plan.gradient_elements(b) // plan.semantics.ranks * (b not in on_device) for b in range(len(blocks))]
     gradients = [n_elements * ITEM_BYTES[plan.host_gradient_dtype(i)] for i, n_elements in enumerate(sent)]
     if eager_ring(plan):
         layers = gradients[1:-1]
         gradients[1:-1] = [max(layers)] * min(N_EAGER_SLOTS, len(layers))
     yield Arena("host_gradients", Place.HOST, tuple(gradients) * (1 if plan.reduced else plan.semantics.n_sums))
     if not plan.reduced:
-        layer_elements, vocab_elements = _largest_elements(plan)
+        layer_elements, vocab_elements = _largest_gradients(plan, without=policy.device_blocks)
         staging = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * N_STAGING_SLOTS
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * ITEM_BYTES["fp32"]))
     if policy.offload_blocks:
@@ -129,6 +139,6 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.spill_blocks:
         sizes = _activation_bytes(plan)
         yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)))
-    n_parameters = sum(len(b.parameters) for b in blocks)
+    n_parameters = sum(len(b.trained) for b in blocks)
     n_summed = n_parameters if plan.semantics.ranks == 1 else plan.semantics.ranks * plan.shared_numbers()
     yield Arena("norm", Place.HOST, (_aligned(SQUARE_BYTES * n_summed), *_squares_bytes(plan)))

@@ -63,9 +63,18 @@ def lower_written_out(model: Model, workload: Workload, semantics: Semantics, po
 
 
 def lower_folded(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan | None:
-    """The plan in which groups of micro-batches that do the same are said once; None when there are too few."""
+    """The plan in which groups of micro-batches that do the same are said once; None when there are too few.
+
+    Where no backward comes to the lowest layers, weights are used in circles, and what Belady's algorithm leaves there for the next
+    group may take many groups to recur: then each group begins with none.
+    """
     frame = _frame(model, workload, semantics, policy, profile)
-    group, n_micro_batches = policy.accumulation_group, semantics.n_micro_batches
+    return _folded(frame, weights_go_on=True) or _folded(frame, weights_go_on=False)
+
+
+def _folded(frame: Plan, weights_go_on: bool) -> Plan | None:
+    semantics, group = frame.semantics, frame.policy.accumulation_group
+    n_micro_batches = semantics.n_micro_batches
     for n_alike in range(1, MOST_ALIKE_GROUPS + 1):
         times, n_before = divmod(-(-n_micro_batches // group) - 1, n_alike)
         if n_before == 0:  # the first group finds every slot empty
@@ -74,7 +83,7 @@ def lower_folded(model: Model, workload: Workload, semantics: Semantics, policy:
             return None
         n_fewer = (times - N_SHOWN) * n_alike * group
         fewer = replace(semantics, batch_size=semantics.batch_size - n_fewer * semantics.micro_batch)
-        short = _written(replace(frame, semantics=fewer), rings_go_on=False)
+        short = _written(replace(frame, semantics=fewer), rings_go_on=False, weights_go_on=weights_go_on)
         starts = _group_starts(short)
         start, end = starts[n_before], starts[n_before + n_alike]
         found = fold(short, start, end - start, times, n_alike * group)
@@ -90,9 +99,9 @@ def _frame(model: Model, workload: Workload, semantics: Semantics, policy: Polic
     return replace(frame, arenas=tuple(arenas_of(frame)))
 
 
-def _written(plan: Plan, rings_go_on: bool) -> Plan:
+def _written(plan: Plan, rings_go_on: bool, weights_go_on: bool = True) -> Plan:
     """The plan with its ops, in an order that is right one after the other, and the waits that keep it right."""
-    found = drafts(plan, rings_go_on)
+    found = drafts(plan, rings_go_on, weights_go_on)
     number = {id(draft): i for i, draft in enumerate(found)}
     ops = [draft.op() for draft in found]
     after = {i: Wait(number[id(d.after[0])], d.after[1]) for i, d in enumerate(found) if d.after is not None}

@@ -5,7 +5,7 @@ what one concern needs: ops of its own and operands of those that are there. Ove
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
@@ -56,11 +56,11 @@ class Draft:
         )
 
 
-def drafts(plan: Setup, rings_go_on: bool = True) -> list[Draft]:
-    """All ops of one step. Rings of slots go on from one group of micro-batches to the next, or each group begins anew, so that all
-    take the same slots."""
+def drafts(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> list[Draft]:
+    """All ops of one step. Rings of slots, and what weights are there, go on from one group of micro-batches to the next, or each
+    group begins anew, so that all take the same slots."""
     ops: Iterable[Draft] = computed(plan)
-    ops = with_weights(plan, ops)
+    ops = with_weights(plan, ops, weights_go_on)
     ops = with_activations(plan, ops, rings_go_on)
     ops = with_saved(plan, ops, rings_go_on)
     ops = with_gradients(plan, ops, rings_go_on)
@@ -72,43 +72,69 @@ def drafts(plan: Setup, rings_go_on: bool = True) -> list[Draft]:
 def computed(plan: Setup) -> Iterator[Draft]:
     """Forward, loss and backward: group by group of micro-batches, layer by layer within a group."""
     n, group, head = plan.semantics.n_micro_batches, plan.policy.accumulation_group, plan.workload.n_layers + 1
-    walk = [*((Kind.FORWARD, b) for b in range(head)), (Kind.LOSS, head), *_backward_walk(plan), (Kind.BACKWARD, 0)]
+    back = [*_backward_walk(plan), (Kind.BACKWARD, 0)]
+    walk = [*((Kind.FORWARD, b) for b in range(head)), (Kind.LOSS, head), *back]
+    walk = [(kind, b) for kind, b in walk if kind is not Kind.BACKWARD or b >= plan.workload.first_trained]
     for first in range(0, n, group):
         for kind, block in walk:
             yield from (Draft(kind, block, m) for m in range(first, min(first + group, n)))
 
 
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
-    """Layers from the last to the first, each backward; before a run of layers whose inputs did not stay, their recompute."""
-    stride, top = plan.policy.boundary_stride, plan.workload.n_layers
+    """Layers from the last to the first of which anything is trained, each backward; before a run of layers whose inputs did not
+    stay, their recompute."""
+    stride, top, first = plan.policy.boundary_stride, plan.workload.n_layers, plan.workload.first_trained
     for below in range((top - 1) // stride * stride, -1, -stride):
+        if min(below + stride, top) < first:
+            return
         yield from ((Kind.RECOMPUTE, b) for b in range(below + 1, min(below + stride, top)))
         yield from ((Kind.BACKWARD, b) for b in range(min(below + stride, top), below, -1))
 
 
-def with_weights(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+def with_weights(plan: Setup, ops: Iterable[Draft], weights_go_on: bool = True) -> Iterator[Draft]:
     """A load before each use of weights that are not there."""
-    blocks, resident = plan.workload.blocks, plan.policy.resident_blocks
+    blocks = plan.workload.blocks
     uses = [(key[1], list(run)) for key, run in groupby(ops, key=lambda op: (op.kind, op.block))]
-    streamed = [b for b, _ in uses if blocks[b].kind is BlockKind.LAYER and b not in resident]
-    slots, there = _WeightSlots(plan.policy.prefetch_depth + 1, streamed), set[int]()
-    for block, run in uses:
-        if block == 0 and run[0].kind is Kind.BACKWARD:
-            yield from run  # a table's gradient needs no table
+    placed = list(_placed(plan, [(b, run[0].kind) for b, run in uses], weights_go_on))
+    unpacked = [b for (b, _), (_, is_fresh) in zip(uses, placed, strict=True) if is_fresh and plan.unpacks(b)]
+    packed_slots = _WeightSlots(plan.packed_slots, unpacked)
+    for (block, run), (slot, is_fresh) in zip(uses, placed, strict=True):
+        if block == 0 and run[0].kind is Kind.FORWARD and not weights_go_on:
+            packed_slots.begin_anew()
+        if slot is None:
+            yield from run
             continue
-        if blocks[block].kind is BlockKind.LAYER and block not in resident:
-            index, is_fresh = slots.use(block)
-            slot = Slot("weights", index)
-        else:
-            slot, is_fresh = plan.weights_slot(block), block not in there
-            there |= {block} & {*resident}
         if is_fresh:
             tied = Slot("state", 0) if block and blocks[block].tied else None
-            yield Draft(Kind.LOAD, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
+            if plan.unpacks(block):
+                packed, is_new = packed_slots.use(block)
+                if is_new:
+                    yield Draft(Kind.LOAD, block).uses(state=plan.source_slot(block), weights=Slot("packed", packed))
+                yield Draft(Kind.DEQUANTISE, block).uses(packed=Slot("packed", packed), weights=slot)
+            else:
+                yield Draft(Kind.LOAD, block).uses(state=plan.source_slot(block), tied=tied, weights=slot)
             if plan.semantics.ranks > 1:  # each has loaded its part
                 yield Draft(Kind.GATHER, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
         for op in run:
-            yield op.uses(weights=slot)
+            yield op.uses(weights=slot, trained=plan.state_slot(block) if plan.is_apart(block) else None)
+
+
+def _placed(plan: Setup, uses: Sequence[tuple[int, Kind]], weights_go_on: bool) -> Iterator[tuple[Slot | None, bool]]:
+    """For each use of a block its slot of weights, if it has any, and whether they must come first."""
+    resident, there = {*plan.policy.resident_blocks}, set[int]()
+    streamed = {*range(1, plan.workload.n_layers + 1)} - resident
+    slots = _WeightSlots(plan.n_streaming, [b for b, _ in uses if b in streamed])
+    for block, kind in uses:
+        if block == 0 and kind is Kind.FORWARD and not weights_go_on:
+            slots.begin_anew()
+        if block == 0 and kind is Kind.BACKWARD:
+            yield None, False  # a table's gradient needs no table
+        elif block in streamed:
+            index, is_fresh = slots.use(block)
+            yield Slot("weights", index), is_fresh
+        else:
+            yield plan.weights_slot(block), block not in there
+            there |= {block} & resident
 
 
 class _WeightSlots:
@@ -130,6 +156,10 @@ class _WeightSlots:
         self.last_use[index] = self.at
         self.at += 1
         return index, is_fresh
+
+    def begin_anew(self) -> None:
+        """Nothing that the slots hold is used again."""
+        self.held, self.last_use = [None] * len(self.held), [-1] * len(self.held)
 
     def _victim(self) -> int:
         def needed_again(index: int) -> int:
@@ -226,7 +256,13 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
         if op.kind is Kind.LOSS and m % plan.policy.accumulation_group == 0 and not rings_go_on:
             on_device.begin_anew()
             staging.begin_anew()
+        if not blocks[b].trained:
+            yield op
+            continue
         is_layer = blocks[b].kind is BlockKind.LAYER
+        if plan.sums_in_place(b):
+            yield op.uses(sum=own[b])
+            continue
         if b in own:
             out[b] = own[b]
         elif not is_layer:
@@ -298,7 +334,7 @@ def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
         squares, norm = Slot("squares", place[b]), Slot("norm", 1 + place[b])
         if stays:
             yield op
-        yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("gradient"), squares=squares)
+        yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("sum" if plan.sums_in_place(b) else "gradient"), squares=squares)
         if stays:
             yield Draft(Kind.OFFLOAD_SQUARES, b).uses(squares=squares, norm=norm)
         else:
@@ -308,13 +344,17 @@ def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
 def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     """A layer's gradient leaves when the backward some layers further on is done; the first layers', who have none, with the
     embedding's."""
-    late, waiting = plan.policy.offload_late_blocks, list[Draft]()
+    late, waiting, last = plan.policy.offload_late_blocks, list[Draft](), plan.semantics.n_micro_batches - 1
     backward: Draft | None = None
     for op in ops:
         if op.kind is Kind.BACKWARD:
             backward = op
         if not late or op.kind not in (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES):
             yield op
+            is_over = op.kind is Kind.BACKWARD and op.micro_batch == last and not plan.workload.blocks[op.block].trained
+            if is_over and waiting and waiting[0].block - late >= op.block:  # of which no gradient comes
+                waiting[0].after = op, 0
+                yield waiting.pop(0)
         elif plan.workload.blocks[op.block].kind is BlockKind.LAYER and backward is not None:
             if op.kind is Kind.OFFLOAD_GRADIENT:
                 waiting.append(op)
@@ -327,12 +367,14 @@ def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
             yield from waiting
             waiting = []
             yield op
+    yield from waiting  # of an embedding that is not trained no gradient comes after
 
 
 def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     """The norm of each gradient that is whole, and its update: at once, early on a guess, or when all norms are known."""
     policy, last = plan.policy, plan.semantics.n_micro_batches - 1
     squared, is_eager, norm = policy.square_blocks, policy.update is Update.EAGER, Slot("norm", 0)
+    last_block = plan.workload.first_trained  # whose gradient is the last to be there
     shadows = {b: Slot("state", len(plan.workload.blocks) + i) for i, b in enumerate(policy.speculate_blocks)}
     arrived: dict[int, Slot] = {}  # by block whose gradient goes to the host
     staying: dict[int, Slot] = {}  # by block whose gradient the device keeps
@@ -358,9 +400,9 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
                 pass
             case _:
                 continue
-        if b not in squared or b == 0:
+        if b not in squared or b == last_block:
             draft = Draft(Kind.NORM, b) if b in squared else of(Kind.NORM, b)
-            yield draft.uses_all("squares", (Slot("norm", 1 + i) for i in range(len(squared)) if b == 0)).uses(norm=norm)
+            yield draft.uses_all("squares", (Slot("norm", 1 + i) for i in range(len(squared)) if b == last_block)).uses(norm=norm)
         if b == 0 and plan.semantics.ranks > 1:
             yield Draft(Kind.SHARE_NORM, b).uses(norm=norm)
         if is_eager:
@@ -372,16 +414,20 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
         yield Draft(Kind.UPDATE_ON_DEVICE, b).uses(gradient=staying[b], norm=norm, state=plan.state_slot(b))
     if not is_eager:
         for b in range(len(plan.workload.blocks)):  # the order in which the next forward needs them
-            if b not in staying:
+            if b not in staying and plan.workload.blocks[b].trained:
                 kind = Kind.SETTLE if b in shadows else Kind.UPDATE
                 yield of(kind, b).uses(norm=norm, state=Slot("state", b), shadow=shadows.get(b))
 
 
 def with_barrier(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
-    """Under `barrier` the next step's first load waits for this step's last update."""
+    """Under `barrier` the next step's first load waits for this step's last update, and that for those on the device."""
     found = list(ops)
     if plan.policy.update is Update.BARRIER:
-        next(op for op in found if op.kind is Kind.LOAD).after = found[-1], 1
+        last = found[-1]
+        on_device = [op for op in found if op.kind is Kind.UPDATE_ON_DEVICE]
+        if on_device and last.kind is not Kind.UPDATE_ON_DEVICE:
+            last.after = on_device[-1], 0
+        next(op for op in found if op.kind is Kind.LOAD).after = last, 1
     yield from found
 
 

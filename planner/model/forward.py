@@ -5,13 +5,13 @@ Norms, rotary embedding, attention, MLP and experts as transformers writes them,
 
 # T tokens of a micro-batch, H hidden width, R rows sent to experts (T x experts per token), I width inside the MLP
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from runtime.plan import AttentionKernel, Kernel
 from runtime.plan.workload import Matmul
 
-from .tape import FP32, INT64, Call, Tape, Tensor
+from .tape import FP32, INT64, Call, Tape, Tensor, Weights
 
 # Of a fused norm's backward on a CPU, which has NORM_ROWS in fp32 at a time: input, three results in between, two gradients
 NORM_ROWS, NORM_SCRATCH = 1024, 6 * FP32
@@ -44,7 +44,7 @@ class AttentionShape:
         return self.n_sequences * self.seq_len**2
 
 
-def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "eager") -> Tensor:
+def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "eager", trains: bool = True) -> Tensor:
     """Root-mean-square norm over rows of `width`. `plain` rounds before the weight, `late` after it, `centred` uses 1 + weight.
 
     The fused kernel reads and writes once, and keeps its input and a scale for each row. A CPU has none, and spells the norm out
@@ -54,8 +54,9 @@ def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "ea
     if kernel == "fused":
         scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # the first: its gradient, in order
         return tape.step(
-            [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=scratch_bytes, fused=True
-        )
+            [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=scratch_bytes, fused=True,
+            trained=trains,
+        )  # fmt: skip
     x32 = tape.cast(x, FP32)
     squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])
     mean = tape.step([squares], rows, item_bytes=FP32)
@@ -64,13 +65,13 @@ def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "ea
     y = tape.step([x32, scale], n, item_bytes=FP32, saves=[x32, scale])
     if style == "plain":
         y = tape.cast(y, tape.item_bytes)
-        return tape.step([y], n, saves=[y], weight_elements=width)
+        return tape.step([y], n, saves=[y] if trains else [], weight_elements=width, trained=trains)
     if style == "late":
-        y = tape.step([y], n, item_bytes=FP32, saves=[y], weight_elements=width)
+        y = tape.step([y], n, item_bytes=FP32, saves=[y] if trains else [], weight_elements=width, trained=trains)
     else:
         weight = Tensor(width, tape.item_bytes, ours=False)
         weight = tape.step([tape.cast(weight, FP32)], width, item_bytes=FP32)
-        y = tape.step([y, weight], n, item_bytes=FP32, saves=[y, weight], weight_elements=width)
+        y = tape.step([y, weight], n, item_bytes=FP32, saves=[y, weight][not trains :], weight_elements=width, trained=trains)
     return tape.cast(y, tape.item_bytes)
 
 
@@ -150,17 +151,19 @@ def eager_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, shape: Attentio
     return tape.step([mixed], shape.q_elements)
 
 
-def gated_mlp(tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, bias: bool, kernel: Kernel = "eager") -> Tensor:
+def gated_mlp(
+    tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, of: Callable[[str], Weights], kernel: Kernel = "eager"
+) -> Tensor:
     """down(act(gate(x)) * up(x)). Fused, the activation is not kept: the backward makes it again, from what is."""
-    gate = tape.linear(x, n_tokens, width, inner, bias)
+    gate = tape.linear(x, n_tokens, width, inner, of("mlp.gate_proj"))
     if kernel == "fused":
-        up = tape.linear(x, n_tokens, width, inner, bias)
+        up = tape.linear(x, n_tokens, width, inner, of("mlp.up_proj"))
         product = tape.step([gate, up], gate.n_elements, saves=[gate, up], scratch_bytes=2 * gate.n_bytes, fused=True)
-        return tape.linear(product, n_tokens, inner, width, bias)
+        return tape.linear(product, n_tokens, inner, width, of("mlp.down_proj"))
     act = tape.step([gate], gate.n_elements, saves=[gate])
-    up = tape.linear(x, n_tokens, width, inner, bias)
+    up = tape.linear(x, n_tokens, width, inner, of("mlp.up_proj"))
     product = tape.step([act, up], act.n_elements, saves=[act, up])
-    return tape.linear(product, n_tokens, inner, width, bias)
+    return tape.linear(product, n_tokens, inner, width, of("mlp.down_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,8 @@ class ExpertsShape:
     bias: bool
     normalised: bool
     grouped: bool
+    router_weights: Weights
+    trained: frozenset[str]  # of the experts' weights, by their names within the module
 
     @property
     def n_rows(self) -> int:
@@ -187,10 +192,13 @@ class ExpertsShape:
         spread = [(rows, self.n_experts - left), (rows + 1, left)]
         return [Matmul(m, k, n, count) for m, count in spread if m and count]
 
+    def trains(self, name: str) -> bool:
+        return name in self.trained
+
 
 def route(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     """The router: the weight of each row, from logits over all experts."""
-    logits = tape.linear(x, s.n_tokens, s.width, s.n_experts, bias=s.bias)
+    logits = tape.linear(x, s.n_tokens, s.width, s.n_experts, s.router_weights)
     index = Tensor(s.n_rows, INT64)
     if s.router == "chosen":
         top = tape.step([logits], s.n_rows, moved_bytes=logits.n_bytes + s.n_rows * (tape.item_bytes + INT64), saves=[index])
@@ -221,25 +229,27 @@ def experts(tape: Tape, x: Tensor, s: ExpertsShape) -> Tensor:
     names = (scores, chosen, counted) if s.grouped else ()
     tape.held = names
 
-    def product(x: Tensor, k: int, n: int) -> Tensor:
-        elements, out = s.n_experts * k * n, s.n_rows * n
+    def product(x: Tensor, k: int, n: int, name: str) -> Tensor:
+        elements, out, trains = s.n_experts * k * n, s.n_rows * n, s.trains(name)
         # Picking one expert's weight in a loop makes a gradient of the whole tensor's size for each expert, then adds it
-        scratch_bytes = 0 if s.grouped else 2 * elements * tape.item_bytes
+        scratch_bytes = 2 * elements * tape.item_bytes * (trains and not s.grouped)
+        matmuls = s.products(k, n) if trains else [replace(m, frozen=True) for m in s.products(k, n)]
         y = tape.step(
-            [x], out, saves=[x], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes, n_calls=each,
-            call=(Call.OVERWRITTEN if s.bias else Call.GROUPED) if s.grouped else Call.PRODUCT, matmuls=s.products(k, n),
+            [x], out, saves=[x] if trains else [], weight_elements=elements, moved_bytes=0, scratch_bytes=scratch_bytes,
+            n_calls=each, call=(Call.OVERWRITTEN if s.bias else Call.GROUPED) if s.grouped else Call.PRODUCT, matmuls=matmuls,
+            trained=trains,
         )  # fmt: skip
         if s.bias:  # the bias of each row's expert, then the sum
-            bias = Tensor(out if s.grouped else 0, tape.item_bytes, differentiable=False)
+            bias, trains = Tensor(out if s.grouped else 0, tape.item_bytes, differentiable=False), s.trains(f"{name}_bias")
             y = tape.step(
-                [y, bias], out, saves=[chosen], weight_elements=s.n_experts * n, scratch_bytes=0 if s.grouped else None,
-                n_calls=2 if s.grouped else each,
+                [y, bias], out, saves=[chosen] if trains else [], weight_elements=s.n_experts * n,
+                scratch_bytes=0 if s.grouped else None, n_calls=2 if s.grouped else each, trained=trains,
             )  # fmt: skip
             tape.held = (*names, bias)
         return y
 
-    mixed = _gated(tape, product(rows, s.width, 2 * s.inner), s)
-    y = product(mixed, s.inner, s.width)
+    mixed = _gated(tape, product(rows, s.width, 2 * s.inner, "gate_up_proj"), s)
+    y = product(mixed, s.inner, s.width, "down_proj")
     weighted_bytes = max(y.item_bytes, row_weights.item_bytes)
     # Where precisions are mixed, one of the factors is also made in the wider one
     scratch_bytes = n * weighted_bytes * (2 if s.grouped and y.item_bytes < weighted_bytes else 1)

@@ -46,7 +46,7 @@ class Step:
     reads: tuple[Tensor, ...]
     saves: tuple[Tensor, ...]
     out: Tensor
-    weight_elements: int
+    gradient_elements: int  # of the weights it uses, those that are trained
     scratch_bytes: int
     moved_bytes: int
     n_calls: int
@@ -65,6 +65,17 @@ class Step:
     def uses(self) -> set[Tensor]:
         """What of the block's own must lie there for it."""
         return {t for t in (*self.reads, self.out, *self.held) if t.ours}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a product has besides what it reads: a bias, an adapter, and what of it is trained."""
+
+    bias: bool = False
+    trains: bool = True
+    trains_bias: bool = True
+    rank: int = 0  # of the adapter beside it; 0: there is none
+    dropout: bool = False  # before that
 
 
 @dataclass(slots=True)
@@ -98,13 +109,14 @@ class Tape:
         beside: Sequence[Tensor] = (),
         looped: bool = False,
         fused: bool = False,
+        trained: bool | int = True,
     ) -> Tensor:
         """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
 
-        `saves` and `saves_out`: what autograd keeps of it; `weight_elements`: of the weights it uses; `moved_bytes`: its memory
-        traffic, where that is not simply all it reads and writes; `n_calls`: of the library, where it takes more than one;
-        `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor involved; `beside`: what it
-        makes besides the output.
+        `saves` and `saves_out`: what autograd keeps of it; `weight_elements`: of the weights it uses, and how many of these are
+        `trained`, if not all; `moved_bytes`: its memory traffic, where that is not simply all it reads and writes; `n_calls`: of
+        the library, where it takes more than one; `scratch_bytes`: temporaries of its backward, by default one the size of the
+        largest tensor involved; `beside`: what it makes besides the output.
         """
         out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
         if moved_bytes is None:
@@ -112,7 +124,8 @@ class Tape:
         if scratch_bytes is None:
             scratch_bytes = max(t.n_bytes for t in (*reads, out))
         kept = (*saves, *beside, *([out] if saves_out else ()))
-        made, calls = (out, *beside), (tuple(reads), kept, out, weight_elements, scratch_bytes, moved_bytes, n_calls)
+        n_trained = weight_elements * trained if isinstance(trained, bool) else trained
+        made, calls = (out, *beside), (tuple(reads), kept, out, n_trained, scratch_bytes, moved_bytes, n_calls)
         self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, self.held, fused))
         return out
 
@@ -120,11 +133,24 @@ class Tape:
         """`x` in another precision: no call where it already has it."""
         return x if x.item_bytes == item_bytes else self.step([x], x.n_elements, item_bytes=item_bytes)
 
-    def linear(self, x: Tensor, m: int, k: int, n: int, bias: bool = False) -> Tensor:
-        """(m, k) @ (k, n), with the bias added in the same call."""
+    def linear(self, x: Tensor, m: int, k: int, n: int, weights: Weights) -> Tensor:
+        """(m, k) @ (k, n), with the bias added in the same call; and an adapter beside it (`runtime/layers/adapters.py`), also in
+        one call, which says where it puts what it makes."""
+        has_bias, rank = weights.bias, weights.rank
+        n_bias, trains = n * has_bias, weights.trains
+        if not rank:
+            return self.step(
+                [x], m * n, saves=[x] if trains else [], weight_elements=k * n + n_bias, moved_bytes=0, scratch_bytes=0,
+                call=Call.PRODUCT, matmuls=[Matmul(m, k, n, frozen=not trains)],
+                trained=k * n * trains + n_bias * weights.trains_bias,
+            )  # fmt: skip
+        dropped, narrow = x, Tensor(m * rank, x.item_bytes)
+        if weights.dropout:
+            dropped = self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)])
         return self.step(
-            [x], m * n, saves=[x], weight_elements=k * n + (n if bias else 0), moved_bytes=0, scratch_bytes=0,
-            call=Call.PRODUCT, matmuls=[Matmul(m, k, n)],
+            [x, dropped] if weights.dropout else [x], m * n, saves=[dropped], weight_elements=k * n + n_bias + rank * (k + n),
+            trained=rank * (k + n), moved_bytes=0, scratch_bytes=narrow.n_bytes, n_calls=3, call=Call.GROUPED, beside=[narrow],
+            matmuls=[Matmul(m, k, n, frozen=True), Matmul(m, k, rank), Matmul(m, rank, n)],
         )  # fmt: skip
 
     def tile(
@@ -169,7 +195,7 @@ class Tape:
     @property
     def _tiled_elements(self) -> int:
         """Of the weights that tiles use."""
-        return sum(s.weight_elements for s in self.tiles[0][1].steps) if self.tiles else 0
+        return sum(s.gradient_elements for s in self.tiles[0][1].steps) if self.tiles else 0
 
     @property
     def kept_bytes(self) -> int:
@@ -330,7 +356,7 @@ class _Memory:
         uses = Counter(t for s in tape.steps for t in {*s.keeps})
         for s in reversed(tape.steps):
             towards = [t for t in s.reads if t.differentiable]
-            weight_bytes = s.weight_elements * self.item_bytes
+            weight_bytes = s.gradient_elements * self.item_bytes
             made_bytes = sum(t.n_bytes for t in towards) + weight_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + made_bytes + s.scratch_bytes)
             self.live_bytes += weight_bytes + sum(t.n_bytes for t in {*towards} - gradients)

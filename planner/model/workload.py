@@ -6,18 +6,22 @@ square that is really computed.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 
 from runtime.plan import Semantics
+from runtime.plan.train import TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 from . import forward as fw
 from .config import Config, config_of, read_model, shipped_models, supported_attention
-from .tape import FP32, INT64, Tape, Tensor
+from .tape import FP32, INT64, Tape, Tensor, Weights
 
 __all__ = ["build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+AFTER_ATTENTION = "post_attention_layernorm"
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
@@ -31,22 +35,46 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         config.fail(f"attention {semantics.attention} is not possible for {config.model_type}; use {legal}")
     if semantics.mlp_tile_tokens is not None and not can_tile_mlp(model):
         config.fail("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
+    if semantics.mlp_tile_tokens is not None and not semantics.train.all:
+        config.fail("mlp_tile_tokens: an MLP by tiles is trained whole; leave it out, or --train")
+    if semantics.base != "bf16" and semantics.train.lora is None:  # a checkpoint of the whole model would have to be unpacked
+        config.fail(f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
             config.fail(
                 f"no fused kernel computes the {part} of {config.model_type}; plan with --kernels eager, or name no kernels"
             )
     n_left = semantics.n_left
-    return Workload(_blocks(config, semantics, semantics.micro_batch), _blocks(config, semantics, n_left) if n_left else ())
+    found = Workload(_blocks(config, semantics, semantics.micro_batch), _blocks(config, semantics, n_left) if n_left else ())
+    _refuse_untrained(config, semantics.train, [p.name for b in found.blocks for p in b.parameters if not p.frozen])
+    return found
+
+
+def _refuse_untrained(config: Config, train: Train, trained: Sequence[str]) -> None:
+    """WorkloadError where something is to be trained that the model has not."""
+    missing: list[str] = []
+    if train.lora is not None and train.lora.targets != TARGETS:  # all: as many as there are
+        missing = [t for t in train.lora.targets if not any(f".{t}.lora_A." in name for name in trained)]
+    elif train.names:
+        missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
+    elif train.layers is not None and train.layers[1] >= config.n_layers:
+        config.fail(f"there is no layer {train.layers[1]} to train; the last one is {config.n_layers - 1}")
+    if missing and train.lora is not None and config.architecture.router is not None:
+        config.fail(f"experts of {config.model_type} cannot have adapters, and nothing else is called {missing[0]}; leave it out")
+    if missing or not trained:
+        config.fail(f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
 
 
 def _blocks(config: Config, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
     """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
     embedding, head = _embedding(config, semantics, n_sequences), _head(config, semantics, n_sequences)
-    kinds: dict[tuple[int | None, bool, bool], Block] = {}  # layers of one structure differ in nothing but their names
+    # Layers of one structure, of which the same is trained, differ in nothing but their names
+    kinds: dict[tuple[int | None, bool, bool, frozenset[str]], Block] = {}
     layers = []
     for i in range(config.n_layers):
-        key = (config.window(i), config.sparse(i), config.rotated[i])
+        names = [p.name for p in _layer_parameters(config, config.sparse(i))]
+        trained = frozenset(name for name in names if semantics.train.trains(f"model.layers.{i}.{name}"))
+        key = (config.window(i), config.sparse(i), config.rotated[i], trained)
         if key not in kinds:
             kinds[key] = _layer(config, semantics, n_sequences, *key)
         layers.append(_renamed(kinds[key], f"model.layers.{i}"))
@@ -71,8 +99,34 @@ def can_tile_mlp(model: Model) -> bool:
     return not any(map(config.sparse, range(config.n_layers)))
 
 
-def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool, rotated: bool) -> Block:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A layer's weights: which of them are trained, and where adapters are."""
+
+    train: Train
+    trained: frozenset[str]  # by their names within the layer
+    has_experts: bool  # as other layers of the type: then PEFT takes the names of an MLP for those of experts, here too
+
+    def rank(self, name: str) -> int:
+        """Of the adapter beside the product of that name; 0: it has none."""
+        stands = name.startswith("self_attn.") or (name.startswith("mlp.") and not self.has_experts)
+        return self.train.rank(name.rpartition(".")[2]) if stands else 0
+
+    def norm(self, name: str) -> bool:
+        return f"{name}.weight" in self.trained
+
+    def linear(self, name: str, bias: bool) -> Weights:
+        """What the product of that name has."""
+        rank, lora = self.rank(name), self.train.lora
+        dropout = lora is not None and lora.dropout > 0
+        return Weights(bias, f"{name}.weight" in self.trained, f"{name}.bias" in self.trained, rank, dropout)
+
+
+def _layer(
+    config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool, rotated: bool, trained: frozenset[str]
+) -> Block:
     """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
+    of = _Part(semantics.train, trained, config.architecture.router is not None)
     a, seq_len, head_dim = config.architecture, semantics.seq_len, config.head_dim
     tokens, width = n_seq * seq_len, config.hidden
     masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
@@ -83,9 +137,10 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
     table_width = head_dim // 2 if a.rotary == "halves" else head_dim
     table_item_bytes = FP32 if a.rotary == "interleaved" else tape.item_bytes
     table = Tensor(seq_len * table_width, table_item_bytes, ours=False, differentiable=False)
-    y = _attend(tape, config, semantics, x, table if rotated else None, shape)
+    y = _attend(tape, config, semantics, x, table if rotated else None, shape, of)
     x = tape.step([x, y], tokens * width, scratch_bytes=0)
-    normed = fw.rms_norm(tape, x, width, a.norm, norm)
+    # By its name in the module; where a norm follows attention too, another one is that of what comes next
+    normed = fw.rms_norm(tape, x, width, a.norm, norm, of.norm("pre_feedforward_layernorm" if a.sandwich else AFTER_ATTENTION))
 
     def rest(tape: Tape, inputs: Sequence[Tensor], n_rows: int) -> None:
         """From the norm's output on: every row for itself."""
@@ -94,10 +149,13 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
             grouped = semantics.experts == "grouped_mm"
             y = fw.experts(tape, normed, fw.ExpertsShape(
                 n_rows, width, config.expert_inner, config.n_experts, config.top_k, a.router, a.sinks, config.normalised, grouped,
+                of.linear(f"mlp.{a.router_name}", a.sinks),
+                frozenset(name.removeprefix("mlp.experts.") for name in trained if name.startswith("mlp.experts.")),
             ))  # fmt: skip
         else:
-            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, config.mlp_bias, pointwise)
-        y = fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
+            linear = partial(of.linear, bias=config.mlp_bias)
+            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, linear, pointwise)
+        y = fw.rms_norm(tape, y, width, a.norm, norm, of.norm("post_feedforward_layernorm")) if a.sandwich else y
         tape.step([x, y], n_rows * width, scratch_bytes=0)
 
     tile = semantics.mlp_tile_tokens
@@ -113,7 +171,7 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
     return Block(
         name="layer",
         kind=BlockKind.LAYER,
-        parameters=tuple(_layer_parameters(config, sparse)),
+        parameters=tuple(_with_adapters(list(_layer_parameters(config, sparse)), of)),
         matmuls=tuple(tape.matmuls),
         attention=Attention(n_seq, config.n_heads, head_dim, seq_len, window if window and window < seq_len else None),
         pointwise_bytes=tape.pointwise_bytes,
@@ -127,17 +185,23 @@ def _layer(config: Config, semantics: Semantics, n_seq: int, window: int | None,
     )
 
 
-def _attend(tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: Tensor | None, shape: fw.AttentionShape) -> Tensor:
+def _attend(
+    tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: Tensor | None, shape: fw.AttentionShape, of: _Part
+) -> Tensor:
     """The first half of a decoder layer, from its input to what is added to it. Without a `table` nothing is rotated."""
     a, head_dim, norm = config.architecture, config.head_dim, semantics.norm
     tokens, width = shape.n_tokens, config.hidden
     q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    normed = fw.rms_norm(tape, x, width, a.norm, norm)
-    q = tape.linear(normed, tokens, width, q_width, config.qkv_bias)
-    q = fw.rms_norm(tape, q, head_dim, a.norm, norm) if a.head_norms else q
-    k = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
-    k = fw.rms_norm(tape, k, head_dim, a.norm, norm) if a.head_norms else k
-    v = tape.linear(normed, tokens, width, kv_width, config.qkv_bias)
+    normed = fw.rms_norm(tape, x, width, a.norm, norm, of.norm("input_layernorm"))
+
+    def project(name: str, n: int) -> Tensor:
+        return tape.linear(normed, tokens, width, n, of.linear(f"self_attn.{name}_proj", config.qkv_bias))
+
+    q = project("q", q_width)
+    q = fw.rms_norm(tape, q, head_dim, a.norm, norm, of.norm("self_attn.q_norm")) if a.head_norms else q
+    k = project("k", kv_width)
+    k = fw.rms_norm(tape, k, head_dim, a.norm, norm, of.norm("self_attn.k_norm")) if a.head_norms else k
+    v = project("v", kv_width)
     if table is not None and a.rotary == "interleaved":
         q, k = fw.rotate_interleaved(tape, (q, k), table)
     elif table is not None:
@@ -146,8 +210,19 @@ def _attend(tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: 
         mixed = fw.fused_attention(tape, q, k, v, shape)
     else:
         mixed = fw.eager_attention(tape, q, k, v, shape, config.softcap, a.sinks)
-    y = tape.linear(mixed, tokens, q_width, width, config.out_bias)
-    return fw.rms_norm(tape, y, width, a.norm, norm) if a.sandwich else y
+    y = tape.linear(mixed, tokens, q_width, width, of.linear("self_attn.o_proj", config.out_bias))
+    return fw.rms_norm(tape, y, width, a.norm, norm, of.norm(AFTER_ATTENTION)) if a.sandwich else y
+
+
+def _with_adapters(parameters: Sequence[Parameter], of: _Part) -> Iterator[Parameter]:
+    """A layer's own weights, frozen or not; then the two factors beside each that has an adapter."""
+    yield from (replace(p, frozen=p.name not in of.trained) for p in parameters)
+    for p in parameters:
+        name, _, last = p.name.rpartition(".")
+        if last == "weight" and (rank := of.rank(name)):
+            n_out, n_in = p.shape
+            yield Parameter(f"{name}.lora_A.weight", (rank, n_in))
+            yield Parameter(f"{name}.lora_B.weight", (n_out, rank))
 
 
 def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:
@@ -190,18 +265,18 @@ def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:
 def _embedding(config: Config, semantics: Semantics, n_sequences: int) -> Block:
     """Rows of the table, one per token; its backward makes a dense gradient of the whole table."""
     tokens, item_bytes = n_sequences * semantics.seq_len, ITEM_BYTES[semantics.compute_dtype]
-    boundary_bytes = tokens * config.hidden * item_bytes
+    boundary_bytes, trains = tokens * config.hidden * item_bytes, semantics.train.trains(EMBEDDING)
     scaled = config.architecture.scaled_embedding  # gemma multiplies embeddings by the square root of their width
     return Block(
         name="model.embed_tokens",
         kind=BlockKind.EMBEDDING,
-        parameters=(Parameter(EMBEDDING, (config.vocab, config.hidden)),),
+        parameters=(Parameter(EMBEDDING, (config.vocab, config.hidden), frozen=not trains),),
         pointwise_bytes=tokens * INT64 + (4 if scaled else 2) * boundary_bytes,
         n_kernels=2 if scaled else 1,
         boundary_bytes=boundary_bytes,
         kept_bytes=tokens * INT64,
         # The recomputed output, the gradient before the scale, and the table's gradient
-        transient_bytes=config.vocab * config.hidden * item_bytes + 2 * boundary_bytes + tokens * INT64,
+        transient_bytes=config.vocab * config.hidden * item_bytes * trains + 2 * boundary_bytes + tokens * INT64,
     )
 
 
@@ -211,9 +286,11 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
     tile = min(semantics.loss_tile_tokens, tokens)
     tape = Tape(ITEM_BYTES[semantics.compute_dtype])
     x = Tensor(tokens * width, tape.item_bytes, ours=False)
-    fw.rms_norm(tape, x, width, config.architecture.norm, semantics.norm)
+    # A tied weight is trained with the embedding
+    trains_norm, trains = (semantics.train.trains(name) for name in (NORM, EMBEDDING if config.tied else HEAD))
+    fw.rms_norm(tape, x, width, config.architecture.norm, semantics.norm, trains_norm)
     n_tiles, rest = divmod(tokens, tile)
-    tiles = [Matmul(tile, width, vocab, n_tiles), *([Matmul(rest, width, vocab)] if rest else [])]
+    tiles = [Matmul(tile, width, vocab, n_tiles, not trains), *([Matmul(rest, width, vocab, 1, not trains)] if rest else [])]
     narrow, capped = tape.item_bytes < FP32, config.final_softcap
     if semantics.loss == "fused":
         # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
@@ -228,12 +305,12 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
         each_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0) + 2 * FP32
         moved_bytes = tokens * vocab * each_bytes
         n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
-    own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 else 0
-    weight = Parameter("lm_head.weight", (vocab, width), EMBEDDING if config.tied else None)
+    own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
+    weight = Parameter(HEAD, (vocab, width), EMBEDDING if config.tied else None, not trains)
     return Block(
         name="lm_head",
         kind=BlockKind.HEAD,
-        parameters=(Parameter("model.norm.weight", (width,)), weight),
+        parameters=(Parameter(NORM, (width,), frozen=not trains_norm), weight),
         matmuls=tuple(tiles),
         pointwise_bytes=tape.pointwise_bytes + moved_bytes,
         fused_bytes=tape.fused_bytes + (moved_bytes if semantics.loss == "fused" else 0),
@@ -242,7 +319,7 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
         kept_bytes=0,
         own_sum_bytes=own_sum_bytes,
         transient_bytes=tile * vocab * logit_bytes
-        + (vocab + 2 * tile) * width * tape.item_bytes  # the tile's weight gradient, its rows and their gradient
+        + (vocab * trains + 2 * tile) * width * tape.item_bytes  # the tile's weight gradient, its rows and their gradient
         # a later micro-batch sums its own tiles before they join the running sum
         + own_sum_bytes
         + tape.backward_peak_bytes()
@@ -252,4 +329,4 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
 
 def _renamed(block: Block, name: str) -> Block:
     """The same layer under another name, its weights' names starting with it."""
-    return replace(block, name=name, parameters=tuple(Parameter(f"{name}.{p.name}", p.shape) for p in block.parameters))
+    return replace(block, name=name, parameters=tuple(replace(p, name=f"{name}.{p.name}") for p in block.parameters))

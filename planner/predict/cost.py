@@ -11,6 +11,7 @@ from typing import Literal, assert_never
 from hwprofiles.schema import Direction, Profile
 from planner.lower.arenas import SQUARE_BYTES
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
+from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
 from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS, MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
@@ -72,8 +73,20 @@ def device_update_bytes_per_param(plan: Setup) -> int:
     return gradient + stepped + (0 if semantics.master_dtype == "fp32" and not semantics.splits_masters else joined + cut)
 
 
+def backward_matmuls(m: Matmul) -> int:
+    """How many products a backward makes of one of the forward."""
+    return BACKWARD_MATMULS - m.frozen
+
+
+def loaded_bytes(plan: Setup, block: int) -> int:
+    """What a load carries over the link: all that the block uses, but for what is trained of it on the device."""
+    item, of = ITEM_BYTES[plan.semantics.compute_dtype], plan.workload.blocks[block]
+    all_bytes = plan.uploaded(block)[1] if plan.unpacks(block) else plan.slot_elements(block) // plan.semantics.ranks * item
+    return all_bytes - of.state_elements * item * plan.is_apart(block)
+
+
 # Kind, block; whether the micro-batch begins a sum, how many that then joins, whether it is the last; what of the policy matters
-_Key = tuple[Kind, int, bool, int, bool, Saved, bool, bool, bool, bool, bool]
+_Key = tuple[Kind, int, bool, int, bool, Saved, bool, bool, bool, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -109,7 +122,7 @@ class CostModel:
         policy, b, of = plan.policy, op.block, plan.semantics
         how = (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
         squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
-        places = b in policy.offload_blocks, b in policy.device_blocks
+        places = b in policy.offload_blocks, b in policy.device_blocks, plan.stays_loaded(b)
         key = (op.kind, plan.workload.first_alike.get(b, b), *how, policy.saved(b), *places, plan.reduced, *squared)
         found = self._known.get(key)
         if found is None:
@@ -121,10 +134,15 @@ class CostModel:
         dtype = plan.semantics.compute_dtype
         item, of = ITEM_BYTES[dtype], plan.semantics
         match op.kind:
-            case Kind.LOAD if op.block in plan.policy.device_blocks:
+            case Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
+                return self._demand(0.0, 0.0, {})
+            case Kind.LOAD if op.block in plan.policy.device_blocks and not plan.is_apart(op.block):
                 return self._compute(2 * block.slot_elements * item / self.profile.device.memory_bytes_per_s.value, 0)
             case Kind.LOAD:
-                return self._copy("h2d", plan.slot_elements(op.block) // of.ranks * item)
+                return self._copy("h2d", loaded_bytes(plan, op.block))
+            case Kind.DEQUANTISE:
+                n_bytes, n_kernels = self._unpacked(plan, op.block)
+                return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
             case Kind.GATHER:
                 return self._gathered(plan, plan.slot_elements(op.block) * item)
             case Kind.EXCHANGE:
@@ -140,12 +158,12 @@ class CostModel:
                 rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of)))
                 return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
             case Kind.OFFLOAD_SQUARES:
-                return self._copy("d2h", SQUARE_BYTES * len(block.parameters))
+                return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                return self._compute(self.update_on_device_s(plan, block), block.n_params * device_update_bytes_per_param(plan))
+                return self._compute(self.update_on_device_s(plan, block), block.n_trained * device_update_bytes_per_param(plan))
             case Kind.OFFLOAD_GRADIENT:
                 with_squares = op.block in plan.policy.square_blocks
-                n_bytes = plan.slot_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
             case Kind.OFFLOAD_ACTIVATION:
                 return self._copy("d2h", block.boundary_bytes)
@@ -176,13 +194,13 @@ class CostModel:
             case Kind.ACCUMULATE:
                 # Read what was staged and the sum, write the sum.
                 staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], plan.semantics.n_joined(op.micro_batch or 0)
-                return self._reduce(block.slot_elements * (staged + 2 * FP32_BYTES + joined * JOINED_BYTES))
+                return self._reduce(block.trained_elements * (staged + 2 * FP32_BYTES + joined * JOINED_BYTES))
             case Kind.SQUARE:
-                n_bytes = block.slot_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_bytes = block.trained_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._compute(self.square_s(block, n_bytes), n_bytes)
             case Kind.NORM:
-                ends_sum = op.block == 0 and plan.policy.square_blocks
-                n_sums = sum(len(b.parameters) for b in plan.workload.blocks) if ends_sum else 0
+                ends_sum = op.block == plan.workload.first_trained and plan.policy.square_blocks
+                n_sums = sum(len(b.trained) for b in plan.workload.blocks) if ends_sum else 0
                 # A tied weight has two gradients: the embedding's own, and the head's.
                 n_gradients = 0 if op.block in plan.policy.square_blocks else 2 if op.block == 0 and plan.workload.tied else 1
                 n_elements = plan.part_elements(op.block)
@@ -191,7 +209,7 @@ class CostModel:
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places
-                n_params = -(-block.n_params // of.ranks)
+                n_params = -(-block.n_trained // of.ranks)
                 return self._update(n_params, update_bytes_per_param(plan, op.block))
             case _:
                 assert_never(op.kind)
@@ -217,7 +235,7 @@ class CostModel:
     def backward_s(self, block: Block, of: Semantics) -> float:
         """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
         return (
-            BACKWARD_MATMULS * sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+            sum(backward_matmuls(m) * self._matmul(of.compute_dtype, m) for m in block.matmuls)
             + self._attention(of, block.attention, backward=True)
             + BACKWARD_POINTWISE * self._pointwise_s(block)
             + block.tile_sum_bytes / self._memory_rate
@@ -228,7 +246,7 @@ class CostModel:
         """Seconds of summing the squares of a block's gradient on the device."""
         if self.profile.device.kind == "cpu":
             return n_bytes / self.square_bytes_per_s
-        sizes = [p.n_elements for p in block.parameters]  # a kernel for the whole chunks of a tensor, one for what is left
+        sizes = [p.n_elements for p in block.trained]  # a kernel for the whole chunks of a tensor, one for what is left
         n_kernels = SQUARE_KERNELS + sum((n >= NORM_CHUNK_ELEMENTS) + (n % NORM_CHUNK_ELEMENTS > 0) for n in sizes)
         return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
@@ -246,7 +264,7 @@ class CostModel:
     def loss_s(self, head: Block, of: Semantics) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
         return (
-            (1 + BACKWARD_MATMULS) * sum(self._matmul(of.compute_dtype, m) for m in head.matmuls)
+            sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
             + (1 + BACKWARD_POINTWISE) * self._pointwise_s(head)
             + self._tile_sum_bytes(head, of) / self._memory_rate
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
@@ -258,7 +276,7 @@ class CostModel:
 
     def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
-        return sum(m.count * m.k * m.n for m in head.matmuls) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
+        return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
 
     def _pointwise_s(self, work: Block | Recompute) -> float:
         """Seconds of moving what is neither a product nor attention through the device's memory, once."""
@@ -267,17 +285,31 @@ class CostModel:
 
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
-        elements = plan.workload.blocks[op.block].slot_elements
+        elements = plan.workload.blocks[op.block].trained_elements if plan.semantics.ranks == 1 else plan.slot_elements(op.block)
         item = ITEM_BYTES[plan.semantics.compute_dtype]
         out = ITEM_BYTES[plan.gradient_dtype(op.block)]
         m, of = op.micro_batch or 0, plan.semantics
         first, last = of.begins_sum(m), m == of.n_micro_batches - 1
         dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
+        if plan.sums_in_place(op.block):
+            return elements * (item + (1 if first else 2) * FP32_BYTES)
         if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
             return elements * (dense + item + out)
         read_sum, write_out = (0 if first else FP32_BYTES), (out if last and of.ranks == 1 else 0)
         write_sum = ITEM_BYTES[plan.sum_dtype(op.block)]
         return elements * (dense + item + read_sum + write_sum + of.n_joined(m) * JOINED_BYTES + write_out)
+
+    def _unpacked(self, plan: Setup, block: int) -> tuple[int, int]:
+        """Device memory traffic, and kernels, of bringing a block from a slot of packed weights to one of weights."""
+        base, item, n_bytes, n_kernels = plan.semantics.base, ITEM_BYTES[plan.semantics.compute_dtype], 0, 0
+        for p in plan.workload.blocks[block].parameters:
+            if plan.is_packed(p):
+                n_bytes += round(p.n_elements * UNPACK_BYTES_PER_ELEMENT[base])
+                n_kernels += UNPACK_KERNELS[base] * -(-p.n_elements // UNPACK_CHUNK_ELEMENTS)
+            elif p.frozen or not plan.is_apart(block):
+                n_bytes += 2 * p.n_elements * item
+                n_kernels += 1
+        return n_bytes, n_kernels
 
     @property
     def _memory_rate(self) -> float:
@@ -417,8 +449,8 @@ class CostModel:
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
         """Seconds in which the device updates a block's state."""
-        n_kernels = DEVICE_UPDATE_KERNELS * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.parameters)
-        return self.moving_s(block.n_params * device_update_bytes_per_param(plan), n_kernels)
+        n_kernels = DEVICE_UPDATE_KERNELS * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.trained)
+        return self.moving_s(block.n_trained * device_update_bytes_per_param(plan), n_kernels)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with

@@ -196,7 +196,7 @@ def _fixed_bytes(plan: Setup, alone: Setup, profile: Profile) -> dict[str, int]:
     activations, workspace = alone.arena("activations"), profile.device.workspace_bytes
     assert activations is not None, "every plan has boundaries"
     return {
-        "weights": n_elements * ITEM_BYTES[of.compute_dtype],
+        "weights": n_elements * ITEM_BYTES[of.compute_dtype] + _frozen_bytes(plan),
         "masters": n_elements * ITEM_BYTES[of.master_dtype] if of.master_dtype != of.compute_dtype else 0,
         "moments": n_elements * MOMENT_BYTES,
         "gradients": sum(_gradient_bytes(plan)) // of.ranks,
@@ -206,6 +206,11 @@ def _fixed_bytes(plan: Setup, alone: Setup, profile: Profile) -> dict[str, int]:
         "kernels and workspaces": round(workspace.value) if workspace is not None else 0,
         "context": round(profile.device.context_bytes.value),
     }
+
+
+def _frozen_bytes(plan: Setup) -> int:
+    """Of weights that are not trained, packed or not."""
+    return 0 if plan.workload.trains_all else sum(plan.frozen_bytes(b) for b in range(len(plan.workload.blocks)))
 
 
 def _whole_blocks(plan: Setup) -> dict[str, int]:
@@ -240,15 +245,18 @@ def _gradient_bytes(plan: Setup) -> list[int]:
     whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
     summed, head = plan.semantics.n_micro_batches > 1, len(plan.workload.blocks) - 1
     layer, vocab = (FP32_BYTES if summed else ITEM_BYTES[whole.gradient_dtype(b)] for b in (1, 0))
-    return [block.slot_elements * (vocab if b in (0, head) else layer) for b, block in enumerate(plan.workload.blocks)]
+    if not plan.workload.trains_all:
+        vocab = layer
+    return [block.trained_elements * (vocab if b in (0, head) else layer) for b, block in enumerate(plan.workload.blocks)]
 
 
 def _computing_s(plan: Setup, cost: CostModel) -> float:
     """Forward, loss and backward of every micro-batch, gradients summed, nothing computed again."""
     n, head = plan.semantics.n_micro_batches, len(plan.workload.blocks) - 1
-    kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(head)]
+    first = plan.workload.first_trained
+    kinds = [(Kind.FORWARD, b) for b in range(head)] + [(Kind.LOSS, head)] + [(Kind.BACKWARD, b) for b in range(first, head)]
     keeping = replace(plan, policy=Policy(accumulation_group=n, save=saves(all=range(1, head))))
-    total_s = 0.0
+    total_s = sum(cost.demand(plan, Op(Kind.DEQUANTISE, b)).alone_s for b in range(head) if plan.unpacks(b)) * 2 * n
     for kind, b in kinds:
         for m, count in plan.alike(range(n)):
             total_s += count * cost.demand(keeping, Op(kind, b, m)).alone_s
@@ -261,9 +269,9 @@ def _updating_s(plan: Setup, cost: CostModel) -> float:
     gradient_bytes = _gradient_bytes(plan)
     norm_s = sum(cost.square_s(block, n_bytes) for block, n_bytes in zip(blocks, gradient_bytes, strict=True))
     weight = ITEM_BYTES[of.compute_dtype] if of.master_dtype != of.compute_dtype else 0
-    state_bytes = plan.workload.n_params * (2 * (ITEM_BYTES[of.master_dtype] + MOMENT_BYTES) + weight)
+    state_bytes = plan.workload.n_trained * (2 * (ITEM_BYTES[of.master_dtype] + MOMENT_BYTES) + weight)
     return norm_s + cost.moving_s(state_bytes + sum(gradient_bytes), n_kernels=sum(map(_n_owned, blocks)))
 
 
 def _n_owned(block: Block) -> int:
-    return sum(p.tied_to is None for p in block.parameters)
+    return sum(p.tied_to is None for p in block.trained)

@@ -339,7 +339,7 @@ class Tree:
     def _squared(self, policy: Policy) -> list[Policy]:
         """The policy with no gradient squared on the device, with the one that comes last, and with all that may be."""
         can = can_square(self.trial.workload, self.trial.semantics)
-        if policy.accumulation_group < self.trial.semantics.n_micro_batches:
+        if policy.accumulation_group < self.trial.semantics.n_micro_batches or not self.trial.workload.trains_all:
             return []
         stay = {*policy.device_blocks}
         return [replace(policy, square_blocks=tuple(sorted({*blocks, *stay}))) for blocks in ((), can[:1], can)]
@@ -369,12 +369,12 @@ class Tree:
     def _refilled(self, best: Policy) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
         n, size = self.trial.semantics.n_micro_batches, best.accumulation_group
-        depth, n_slots, update = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics).update
+        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
         buffers = [(depth, n_slots + more) for more in REFILLED_STEPS] + [(depth + more, n_slots) for more in REFILLED_STEPS]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
         for of, d, slots in [(size, *b) for b in buffers] + [(g, depth, n_slots) for g in dict.fromkeys(groups)]:
             if d >= 1 and slots >= 1:
-                yield from self._suggested(Family(update, of, of, best.boundary_stride), d, slots)
+                yield from self._suggested(replace(family, accumulation_group=of, largest_group=of), d, slots)
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""

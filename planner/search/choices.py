@@ -9,6 +9,7 @@ from math import inf
 from hwprofiles.schema import Profile
 from planner.bounds.bounds import SLACK, early_fetches, places_to_stay
 from planner.bounds.integer import Program
+from planner.bounds.phases import least_slots
 from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
 from planner.predict.memory import footprint
 from runtime.plan import Setup, Update
@@ -17,7 +18,7 @@ from runtime.plan.policy import RICHER
 from runtime.plan.setup import DEVICE_UPDATE_SCRATCH_BYTES
 from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Saved
 
-from .space import PREFETCH_DEPTHS, Family, Fill, Way, ways_of
+from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, ways_of
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 
@@ -45,22 +46,27 @@ class Choices:
         may_spill = family.boundary_stride == 1
         self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
         self.early_saved = p.variable(0, N_SAVED_SLOTS, integer=False)  # what layers saved that is
-        self.n_spilled, self.spills = p.variable(0, n_layers if may_spill else 0), p.variable(0, int(may_spill))
+        self.n_spilled, self.spills = p.variable(0, len(can_spill(self.workload)) * may_spill), p.variable(0, int(may_spill))
         # By class and way, how many save so, and whether any does.
         self.saving = {
             (i, way): (p.variable(0, len(self.classes[i])), p.variable(0, 1))
             for i in self.layers
-            for way in ways_of(self.workload.blocks[self.classes[i][0]], family.boundary_stride)
+            for way in self._ways_of(self.classes[i][0], family.boundary_stride)
         }
         # Phases of all groups: `bounds.Phases` has them as up, back, around, home and the last of these.
         self.up, self.back, self.around, self.left, self.last = (p.variable(0, inf, integer=False) for _ in range(5))
         self.resident = [p.variable(0, len(blocks)) for blocks in self.classes]
-        speculates = family.update is Update.DEFERRED and often is not None
+        speculates = family.update is Update.DEFERRED and often is not None and self.workload.trains_all
         self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
-        self.can_square = can_square(self.workload, plan.semantics) if plan.reduced else range(0)
+        squares = plan.reduced and self.workload.trains_all
+        self.can_square = can_square(self.workload, plan.semantics) if squares else range(0)
         self.square = [p.variable(0, len(blocks) if blocks[0] in self.can_square else 0) for blocks in self.classes]
         self.can_stay = places_to_stay(plan, profile) if family.update is Update.DEFERRED else []
         self.stay = [p.variable(0, len(blocks) if blocks[0] in self.can_stay else 0) for blocks in self.classes]
+
+    def _ways_of(self, block: int, boundary_stride: int) -> list[Way]:
+        """How a layer may save its activations, if a backward comes to it."""
+        return ways_of(self.workload.blocks[block], boundary_stride) if block >= self.workload.first_trained else [Way(Saved.INPUT)]
 
     def together(self) -> None:
         """Rows for what may be chosen together."""
@@ -84,7 +90,8 @@ class Choices:
             p.at_most({self.stay[i]: 1.0, self.speculate[i]: 1.0}, float(len(blocks)))
             p.at_most({self.stay[i]: 1.0, self.resident[i]: 1.0}, float(len(blocks)))
         n_turns = 2 * self.n_groups - 1  # of the walk over the layers
-        p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns))  # one more slot than are prefetched
+        # One more slot than are prefetched, or two
+        p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns * least_slots(self.plan)))
         streamed = {n: float(n_turns) for i in self.layers for n in (self.resident[i], self.stay[i])}
         p.at_most({self.spared: 1.0, **streamed}, float(n_turns * n_layers))
 
@@ -92,12 +99,13 @@ class Choices:
         """A row for the device and one for the host, each in shares of what the machine has."""
         p, blocks, group = self.program, self.workload.blocks, self.plan.policy.accumulation_group
         needs = footprint(self.plan, profile)
-        weights = self.plan.arena("weights")
+        weights, streamed = self.plan.arena("weights"), self.plan.arena("packed") or self.plan.arena("weights")
         assert weights is not None
+        assert streamed is not None
         device_bytes, host_bytes = float(needs.device_memory_bytes), float(needs.host_memory_bytes)
         boundary_bytes = group * -(-blocks[0].boundary_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         item = weights.slot_bytes[0] / max(b.slot_elements for b in blocks[1:-1])
-        device = {self.depth: weights.slot_bytes[0], self.transient: device_bytes, self.saved_slots: device_bytes}
+        device = {self.depth: streamed.slot_bytes[0], self.transient: device_bytes, self.saved_slots: device_bytes}
         host: dict[int, float] = {self.n_spilled: boundary_bytes}
         device |= {self.n_spilled: -boundary_bytes, self.spills: spill_ring_slots(group) * boundary_bytes / group}
         for i, of_class in enumerate(self.classes):
@@ -115,7 +123,7 @@ class Choices:
         p.at_most({self.transient: -1.0}, -self.plan.vocab_transient_bytes / device_bytes)
         device |= {stay: self.plan.staying_bytes(self.classes[i][0]) for i, stay in enumerate(self.stay)}
         device |= self._empty_slots(device_bytes)
-        fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - weights.slot_bytes[0]
+        fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - streamed.slot_bytes[0]
         p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
         per_param = sum(self.plan.state_bytes().values())
         for i, of_class in enumerate(self.classes):

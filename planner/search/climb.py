@@ -56,7 +56,7 @@ def _groups(plan: Setup) -> Iterator[Policy]:
     policy, n = plan.policy, plan.semantics.n_micro_batches
     size = policy.accumulation_group
     alike = groups_alike(size, n)
-    one_group = {"offload_late_blocks": 0, "square_blocks": (), "device_blocks": ()}
+    one_group = {"offload_late_blocks": 0} | ({"square_blocks": (), "device_blocks": ()} if plan.workload.trains_all else {})
     for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= other <= n and other != size:
             yield replace(policy, accumulation_group=other, **({} if other == n else one_group))  # type: ignore[arg-type]

@@ -20,7 +20,19 @@ from runtime.plan import LANE_OF, Kind, Lane, Op, Policy, Semantics, Setup, Upda
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
-from .space import Family, Way, eager_is_legal, evenly, most, most_on_device, staying, ways_of, with_ways
+from .space import (
+    Family,
+    Way,
+    can_spill,
+    eager_is_legal,
+    evenly,
+    most,
+    most_on_device,
+    places_of_mixed,
+    staying,
+    ways_of,
+    with_ways,
+)
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 MAX_STEPS = 6  # greedy plans settle in two or three
@@ -130,11 +142,12 @@ class Greedy:
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
         """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
-        block, layers = self.workload.blocks[1], range(1, self.workload.n_layers + 1)
+        first = max(1, self.workload.first_trained)
+        block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
         if any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
-        plan = self._frame(with_ways(Policy(accumulation_group=self.semantics.least_group), {1: Way(saved, away=True)}))
-        offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, 1, 0)).uncontended_s
+        plan = self._frame(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
+        offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
 
@@ -188,13 +201,15 @@ class Greedy:
     ) -> tuple[Policy | None, bool]:
         """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
-        family = Family(update, group, group, boundary_stride=1)
-        spilled = tuple(range(self.workload.n_layers)) if spills else ()
+        mixed = places_of_mixed(self.semantics, self.workload)[0]
+        family = Family(update, group, group, boundary_stride=1, mixed_blocks=mixed)
+        spilled = can_spill(self.workload) if spills else ()
         blocks = sorted({*range(len(self.workload.blocks))}.difference(stay), key=self._order(group))
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
         resident = tuple(sorted(blocks[:n_resident]))
         of_family = replace(family.policy(self.semantics), spill_blocks=spilled, resident_blocks=resident)
-        of_family = staying(with_ways(of_family, away), stay)
+        of_family = with_ways(of_family, away)
+        of_family = staying(of_family, stay) if stay else of_family
         leans = (replace(of_family, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
         lean = next((lean for lean in leans if footprint(self._frame(lean), self.profile).fits), None)
         if lean is None:
@@ -223,7 +238,8 @@ class Greedy:
     def _upgrades(self, lean: Policy, family: Family) -> Iterator[_Upgrade]:
         """Of each layer the ways to save, each worth less per byte than the one before."""
         known: dict[int, list[tuple[float, Saved]]] = {}
-        for b, block in enumerate(self.workload.blocks[1:-1], start=1):
+        first = max(1, self.workload.first_trained)
+        for b, block in enumerate(self.workload.blocks[first:-1], start=first):
             key = id(block.matmuls)  # which layers that differ in nothing but names have in common
             if key not in known:
                 known[key] = _hull(self._ways(block, lean, family))

@@ -42,7 +42,7 @@ class Frames:
         """The same policy where ops draw otherwise on what is shared: squares on the device; and, where computing draws on the
         host's memory, other activations saved; and copies of what is saved."""
         lean = plan.policy
-        if plan.reduced:
+        if plan.reduced and plan.workload.trains_all:
             squared = replace(lean, square_blocks=tuple(can_square(self.workload, self.semantics)))
             yield self.of(squared)
             if lean.update is Update.DEFERRED and (stay := places_to_stay(plan, self.cost.profile)):
@@ -108,6 +108,14 @@ class Loads:
                 found[key] = found.get(key, 0.0) + seconds
         return found
 
+    def unpacking(self, block: int) -> dict[Key, float]:
+        """What it asks for to unpack a block once; nothing of one that does not come packed."""
+        return self.of(Kind.DEQUANTISE, block) if self.plan.unpacks(block) else {}
+
+    def stays_loaded(self, block: int) -> bool:
+        """Whether a block that stays is loaded once a run, and not once a step."""
+        return replace(self.plan, policy=replace(self.plan.policy, resident_blocks=(block,))).stays_loaded(block)
+
     def of_each(self, kind: Kind, blocks: range, micro_batch: int | None = None) -> dict[Key, float]:
         """What one op of this kind for each of the blocks asks for."""
         found: dict[Key, float] = nothing()
@@ -120,7 +128,7 @@ class Loads:
         found: dict[Key, float] = nothing()
         for kind, b, demand, count in ops_at_least(self.plan, self.cost):
             is_layer = self.plan.workload.blocks[b].kind is BlockKind.LAYER
-            if kind not in (Kind.LOAD, Kind.GATHER) and not (kind is Kind.BACKWARD and is_layer):
+            if kind not in (Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER) and not (kind is Kind.BACKWARD and is_layer):
                 add(found, self.facets.of(kind, demand), count)
         return found
 

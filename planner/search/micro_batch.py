@@ -184,7 +184,7 @@ def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozen
 def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Iterator[tuple[Semantics, Workload]]:
     """Tiles that may be chosen, the largest first; those of the loss only shrink while no other block needs more."""
     mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
-    if "mlp_tile_tokens" in free and can_tile_mlp(model):
+    if "mlp_tile_tokens" in free and semantics.train.all and can_tile_mlp(model):
         mlp_tiles += _powers_of_two(LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
     for mlp_tile in mlp_tiles:
         loss_tiles = [semantics.loss_tile_tokens]

@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 
 from planner.bounds.bounds import SLACK, first_gradient_s, idle_in_turns, of_each_size, ops_at_least
 from planner.bounds.facets import Key, add, nothing
-from planner.bounds.phases import COMING, LEAVING, Buffers, add_to_phases, passing_slots, phases_of, staged_slots, summed_slots
+from planner.bounds.phases import (
+    COMING,
+    LEAVING,
+    Buffers,
+    add_to_phases,
+    least_slots,
+    passing_slots,
+    phases_of,
+    staged_slots,
+    summed_slots,
+)
 from planner.predict.cost import CostModel
 from runtime.plan import Kind, Lane, Semantics, Update
 from runtime.plan.workload import Model, Workload
@@ -70,7 +80,8 @@ class _Rows:
     ) -> None:
         self.update, self.groups, self.profile = family.update, family.groups, frames.cost.profile
         lean = replace(family.policy(frames.semantics), gradient_slots=gradient_slots or 1)
-        self.take_turns = gradient_slots == 1 and frames.semantics.ranks == 1  # with more slots, or none said, they need not
+        # With more slots, or none said, they need not; and where weights are frozen nothing is said of it.
+        self.take_turns = gradient_slots == 1 and frames.semantics.ranks == 1 and frames.workload.trains_all
         self.loads = Loads(frames, lean, self.groups[-1])
         self.plan, self.keys = self.loads.plan, self.loads.facets.keys
         self.workload, n_micro_batches = self.plan.workload, frames.semantics.n_micro_batches
@@ -87,6 +98,8 @@ class _Rows:
             if way.away:
                 self.leaving[n] = self.loads.leaving(of_classes[i], way)
         self.boundaries = self.loads.boundaries()
+        self.unpacking = [self.loads.unpacking(b) for b in of_classes]
+        self.stays_loaded = [self.loads.stays_loaded(b) for b in of_classes]
         self.phases = phases_of(self.plan, self.groups)
         for kind, b, demand, count in ops_at_least(self.plan, frames.cost):
             if kind is not Kind.BACKWARD or b == 0:
@@ -121,9 +134,16 @@ class _Rows:
             variable[n] = {key: seconds + leaving.get(key, 0.0) for key, seconds in backward.items()}
         one_load = [self.loads.of(Kind.LOAD, blocks[0]) for blocks in c.classes]
         for i, blocks in enumerate(c.classes):
-            n_loads = 2 * self.n_groups if i in c.layers else self.n_groups
+            n_loads = self.n_groups * (1 + (i in c.layers and blocks[0] >= self.workload.first_trained))
             add(total, one_load[i], n_loads * len(blocks))
-            variable[c.resident[i]] = {key: -(n_loads - 1) * seconds for key, seconds in one_load[i].items()}
+            # Of what stays one load a step is left; of what stays and is frozen none, once a run has begun
+            n_spared = n_loads - (not self.stays_loaded[i])
+            variable[c.resident[i]] = {key: -n_spared * seconds for key, seconds in one_load[i].items()}
+            for key, seconds in self.unpacking[i].items():  # at every use but where the block is still there at a turn
+                total[key] += n_loads * len(blocks) * seconds
+                variable[c.resident[i]][key] = variable[c.resident[i]].get(key, 0.0) - n_spared * seconds
+        for key, seconds in self.phases.largest_unpacking.items():
+            total[key] -= (2 * self.n_groups - 1) * seconds
         keys = {key for i in c.layers for key in one_load[i]}
         variable[c.spared] = {key: -max(one_load[i].get(key, 0.0) for i in c.layers) for key in keys}
         variable[c.n_spilled] = nothing()
@@ -146,6 +166,9 @@ class _Rows:
 
     def _ring(self, step: int, total: Load, variable: Mapping[int, Load], early: Mapping[int, Load]) -> None:
         """`early`: blocks that are updated on speculation, each of a class."""
+        if not self.workload.trains_all:
+            self.program.at_most({self.choices.around: 1.0, step: -1.0}, -self.phases.loss_s / self.scale_s)
+            return
         last_s = self._seconds(Kind.NORM, 0) + self.loads.gradient_s(0)
         computed = {n: load.get(Lane.GPU, 0.0) for n, load in variable.items()}
         computed[self.choices.square[0]] += self.squaring[0].home_s  # the embedding's gradient is the last to come home
@@ -303,24 +326,26 @@ class _Rows:
             streamed = {n: -n_groups * one_load[i].get(key, 0.0) for i in c.layers for n in (c.resident[i], c.stay[i])}
             one_load_s = n_groups * phases.largest_load.get(key, 0.0)
             # Loads take what is left of them when every slot is full.
-            loads_s = n_groups * phases.loads[key] - one_load_s
+            up_s, down_s = (n_groups * of[key] - least_slots(self.plan) * one_load_s for of in (phases.loads, phases.loads_down))
             with_loads = {**streamed, c.depth: -one_load_s}
             backward = {n: load.get(key, 0.0) for n, load in self.backward.items()}
             backward |= {c.square[i]: self.squaring[i].square[key] for i in c.layers}
+            unpacked = {c.resident[i]: -n_groups * self.unpacking[i].get(key, 0.0) for i in c.layers}
+            way_up_s, way_down_s = (phases.way_s(way, key) for way in (phases.up, phases.down))
             # And so may activations on their way out, or back.
             (out_s, out), (back_s, back) = self._passing(LEAVING, key), self._passing(COMING, key)
-            self._at_least(c.up, phases.up[key] + loads_s + out_s, {**with_loads, **out})
-            ways = [({}, 0.0), (with_loads, loads_s), ({**with_loads, **back}, loads_s + back_s)]
-            for more, more_s in ways[:2]:
-                self._at_least(c.up, phases.up[key] + more_s, more)
+            self._at_least(c.up, way_up_s + up_s + out_s, _sum(with_loads, out, unpacked))
+            ways = [({}, 0.0), (with_loads, down_s), ({**with_loads, **back}, down_s + back_s)]
+            for more, more_s in (({}, 0.0), (with_loads, up_s)):
+                self._at_least(c.up, way_up_s + more_s, _sum(more, unpacked))
             for more, more_s in ways:
                 for end, late, then_s in ends:
                     left_s = phases.left_s(key, buffers) if late else phases.all_left_s(key, buffers)
                     for leaving_s, staying in ((0.0, {}), (left_s, self._staying(key, buffers))):
-                        row = _sum(backward, more, staying)
+                        row = _sum(backward, more, staying, unpacked)
                         if end == c.left:
                             row[c.stay[0]] = row.get(c.stay[0], 0.0) - phases.home_s
-                        self._at_least(end, phases.down[key] + more_s + leaving_s + then_s, row)
+                        self._at_least(end, way_down_s + more_s + leaving_s + then_s, row)
         around = ({c.up: 1.0, c.back: 1.0}, {c.left: 1.0})
         for then, rows in ((c.around, around), (c.last, ({c.back: 1.0}, {c.left: 1.0}))):
             for row in rows:

@@ -12,12 +12,15 @@ from planner.predict.memory import Footprint, footprint, frame, short_of
 from runtime.errors import DoesNotFitError, PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_illegal
+from runtime.plan.packed import Base
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Workload
 from runtime.units import GB
 
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_that_fit, with_micro_batch
 from .space import leanest
 
+BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights, those that take most first
 MAX_CHANGES = 3
 MOST_HALVINGS = 8  # of a sequence, or a batch
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
@@ -109,12 +112,30 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     yield from islice((size for size in of_any_kind if size[1].fits()), 1)  # of the first kind that helps, the largest
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
         yield "--master bf16", _changed(request, master_dtype="bf16")
+    yield from _frozen(request)
     if s.sum_groups > 1:
         yield f"--sum-groups {s.ranks}", _changed(request, sum_groups=1)
     if s.gradient_dtype == "fp32":
         yield "--gradient-dtype bf16", _changed(request, gradient_dtype="bf16")
     if s.clip_norm is not None and s.on_nonfinite == "stop":
         yield "--clip-norm none", _changed(request, clip_norm=None)
+
+
+def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
+    """Less that is trained, or frozen weights in fewer bits: the most that fits."""
+    s = request.semantics
+    is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
+    if s.ranks > 1 or s.sum_groups > 1 or request.fixed is not None or is_tiled:
+        return
+    asked = {"" if s.train.lora else "--train lora ": s.train if s.train.lora else Train(lora=Lora())}
+    for said, train in asked.items():
+        for base in [base for base in BASES if s.train.all or base != s.base]:
+            changed = _changed(
+                replace(request, semantics=replace(s, mlp_tile_tokens=None)), train=train, base=base, gradient_dtype="fp32"
+            )
+            if changed.fits():
+                yield f"{said}--base {base}" if base != "bf16" or not said else said.strip(), changed
+                return
 
 
 def _fewer(request: Request) -> Iterator[tuple[str, Request]]:

@@ -18,7 +18,7 @@ from planner.predict.simulate import Prediction
 from runtime.plan import Plan, Policy, Semantics
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.region import Resource
-from runtime.plan.workload import Model, Workload
+from runtime.plan.workload import Block, Model, Workload
 
 from .branch import Tree, Trial
 from .estimate import Greedy
@@ -91,9 +91,15 @@ class Answer:
 
 
 def model_flop(plan: Plan) -> int:
-    """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention."""
+    """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention; of frozen
+    weights no gradient."""
     counts = plan.alike(range(plan.semantics.n_micro_batches))
-    return 3 * sum(count * sum(b.forward_flop for b in plan.blocks_of(m)) for m, count in counts)
+    first = plan.workload.first_trained
+
+    def of(block: Block, is_trained: bool) -> int:
+        return block.forward_flop + is_trained * (2 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen))
+
+    return sum(count * sum(of(block, b >= first) for b, block in enumerate(plan.blocks_of(m))) for m, count in counts)
 
 
 def search(
@@ -114,6 +120,8 @@ def search(
     refuse_illegal(workload, semantics, fixed or Policy(accumulation_group=semantics.least_group))
     if clipped_fraction is None and eager_is_legal(semantics):
         clipped_fraction = 0.0  # nothing is ever clipped or skipped
+    if not semantics.train.all:
+        clipped_fraction = None  # nothing is updated before the norm is known
     trial = Trial(model, workload, semantics, profile, clipped_fraction)
     request = Request(model, semantics, profile, fixed, free)
     known = trial.baselines()

@@ -17,6 +17,7 @@ from hwprofiles.schema import Profile
 from planner.bounds.bounds import places_to_stay
 from planner.predict.memory import Footprint, footprint, frame
 from runtime.plan import Policy, Semantics, Setup, Update, saves
+from runtime.plan.legality import can_stay
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Block, Model, Saved, Workload
 
@@ -31,12 +32,14 @@ MEGATRAIN_STRIDE = 4  # of its layers share a boundary
 @dataclass(frozen=True, slots=True)
 class Family:
     """What policies have in common whose other choices one relaxation bounds together: groups of some size from the smaller to
-    the larger, both of which make as many."""
+    the larger, both of which make as many. Where weights are frozen, also where what is trained beside them is: on the device, in
+    all blocks that are trained in part, or on the host."""
 
     update: Update
     accumulation_group: int
     largest_group: int
     boundary_stride: int
+    mixed_blocks: tuple[int, ...] = ()  # that are on the device
 
     @property
     def groups(self) -> range:
@@ -53,6 +56,8 @@ class Family:
             accumulation_group=self.accumulation_group,
             update=self.update,
             boundary_stride=self.boundary_stride,
+            device_blocks=self.mixed_blocks,
+            square_blocks=self.mixed_blocks,
         )
 
 
@@ -92,7 +97,7 @@ def _schedule_of(name: str, semantics: Semantics, workload: Workload) -> Policy:
         case "slideformer":
             # Boundaries go to the host; each layer's optimizer as its gradient arrives, which is exact only without a global norm.
             update = Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
-            return Policy(prefetch_depth=2, gradient_slots=2, update=update, spill_blocks=tuple(range(workload.n_layers - 1)))
+            return Policy(prefetch_depth=2, gradient_slots=2, update=update, spill_blocks=can_spill(workload)[:-1])
         case "zero3-offload":
             # One gradient buffer: the next backward waits until the last gradient has left.
             return Policy(prefetch_depth=1, gradient_slots=1)
@@ -102,7 +107,7 @@ def _schedule_of(name: str, semantics: Semantics, workload: Workload) -> Policy:
 
 def eager_is_legal(semantics: Semantics) -> bool:
     """Whether an update may run before the global norm is known."""
-    return semantics.clip_norm is None and semantics.on_nonfinite == "stop"
+    return semantics.train.all and semantics.clip_norm is None and semantics.on_nonfinite == "stop"
 
 
 def families(semantics: Semantics, workload: Workload) -> list[Family]:
@@ -110,14 +115,28 @@ def families(semantics: Semantics, workload: Workload) -> list[Family]:
     updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
     strides = [stride for stride in STRIDES if stride <= workload.n_layers]
     sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
-    return [Family(update, s[0], s[-1], stride) for update, s, stride in product(updates, sizes, strides)]
+    choices = product(updates, sizes, strides, places_of_mixed(semantics, workload))
+    return [Family(update, s[0], s[-1], stride, mixed) for update, s, stride, mixed in choices]
+
+
+def places_of_mixed(semantics: Semantics, workload: Workload) -> list[tuple[int, ...]]:
+    """The blocks trained in part whose state is on the device: all, or none; the better first."""
+    mixed = workload.mixed
+    may_stay = semantics.gradient_dtype == "fp32" and {*mixed} <= {*can_stay(workload, semantics)}
+    return [mixed, ()] if mixed and may_stay else [()]
+
+
+def can_spill(workload: Workload) -> tuple[int, ...]:
+    """The blocks for whose output a backward comes back, but for the last layer's."""
+    return tuple(range(max(0, workload.first_trained - 1), workload.n_layers))
 
 
 def family_of(policy: Policy, semantics: Semantics) -> Family:
     """The family, of those searched, whose bound is the policy's, too."""
     update = Update.EAGER if policy.update is Update.EAGER else Update.DEFERRED
     sizes = groups_alike(policy.accumulation_group, semantics.n_micro_batches)
-    return Family(update, sizes[0], sizes[-1], policy.boundary_stride)
+    mixed = () if semantics.train.all else policy.device_blocks
+    return Family(update, sizes[0], sizes[-1], policy.boundary_stride, mixed)
 
 
 def group_sizes(n_micro_batches: int) -> list[range]:
@@ -139,7 +158,7 @@ def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Pro
     """Of each family the policies that ask least of the device, and of the host; if none fits, none of the space does."""
     for family in families(semantics, workload):
         lean = family.policy(semantics)
-        spilling = replace(lean, spill_blocks=tuple(range(workload.n_layers)))
+        spilling = replace(lean, spill_blocks=can_spill(workload))
         for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
@@ -215,10 +234,10 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     return replace(
         with_ways(policy, ways),
         resident_blocks=tuple(sorted(resident)),
-        square_blocks=tuple(sorted({*square, *stay})),
-        device_blocks=tuple(sorted(stay)),
+        square_blocks=tuple(sorted({*square, *stay, *policy.square_blocks})),
+        device_blocks=tuple(sorted({*stay, *policy.device_blocks})),
         speculate_blocks=speculated(sum(fill.speculate), [b for b in range(len(workload.blocks)) if b not in stay]),
-        spill_blocks=tuple([b for b in range(workload.n_layers) if b not in kept_inputs][: fill.n_spilled]),
+        spill_blocks=tuple([b for b in can_spill(workload) if b not in kept_inputs][: fill.n_spilled]),
     )
 
 

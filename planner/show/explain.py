@@ -27,7 +27,8 @@ UPDATE_WORDS = {
 }
 # What parts of memory hold, in the field's words
 GLOSS = {
-    "state": "fp32 master weights and optimizer states",
+    "state": "master weights and optimizer states; frozen weights",
+    "packed": "weights as they come, to be unpacked",
     "device state": "optimizer states that stay on the device",
     "kept activations": "saved for backward",
     "saved": "on its way to the host, or back",
@@ -79,6 +80,18 @@ def kernels_in_words(semantics: Semantics) -> str:
     return f"{others}; {attention} attention"
 
 
+def trained_in_words(plan: Plan) -> str:
+    """`41.9 M parameters: lora:r=16,alpha=32; the others frozen, packed in nf4`."""
+    base = plan.semantics.base
+    others = "the others frozen" + (f", their products' weights packed in {base}" if base != "bf16" else "")
+    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {others}"
+
+
+def _checkpoint_holds(plan: Plan) -> str:
+    of = "" if plan.workload.trains_all else " of what is trained"
+    return f"{'adapters' if plan.semantics.train.lora else 'weights'}, masters and moments{of}"
+
+
 def _parts(answer: Answer, profile: Profile, n_tokens: int | None) -> Iterator[RenderableType]:
     held = _memory(answer.needs, answer.plan.semantics.ranks)
     for table in (_asked(answer, profile), _predicted(answer, profile, n_tokens), *_tables(answer, profile), held):
@@ -103,6 +116,7 @@ def _asked(answer: Answer, profile: Profile) -> Table:
             f"{plan.model.name or plan.model.path}: {show_count(plan.workload.n_params)} parameters, "
             f"{plan.workload.n_layers} layers",
         ),
+        *((("trained", trained_in_words(plan)),) if not plan.workload.trains_all else ()),
         ("machine", f"{profile.name}: {profile.summary}"),
         *((("resident", resident),) if resident is not None else ()),
         (
@@ -133,7 +147,7 @@ def _predicted(answer: Answer, profile: Profile, n_tokens: int | None) -> Table:
         ("", f"{show_rate(claim['model_flop_per_s'], 'FLOP')} of model work: {CONVENTION}"),
         *work,
         *(("" if i else "price", words) for i, words in enumerate(price_in_words(hour, tokens_per_s))),
-        ("checkpoint", f"{show_bytes(answer.plan.checkpoint_bytes())} each: weights, masters and moments"),
+        ("checkpoint", f"{show_bytes(answer.plan.checkpoint_bytes())} each: {_checkpoint_holds(answer.plan)}"),
         ("binding", certificate.binding),
         ("proof", certificate_sentence(certificate, claim["step_s"])),
         ("", PROOF if certificate.n_families else PROOF_OF_ONE),

@@ -26,6 +26,7 @@ from runtime.units import GB
 HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
 LEAST_STATE_BYTES = 10  # of a parameter, on host and device together: a bf16 weight and two fp32 moments, at least
+LEAST_FROZEN_BYTES = 0.5  # of one that is not trained: four bits
 N_ESTIMATED = 8  # sizes whose greedy plans are estimated, the largest micro-batches
 
 
@@ -104,7 +105,9 @@ def fits(
 def does_fit(model: Model, semantics: Semantics, profile: Profile) -> bool:
     """Whether some policy fits with some sizes that may be chosen."""
     has_bytes = semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value)
-    if build_workload(model, semantics).n_params * LEAST_STATE_BYTES > has_bytes:
+    workload = build_workload(model, semantics)
+    least_bytes = workload.n_trained * LEAST_STATE_BYTES + (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
+    if least_bytes > has_bytes:
         return False
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
     return any(needs.fits for of, workload in sizes for _, needs in leanest(model, workload, of, profile))

@@ -15,7 +15,7 @@ from runtime.errors import PlanError
 from runtime.plan import Lane, Plan
 from runtime.units import on_one_line, show_bytes, show_count, show_rate, show_seconds
 
-from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words
+from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words, trained_in_words
 from .price import hourly, in_words, show_days
 from .report_run import LoggedRun, number
 
@@ -122,6 +122,8 @@ def facts(known: Known) -> Iterator[tuple[str, str]]:
         f", {semantics.experts} experts" if "num_experts" in plan.model.config or "num_local_experts" in plan.model.config else ""
     )
     yield "model", f"{show_count(plan.workload.n_params)} parameters, {counted(plan.workload.n_layers, 'layer')}"
+    if not plan.workload.trains_all:
+        yield "trained", trained_in_words(plan)
     yield "machine", known.profile.summary
     sequences = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     yield "step", f"{sequences}, in {micro_batches_in_words(semantics)}"

@@ -23,6 +23,7 @@ from runtime.host.optimizer import SplitMaster, pieces_of
 from runtime.plan.workload import Parameter
 from runtime.settings import CheckpointSettings
 
+from .adapter_files import peft_name
 from .retention import keep_last, remove
 from .room import NoRoomError, Wanted
 from .saving import Writing, writing
@@ -229,6 +230,7 @@ class Saver:
         state = self._state
         with writing(self._folder, snapshot.step) as files:
             self._expect(files)
+            self._put_frozen(files)
             while (found := self.snapshots.next_block(snapshot)) is not None:
                 block, copy = found
                 state.settle(block)
@@ -250,10 +252,13 @@ class Saver:
             return self._permitted[step]
 
     def _expect(self, files: Writing) -> None:
-        plan, blocks = self._plan, range(len(self._plan.workload.blocks))
-        dtype = DTYPE[plan.semantics.compute_dtype]
-        weights = {p.name: _outline(dtype, p) for b in blocks for p in self._state.owned(b)}
-        files.expect_model(weights, plan.model.config, self._tokenizer_from)
+        plan, blocks, lora = self._plan, range(len(self._plan.workload.blocks)), self._plan.semantics.train.lora
+        if lora is not None:
+            factors = {p.name: p.shape for b in blocks for p in self._state.owned(b)}
+            files.expect_adapter(lora, factors, plan.model.path or plan.model.name, self._tokenizer_from)
+        else:
+            dtype, owned = DTYPE[plan.semantics.compute_dtype], self._state.all_owned()
+            files.expect_model({p.name: _outline(dtype, p) for p in owned}, plan.model.config, self._tokenizer_from)
         for block in blocks if not self._settings.weights_only else ():
             tensors: dict[str, torch.Tensor] = {}
             for p in self._state.owned(block):
@@ -261,18 +266,33 @@ class Saver:
                 tensors |= {f"{moment}.{p.name}": _outline(torch.float32, p) for moment in ("exp_avg", "exp_avg_sq")}
             files.expect(f"optimizer-{block:05d}.safetensors", tensors)
 
+    def _put_frozen(self, files: Writing) -> None:
+        """What no step changes of a model that is trained in part. Of adapters there is no more than they are."""
+        for p in self._state.all_owned() if self._plan.semantics.train.lora is None else ():
+            if p.frozen:
+                self.snapshots.look()
+                files.put_weight(p.name, self._state.compute_weight(p))
+
     def _put(self, files: Writing, p: Parameter, copy: Copy | None) -> None:
         """Everything of a parameter. A split master is put together in pieces: whole, it would be a second one."""
-        files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
+        held_parts = dict(self._state.saved(p, copy))
+        if self._plan.semantics.train.lora is not None:  # an adapter's files have its masters
+            master = _whole(held_parts["master"], torch.float32, p)
+            files.put(peft_name(p.name), master if isinstance(master, LazyTensor) else master.float())
+        else:
+            files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
         if self._settings.weights_only:
             return
         dtype = DTYPE[self._plan.semantics.master_dtype]
-        for kind, held in self._state.saved(p, copy):
-            if isinstance(held, SplitMaster):
-                joined = partial(_pieces, held)
-                files.put(f"{kind}.{p.name}", LazyTensor(dtype, p.shape, joined))
-            else:
-                files.put(f"{kind}.{p.name}", held.view(p.shape).cpu())
+        for kind, held in held_parts.items():
+            files.put(f"{kind}.{p.name}", _whole(held, dtype, p))
+
+
+def _whole(held: torch.Tensor | SplitMaster, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
+    """What is held of a parameter, as a file has it."""
+    if isinstance(held, SplitMaster):
+        return LazyTensor(dtype, p.shape, partial(_pieces, held))
+    return held.view(p.shape).cpu()
 
 
 def _pieces(master: SplitMaster) -> Iterator[torch.Tensor]:

@@ -149,7 +149,7 @@ def load_weights(
     Names are those of the module's `named_parameters()`; experts stored one by one are put together. CheckpointError
     names the tensor that is missing, or not of the shape that `shapes` gives it.
     """
-    stored = Shards(_weight_files(folder))
+    stored = Shards(weight_files(folder))
     for name in names:
         tensor = _assemble(folder, stored, name)
         if shapes is not None and tuple(tensor.shape) != tuple(shapes[name]):
@@ -164,7 +164,7 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[s
         if config.get(key):
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else ""
             raise CheckpointError(f"{folder}: its config.json has a {key} ({str(method)[:40]}); {_UNREAD}")
-    for name, dtype in Shards(_weight_files(folder)).dtypes():
+    for name, dtype in Shards(weight_files(folder)).dtypes():
         if re.fullmatch(r"[FIU][468](_.*)?", dtype) or (name not in names and _OF_QUANTISED.search(name)):
             raise CheckpointError(f"{folder}: {name[:200]} ({dtype}) belongs to quantised weights; {_UNREAD}")
 
@@ -176,7 +176,7 @@ def has_weights(folder: Path) -> bool:
 
 def outline_of(folder: Path) -> str:
     """What tells a model's weights from another's, though next to nothing is read."""
-    return Shards(_weight_files(folder)).outline()
+    return Shards(weight_files(folder)).outline()
 
 
 def _assemble(folder: Path, stored: Shards, name: str) -> Tensor:
@@ -216,7 +216,7 @@ def _stack(folder: Path, stored: Shards, rows: list[list[str]]) -> Tensor:
     return whole
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, by its index where it has one."""
     index = folder / INDEX_FILE
     if index.is_file():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _IN_WORDS = {
     "data_fingerprint": "set of data, or order of it",
     "model_fingerprint": "model (its config.json differs)",
+    "frozen": "model: the weights that are not trained",
     "semantics": "meaning of a step (batch, length, precision or clipping)",
 }
 
@@ -27,9 +28,10 @@ _IN_WORDS = {
 _SAID_BY_NONE = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
 
 
-def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a resumed run shares with the one that saved the state. Its plan may be another one."""
-    return {
+def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
+    """What a resumed run shares with the one that saved the state. Its plan may be another one. `frozen`: what tells the weights
+    that are not trained, and not in the state, from others."""
+    return ({} if frozen is None else {"frozen": frozen}) | {
         "seed": seed,
         "data_fingerprint": data.fingerprint,
         "model_fingerprint": plan.model.fingerprint,

@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runtime.files import sync
+from runtime.plan.train import Lora
 
+from .adapter_files import CONFIG_FILE, TENSOR_FILE, peft_config, peft_name
 from .checkpoint import FORMAT_VERSION, INDEX_FILE, STATE_FILE, TOKENIZER_FILES, publish, sum_of
 from .room import refusal
 from .tensor_files import LazyTensor, TensorFile, write_new
@@ -76,11 +79,23 @@ class Writing:
         if len(shards) > 1:
             weight_map = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
             self._write(INDEX_FILE, _json_bytes({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
-        for file in TOKENIZER_FILES:
-            if tokenizer_from is not None and (tokenizer_from / file).is_file():
-                self._write(file, (tokenizer_from / file).read_bytes())
+        self._copy_tokenizer(tokenizer_from)
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         self._write("config.json", _json_bytes(_published_config(config, dtype)))
+
+    def expect_adapter(
+        self, lora: Lora, shapes: Mapping[str, tuple[int, ...]], base: str | None, tokenizer_from: Path | None
+    ) -> None:
+        """An adapter's files, as PEFT reads them: its factors, by the names that they have beside the model; what it is, and the
+        tokenizer of the model, which are written at once. `base`: where the model lies, if that is known."""
+        self.expect(TENSOR_FILE, {peft_name(name): torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        self._write(CONFIG_FILE, _json_bytes(peft_config(lora, shapes, base)))
+        self._copy_tokenizer(tokenizer_from)
+
+    def _copy_tokenizer(self, folder: Path | None) -> None:
+        for file in TOKENIZER_FILES:
+            if folder is not None and (folder / file).is_file():
+                self._write(file, (folder / file).read_bytes())
 
     def _write(self, file: str, content: bytes) -> None:
         self._done[file] = write_new(self.partial / file, content)

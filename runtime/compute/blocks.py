@@ -19,15 +19,15 @@ from torch.func import functional_call
 from runtime.batch import UNSUPERVISED
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
+from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
+from runtime.layers.documents import BY_DOCUMENT, PackedDocuments, supports_documents
+from runtime.layers.kernels import fused_norm, use_kernels
+from runtime.layers.meta_models import meta_model
+from runtime.layers.pointwise import fastest
+from runtime.layers.tiles import TiledLayer
+from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Workload
-
-from .documents import BY_DOCUMENT, PackedDocuments, supports_documents
-from .kernels import fused_norm, use_kernels
-from .meta_models import meta_model
-from .pointwise import fastest
-from .tiles import TiledLayer
-from .views import Weights
 
 HEAD = "lm_head.weight"
 LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
@@ -70,6 +70,8 @@ class Templates:
         body: Any = self.model.model
         self.layers: list[nn.Module] = list(body.layers)
         self._refuse_surprises()
+        self._trained = {p.name for block in workload.blocks for p in block.trained}
+        self._with_adapters()
         pointwise = fastest(device or torch.device("cpu"), DTYPE[semantics.compute_dtype])
         for layer in self.layers:
             use_kernels(layer, semantics, pointwise)
@@ -102,12 +104,25 @@ class Templates:
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
+        for block in range(len(self.workload.blocks)):
+            for name in self._adapters(block):
+                del planned[name]
         if found != planned or list(found) != list(planned):
             odd = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
             raise WorkloadError(
                 f"the installed transformers builds other parameters than the plan counted (first: {(odd or ['their order'])[0]}); "
                 "make the plan again"
             )
+
+    def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of a block's adapters, which no file of the model's has, by name."""
+        lora = self.semantics.train.lora
+        return {p.name: p.shape for p in self.workload.blocks[block].trained} if lora is not None else {}
+
+    def _with_adapters(self) -> None:
+        if (lora := self.semantics.train.lora) is not None:
+            for block, layer in enumerate(self.layers, start=1):
+                adapt(layer, f"model.layers.{block - 1}.", self._adapters(block), lora)
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[LayerInputs]]:
         """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
@@ -153,14 +168,17 @@ class Templates:
         hidden_BTD: torch.Tensor,
         targets_BT: torch.Tensor,
         n_supervised: int,
-        head_gradient_VD: torch.Tensor,
+        head_gradient_VD: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
         """Forward and backward of the head, tile by tile: at most one tile of logits exists.
 
-        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order. Returns the summed (not averaged) loss (fp64,
-        on the device), the gradient of the hidden state, and the gradients of the head's other parameters.
+        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the summed
+        (not averaged) loss (fp64, on the device), the gradient of the hidden state, and the gradients of the head's other trained
+        parameters.
         """
-        norm_weights = {n.removeprefix("model.norm."): w.detach().requires_grad_() for n, w in weights.items() if n != HEAD}
+        norm_weights = {
+            n.removeprefix("model.norm."): w.detach().requires_grad_(n in self._trained) for n, w in weights.items() if n != HEAD
+        }
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
@@ -170,26 +188,30 @@ class Templates:
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         for tile in torch.arange(normed_ND.shape[0]).split(self.semantics.loss_tile_tokens):
             rows = slice(int(tile[0]), int(tile[-1]) + 1)
-            loss, gradient_ND[rows], dw_VD = self._tile(weights[HEAD], normed_ND[rows], targets_N[rows], n_supervised)
-            head_gradient_VD += dw_VD
+            trains, given = head_gradient_VD is not None, (weights[HEAD], normed_ND[rows], targets_N[rows])
+            loss, gradient_ND[rows], dw_VD = self._tile(*given, n_supervised, trains)
+            if head_gradient_VD is not None and dw_VD is not None:
+                head_gradient_VD += dw_VD
             del dw_VD  # or two tiles' would be alive at a time
             loss_sum += loss
-        names = list(norm_weights)
-        gradients = torch.autograd.grad(normed_BTD, [hidden_BTD, *norm_weights.values()], gradient_ND.view_as(normed_BTD))
+        names = [name for name, weight in norm_weights.items() if weight.requires_grad]
+        inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
+        gradients = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
         return loss_sum, gradients[0], {f"model.norm.{n}": g for n, g in zip(names, gradients[1:], strict=True)}
 
     def _tile(
-        self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Summed loss of one tile and the gradients of its mean over the step's supervised tokens."""
+        self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Summed loss of one tile and the gradients of its mean over the step's supervised tokens; of the output matrix only if it
+        `trains`."""
         if self.semantics.loss == "fused":
             with torch.no_grad():
-                return _tile_at_once(head_VD, normed_ND, targets_N, n_supervised)
-        head_VD, normed_ND = head_VD.detach().requires_grad_(), normed_ND.detach().requires_grad_()
+                return _tile_at_once(head_VD, normed_ND, targets_N, n_supervised, trains)
+        head_VD, normed_ND = head_VD.detach().requires_grad_(trains), normed_ND.detach().requires_grad_()
         with torch.enable_grad():
             loss = self._summed_loss(head_VD, normed_ND, targets_N)
-            dx_ND, dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, head_VD])
-        return loss.detach(), dx_ND, dw_VD
+            dx_ND, *dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, *([head_VD] if trains else [])])
+        return loss.detach(), dx_ND, dw_VD[0] if dw_VD else None
 
     def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
         logits_NV = nn.functional.linear(normed_ND, head_VD)
@@ -217,6 +239,18 @@ class Templates:
             for part in parts:
                 part.train(True)
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Until the context ends the model is what it was before it got them."""
+        found = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear)]
+        for part in found:
+            part.is_aside = True
+        try:
+            yield
+        finally:
+            for part in found:
+                part.is_aside = False
+
     def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time."""
         normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
@@ -235,7 +269,8 @@ class Templates:
         return functional_call(self.norm, own, (hidden,), strict=True)  # type: ignore[no-any-return]
 
     def initial_weights(self, block: int, seed: int) -> Weights:
-        """A block's own random weights as transformers would initialise them, fp32; the same for the same seed."""
+        """A block's own random weights as transformers would initialise them, and adapters as PEFT would, fp32; the same for the
+        same seed."""
         body: Any = self.body
         modules: dict[str, nn.Module]
         if block == 0:
@@ -251,19 +286,24 @@ class Templates:
             for part in real.modules():
                 self.model._init_weights(part)
             weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
+        weights |= self.initial_adapters(block, seed)
         return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
+
+    def initial_adapters(self, block: int, seed: int) -> Weights:
+        """Those of a block, as `initial_weights` has them."""
+        return initial_factors(self._adapters(block), op_seed(seed, 0, 1, block))
 
 
 def _tile_at_once(
-    head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """A tile's loss and gradients with few passes over its logits: probabilities are made once, and become the gradient."""
     logits_NV = nn.functional.linear(normed_ND, head_VD)
     losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
     probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
     of_row_N = (targets_N != UNSUPERVISED) / n_supervised
     gradient_NV = torch.mul(probabilities_NV, of_row_N.unsqueeze(1), out=logits_NV)  # rounded where the logits lay
-    return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND
+    return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND if trains else None
 
 
 def row_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,14 +9,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from runtime.batch import Batch
 from runtime.host.memory import Arenas
+from runtime.layers.recompute import Graph, Replay, kept
+from runtime.layers.views import Shelf, Views, Weights
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.workload import Saved
 
-from .blocks import LayerInputs, Templates, op_seed
+from .blocks import HEAD, LayerInputs, Templates, op_seed
 from .layer_inputs import NotedInputs
-from .recompute import Graph, Replay, kept
 from .tokens import MicroBatch, StepTokens
-from .views import Shelf, Views, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Compute:
         `batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
         from there.
         """
+        self._first_trained = plan.workload.first_trained
         self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
         self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
         self.losses: dict[int, Losses] = {}  # of the steps that have begun; whoever wants them takes them away
@@ -81,20 +82,26 @@ class Compute:
         assert op.micro_batch is not None
         m = op.micro_batch
         self._seed(step, op)
-        weight_slot = op["weights"]
+        weight_slot, has_backward = op["weights"], op.block >= self._first_trained
         if op.block == 0:
-            weights = _leaves(self._views.weights(op.block, weight_slot))
-            tokens = self._micro_batch(step, m)
-            with torch.enable_grad(), self._keeping(weight_slot):
+            weights, tokens = self._views.leaves(op.block, weight_slot), self._micro_batch(step, m)
+            with torch.set_grad_enabled(has_backward), self._keeping(weight_slot):
                 output_BTD = self.passed.embed(weights, m, tokens.input_ids_BT, tokens.documents)
-            self._graphs[0, m] = Graph(get_gradient_edge(output_BTD), list(weights.values()), list(weights))
-        elif (remembering := self._remembering(op, step, weight_slot)) is None:
-            weights, hidden_BTD = self._views.weights(op.block, weight_slot), self._activation(op, "x")
+            if has_backward:
+                self._graphs[0, m] = _graph(output_BTD, [], weights)
+        elif not has_backward or (remembering := self._remembering(op, step, weight_slot)) is None:
+            weights, hidden_BTD = self._weights(op), self._activation(op, "x")
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
         else:
             with remembering:
                 output_BTD = self._with_graph(op)
         self._activation(op, "y").copy_(output_BTD.detach())
+
+    def unpack(self, op: Op) -> None:
+        self._views.unpack(op)
+
+    def _weights(self, op: Op) -> Weights:
+        return self._views.weights(op.block, op["weights"], op.get("trained"))
 
     def _layer_inputs(self, op: Op) -> LayerInputs:
         """What the op's layer is passed besides the boundary."""
@@ -104,11 +111,11 @@ class Compute:
     def _with_graph(self, op: Op) -> torch.Tensor:
         """A layer's forward with its graph, which is remembered for the backward."""
         assert op.micro_batch is not None
-        weights, hidden_BTD = _leaves(self._views.weights(op.block, op["weights"])), self._activation(op, "x").requires_grad_()
+        weights = self._views.leaves(op.block, op["weights"], op.get("trained"))
+        hidden_BTD = self._activation(op, "x").requires_grad_()
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
-        graph = Graph(get_gradient_edge(output_BTD), [hidden_BTD, *weights.values()], list(weights))
-        self._graphs[op.block, op.micro_batch] = graph
+        self._graphs[op.block, op.micro_batch] = _graph(output_BTD, [hidden_BTD], weights)
         return output_BTD
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
@@ -140,10 +147,8 @@ class Compute:
         assert self._site is not None
         assert op.micro_batch is not None
         self._seed(step, op)
-        weights, hidden_BTD = (
-            _leaves(self._views.weights(op.block, self._site[0])),
-            self._at(op, self._site[1]).requires_grad_(),
-        )
+        weights = self._views.leaves(op.block, self._site[0], op.get("trained"))
+        hidden_BTD = self._at(op, self._site[1]).requires_grad_()
         self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -167,34 +172,35 @@ class Compute:
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         self._seed(step, op)
-        weights, hidden_BTD = self._views.weights(op.block, op["weights"]), self._activation(op, "x")
+        weights, hidden_BTD = self._weights(op), self._activation(op, "x")
         targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
         losses = self.losses[step]
         total, out = op.get("sum"), op.get("gradient")
         first = total is None or self.plan.semantics.begins_sum(op.micro_batch)
-        total = total or op["gradient"]
-        running = self._views.parameters(op.block, total, "fp32")
-        head = running["lm_head.weight"]
-        # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place of its own.
-        own = head.zero_() if first else torch.zeros_like(head)
+        total = total or out
+        running = Weights() if total is None else self._views.gradients(op.block, total, "fp32")
+        head, own = running.get(HEAD), None
+        if head is not None:
+            # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
+            own = head.zero_() if first else torch.zeros_like(head)
         loss_sum, hidden_gradient, others = self.templates.loss(weights, hidden_BTD, targets_BT, losses.n_supervised, own)
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.each.append(loss_sum)
         hidden_BTD.copy_(hidden_gradient)
-        if not first:
+        if head is not None and own is not None and not first:
             head += own
         for name, gradient in others.items():
             running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
         running = self._joined(op, running)
         if out is not None and out != total:
-            for name, view in self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block)).items():
+            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block)).items():
                 view.copy_(running[name])
 
     def _joined(self, op: Op, part: Weights) -> Weights:
         """The sum that this one has joined, in the end: its own where none waits for it."""
         for slot in op.every("into"):
-            total = self._views.parameters(op.block, slot, "fp32")
+            total = self._views.gradients(op.block, slot, "fp32")
             for name, view in total.items():
                 view += part[name]
             part = total
@@ -206,7 +212,7 @@ class Compute:
         A weight that nothing used (an expert without tokens) has gradient zero.
         """
         total, out = op.get("sum"), op.get("gradient")
-        rounded = {} if out is None else self._views.parameters(op.block, out, self.plan.gradient_dtype(op.block))
+        rounded = {} if out is None else self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block))
         if total is None:  # there is only one micro-batch to put there
             for name, view in rounded.items():
                 if name not in found:
@@ -217,7 +223,7 @@ class Compute:
                     view.copy_(found[name] + 0.0)  # before it is rounded
             return
         assert op.micro_batch is not None
-        running = self._views.parameters(op.block, total, self.plan.sum_dtype(op.block))
+        running = self._views.gradients(op.block, total, self.plan.sum_dtype(op.block))
         for name, view in running.items():
             if self.plan.semantics.begins_sum(op.micro_batch):
                 view.zero_()
@@ -228,5 +234,7 @@ class Compute:
             view.copy_(running[name])
 
 
-def _leaves(weights: Weights) -> Weights:
-    return {name: weight.requires_grad_() for name, weight in weights.items()}
+def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights) -> Graph:
+    """That of a forward, of some inputs and of those weights that are trained."""
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained))

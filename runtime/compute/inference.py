@@ -10,13 +10,13 @@ from runtime.batch import Batch
 from runtime.executor import Stop, execute
 from runtime.host.copies import Copies
 from runtime.host.memory import Arenas
+from runtime.layers.views import Views, Weights
 from runtime.machine import Machine
 from runtime.plan import Kind, Lane, Op, Plan
 
 from .blocks import Templates
 from .layer_inputs import NotedInputs
 from .tokens import StepTokens
-from .views import Views, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class Inference:
         elif op.kind is Kind.GATHER:
             assert self._gather is not None
             self._gather(op)
+        elif op.kind is Kind.DEQUANTISE:
+            self._views.unpack(op)
         elif self.head is not None:
             assert op.kind is Kind.FORWARD, "a forward plan has no other ops"
             self._forward(op, step)
@@ -93,7 +95,7 @@ class Inference:
         m = op.micro_batch
         assert m is not None
         assert self.head is not None
-        weights, views = self._views.weights(op.block, op["weights"]), self._views
+        weights, views = self._views.weights(op.block, op["weights"], op.get("trained")), self._views
         self._tokens.begin(step)
         if op.block == self._head_block:
             hidden_BTD, targets_BT = views.activation(op["x"], m), self._tokens.of(m).targets_BT

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from runtime.layers.documents import PackedDocuments
+from runtime.layers.views import Weights
+
 from .blocks import LayerInputs, Templates
-from .documents import PackedDocuments
-from .views import Weights
 
 EMBEDDING = "model.embed_tokens."
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from runtime.batch import Batch, UploadedBatch
+from runtime.layers.documents import PackedDocuments, positions_of
 from runtime.plan import Semantics
-
-from .documents import PackedDocuments, positions_of
 
 
 @dataclass(frozen=True, slots=True)

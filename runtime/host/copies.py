@@ -1,6 +1,7 @@
 """How do weights, gradients and offloaded activations move between host and device?"""
 
 from runtime.plan import Kind, Op, Plan
+from runtime.plan.workload import ITEM_BYTES
 
 from .memory import Arenas
 
@@ -12,12 +13,15 @@ class Copies:
         self.plan, self.arenas, self._rank = plan, arenas, rank
         self._blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
-        self._owned = [b.offsets(owned_only=True) for b in self._blocks]
+        self._uploaded = [plan.uploaded(b) for b in range(len(self._blocks))]  # in bytes
+        item_bytes = ITEM_BYTES[plan.semantics.compute_dtype]
+        # Of those bytes, what lies on the device, and is not uploaded
+        self._apart_bytes = [b.state_elements * item_bytes if plan.is_apart(i) else 0 for i, b in enumerate(self._blocks)]
 
     def load(self, op: Op) -> None:
-        """The beginning of the block's state. Tied weights, which lie in another's, go one by one."""
-        dtype, block = self.plan.semantics.compute_dtype, self._blocks[op.block]
-        tied, to, (owned, n) = op.get("tied"), op["weights"], self._owned[op.block]
+        """The beginning of the block's state, or what is frozen of it where only that is there. Tied weights, which lie in
+        another's, go one by one."""
+        dtype, tied, to = self.plan.semantics.compute_dtype, op.get("tied"), op["weights"]
         if self.plan.semantics.ranks > 1:
             for source, (first, n_whole) in zip((op["state"], tied), self.plan.regions(op.block), strict=False):
                 n = n_whole // self.plan.semantics.ranks
@@ -25,18 +29,23 @@ class Copies:
                 view = self.arenas.view(to, dtype, (n,), first + self._rank * n)
                 view.copy_(self.arenas.view(source, dtype, (n,)), non_blocking=True)
             return
+        (owned, n_bytes), apart_bytes = self._uploaded[op.block], self._apart_bytes[op.block]
         if tied is None:
-            self.arenas.view(to, dtype, (n,)).copy_(self.arenas.view(op["state"], dtype, (n,)), non_blocking=True)
+            state, weights = self.arenas.raw(op["state"]), self.arenas.raw(to)
+            weights[apart_bytes:n_bytes].copy_(state[: n_bytes - apart_bytes], non_blocking=True)
             return
-        shared_with = self._offsets[0]
-        for p in block.parameters:
-            source, at = (op["state"], owned[p.name]) if p.tied_to is None else (tied, shared_with[p.tied_to])
-            view = self.arenas.view(source, dtype, (p.n_elements,), at)
-            self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name]).copy_(view, non_blocking=True)
+        for p in self._blocks[op.block].parameters:
+            at = self._offsets[op.block][p.name]
+            view = self.arenas.view(to, dtype, (p.n_elements,), at)
+            if p.tied_to is not None:
+                view.copy_(self.arenas.view(tied, dtype, (p.n_elements,), self._offsets[0][p.tied_to]), non_blocking=True)
+            elif (first := owned[p.name] - apart_bytes) >= 0:
+                part = self.arenas.view(op["state"], dtype, (p.n_elements,), first // view.element_size())
+                view.copy_(part, non_blocking=True)
 
     def offload(self, op: Op) -> None:
         """A gradient; and the sums of its squares, if they go along."""
-        dtype, n = self.plan.gradient_dtype(op.block), self.plan.slot_elements(op.block) // self.plan.semantics.ranks
+        dtype, n = self.plan.gradient_dtype(op.block), self.plan.gradient_elements(op.block) // self.plan.semantics.ranks
         self.arenas.view(op["arrived"], dtype, (n,)).copy_(self.arenas.view(op["gradient"], dtype, (n,)), non_blocking=True)
         squares = op.get("squares")
         if squares is not None:

@@ -17,6 +17,7 @@ import torch
 from runtime.errors import PlanError
 from runtime.plan import Op, Plan
 from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS
+from runtime.plan.workload import Parameter
 from runtime.settings import AdamW
 
 from .chunks import Scratch, halves, join, round_up_half
@@ -190,10 +191,23 @@ class DeviceUpdates:
             if factor is None:
                 return
             dtype = self.plan.gradient_dtype(op.block)
-            for p in self.state.owned(op.block):
-                gradient = self.arenas.view(op["gradient"], dtype, (p.n_elements,), self._offsets[op.block][p.name])
-                by = Factors.of(self.updates.settings(step).of(p.name, p.shape), self.state.n_updates)
-                update_by_chunks(self._step, self.state.param_state(p), gradient, factor, by, self._n_elements)
+            for settings, run in self._runs(op.block, self.updates.settings(step)):
+                n = sum(p.n_elements for p in run)
+                gradient = self.arenas.view(op["gradient"], dtype, (n,), self._offsets[op.block][run[0].name])
+                by = Factors.of(settings, self.state.n_updates)
+                update_by_chunks(self._step, self.state.run_state(run), gradient, factor, by, self._n_elements)
+
+    def _runs(self, block: int, settings: AdamW) -> Iterator[tuple[AdamW, list[Parameter]]]:
+        """The block's parameters, those together that lie one after another and are updated alike: adapters are many, and small."""
+        run, end, of_run = list[Parameter](), 0, settings
+        for p in self.state.owned(block):
+            at, own = self._offsets[block][p.name], settings.of(p.name, p.shape)
+            if run and (at, own) != (end, of_run):
+                yield of_run, run
+                run = []
+            run, end, of_run = [*run, p], at + p.n_elements, own
+        if run:
+            yield of_run, run
 
 
 def update_by_chunks(step: Step, state: ParamState, gradient: Tensor, factor: float, by: Factors, n_elements: int) -> None:

@@ -24,8 +24,8 @@ class Squares:
         self._n_pieces = plan.semantics.n_pieces
 
     def square(self, op: Op) -> None:
-        """Put one sum per parameter of the block into its slot of `squares`."""
-        dtype, parameters = self.plan.gradient_dtype(op.block), self.plan.workload.blocks[op.block].parameters
+        """Put one sum per trained parameter of the block into its slot of `squares`."""
+        dtype, parameters = self.plan.gradient_dtype(op.block), self.plan.workload.blocks[op.block].trained
         at = self._offsets[op.block]
         gradients = [self.arenas.view(op["gradient"], dtype, (p.n_elements,), at[p.name]) for p in parameters]
         out = self.arenas.view(op["squares"], "fp64", (len(parameters),))

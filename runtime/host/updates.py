@@ -43,7 +43,7 @@ class Updates:
         blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
         self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
-        self._tied = {p.tied_to: p.name for p in blocks[-1].parameters if p.tied_to is not None}
+        self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
         self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
@@ -71,7 +71,7 @@ class Updates:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def accumulate(self, op: Op) -> None:
-        n = self.plan.workload.blocks[op.block].slot_elements
+        n = self.plan.gradient_elements(op.block)
         part = self.arenas.view(op["staged"], self.plan.gradient_dtype(op.block), (n,))
         is_first = self.plan.semantics.begins_sum(op.micro_batch or 0)
         for slot in (op["arrived"], *op.every("into")):

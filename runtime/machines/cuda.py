@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from runtime.batch import Batch
-from runtime.compute.attention import use_attention
 from runtime.host.optimizer import AdamW
+from runtime.layers.attention import use_attention
 from runtime.plan import Lane, Plan
 from runtime.ranks import Ranks
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.batch import Batch, UploadedBatch
-from runtime.compute.documents import positions_of
+from runtime.layers.documents import positions_of
 from runtime.plan import Semantics
 
 from .streams import Event, Stream, Streams

@@ -28,6 +28,7 @@ from runtime.host.slabs import give_back_freed, host_slab, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.lane_thread import LaneRun
+from runtime.layers.packed_weights import pack
 from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan, Slot
 from runtime.plan.timeline import Span
@@ -53,9 +54,11 @@ class TrainingOps:
         ranks: Ranks | None,
         memory: CommonMemory | None,
     ) -> None:
-        self._compute, self._updates, self._device_updates = compute, updates, device_updates
+        self.plan, self._compute, self._updates, self._device_updates = plan, compute, updates, device_updates
         self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas, ranks.rank if ranks is not None else 0)
         self._collectives = Collectives(plan, arenas, ranks, memory) if ranks is not None else None
+        self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
+        self._loaded = set[int]()  # of these, whose weights lie where they stay
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
@@ -63,13 +66,22 @@ class TrainingOps:
             self._compute.forget()
         elif lane is Lane.CPU:
             self._updates.forget()
+        elif lane is Lane.H2D:  # from here on: what unpacks waits for a load
+            self._loaded.clear()  # a forward between two runs may have had their places
         return nullcontext()
 
     def perform(self, index: int, op: Op, step: int) -> None:
         """Do op number `index`. Called on its lane's thread, or by its stream."""
         match op.kind:
+            case Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
+                pass  # frozen, and nobody else writes there
             case Kind.LOAD:
                 self._copies.load(op)
+                if not self.plan.unpacks(op.block):
+                    self._loaded |= {op.block} & self._staying
+            case Kind.DEQUANTISE:
+                self._compute.unpack(op)
+                self._loaded |= {op.block} & self._staying
             case Kind.FORWARD | Kind.RECOMPUTE:
                 self._compute.forward(op, step)
             case Kind.LOSS:
@@ -238,8 +250,19 @@ class TorchMachine(LaneMachine):
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
         for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
-            self.host.set_weights(block, self.compute.templates.initial_weights(block, seed))
+            weights = self.compute.templates.initial_weights(block, seed)
+            packed = [p.name for p in self.host.frozen(block) if self.plan.is_packed(p)]
+            weights |= {name: pack(weights[name], self.plan.semantics.base) for name in packed}
+            self.host.set_weights(block, weights)
         give_back_freed()
+
+    def initialise_adapters(self, seed: int) -> None:
+        """Those alone, as `initialise` would."""
+        for block in range(len(self.plan.workload.blocks)):
+            factors = self.compute.templates.initial_adapters(block, seed)
+            for p in self.host.owned(block) if factors else ():
+                self.host.set_weight(p, factors[p.name])
+            self.host.settle(block)
 
     def agree(self, stop: Stop) -> Stop:
         """What ends the next steps of all ranks once `stop` is requested of the first; of one rank, that itself."""

@@ -4,7 +4,7 @@ Weights come as in training, into the same slots, and each block computes all mi
 next: no gradient is made, so of each micro-batch only the input and the output of the block at work need a slot of `activations`,
 and a group is as large as half of these slots. A step of a forward plan has only the lanes h2d and gpu:
 
-    load b        as in a training plan
+    load b        as in a training plan; and dequantise b, of a block that comes packed
     forward b m   as in a training plan, but for its slots of `activations`; that of the head has no y: what is made of the logits
                   is not the plan's affair
 """
@@ -44,9 +44,10 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
     """All ops of one step, in an order that is right one after the other."""
     resident, kinds = plan.policy.resident_blocks, [b.kind for b in plan.workload.blocks]
-    n_slots = plan.policy.prefetch_depth + 1
     layers = [b for b, kind in enumerate(kinds) if kind is BlockKind.LAYER and b not in resident]
-    in_turn = cycle([Slot("weights", i) for i in range(min(n_slots, len(layers)))])
+    in_turn = cycle([Slot("weights", i) for i in range(min(plan.n_streaming, len(layers)))])
+    n_packed = min(plan.packed_slots, sum(map(plan.unpacks, range(len(kinds)))))
+    packed_in_turn = cycle([Slot("packed", i) for i in range(n_packed)])
     held: dict[Slot, int] = {}  # what the weight slots hold
     for first in range(0, n_micro_batches, group):
         for b, kind in enumerate(kinds):
@@ -54,15 +55,19 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
             if held.get(slot) != b:
                 held[slot] = b
                 state = [
-                    ("state", plan.state_slot(b)),
+                    ("state", plan.source_slot(b)),
                     *([("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []),
                 ]
-                yield Op(Kind.LOAD, b, None, (*state, ("weights", slot)))
+                to = next(packed_in_turn) if plan.unpacks(b) else slot
+                yield Op(Kind.LOAD, b, None, (*state, ("weights", to)))
                 if plan.semantics.ranks > 1:
                     yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
+                if plan.unpacks(b):
+                    yield Op(Kind.DEQUANTISE, b, None, (("packed", to), ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))
-                reads = [("weights", slot), *([("x", x)] if b else [])]
+                reads = [("weights", slot), *([("trained", plan.state_slot(b))] if plan.is_apart(b) else [])]
+                reads += [("x", x)] if b else []
                 yield Op(Kind.FORWARD, b, m, (*reads, *([("y", y)] if kind is not BlockKind.HEAD else [])))
 
 

@@ -18,7 +18,8 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
         raise PlanError("eager updates need --clip-norm none and --on-nonfinite stop: the norm is known only after backward")
     if policy.speculate_blocks and policy.update is not Update.DEFERRED:
         raise PlanError("speculate_blocks are settled when the norm is known; they need update deferred")
-    _refuse_gradients(semantics, policy)
+    _refuse_frozen(workload, semantics, policy)
+    _refuse_gradients(workload, semantics, policy)
     _refuse_blocks(workload, semantics, policy)
 
 
@@ -27,6 +28,29 @@ def refuse_sum_groups(semantics: Semantics) -> None:
     n, of = semantics.n_micro_batches, semantics.sum_groups
     if n % of or of.bit_count() > 1:
         raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
+
+
+def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> None:
+    """PlanError where something is asked that only a model has which is trained whole."""
+    if workload.trains_all:
+        if semantics.base != "bf16":
+            raise PlanError(f"--base {semantics.base}: what is trained is not packed, and here that is all; add --train lora")
+        return
+    if workload.first_trained == len(workload.blocks):
+        raise PlanError(f"--train {semantics.train}: no weight of this model is trained by that")
+    if semantics.ranks > 1 or semantics.sum_groups > 1:
+        raise PlanError(f"--train {semantics.train}: several GPUs, or sum groups, train whole models only; use one GPU")
+    if policy.update is Update.EAGER or policy.speculate_blocks:
+        raise PlanError("where weights are frozen nothing is updated before the norm is known: update barrier or deferred")
+    if policy.device_blocks not in ((), workload.mixed) or policy.square_blocks != policy.device_blocks:
+        raise PlanError(
+            "where weights are frozen, device_blocks and square_blocks are all blocks that are trained in part, or none"
+        )
+    if policy.device_blocks and semantics.gradient_dtype != "fp32":
+        raise PlanError("what is trained of a frozen block on the device is summed there in fp32: use --gradient-dtype fp32")
+    first = workload.first_trained
+    if any(b < first - 1 for b in policy.spill_blocks) or any(policy.saved(b) is not Saved.INPUT for b in range(1, first)):
+        raise PlanError(f"no backward comes below block {first}, for which outputs could spill, or anything be saved")
 
 
 def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
@@ -55,10 +79,10 @@ def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
     updates in another sequence than the rest."""
     blocks = workload.blocks
-    return [b for b in can_square(workload, semantics) if all(p.n_elements % UPDATED_TOGETHER == 0 for p in blocks[b].parameters)]
+    return [b for b in can_square(workload, semantics) if all(p.n_elements % UPDATED_TOGETHER == 0 for p in blocks[b].trained)]
 
 
-def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
+def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     """How gradients move must suit the groups of micro-batches."""
     if policy.accumulation_group > semantics.n_micro_batches:
         raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
@@ -69,9 +93,9 @@ def _refuse_gradients(semantics: Semantics, policy: Policy) -> None:
     if policy.accumulation_group < semantics.n_micro_batches:
         if policy.offload_late_blocks:
             raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
-        if policy.square_blocks:
+        if {*policy.square_blocks}.difference(workload.mixed):
             raise PlanError("gradients that are summed on the host are only whole there; square_blocks need them in one group")
-    if policy.device_blocks and policy.update is not Update.DEFERRED:
+    if policy.device_blocks and workload.trains_all and policy.update is not Update.DEFERRED:
         raise PlanError("device_blocks are updated on the device as soon as the norm is known; they need update deferred")
     if not {*policy.device_blocks} <= {*policy.square_blocks} - {*policy.speculate_blocks}:
         raise PlanError("device_blocks have no gradient on the host: name them in square_blocks too, and not in speculate_blocks")
@@ -94,7 +118,7 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
             f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of {UPDATED_TOGETHER}; "
             "leave it to the host"
         )
-    if both := {*policy.device_blocks}.intersection(policy.resident_blocks):
+    if both := {*policy.device_blocks}.intersection(policy.resident_blocks).difference(workload.mixed):
         raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")
     if len(policy.save) > n_layers:
         raise PlanError(f"save names layer {len(policy.save)}, but there are {n_layers}")

@@ -56,6 +56,7 @@ class Kind(StrEnum):
     GATHER = "gather"
     EXCHANGE = "exchange"
     SHARE_NORM = "share_norm"
+    DEQUANTISE = "dequantise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,11 @@ class Signature:
 # x is what a block computes from, y what it computes; backward finds the gradient of y in y's place and puts that of x in x's.
 CONTRACT = {
     Kind.LOAD: Signature.of(Lane.H2D, "state tied?", "weights"),
-    Kind.FORWARD: Signature.of(Lane.GPU, "weights x?", "y? saved?"),
-    Kind.RECOMPUTE: Signature.of(Lane.GPU, "weights x", "y"),
-    Kind.LOSS: Signature.of(Lane.GPU, "weights x sum? into*", "x sum? into* gradient?"),
-    Kind.BACKWARD: Signature.of(Lane.GPU, "weights? y x? saved? sum? into*", "x? sum? into* gradient?"),
+    Kind.DEQUANTISE: Signature.of(Lane.GPU, "packed", "weights"),
+    Kind.FORWARD: Signature.of(Lane.GPU, "weights trained? x?", "y? saved?"),
+    Kind.RECOMPUTE: Signature.of(Lane.GPU, "weights trained? x", "y"),
+    Kind.LOSS: Signature.of(Lane.GPU, "weights trained? x sum? into*", "x sum? into* gradient?"),
+    Kind.BACKWARD: Signature.of(Lane.GPU, "weights? trained? y x? saved? sum? into*", "x? sum? into* gradient?"),
     Kind.SQUARE: Signature.of(Lane.GPU, "gradient", "squares"),
     Kind.OFFLOAD_ACTIVATION: Signature.of(Lane.D2H, "y", "spilled"),
     Kind.FETCH_ACTIVATION: Signature.of(Lane.H2D, "spilled", "y"),

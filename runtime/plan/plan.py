@@ -9,12 +9,13 @@ while another lane is still in step n-1, as far as the waits allow.
 layers, block L+1 the head (final norm and output matrix).
 
     load b                  the `state` of b, wherever it is, that of block 0 too where b uses a weight tied to it (`tied`), into
-                            `weights`
-    forward b m             `weights`, the activation x of b-1 (not for block 0): the activation y of b; what it saves (`saved`) has
-                            a slot where that goes to the host, and else lies in the allocator
+                            `weights`; or, if it comes packed, into a slot of `packed`
+    dequantise b            what is `packed` is unpacked into `weights`
+    forward b m             `weights`, what of b is `trained` apart, the activation x of b-1 (not for block 0): the activation y
+                            of b; what it saves (`saved`) has a slot where that goes to the host, and else lies in the allocator
     loss b m                the head, forward and backward. x becomes its gradient
     backward b m            y holds its gradient; `saved` is back, if it was away. x becomes its gradient (block 0 has no x,
-                            and needs no weights)
+                            and needs no weights). So of every block from the first on of which anything is trained
     recompute b m           forward once more, of an activation whose slot was given to another
     offload_activation b m  y goes to the host (`spilled`)
     fetch_activation b m    y comes back, to where backward b+1 m finds it as its x
@@ -23,7 +24,8 @@ layers, block L+1 the head (final norm and output matrix).
     square b                the squares of a gradient, summed
     offload_gradient b      the gradient goes to the host. Where the host adds up (with m) it arrives in a slot of `staging`
     accumulate b m          what is `staged` is added to `arrived` (fp32, ascending m), and that `into` earlier sums
-    norm b                  the squares of what has arrived join the `norm`. Block 0, which comes last, ends the sum
+    norm b                  the squares of what has arrived join the `norm`. The first block that is trained, which comes last,
+                            ends the sum
     speculate b             the update, as if the norm asked for no clipping, into the block's `shadow`
     update b                AdamW on the block's `state`
     offload_squares b       the squares of a gradient that stays go to the host alone
@@ -37,8 +39,9 @@ layers, block L+1 the head (final norm and output matrix).
 
 An arena is a role, and its slots have sizes of their own, in this order:
 
-    weights         prefetch_depth + 1 slots for layers, one for the embedding or the head, one for each block of resident_blocks
-                    (loaded once a step, before its first use)
+    weights         prefetch_depth + 1 slots for layers, or a single one if any comes packed; one for the embedding or the head,
+                    one for each block of resident_blocks (loaded once a step, before its first use)
+    packed          if any layer comes packed, prefetch_depth + 1, each as large as the most that is uploaded of a layer
     activations     for each block 0..L that does not spill, one per micro-batch of a group: i * group + m % group for the i-th;
                     then, if any block spills, a ring of 2 * group + 1
     saved           some, if any layer is in offload_blocks
@@ -46,19 +49,19 @@ An arena is a role, and its slots have sizes of their own, in this order:
     sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
                     of `gradients` is the sum); of each as many as there are sums at a time (`Semantics.n_sums`), first the layers'
     received        ranks: one, fp32, for some of every rank's part of a sum (`Setup.exchanged_elements`): received, then sent
-    squares         one for each block of square_blocks, of one fp64 per parameter
-    device_state    one for each block of device_blocks, as `state` has them
-    state           one per block (empty for one of device_blocks), then one per block of speculate_blocks: its shadow. A slot holds
-                    what is uploaded, first; then what a split master lacks (`Semantics.splits_masters`), 16 bits per element; then
-                    the two moments
+    squares         one for each block of square_blocks, of one fp64 per trained parameter
+    device_state    one for each block of device_blocks, as `state` has them, of what is trained
+    state           one per block (for one of device_blocks what is frozen of it), then one per block of speculate_blocks: its
+                    shadow. A slot holds what is uploaded, first; then, of what is trained, what a split master lacks
+                    (`Semantics.splits_masters`), 16 bits per element; then the two moments
     host_gradients  one per block (empty for one of device_blocks); with eager updates in one group: the embedding's, two for
                     layers, the head's. Where the host sums, so many per block as there are sums at a time: after all firsts all
                     seconds
     staging         two for layers, one for the embedding or the head
     spilled         for the i-th block that spills, i * group + m % group
     offloaded       for the i-th layer of offload_blocks, i * group + m % group
-    norm            one fp64 per parameter of the model (ranks: what all of them share of a step, `Setup.shared_numbers` of each),
-                    then for each block of square_blocks one per parameter of its own
+    norm            one fp64 per trained parameter of the model (ranks: what all of them share of a step, `Setup.shared_numbers`
+                    of each), then for each block of square_blocks one per trained parameter of its own
 
 With `policy.boundary_stride` s above 1 only the activations of blocks 0, s, 2s, .. and L have slots of their own (in order, one per
 micro-batch of a group); after them come (s - 1) * group slots that the others share: that of block b, micro-batch m is number
@@ -86,6 +89,18 @@ squares the host sums has no norm to read.
 A block in `policy.device_blocks` (updates deferred, all micro-batches in one group) has its state on the device. It is in
 `square_blocks` too, as its gradient stays in a slot of its own; only the squares leave. Once norm 0 has ended the sum, the device
 updates such blocks, in order, to the bits that the host would give them; their loads are copies within the device.
+
+Weights may be frozen (`Parameter.frozen`, as `semantics.train` says): they are read, and nothing else is done to them. In a slot
+what is trained comes first. Gradients, their sums, squares and norms, masters and moments are of trained weights alone; a block
+without any has none of the ops for these. No backward goes below the first block that is trained, nor the recompute of layers that
+end below it; where block 0 is named above, for the norm that ends the sum, that block is meant. Frozen weights of layers may come
+packed (`semantics.base`, `packed.py`): all that is uploaded of a layer waits as it comes in a slot of `packed`, until it is
+unpacked into `weights`; there the layer stays until another one needs the slot, in backward as in forward. A block of
+device_blocks that is trained in part has its state apart: what is trained in `device_state`, which whatever computes with the
+block reads as `trained`, what is frozen in `state`, which its load reads. Its slot of `gradients` is fp32, and is itself the sum
+of all micro-batches, whatever the groups; so nothing of it leaves but squares. Where anything is frozen there are one rank and one
+sum group, no eager updates and no shadows; device_blocks are all blocks that are trained in part, under barrier too and in groups
+of any size, or none.
 
 Several ranks (`semantics.ranks`) perform one plan, each on a device of its own, with its own micro-batches: the first rank's are
 the step's first. A block's elements are cut into as many equal parts as there are ranks, of whole pieces each

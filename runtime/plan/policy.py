@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from runtime.errors import PlanError
 
+from .packed import Base
+from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
 
 Kernel = Literal["eager", "fused"]
@@ -51,6 +53,8 @@ class Semantics:
     # A power of two: so many processes, each with a device, share a step. What else is said here is each one's part of it, and what
     # all of them compute is `whole`, whose bits are the same for any number of ranks.
     ranks: Count = 1
+    train: Train = ALL
+    base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
     __pydantic_config__ = FILE
 
     @property
@@ -132,6 +136,12 @@ class Semantics:
     @property
     def tokens_per_micro_batch(self) -> int:
         return self.micro_batch * self.seq_len
+
+
+def trained(semantics: Semantics, train: str | None, base: Base | None) -> Semantics:
+    """The semantics where that is trained, and the rest frozen."""
+    what, said = semantics.train if train is None else parse_train(train), training(train, base)
+    return replace(semantics, **said | {"train": what})
 
 
 class Update(StrEnum):

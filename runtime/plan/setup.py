@@ -12,20 +12,24 @@ from typing import Annotated
 from pydantic import Field
 
 from .ops import Lane, Slot
+from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
 from .policy import Policy, Semantics
 from .workload import (
     ALIGN_ELEMENTS,
     FILE,
     ITEM_BYTES,
     NORM_TILE_ELEMENTS,
+    SLOT_ALIGN_BYTES,
     Block,
     BlockKind,
     Dtype,
     Model,
     Natural,
+    Parameter,
     Recompute,
     Saved,
     Workload,
+    aligned_elements,
 )
 
 MOMENT_BYTES = 8  # AdamW's two, fp32
@@ -118,8 +122,54 @@ class Setup:
     def part_elements(self, block: int) -> int:
         """Of those, the ones whose masters and moments a rank has: its part is as long as any other's."""
         if self.semantics.ranks == 1:
-            return self.workload.blocks[block].host_elements
+            return self.workload.blocks[block].state_elements
         return self.regions(block)[0][1] // self.semantics.ranks
+
+    def gradient_elements(self, block: int) -> int:
+        """Elements of a slot on the device that holds the block's gradient."""
+        return self.workload.blocks[block].trained_elements if self.semantics.ranks == 1 else self.slot_elements(block)
+
+    # -- frozen weights -----------------------------------------------------------------------------------------------
+
+    def frozen_bytes(self, block: int) -> int:
+        """What the frozen weights that a block owns take of the host's memory."""
+        return self.uploaded(block)[1] - self.workload.blocks[block].state_elements * ITEM_BYTES[self.semantics.compute_dtype]
+
+    def uploaded(self, block: int) -> tuple[dict[str, int], int]:
+        """Byte at which each weight begins that a block owns, as it lies on the host and in a slot it is uploaded to, by name; and
+        how many bytes all of them take. What is trained comes first."""
+        of, places, at = self.workload.blocks[block], dict[str, int](), 0
+        for p in sorted(of.parameters, key=lambda p: p.frozen):
+            if p.tied_to is None:
+                places[p.name] = at
+                at += self.stored_bytes(p)
+        return places, at
+
+    def stored_bytes(self, p: Parameter) -> int:
+        """What a weight takes in that form, up to where the next one begins."""
+        item = ITEM_BYTES[self.semantics.compute_dtype]
+        n_bytes = packed_bytes(p.shape, self.semantics.base) if self.is_packed(p) else aligned_elements(p) * item
+        return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+    def is_packed(self, p: Parameter) -> bool:
+        return p.frozen and p.tied_to is None and is_packed(p.name, p.shape, self.semantics.base)
+
+    def unpacks(self, block: int) -> bool:
+        """Whether the block comes packed, so that it is unpacked before it is computed with."""
+        return self.semantics.base != "bf16" and any(map(self.is_packed, self.workload.blocks[block].parameters))
+
+    def is_apart(self, block: int) -> bool:
+        """Whether what is trained of the block lies on the device, and what is frozen on the host."""
+        return block in self.policy.device_blocks and self.workload.blocks[block].is_mixed
+
+    def stays_loaded(self, block: int) -> bool:
+        """Whether what a load of the block brings is there already, from the first step of a run on: it stays, and is frozen."""
+        is_frozen = not self.workload.blocks[block].trained or self.is_apart(block)
+        return is_frozen and block in self.policy.resident_blocks
+
+    def sums_in_place(self, block: int) -> bool:
+        """Whether the slot of the block's gradient is its fp32 sum over micro-batches, too."""
+        return self.is_apart(block)
 
     def sum_dtype(self, block: int) -> Dtype:
         """Dtype of a sum of the block's gradients: that of computing where it is of a single gradient, which a rank exchanges."""
@@ -149,6 +199,10 @@ class Setup:
             n_tiles += self.part_elements(b) // NORM_TILE_ELEMENTS + len(block.parameters) + self.semantics.sum_groups
         return n_tiles + self.semantics.n_micro_batches + 1
 
+    def source_slot(self, block: int) -> Slot:
+        """Where a block's weights are uploaded from."""
+        return Slot("state", block) if self.is_apart(block) else self.state_slot(block)
+
     def state_slot(self, block: int) -> Slot:
         """Where a block's masters and moments lie."""
         on_device = self.policy.device_blocks
@@ -157,11 +211,22 @@ class Setup:
     def staying_bytes(self, block: int) -> int:
         """What a block's state takes of the device, if it is there, with the gradient that waits for the norm."""
         of = self.workload.blocks[block]
-        return of.host_elements * sum(self.state_bytes().values()) + of.slot_elements * ITEM_BYTES[self.gradient_dtype(block)]
+        return of.state_elements * sum(self.state_bytes().values()) + of.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
+
+    @property
+    def n_streaming(self) -> int:
+        """Slots of `weights` for layers that come and go. Where they come packed, as many wait so, and one is unpacked."""
+        return 1 if self.packed_slots else self.policy.prefetch_depth + 1
+
+    @property
+    def packed_slots(self) -> int:
+        """Slots of `packed`, for layers that come and go."""
+        layers = range(1, self.workload.n_layers + 1)
+        return self.policy.prefetch_depth + 1 if any(map(self.unpacks, layers)) else 0
 
     def weights_slot(self, block: int) -> Slot:
         """Where the weights of a resident block lie, or of the embedding or the head."""
-        resident, n_streaming = self.policy.resident_blocks, self.policy.prefetch_depth + 1
+        resident, n_streaming = self.policy.resident_blocks, self.n_streaming
         return Slot("weights", n_streaming + 1 + resident.index(block) if block in resident else n_streaming)
 
     def saved(self, block: int) -> Saved:
@@ -176,6 +241,8 @@ class Setup:
 
     def gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the device and on the link."""
+        if self.sums_in_place(block):
+            return "fp32"
         if self.workload.blocks[block].kind is BlockKind.LAYER:
             return self.semantics.gradient_dtype if self.reduced else self.semantics.compute_dtype
         return "fp32" if self.workload.tied or not self.reduced else self.semantics.gradient_dtype
@@ -203,7 +270,8 @@ class Setup:
         """Peak of the block being computed, in the allocator."""
         layers = range(1, self.workload.n_layers + 1)
         updated = DEVICE_UPDATE_SCRATCH_BYTES if self.policy.device_blocks else 0
-        return max(self.vocab_transient_bytes, updated, *(self.recompute(b).transient_bytes for b in layers))
+        unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
+        return max(self.vocab_transient_bytes, updated, unpacked, *(self.recompute(b).transient_bytes for b in layers))
 
     @property
     def vocab_transient_bytes(self) -> int:
@@ -212,11 +280,12 @@ class Setup:
         return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes))
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
-        """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments. Besides them
-        there is a tokenizer, and names."""
-        of = self.semantics
+        """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is
+        trained. Besides them there is a tokenizer, and names. Of adapters, them alone, in fp32."""
+        of, n_trained = self.semantics, self.workload.n_trained
         state_bytes = 0 if weights_only else ITEM_BYTES[of.master_dtype] + MOMENT_BYTES
-        return self.workload.n_params * (ITEM_BYTES[of.compute_dtype] + state_bytes)
+        weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
+        return weights_bytes + n_trained * state_bytes
 
 
 def lanes_of(semantics: Semantics) -> tuple[Lane, ...]:

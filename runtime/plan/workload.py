@@ -26,11 +26,13 @@ ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A weight of a block, by its name in the model. `tied_to` names the weight of block 0 whose host segment it uses."""
+    """A weight of a block, by its name in the model. `tied_to` names the weight of block 0 whose host segment it uses; what is
+    `frozen` is read, and nothing else is done to it."""
 
     name: Annotated[str, Field(max_length=200)]
     shape: tuple[Natural, ...]
     tied_to: str | None = None
+    frozen: bool = False
     __pydantic_config__ = FILE
 
     @property
@@ -40,12 +42,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`count` products (m, k) @ (k, n) in one forward pass of one micro-batch."""
+    """`count` products (m, k) @ (k, n) in one forward pass of one micro-batch; of `frozen` weights backward makes no gradient."""
 
     m: Count
     k: Count
     n: Count
     count: Count = 1
+    frozen: bool = False
     __pydantic_config__ = FILE
 
     @property
@@ -186,15 +189,43 @@ class Block:
         return any(p.tied_to is not None for p in self.parameters)
 
     def offsets(self, owned_only: bool = False) -> tuple[dict[str, int], int]:
-        """Element offset of each parameter in a slot, by name, and the slot's element count; the same for every dtype."""
+        """Element offset of each parameter in a slot, by name, and the slot's element count; the same for every dtype.
+
+        What is trained comes first: where there is nothing else, in gradients and moments, the offsets are these, too.
+        """
         offsets: dict[str, int] = {}
         at = 0
-        for p in self.parameters:
+        for p in sorted(self.parameters, key=lambda p: p.frozen):
             if owned_only and p.tied_to is not None:
                 continue
             offsets[p.name] = at
-            at += -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            at += aligned_elements(p)
         return offsets, at
+
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """What is not frozen of what the block uses."""
+        return tuple(p for p in self.parameters if not p.frozen)
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether a part of it is trained, and a part frozen."""
+        return 0 < len(self.trained) < len(self.parameters)
+
+    @cached_property
+    def n_trained(self) -> int:
+        """Parameters this block owns and trains."""
+        return sum(p.n_elements for p in self.trained if p.tied_to is None)
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Elements of a slot that holds gradients of all trained weights the block uses, tied ones included."""
+        return sum(map(aligned_elements, self.trained))
+
+    @cached_property
+    def state_elements(self) -> int:
+        """Elements of a slot that holds masters and moments of what the block owns."""
+        return sum(aligned_elements(p) for p in self.trained if p.tied_to is None)
 
     @cached_property
     def slot_elements(self) -> int:
@@ -203,7 +234,7 @@ class Block:
 
     @cached_property
     def host_elements(self) -> int:
-        """Elements of a host slot that holds the weights the block owns."""
+        """Elements of a host slot that holds the weights the block owns, frozen ones included."""
         return self.offsets(owned_only=True)[1]
 
     def piece_elements(self, n_pieces: int) -> int:
@@ -238,25 +269,51 @@ class Workload:
         return sum(b.n_params for b in self.blocks)
 
     @property
+    def n_trained(self) -> int:
+        """Of the parameters, those that are trained."""
+        return sum(b.n_trained for b in self.blocks)
+
+    @property
     def n_layers(self) -> int:
         return len(self.blocks) - 2
 
     @cached_property
     def tied(self) -> bool:
-        return any(b.tied for b in self.blocks)
+        """Whether a weight that two blocks use is trained, so that its gradient has two parts."""
+        return any(p.tied_to is not None for b in self.blocks for p in b.trained)
+
+    @cached_property
+    def trains_all(self) -> bool:
+        return all(not p.frozen for b in self.blocks for p in b.parameters)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first block of which anything is trained: no backward goes below it, and its gradient is the last to be there."""
+        return next((b for b, block in enumerate(self.blocks) if block.trained), len(self.blocks))
+
+    @cached_property
+    def mixed(self) -> tuple[int, ...]:
+        """The blocks that are trained in part."""
+        return tuple(b for b, block in enumerate(self.blocks) if block.is_mixed)
 
     @cached_property
     def classes(self) -> list[list[int]]:
-        """Blocks that differ in nothing but names: the embedding, each class of layers by its first layer, the head."""
+        """Blocks that differ in nothing but names, and whether a backward comes to them: the embedding, each class of layers by its
+        first layer, the head."""
         found: dict[object, list[int]] = {}
         for b, sizes in enumerate(zip(self.blocks, self.smaller or self.blocks, strict=True)):
-            found.setdefault(tuple(map(_nameless, sizes)), []).append(b)
+            found.setdefault((b >= self.first_trained, *map(_nameless, sizes)), []).append(b)
         return list(found.values())
 
     @cached_property
     def first_alike(self) -> dict[int, int]:
         """Of each block, the first that differs from it in nothing but names."""
         return {b: blocks[0] for blocks in self.classes for b in blocks}
+
+
+def aligned_elements(p: Parameter) -> int:
+    """Elements that a parameter takes of a slot."""
+    return -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
 def _nameless(block: Block) -> Block:

@@ -60,10 +60,11 @@ ALSO_KNOWN_AS = {
 }
 # What other trainers have and this one has not.
 _ABSENT = {
-    "q?lora.*|dora.*|(use_)?peft.*|adapter.*": "adapters do not exist here: every weight is trained",
-    "load_in_.*|quantiz.*|bnb_.*": "quantised weights do not exist here: weights are bf16 or fp32",
-    "freez.*|unfrozen.*|finetuning_type": "frozen weights do not exist here: every weight is trained",
-    "deepspeed.*|fsdp.*|ddp_.*|tensor_parallel.*": "more than one GPU is not used here",
+    "q?lora.*|(use_)?peft.*|adapter_.*": "the plan says it: `penstock plan --train lora:r=16,alpha=32,targets=q_proj+v_proj`",
+    "(use_)?(dora|rslora).*": "it does not exist here: adapters are LoRA as PEFT has it by default",
+    "load_in_.*|quantiz.*|bnb_.*": "the plan says it: weights that are not trained are packed by `penstock plan --base nf4`",
+    "freez.*|unfrozen.*|finetuning_type": "the plan says what is trained: `penstock plan --train layers:20-31`, or names:*norm*",
+    "deepspeed.*|fsdp.*|ddp_.*|tensor_parallel.*": "how several GPUs share a step is the plan's: `penstock plan --gpus`",
     "rl|dpo.*|pref_.*|ref_model.*|reward_.*": "training on preferences or rewards does not exist here",
     "optim|optim_args": "AdamW is the only optimizer; its settings are those of `optimizer`",
     "gradient_checkpointing.*|activation_.*|offload.*": "the plan chooses what is recomputed and what is offloaded",

@@ -6,7 +6,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.checkpoint.adapter_files import read_adapter
 from runtime.checkpoint.background import Saver
 from runtime.checkpoint.checkpoint import State, load_weights
+from runtime.checkpoint.packed_base import packed_base
 from runtime.checkpoint.resuming import identity, put_back, refuse_another
 from runtime.checkpoint.retention import clean
 from runtime.checkpoint.room import NoRoomError
@@ -28,6 +30,7 @@ from runtime.machine import Machine
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Lane, Plan
 from runtime.plan.timeline import Timeline
+from runtime.plan.train import Train, is_adapter
 from runtime.settings import CheckpointSettings
 
 from .log import add_lines, keep_lines_up_to, lines_of, writing
@@ -104,6 +107,7 @@ class Training:
     tokenizer_from: Path | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # what its steps depend on, as JSON: who goes on has the same
+    frozen: str | None = None  # what tells the weights that are not trained from others
     looks: Sequence[Look] = ()
     evaluate_every: int | None = None  # steps; None: only at the end
     monitors: "Sequence[Monitor]" = ()  # whoever opened them closes them
@@ -235,7 +239,7 @@ class Training:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _saver(self, settings: CheckpointSettings, first_step: int | None = None) -> Saver:
-        shared = identity(self.plan, self.data, self.seed, self.optimizer)
+        shared = identity(self.plan, self.data, self.seed, self.optimizer, self.frozen)
 
         def fields(step: int) -> dict[str, Any]:
             return shared | {"data_position": self.data.position(step)}
@@ -250,7 +254,7 @@ class Training:
 
     def resume(self, state: State) -> None:
         """Put a checkpoint's state onto the host; CheckpointError when it is of another model, data, seed, optimizer or meaning."""
-        refuse_another(state, identity(self.plan, self.data, self.seed, self.optimizer))
+        refuse_another(state, identity(self.plan, self.data, self.seed, self.optimizer, self.frozen))
         put_back(state, self.store.host, self.data)
 
 
@@ -269,14 +273,43 @@ def device_memory_named() -> Iterator[None]:
         ) from error
 
 
-def load_model(store: TorchMachine, folder: Path, report: Callable[[str], None] = lambda words: None) -> None:
-    """Put a Hugging Face model's weights into the host store, one tensor at a time."""
-    for number in range(n_blocks := len(store.plan.workload.blocks)):
-        report(f"loading weights: {number} of {n_blocks} blocks")
-        owned = {p.name: p for p in store.host.owned(number)}
+def load_model(
+    store: TorchMachine, folder: Path, report: Callable[[str], None] = lambda words: None, cache: Path | None = None
+) -> None:
+    """Put a Hugging Face model's weights into the host store, one tensor at a time; those that lie packed are packed once, and kept
+    in `cache`. Adapters stay what they are."""
+    plan, host = store.plan, store.host
+    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p)}
+    packed: Mapping[str, torch.Tensor] = {}
+    if packed_shapes:
+        assert cache is not None, "packed weights are kept somewhere"
+        report(f"packing weights in {plan.semantics.base}, if they are not yet")
+        packed = packed_base(folder, plan.model.config, packed_shapes, plan.semantics.base, cache)
+    for number, block in enumerate(plan.workload.blocks):
+        report(f"loading weights: {number} of {len(plan.workload.blocks)} blocks")
+        owned = {p.name: p for p in block.parameters if p.tied_to is None and not is_adapter(p.name)}
+        for name in owned.keys() & packed_shapes.keys():
+            host.set_weight(owned.pop(name), packed[name])
         for name, weight in load_weights(folder, owned, {name: p.shape for name, p in owned.items()}):
-            store.host.set_weight(owned[name], weight)
+            host.set_weight(owned[name], weight)
     give_back_freed()
+
+
+def load_adapter(store: TorchMachine, folder: Path) -> None:
+    """Put an adapter, as PEFT saves it, beside the model; CheckpointError where it is not the plan's, or of another base."""
+    planned = store.plan.semantics.train.lora
+    owned = {p.name: p for p in store.host.all_owned()}
+    lora, factors = read_adapter(folder, {name: p.shape for name, p in owned.items() if not is_adapter(name)})
+    if planned is None:
+        raise CheckpointError(f"{folder}: an adapter, but the plan trains none; plan with --train {Train(lora=lora)}")
+    if replace(lora, dropout=planned.dropout) != replace(planned, targets=lora.targets) or factors.names != _adapters_of(owned):
+        raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
+    for name, factor in factors.items():
+        store.host.set_weight(owned[name], factor)
+
+
+def _adapters_of(names: Iterable[str]) -> set[str]:
+    return {name for name in names if is_adapter(name)}
 
 
 def set_aside(folder: Path, step: int, say: Callable[[str], None] = say) -> None:

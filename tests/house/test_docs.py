@@ -20,7 +20,7 @@ from tests.chats import write_talker
 from tests.tiny import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md")
+PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 

@@ -96,7 +96,7 @@ def test_a_mix_is_resumed_to_the_last_bit_and_from_its_own_settings(home, given)
         (["--data", "qa.json", "--columns", "prompt"], ("--columns prompt: say which column",)),
         (["--data", "odd.csv"], ("its columns are frage, antwort; what is read: ",)),
         (["--data", "hub", "--split", "val"], ("no split 'val' in it; there are: test_sft, train_sft",)),
-        (["--data", "qa.json", "--lora-r", "8"], ("--lora-r: no such option; adapters do not exist here",)),
+        (["--data", "qa.json", "--lora-r", "8"], ("--lora-r: no such option; the plan says it: `penstock plan --train lora",)),
         (["--data", "qa.json", "--batch-size", "8"], ("--batch-size: no such option; it is the plan's: say --batch-size to",)),
         (["--data", "qa.json", "--adam_beta1", "8"], ("--adam_beta1: no such option; it is optimizer.beta1 in the file of",)),
         (["--data", "qa.json", "--lerning-rate", "1"], ("No such option", "--lerning-rate")),

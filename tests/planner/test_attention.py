@@ -10,8 +10,8 @@ from planner.model.config import read_model
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, supported_attention
 from planner.predict.cost import CostModel
-from runtime.compute.attention import refuse_any_order, refuse_missing_attention, use_attention
 from runtime.errors import PlanError
+from runtime.layers.attention import refuse_any_order, refuse_missing_attention, use_attention
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
 from tests.running import make_home, one_line, plan_in, train
@@ -66,7 +66,7 @@ def test_a_run_refuses_it_in_one_line_before_anything_is_allocated(tmp_path, mon
     text = plan.read_text()
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
-    monkeypatch.setattr("runtime.compute.attention._can_use", lambda kernel, heads: False)
+    monkeypatch.setattr("runtime.layers.attention._can_use", lambda kernel, heads: False)
     for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.assembly._refuse_what_does_not_fit"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch has not got")

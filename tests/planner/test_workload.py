@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import BlockKind, Model, Workload
 from tests.real_layers import (
     DTYPES,
@@ -29,6 +30,7 @@ from tests.real_layers import (
     semantics,
 )
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.training import fused
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((t, {}) for t in MODEL_TYPES),
@@ -182,6 +184,38 @@ def test_a_layers_backward_stays_within_its_transient_bytes_and_not_far_below(ca
             gradient, weights = torch.randn_like(x), list(layer.parameters())
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
             assert peak <= block.transient_bytes <= 1.5 * peak
+
+
+TRAINED = {
+    "adapters": Train(lora=Lora(rank=8, alpha=4.0)),
+    "adapters that drop": Train(lora=Lora(rank=8, alpha=4.0, dropout=0.1, targets=("q_proj", "v_proj", "o_proj", "down_proj"))),
+    "norms": Train(names=("*norm*",)),
+    "a projection": Train(names=("*.o_proj.weight",)),
+}
+
+
+def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
+    """Some ways to train a part of a layer, with kernels that are fused and without."""
+    ways = [{"train": train} for name, train in TRAINED.items() if "drop" not in name or case[0] not in EXPERT_TYPES]
+    return [*ways, *(how | fused(case[0]) for how in ways[:3])]
+
+
+@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+def test_so_are_those_of_layers_that_are_trained_in_part(case: tuple[str, str, str, str]) -> None:
+    for how in partly(case):
+        for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
+            measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
+            assert block.kept_bytes == pytest.approx(measured, rel=0.02), (how, block.name)
+
+
+@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+def test_their_backward_stays_within_its_transient_bytes_too(case: tuple[str, str, str, str]) -> None:
+    for how in partly(case):
+        for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
+            gradient, weights = torch.randn_like(x), [p for p in layer.parameters() if p.requires_grad]
+            peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
+            most = 2.0 if case[3] == "eager" else 1.6  # the gradient of an expert's weight is only where it is trained
+            assert peak * 0.997 <= block.transient_bytes <= most * peak, (how, block.name, peak, block.transient_bytes)
 
 
 @pytest.mark.parametrize("overrides", ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))

@@ -7,9 +7,9 @@ import torch
 
 from planner.model.workload import build_workload
 from planner.show.explain import clauses
-from runtime.compute.recompute import Replay
-from runtime.compute.views import Shelf
 from runtime.executor import OpError
+from runtime.layers.recompute import Replay
+from runtime.layers.views import Shelf
 from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.workload import SLOT_ALIGN_BYTES, Block, Model, Saved, Tier, Workload
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config

@@ -433,7 +433,7 @@ def test_deterministic_kernels_are_asked_for_before_anything_is_computed(home, m
     assert train(home, "b").exit_code == 0
     assert train(home, "c", "--deterministic", "--device", "cpu").exit_code == 0
     assert asked == []
-    monkeypatch.setattr("runtime.compute.attention._can_use", lambda kernel, heads: True)
+    monkeypatch.setattr("runtime.layers.attention._can_use", lambda kernel, heads: True)
     plan_of(home, "--deterministic")
     for out, flags in (("a", ["--deterministic"]), ("d", [])):  # what is planned so is run so
         assert train(home, out, *flags).exit_code == 0

@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.check.check import check
 from runtime.batch import Batch
-from runtime.compute import documents
-from runtime.compute.documents import supports_documents
 from runtime.errors import WorkloadError
 from runtime.executor import execute
 from runtime.host.memory import DTYPE
+from runtime.layers import documents
+from runtime.layers.documents import supports_documents
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens

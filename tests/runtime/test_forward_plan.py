@@ -31,6 +31,11 @@ def wrong_value(plan: Plan, order) -> str | None:
         if op.kind is Kind.GATHER:
             weights[op["weights"]] = parts.pop(op["weights"], None)
             continue
+        if op.kind is Kind.DEQUANTISE:
+            if weights.get(op["packed"]) != op.block:
+                return f"step {step}, {op.name}: {op['packed']} holds block {weights.get(op['packed'])}"
+            weights[op["weights"]] = op.block
+            continue
         if weights.get(op["weights"]) != op.block:
             return f"step {step}, {op.name}: {op['weights']} holds block {weights.get(op['weights'])}"
         if op.block and held.get(op["x"]) != (op.block - 1, op.micro_batch, step):
@@ -96,12 +101,14 @@ def test_everything_lies_in_the_arenas_of_training_and_fits_there(plan, n):
     for op in plan.ops:
         if op.kind is Kind.LOAD:
             trained.setdefault(op["weights"], set()).add(op.block)
-    streamed = {*range(1, plan.workload.n_layers + 1)} - {*plan.policy.resident_blocks}
+    layers = {*range(1, plan.workload.n_layers + 1)}
+    streamed = layers - {*plan.policy.resident_blocks}
     for op in forward.ops:
         assert all(slot in sizes for _, slot in op.operands)
         if op.kind is Kind.LOAD:
             blocks = trained[op["weights"]]
-            assert op.block in blocks or (op.block in streamed and blocks <= streamed)
+            through = layers if op["weights"].arena == "packed" else streamed  # what stays is unpacked first
+            assert op.block in blocks or (op.block in through and blocks <= through)
         else:
             assert all(sizes[slot] >= plan.workload.blocks[0].boundary_bytes for name, slot in op.operands if name in ("x", "y"))
     if n % forward.semantics.sum_groups == 0:  # by which several ranks cut weights, whatever a forward has of micro-batches

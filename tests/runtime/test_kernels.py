@@ -12,11 +12,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from planner.model import forward
 from planner.model.workload import build_workload, fusible
-from runtime.compute import kernels
 from runtime.compute.blocks import Templates, row_losses
-from runtime.compute.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
-from runtime.compute.pointwise import compiled, probes, swiglu
 from runtime.errors import WorkloadError
+from runtime.layers import kernels
+from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
+from runtime.layers.pointwise import compiled, probes, swiglu
 from runtime.plan import Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics

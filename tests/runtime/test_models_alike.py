@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.model.config import hub_name, shipped_models
-from runtime.compute.meta_models import difference
+from runtime.layers.meta_models import difference
 from tests.tiny import MODEL_TYPES, tiny_config
 
 # Written from memory of what the hub holds, but for its sizes: what a file says beyond a shipped configuration.

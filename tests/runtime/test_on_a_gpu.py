@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from planner.model.workload import build_workload
 from runtime.batch import Batch
-from runtime.compute.recompute import FUSED_ATTENTION, Replay
 from runtime.executor import Execution, execute
 from runtime.host.device_updates import call_by_call, emulated, gives_the_hosts_bits, one_kernel
 from runtime.host.optimizer import AdamW
+from runtime.layers.recompute import FUSED_ATTENTION, Replay
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves

@@ -277,9 +277,10 @@ REPEATED = {Kind.LOSS: {"into"}, Kind.BACKWARD: {"into"}, Kind.ACCUMULATE: {"int
 OPTIONAL = {
     Kind.LOAD: {"tied"},
     Kind.GATHER: {"tied"},
-    Kind.FORWARD: {"x", "y", "saved"},
-    Kind.LOSS: {"sum", "into", "gradient"},
-    Kind.BACKWARD: {"weights", "x", "saved", "sum", "into", "gradient"},
+    Kind.FORWARD: {"trained", "x", "y", "saved"},
+    Kind.RECOMPUTE: {"trained"},
+    Kind.LOSS: {"trained", "sum", "into", "gradient"},
+    Kind.BACKWARD: {"weights", "trained", "x", "saved", "sum", "into", "gradient"},
     Kind.ACCUMULATE: {"into"},
     Kind.OFFLOAD_GRADIENT: {"squares", "norm"},
     Kind.NORM: {"arrived", "tied", "squares"},

@@ -45,7 +45,9 @@ def _may_fold(case: Case) -> bool:
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
     """The case with so many groups, and some micro-batches more."""
     n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
-    one_group: dict[str, Any] = {"offload_late_blocks": 0, "square_blocks": (), "device_blocks": ()}
+    one_group: dict[str, Any] = {"offload_late_blocks": 0}
+    if case.workload.trains_all:  # what is trained in part may be summed on the device whatever the groups
+        one_group |= {"square_blocks": (), "device_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing, sum_groups=1)
     found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)
@@ -227,7 +229,11 @@ def test_folded_waits_order_what_waits_derived_from_all_ops_order(plan: Plan) ->
     written = unrolled(plan)
     after = {}
     if plan.policy.update is Update.BARRIER:
-        after[next(i for i, op in enumerate(written.ops) if op.kind is Kind.LOAD)] = Wait(len(written.ops) - 1, 1)
+        last = len(written.ops) - 1
+        after[next(i for i, op in enumerate(written.ops) if op.kind is Kind.LOAD)] = Wait(last, 1)
+        on_device = [i for i, op in enumerate(written.ops) if op.kind is Kind.UPDATE_ON_DEVICE]
+        if on_device and last not in on_device:
+            after[last] = Wait(on_device[-1])
     derived = replace(written, ops=with_waits([replace(op, waits=()) for op in written.ops], after))
     assert _Clocks.of(written, _legal_order(written)) == _Clocks.of(derived, _legal_order(derived))
 

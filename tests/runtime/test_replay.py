@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from runtime.batch import Batch
-from runtime.compute.recompute import Replay
 from runtime.executor import execute
+from runtime.layers.recompute import Replay
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved

@@ -241,11 +241,15 @@ def test_every_flag_says_a_setting_that_is_there():
         ("save_total_limit: 3", ("did you mean checkpoint.keep?",)),
         ("max_grad_norm: 1", ("it is the plan's: say --clip-norm to `penstock plan`",)),
         ("cutoff_len: 1", ("--seq-len",)),
-        ("lora_r: 8", ("lora_r: no such key; adapters do not exist here: every weight is trained",)),
-        ("load_in_4bit: true", ("quantised weights do not exist here",)),
+        ("lora_r: 8", ("lora_r: no such key; the plan says it: `penstock plan --train lora",)),
+        ("load_in_4bit: true", ("the plan says it: weights that are not trained are packed by `penstock plan --base nf4`",)),
         (
             "lora_alpha: 16\noptimizer: {lerning_rate: 1}\nqqq: 1",
-            ("lora_alpha: no such key; adapters", "; optimizer.lerning_rate: no such key; did you mean optimizer.lr?", "; qqq: no"),
+            (
+                "lora_alpha: no such key; the plan says it",
+                "; optimizer.lerning_rate: no such key; did you mean optimizer.lr?",
+                "; qqq: no",
+            ),
         ),
         ("a1: 1\na2: 1\na3: 1\na4: 1\na5: 1\na6: 1", ("6 keys that do not exist: a1, a2, a3, a4, a5, a6",)),
         ("qqq: 1", ("qqq: no such key; there are data, plan, model",)),

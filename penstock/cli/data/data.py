@@ -71,7 +71,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     """Token ids that the model knows, and whether it attends to each document alone."""
     from planner.model.workload import read_model
-    from runtime.compute.documents import supports_documents
+    from runtime.layers.documents import supports_documents
     from runtime.plan import Semantics
 
     if folder is None or not (folder / "config.json").exists():

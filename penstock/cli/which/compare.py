@@ -1,6 +1,7 @@
 """How does a user ask which machine to buy?"""
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +15,13 @@ from penstock.cli.options import (
     show_table,
     with_gpus,
     with_prices,
+    with_training,
 )
 
 from .workers import shared
+
+if TYPE_CHECKING:
+    from runtime.plan.packed import Base
 
 COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-server", "gb10", "h100-sxm", "gh200")
 
@@ -33,6 +38,7 @@ COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-serve
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
 @click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
+@with_training
 @with_gpus
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
@@ -46,6 +52,8 @@ def compare(
     tokens_per_step: int | None,
     micro_batch: int | None,
     host_memory: int | None,
+    train: str | None,
+    base: "Base | None",
     gpus: int,
     hosts: int,
     network_gbit: float | None,
@@ -67,6 +75,7 @@ def compare(
     from planner.search.micro_batch import SIZES, shared_step
     from planner.show.compare import JOB_TITLES, MATTER, TITLES, candidate, ranked
     from runtime.plan import Semantics
+    from runtime.plan.policy import trained
 
     described = read_model(model)
     profiles = []
@@ -92,6 +101,7 @@ def compare(
         clip_norm=None if isinstance(clip_norm, str) else clip_norm,
         attention=supported_attention(described)[0],  # type: ignore[arg-type]
     )
+    semantics = trained(semantics, train, base)
     if gpus * hosts > 1:
         semantics = shared_step(semantics, gpus * hosts, has_groups=False)
     refuse_larger(semantics.micro_batch, semantics.batch_size)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import COUNT, ClipNorm, Tokens, refuse_endless, show_table, with_gpus
+from penstock.cli.options import COUNT, ClipNorm, Tokens, refuse_endless, show_table, with_gpus, with_training
 from runtime.units import GB, parse_bytes, show_count
 
 from .workers import shared
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from planner.show.fits import Fit
     from planner.show.price import Job
     from runtime.plan import Semantics
+    from runtime.plan.packed import Base
 
 MOST_SIZES = 32  # of host memory, in one question
 TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
@@ -34,6 +35,7 @@ JOB_TITLES = ("time", "rented", "bought")
 @click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
+@with_training
 @with_gpus
 @click.option("--tokens", type=Tokens(), help="Also how long so many tokens take, and what they cost: 100M.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
@@ -46,6 +48,8 @@ def fits(
     batch_size: int,
     clip_norm: float | str,
     master: str,
+    train: str | None,
+    base: "Base | None",
     gpus: int,
     hosts: int,
     network_gbit: float | None,
@@ -63,6 +67,7 @@ def fits(
     from planner.search.micro_batch import shared_step
     from planner.show import fits as which
     from runtime.plan import Semantics
+    from runtime.plan.policy import trained
 
     groups = {name: _machines(name) for name in dict.fromkeys(machines or which.GPUS)}
     for profile in chain(*groups.values()):
@@ -77,6 +82,7 @@ def fits(
         raise click.UsageError(f"--host-memory names {len(sizes)} sizes; ask for at most {MOST_SIZES}")
     clip = None if isinstance(clip_norm, str) else clip_norm
     semantics = Semantics(seq_len=seq_len, batch_size=batch_size, micro_batch=1, master_dtype=master, clip_norm=clip)  # type: ignore[arg-type]
+    semantics = trained(semantics, train, base)
     if gpus * hosts > 1:
         semantics = shared_step(semantics, gpus * hosts, has_groups=False)
     tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]

@@ -87,17 +87,18 @@ class _NormOfACpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), of_weight = ctx.saved_tensors, ctx.needs_input_grad[1]
         towards, sum_D = torch.empty(x.shape, dtype=x.dtype), torch.zeros(weight.shape)
         for rows_ND, gradient_ND, out_ND in zip(*(_rows(each, weight) for each in (x, gradients[0], towards)), strict=True):
             wide_ND, gradient_ND = rows_ND.float(), gradient_ND.float()
             scale_N1 = torch.rsqrt(wide_ND.square().mean(-1, keepdim=True) + ctx.eps)
             normed_ND = wide_ND * scale_N1
-            sum_D += (gradient_ND * normed_ND).sum(0)
+            if of_weight:
+                sum_D += (gradient_ND * normed_ND).sum(0)
             gradient_ND = gradient_ND * weight.float()
             along_N1 = (gradient_ND * normed_ND).mean(-1, keepdim=True)
             out_ND.copy_((gradient_ND - normed_ND * along_N1) * scale_N1)
-        return towards, sum_D.to(weight.dtype), None
+        return towards, sum_D.to(weight.dtype) if of_weight else None, None
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,8 +8,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from runtime.host.memory import Arenas
-from runtime.plan import Plan, Slot
+from runtime.plan import Op, Plan, Slot
+from runtime.plan.packed import packed_bytes
 from runtime.plan.workload import SLOT_ALIGN_BYTES
+
+from .packed_weights import unpack_into
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 NO_ROOM = "no room"  # in place of the spot of a result that is one too many
@@ -23,15 +26,43 @@ class Views:
         self._semantics, self._arenas = plan.semantics, arenas
         self._blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
+        self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
+        self._plan = plan
         self._width = self._blocks[0].parameters[0].shape[1]
 
-    def weights(self, block: int, slot: Slot) -> Weights:
-        return self.parameters(block, slot, self._semantics.compute_dtype)
+    def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
+        """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""
+        weights, dtype = Weights(), self._semantics.compute_dtype
+        for p in self._blocks[block].parameters:
+            is_apart = trained is not None and not p.frozen
+            at = self._owned[block][p.name] if is_apart else self._offsets[block][p.name]
+            weights[p.name] = self._arenas.view(trained if is_apart else slot, dtype, p.shape, at)  # type: ignore[arg-type]
+        return weights
 
-    def parameters(self, block: int, slot: Slot, dtype: str) -> Weights:
-        """All that the block uses, weights or gradients, by name."""
+    def leaves(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
+        """The same, so that autograd makes gradients of those that are trained."""
+        weights = self.weights(block, slot, trained)
+        for p in self._blocks[block].trained:
+            weights[p.name].requires_grad_()
+        return weights
+
+    def gradients(self, block: int, slot: Slot, dtype: str) -> Weights:
+        """Those of all that is trained of what the block uses, by name."""
         at = self._offsets[block]
-        return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].parameters}
+        return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].trained}
+
+    def unpack(self, op: Op) -> None:
+        """A block that came packed, into the weights that it is computed with: what is not packed of it is copied."""
+        packed, base = self._arenas.raw(op["packed"]), self._semantics.base
+        places = self._plan.uploaded(op.block)[0]
+        for p in self._blocks[op.block].parameters:
+            if not p.frozen and self._plan.is_apart(op.block):
+                continue
+            out = self._arenas.view(op["weights"], self._semantics.compute_dtype, p.shape, self._offsets[op.block][p.name])
+            if self._plan.is_packed(p):
+                unpack_into(packed[places[p.name] :][: packed_bytes(p.shape, base)], out, base)
+            else:
+                out.view(-1).copy_(packed[places[p.name] :][: out.nbytes].view(out.dtype))
 
     def activation(self, slot: Slot, m: int) -> torch.Tensor:
         """A block's output, or its gradient, (B, T, D) of micro-batch number m."""

@@ -1,0 +1,179 @@
+"""What does it take to train adapters beside a model that does not fit, and how fast is it?
+
+    python -m benchmarks.adapters > docs/benchmarks/adapters_DATE.md
+
+Each cell is searched as `penstock plan` does it, with adapters of rank 16 beside every projection and the base in bf16 or packed,
+and once more with all weights trained. What others published of adapters stands beside our plan of the same step. Nothing is
+measured. A quarter of an hour on one core.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+import penstock
+from penstock.api import Planned
+from planner.search.search import Answer
+from runtime.errors import DoesNotFitError
+from runtime.units import GB, TB, show_bytes, show_seconds
+
+PUBLISHED = Path(__file__).parent / "published_adapters.json"
+SEQ_LEN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is trained, and where; `host_bytes`: in place of the machine's."""
+
+    model: str
+    machine: str
+    batch_size: int
+    base: str
+    host_bytes: int | None = None
+
+
+CELLS = (
+    Cell("llama-3.1-8b", "rtx3090-desktop", 4, "bf16"),
+    Cell("llama-3.1-8b", "rtx4090-desktop", 1, "bf16"),
+    Cell("llama-3.1-8b", "rtx4090-desktop", 4, "bf16"),
+    Cell("llama-3.1-8b", "rtx4090-desktop", 4, "nf4", 32 * GB),
+    Cell("llama-3.1-8b", "rtx5090-desktop", 4, "bf16"),
+    Cell("qwen2.5-32b", "rtx4090-desktop", 4, "bf16"),
+    Cell("qwen2.5-32b", "rtx4090-desktop", 4, "nf4", 64 * GB),
+    Cell("qwen3-30b-a3b", "rtx4090-desktop", 4, "bf16"),
+    Cell("qwen3-30b-a3b", "rtx4090-desktop", 4, "nf4", 64 * GB),
+    Cell("llama-3.1-70b", "rtx3090-desktop", 4, "nf4", 64 * GB),
+    Cell("llama-3.1-70b", "rtx4090-desktop", 1, "nf4", 64 * GB),
+    Cell("llama-3.1-70b", "rtx4090-desktop", 4, "nf4", 64 * GB),
+    Cell("llama-3.1-70b", "rtx4090-desktop", 4, "int8", 128 * GB),
+    Cell("llama-3.1-70b", "rtx4090-desktop", 1, "bf16", 192 * GB),
+    Cell("llama-3.1-70b", "rtx4090-desktop", 4, "bf16", 192 * GB),
+    Cell("llama-3.1-70b", "rtx5090-desktop", 4, "nf4", 64 * GB),
+    Cell("llama-3.1-70b", "h100-sxm", 4, "bf16"),
+    Cell("llama-3.1-405b", "rtx4090-server", 4, "nf4"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """What another system did, as its authors measured it."""
+
+    id: str
+    system: str
+    model: str
+    machine: str
+    device_memory_bytes: int | None
+    base: str
+    seq: int
+    batch: int
+    tokens_per_s: float
+    full_tokens_per_s: float | None
+    host_bytes: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """All of the file."""
+
+    about: str
+    runs: list[PublishedRun]
+
+
+def read_published(path: Path = PUBLISHED) -> Published:
+    return TypeAdapter(Published).validate_json(path.read_bytes(), strict=True)
+
+
+def planned(cell: Cell, train: str) -> Planned | None:
+    """Our plan; None where it does not fit."""
+    base = cell.base if train == "lora" else "bf16"
+    try:
+        return penstock.plan(
+            cell.model, cell.machine, seq_len=SEQ_LEN, batch_size=cell.batch_size, train=train, base=base,
+            host_memory_bytes=cell.host_bytes,
+        )  # fmt: skip
+    except DoesNotFitError:
+        return None
+
+
+def _memory(answer: Answer) -> str:
+    return f"{show_bytes(answer.needs.device_peak_bytes)} | {show_bytes(answer.needs.host_peak_bytes)}"
+
+
+def _where(answer: Answer) -> str:
+    """Whether adapters are updated on the device."""
+    return "device" if answer.plan.policy.device_blocks else "host"
+
+
+def row(cell: Cell) -> str:
+    """A cell with adapters, and with everything trained on the machine as it is, or with as much host memory as that takes."""
+    found = planned(cell, "lora")
+    host = "" if cell.host_bytes is None else f", {cell.host_bytes // GB} GB"
+    head = f"| {cell.model} | {cell.machine}{host} | {cell.batch_size * SEQ_LEN:,} | {cell.base} |"
+    if found is None:
+        return f"{head} does not fit | | | | | | | |"
+    whole = planned(Cell(cell.model, cell.machine, cell.batch_size, "bf16", 4 * TB), "all")
+    full = "does not fit | |"
+    if whole is not None:
+        ratio = found.tokens_per_s / whole.tokens_per_s
+        full = f"{whole.tokens_per_s:,.0f}, {show_bytes(whole.answer.needs.host_peak_bytes)} | {ratio:.2f} |"
+    proof = found.certificate
+    return (
+        f"{head} {show_seconds(found.step_s)} | {found.tokens_per_s:,.0f} | {proof.gap_fraction:.1%} | {proof.binding} | "
+        f"{_where(found.answer)} | {_memory(found.answer)} | {full}"
+    )
+
+
+def published_rows() -> Iterator[str]:
+    """What others measured, and our plan of the same step; another system, so no prediction of it."""
+    yield "| system | machine | model | base | a step | published | planned | ratio | gap | device | host |"
+    yield "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    for it in read_published().runs:
+        plan = penstock.plan(
+            it.model, it.machine, seq_len=it.seq, batch_size=it.batch, train="lora", base=it.base,
+            device_memory_bytes=it.device_memory_bytes,
+        )  # fmt: skip
+        device = "" if it.device_memory_bytes is None else f", {show_bytes(it.device_memory_bytes)}"
+        yield (
+            f"| {it.system} | {it.machine}{device} | {it.model} | {it.base} | {it.batch} x {it.seq:,} | {it.tokens_per_s:,.1f} | "
+            f"{plan.tokens_per_s:,.1f} | {plan.tokens_per_s / it.tokens_per_s:.2f} | {plan.certificate.gap_fraction:.1%} | "
+            f"{_memory(plan.answer)} |"
+        )
+
+
+def section() -> Iterator[str]:
+    """Of docs/accuracy.md."""
+    yield """
+## Adapters
+
+Runs of other systems with adapters beside a frozen base that streams (`benchmarks/published_adapters.json`), and our plan of the
+same step on the same machine, with adapters of rank 16 beside every projection of attention, and of MLPs without experts. Another
+system is no prediction of it: a ratio far from one says that somebody does something else, not who is right. Soup computes one
+sequence of 512 tokens at a time, so a step of ours is that, too.
+"""
+    yield from published_rows()
+
+
+def main() -> None:
+    rows = []
+    for i, cell in enumerate(CELLS, start=1):
+        print(f"{i} of {len(CELLS)}: {cell.model} on {cell.machine}", file=sys.stderr, flush=True)
+        rows.append(row(cell))
+    print(f"""# What does it take to train adapters beside a model that does not fit?
+
+{"".join((__doc__ or "").partition("Each cell")[1:]).strip()}
+
+"Updated" says where the adapters' AdamW runs; the plan chooses. "All trained": tokens/s with as much host memory as that takes, up
+to 4 TB.
+
+| model | machine | tokens a step | base | step | tokens/s | gap | binding | updated | device | host | all trained | times |
+|---|---|---:|---|---:|---:|---:|---|---|---:|---:|---|---:|""")
+    print("\n".join(rows))
+    print("\n".join(section()))
+
+
+if __name__ == "__main__":
+    main()

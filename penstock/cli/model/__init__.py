@@ -1,0 +1,1 @@
+"""How does a user change what lies in a model's folder?"""

@@ -1,0 +1,26 @@
+"""How does a user make one model of a model and its adapter?"""
+
+from pathlib import Path
+
+import click
+
+from penstock.cli.progress import Preparing
+from runtime.units import on_one_line, show_bytes
+
+
+@click.command()
+@click.argument("base", type=click.Path(path_type=Path))
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new model's folder.")
+def merge(base: Path, adapter: Path, out: Path) -> None:
+    """Write the model in BASE with ADAPTER merged into it to a new folder, tensor by tensor: it needs the memory of one.
+
+    ADAPTER is a folder as PEFT saves it; a run's checkpoint with adapters is one. Each adapted weight is computed in fp32 and
+    rounded once, to the type in which BASE has it.
+    """
+    from runtime.checkpoint.merging import merge as merged
+
+    with Preparing() as tell:
+        found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"))
+    where, size = on_one_line(str(found.path)), show_bytes(found.n_bytes)
+    click.echo(f"{where}: {found.n_tensors} tensors, {size}, {found.n_merged} of them with an adapter of rank {found.lora.rank}")

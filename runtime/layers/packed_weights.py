@@ -1,0 +1,196 @@
+"""What is the weight that packed bytes mean?
+
+Whatever a format says, done with torch's own calls. The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8), and
+the same on a GPU as on the processor: widening codes and looking them up is exact, and every other call is one fp32 product, with
+its rounding to bf16 where that is what it writes. IEEE says what each of the two gives, and without an addition no compiler can
+fuse a product into something that rounds otherwise.
+"""
+
+# N numbers of a flat weight; R rows, C columns; G, H rows and columns of blocks
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
+
+# The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
+NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+        *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+_NF4_EDGES = (NF4[:-1] + NF4[1:]) / 2
+_SMALLEST = 1e-38  # that an nf4 block is divided by
+_INT8_LARGEST, _FP8_LARGEST = 127.0, 448.0
+_INT8_STEP = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it
+
+
+def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of a packed weight of this shape: views, the codes flat in nf4 and of the weight's shape else."""
+    of = layout(shape, base)
+    assert packed.shape == (of.n_bytes,), (packed.shape, shape, base)
+    codes, rest = packed[: of.code_bytes], packed[of.scales_at :].view(torch.float32)
+    scales = rest[: torch.Size(of.scales).numel()].view(of.scales)
+    if base == "nf4":
+        return codes, scales
+    return codes.view(torch.int8 if base == "int8" else torch.float8_e4m3fn).view(shape), scales
+
+
+# -- to the weight ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
+    """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32.
+
+    The host waits for nothing, but for a small table once for each device (`prepare`).
+    """
+    assert out.is_contiguous()
+    assert out.dtype in (torch.bfloat16, torch.float32)
+    codes, scales = parts(packed, tuple(out.shape), base)
+    match base:
+        case "nf4":
+            _unpack_nf4(codes, scales, out.view(-1))
+        case "int8":
+            _unpack_int8(codes.flatten(0, -2), scales, out.flatten(0, -2))
+        case _:
+            for codes_RC, scales_GH, out_RC in _matrices(codes, scales, out):
+                _unpack_fp8(codes_RC, scales_GH, out_RC)
+
+
+@lru_cache
+def prepare(device: torch.device) -> Tensor:
+    """The two numbers that each byte of nf4 stands for, as one of 8 bytes: half as many are looked up."""
+    pairs = torch.stack((NF4.repeat_interleave(16), NF4.repeat(16)), -1)
+    return pairs.view(torch.int64).flatten().to(device)
+
+
+def _scratch(out: Tensor) -> Tensor:
+    return torch.empty(min(out.numel(), UNPACK_CHUNK_ELEMENTS), dtype=torch.float32, device=out.device)
+
+
+def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
+    wide, pairs = _scratch(out_N), prepare(out_N.device)
+    for at in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
+        part = out_N[at : at + UNPACK_CHUNK_ELEMENTS]
+        n = len(part)
+        indices = part.view(torch.int32)[: n // 2]  # where the weights will lie: no memory beside them
+        indices.copy_(codes[at // 2 : (at + n) // 2])
+        torch.index_select(pairs, 0, indices, out=wide[:n].view(torch.int64))
+        scale = scales[at // NF4_BLOCK : (at + n) // NF4_BLOCK, None]
+        torch.mul(wide[:n].view(-1, NF4_BLOCK), scale, out=part.view(-1, NF4_BLOCK))
+
+
+def _unpack_int8(codes_RC: Tensor, scales_R: Tensor, out_RC: Tensor) -> None:
+    wide = _scratch(out_RC)
+    for rows in _chunks_of_rows(out_RC, 1):
+        part = out_RC[rows]
+        product = wide[: part.numel()].view_as(part)
+        torch.mul(codes_RC[rows], scales_R[rows, None], out=product)
+        torch.mul(product, _INT8_STEP, out=part)
+
+
+def _unpack_fp8(codes_RC: Tensor, scales_GH: Tensor, out_RC: Tensor) -> None:
+    for rows in _chunks_of_rows(out_RC, FP8_BLOCK):
+        part = out_RC[rows]
+        part.copy_(codes_RC[rows])  # exact in bf16 too
+        for blocks, scale in _blocks(part, scales_GH[rows.start // FP8_BLOCK :]):
+            blocks.mul_(scale)
+
+
+# -- to packed bytes --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def pack(weight: Tensor, base: Base) -> Tensor:
+    """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite.
+
+    Where a row or block is so small that dividing by it overflows, int8 and fp8 make it zero; bitsandbytes and transformers leave
+    that to chance.
+    """
+    shape = tuple(weight.shape)
+    packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)
+    codes, scales = parts(packed, shape, base)
+    match base:
+        case "nf4":
+            _pack_nf4(weight.reshape(-1), codes, scales)
+        case "int8":
+            _pack_int8(weight.flatten(0, -2), codes.flatten(0, -2), scales)
+        case _:
+            for weight_RC, codes_RC, scales_GH in _matrices(weight, codes, scales):
+                _pack_fp8(weight_RC, codes_RC, scales_GH)
+    if not bool(scales.isfinite().all()):
+        n = weight.numel() - int(weight.isfinite().sum())
+        raise ValueError(f"{n} of its {weight.numel()} numbers are not finite and cannot be packed as {base}")
+    return packed
+
+
+def _pack_nf4(weight_N: Tensor, codes: Tensor, scales: Tensor) -> None:
+    edges = _NF4_EDGES.to(weight_N.device)
+    for at in range(0, len(weight_N), UNPACK_CHUNK_ELEMENTS):
+        wide = weight_N[at : at + UNPACK_CHUNK_ELEMENTS].float().view(-1, NF4_BLOCK)
+        largest = wide.abs().amax(1)
+        scaled = wide * (1.0 / largest.clamp(min=_SMALLEST))[:, None]
+        code = torch.bucketize(scaled, edges, out_int32=True).to(torch.uint8).view(-1, 2)
+        codes[at // 2 :][: len(code)] = code[:, 0] << 4 | code[:, 1]
+        scales[at // NF4_BLOCK :][: len(largest)] = largest
+
+
+def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
+    for rows in _chunks_of_rows(weight_RC, 1):
+        wide = weight_RC[rows].float()
+        scales_R[rows] = wide.abs().amax(1)
+        factor = _INT8_LARGEST / scales_R[rows, None]
+        codes_RC[rows] = (wide * factor.masked_fill(factor.isinf(), 0.0)).round_()
+
+
+def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:
+    for rows in _chunks_of_rows(weight_RC, FP8_BLOCK):
+        wide = weight_RC[rows].to(torch.float32, copy=True)
+        for blocks, scale in _blocks(wide, scales_GH[rows.start // FP8_BLOCK :]):
+            factor = _FP8_LARGEST / blocks.abs().amax((1, 3), keepdim=True)
+            factor.masked_fill_(factor.isinf(), 1.0)
+            scale.copy_(1.0 / factor)
+            blocks.mul_(factor)
+        codes_RC[rows] = wide
+
+
+# -- rows and blocks --------------------------------------------------------------------------------------------------
+
+
+def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:
+    """Rows, a multiple of `step`, that together are no more than a chunk, or the fewest there can be."""
+    n_rows, n_columns = matrix_RC.shape
+    n = max(UNPACK_CHUNK_ELEMENTS // (n_columns * step), 1) * step
+    yield from (slice(at, min(at + n, n_rows)) for at in range(0, n_rows, n))
+
+
+def _matrices(a: Tensor, b: Tensor, c: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The matrices of three tensors, and as one if none ends within a block."""
+    if a.dim() == 2 or a.shape[-2] % FP8_BLOCK == 0:
+        yield a.flatten(0, -2), b.flatten(0, -2), c.flatten(0, -2)
+    else:
+        yield from zip(a, b, c, strict=True)
+
+
+def _blocks(matrix_RC: Tensor, scales_GH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(G, rows of a block, H, columns of a block) and the scales of each block, as views: of whole blocks, and of what is left."""
+    n_rows, n_columns = matrix_RC.shape
+    for rows, height in _spans(n_rows):
+        for columns, width in _spans(n_columns):
+            blocks = matrix_RC[rows, columns].unflatten(1, (-1, width)).unflatten(0, (-1, height))
+            g, h = rows.start // FP8_BLOCK, columns.start // FP8_BLOCK
+            yield blocks, scales_GH[g : g + len(blocks), None, h : h + blocks.shape[2], None]
+
+
+def _spans(n: int) -> Iterator[tuple[slice, int]]:
+    """(which, how many each) of the whole blocks among n rows or columns, and of what is left."""
+    whole = n // FP8_BLOCK * FP8_BLOCK
+    if whole:
+        yield slice(0, whole), FP8_BLOCK
+    if n > whole:
+        yield slice(whole, n), n - whole

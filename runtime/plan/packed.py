@@ -1,0 +1,90 @@
+"""How many bytes does a weight take that is packed?
+
+A packed weight is its codes, then its fp32 scales, each part from a multiple of 256 bytes on:
+
+    nf4    4-bit NormalFloat (QLoRA): two codes a byte, the first in the upper half; the largest |number| of each 64
+    int8   a signed byte a number; the largest |number| of each row
+    fp8    float8_e4m3fn; for each 128 x 128 block of each matrix what its numbers are multiplied with
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, assert_never
+
+from .workload import SLOT_ALIGN_BYTES
+
+Base = Literal["bf16", "nf4", "int8", "fp8"]  # what frozen weights come in; bf16: as they are
+
+NF4_BLOCK = 64  # numbers of the flat tensor that share a scale
+FP8_BLOCK = 128  # rows, and columns, that do
+SCALE_BYTES = 4
+
+# A weight is unpacked a chunk at a time: few enough numbers that a large GPU's cache holds what a chunk is made by way of, and so
+# many that a kernel moves tens of megabytes, some ten times what starting it costs.
+UNPACK_CHUNK_ELEMENTS = 2**22
+NF4_TABLE_BYTES = 256 * 2 * 4  # two fp32 numbers for each byte
+UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # at most: a chunk in fp32, and the table, which stays
+
+# Calls for each chunk, and bytes that they move for each number of a bf16 weight:
+#   nf4    widen the codes to indices: read 1/2, write 2. Look them up in the table: read 2, write 4. Times the scale: read
+#          4 + 4/64, write 2
+#   int8   codes times the scale: read 1, write 4. Times 1/127: read 4, write 2. A scale is shared by a row
+#   fp8    widen: read 1, write 2. Times the scale: read 2, write 2. A scale is shared by 16,384 numbers. Blocks that are cut
+#          short at the right, or below, take a call of their own
+# An fp32 weight takes 2 bytes more of the first two, and 6 of fp8.
+UNPACK_KERNELS: dict[Base, int] = {"nf4": 3, "int8": 2, "fp8": 2}
+UNPACK_BYTES_PER_ELEMENT: dict[Base, float] = {"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0}
+
+_LAYERS, _PACKED = "model.layers.", ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parts of a packed weight."""
+
+    code_bytes: int
+    scales: tuple[int, ...]  # their shape
+
+    @property
+    def scales_at(self) -> int:
+        """The byte at which they begin."""
+        return _aligned(self.code_bytes)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.scales_at + _aligned(prod(self.scales) * SCALE_BYTES)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+
+def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
+    """Whether a parameter is packed: the matrices of a layer's projections and experts are, if they have whole blocks in nf4."""
+    if base == "bf16" or len(shape) not in (2, 3) or not (name.startswith(_LAYERS) and name.endswith(_PACKED)):
+        return False
+    n_elements = prod(shape)
+    return n_elements > 0 and (base != "nf4" or n_elements % NF4_BLOCK == 0)
+
+
+def layout(shape: tuple[int, ...], base: Base) -> Layout:
+    """How a weight of this shape lies, which is one that is packed."""
+    *matrices, n_rows, n_columns = shape
+    n_elements = prod(shape)
+    match base:
+        case "nf4":
+            assert n_elements % NF4_BLOCK == 0, shape
+            return Layout(n_elements // 2, (n_elements // NF4_BLOCK,))
+        case "int8":
+            return Layout(n_elements, (n_elements // n_columns,))
+        case "fp8":
+            return Layout(n_elements, (*matrices, -(-n_rows // FP8_BLOCK), -(-n_columns // FP8_BLOCK)))
+        case "bf16":
+            raise AssertionError("nothing is packed in bf16")
+        case _:
+            assert_never(base)
+
+
+def packed_bytes(shape: tuple[int, ...], base: Base) -> int:
+    """What a packed weight of this shape takes, up to where another may begin."""
+    return layout(shape, base).n_bytes

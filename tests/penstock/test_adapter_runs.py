@@ -1,0 +1,202 @@
+"""Does a user get from a plan with adapters, or with some weights frozen, to files that PEFT and transformers load?"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from runtime.plan import PlanFile
+from runtime.plan.footprint import host_needs, planned_device_needs
+from tests.running import make_home, one_line, penstock, plan_in, train
+from tests.tiny import tiny_config
+
+LORA = ("--train", "lora:r=4,alpha=8")
+BYTES = ["--tokenizer", "bytes"]
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A model with weights of its own, and some text."""
+    home = make_home(tmp_path)
+    with_weights(home / "model", "qwen3")
+    return home
+
+
+def with_weights(folder, model_type, seed=3, **fields):
+    torch.manual_seed(seed)
+    config = tiny_config(model_type, **{"vocab_size": 272, "num_hidden_layers": 3} | fields)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+def trained(home, plan, *extra, out="out", steps=4):
+    done = train(home, plan, *extra, out=out, steps=steps, scratch=BYTES)
+    assert done.exit_code == 0, done.output
+    return home / out / f"checkpoint-{steps}"
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.arange(1, 33).reshape(2, 16)).logits.float()
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits_and_merges_into_a_model(home, base):
+    plan = plan_in(home, *LORA, "--base", base)
+    whole = trained(home, plan, "--save-every", 2)
+    shutil.copytree(home / "out", home / "again")
+    shutil.rmtree(home / "again" / "checkpoint-4")
+    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(whole)
+    assert {path.name for path in whole.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert not list(whole.glob("model*.safetensors"))
+    before = load_file(home / "model" / "model.safetensors")
+    done = penstock("merge", home / "model", whole, "--out", home / "merged")
+    assert done.exit_code == 0, done.output
+    merged, report = AutoModelForCausalLM.from_pretrained(home / "merged", output_loading_info=True, dtype="auto")
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    changed = {name for name, weight in load_file(home / "merged" / "model.safetensors").items() if not weight.equal(before[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32), whole)
+    torch.testing.assert_close(logits_of(merged.float()), logits_of(beside), atol=2e-2, rtol=2e-2)  # merged weights are bf16
+
+
+def test_a_schedule_changes_no_bit_of_an_adapter(home):
+    policies = [
+        {"accumulation_group": 1, "update": "deferred"},
+        {"accumulation_group": 2, "save": {"all": [2]}, "resident_blocks": [0, 1]},
+        {"accumulation_group": 1, "device_blocks": [1, 2, 3], "square_blocks": [1, 2, 3], "update": "deferred"},
+        {"accumulation_group": 2, "device_blocks": [1, 2, 3], "square_blocks": [1, 2, 3], "resident_blocks": [1, 2, 3, 4]},
+    ]
+    for base in ("bf16", "int8"):
+        found = []
+        for i, policy in enumerate(policies):
+            (home / "policy.json").write_text(json.dumps(policy))
+            plan = plan_in(home, "--policy", home / "policy.json", *LORA, "--base", base, name=f"{base}{i}.json")
+            found.append(files(trained(home, plan, out=f"{base}{i}", steps=3)))
+        assert all(one == found[0] for one in found)
+
+
+def test_an_adapter_goes_on_where_another_run_left_it(home):
+    plan = plan_in(home, *LORA)
+    first = trained(home, plan, steps=3)
+    second = trained(home, plan, "--adapter", first, out="second", steps=1)
+    was, now = (load_file(folder / "adapter_model.safetensors") for folder in (first, second))
+    assert was.keys() == now.keys()
+    assert all(0 < (was[name] - now[name]).abs().max() < 0.01 for name in was), "a step of 1e-3 from where the first run ended"
+
+
+def test_what_an_adapter_does_is_shown_beside_the_model_without_it(home):
+    shutil.copytree(home / "data", home / "held-out")
+    plan = plan_in(home, *LORA)
+    trained(home, plan, "--eval-data", home / "held-out", "--eval-base", "--prompt", "To be", "--lr", "1e-2")
+    lines = [json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines() if "eval_loss" in line]
+    first, last = lines[0], lines[-1]
+    assert first["eval_loss"] == first["base_eval_loss"] == last["base_eval_loss"]
+    assert last["eval_loss"] < first["eval_loss"]
+    assert {"text", "base_text"} <= json.loads((home / "out" / "samples.jsonl").read_text().splitlines()[0]).keys()
+
+
+def test_layers_that_are_trained_leave_a_whole_model_and_the_others_bits(home):
+    plan = plan_in(home, "--train", "layers:1-2")
+    whole = trained(home, plan, "--save-every", 2)
+    shutil.copytree(home / "out", home / "again")
+    shutil.rmtree(home / "again" / "checkpoint-4")
+    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(whole)
+    before, after = (load_file(folder / "model.safetensors") for folder in (home / "model", whole))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed
+    assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in changed)
+
+
+def test_a_base_that_changed_is_not_resumed_on(home):
+    plan = plan_in(home, *LORA)
+    trained(home, plan, steps=2)
+    with_weights(home / "model", "qwen3", seed=4)
+    one_line(train(home, plan, "--resume", scratch=BYTES), 2, "weights that are not trained")
+
+
+def test_an_adapter_of_another_kind_or_base_is_refused(home):
+    plan = plan_in(home, *LORA)
+    first = trained(home, plan, steps=1)
+    wider, whole = plan_in(home, "--train", "lora:r=8", name="wider.json"), plan_in(home, name="whole.json")
+    one_line(train(home, wider, "--adapter", first, out="a", scratch=BYTES), 2, "another adapter than the plan's", "lora:r=4")
+    one_line(train(home, whole, "--adapter", first, out="b", scratch=BYTES), 2, "the plan trains none", "--train lora:r=4")
+    with_weights(home / "deeper", "qwen3", num_hidden_layers=4)
+    deeper = plan_in(home, *LORA, name="deeper.json", model="deeper")
+    one_line(train(home, deeper, "--adapter", first, out="c", scratch=BYTES), 2, "model.layers.3.")
+    path = first / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+    one_line(train(home, plan, "--adapter", first, out="d", scratch=BYTES), 2, "adapter_model.safetensors")
+
+
+def test_packed_weights_that_were_cut_are_packed_again_or_named(home):
+    plan = plan_in(home, *LORA, "--base", "fp8")
+    first = trained(home, plan, "--packed", home / "kept", steps=2)
+    (packed,) = (home / "kept").glob("base-*/packed.safetensors")
+    whole = packed.read_bytes()
+    packed.write_bytes(whole[: len(whole) // 2])
+    assert files(trained(home, plan, "--packed", home / "kept", out="again", steps=2)) == files(first)
+    assert next((home / "kept").glob("base-*/packed.safetensors")).read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("train_what", "words"),
+    [
+        ("lora:r=0", "rank is 0"),
+        ("lora:targets=nobody", "no projection of a layer is called 'nobody'"),
+        ("lora:r=4,depth=3", "'depth=3' is not understood"),
+        ("names:nobody*", "is called nobody*"),
+        ("layers:2-9", "there is no layer 9"),
+        ("layers:3-1", "layer 1 comes before layer 3"),
+        ("some", "'some' is not understood"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(home, train_what, words):
+    done = penstock("plan", home / "model", "--machine", "cpu-2core", "--train", train_what)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_experts_are_refused_by_name_and_attention_beside_them_is_not(home):
+    with_weights(home / "experts", "qwen3_moe")
+    done = penstock("plan", home / "experts", "--machine", "cpu-2core", "--train", "lora:targets=gate_proj")
+    assert (done.exit_code, "experts of qwen3_moe cannot have adapters" in done.stderr) == (2, True)
+    leaves = load_file(trained(home, plan_in(home, *LORA, model="experts"), steps=2) / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in leaves} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_a_base_larger_than_the_memory_at_hand_is_refused_with_what_would_fit(home, monkeypatch):
+    with_weights(home / "wide", "qwen3", intermediate_size=4096)
+    plan = plan_in(home, *LORA, model="wide")
+    of = PlanFile.read(plan).plan
+    n_bytes = sum(planned_device_needs(of, on_cuda=False).values()) + sum(host_needs(of).values())
+    for available_bytes, words in (
+        (n_bytes - 1, "--base bf16, which needs 10.8 MB"),
+        (10_000, ""),
+    ):
+        monkeypatch.setattr("runtime.host.memory.available_host_bytes", lambda n=available_bytes: n)
+        done = train(home, plan, scratch=BYTES)
+        assert done.exit_code == 3
+        assert words in done.stderr
+    assert "or plan a smaller model" in done.stderr
+    assert not (home / "out" / "checkpoint-4").exists()

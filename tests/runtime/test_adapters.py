@@ -1,0 +1,394 @@
+"""Is an adapter what PEFT makes of it, whatever is kept of a forward and wherever it lies?"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from planner.model.workload import build_workload
+from runtime.compute.blocks import Templates
+from runtime.errors import WorkloadError
+from runtime.executor import execute
+from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
+from runtime.plan import Policy, Semantics, saves
+from runtime.plan.train import TARGETS, Lora, Train
+from runtime.plan.workload import Model, Saved
+from runtime.train.evaluation import Evaluator
+from tests.real_layers import SIZES, Work, cases, layers_of, tensors
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
+from tests.training import (
+    ADAMW,
+    N_STEPS,
+    Hostile,
+    Remembering,
+    batches_of,
+    begin,
+    differences,
+    frozen_of,
+    fused,
+    initial_masters,
+    kept_whole,
+    plan_of,
+    same_bits,
+    scheduled,
+    semantics_of,
+    settings_of_torch,
+    state_of,
+    streamed,
+)
+
+from .test_evaluation import HostileToBoth, Several
+from .test_recompute import Case, can
+from .test_replay import replayed
+
+LORA = Lora(rank=4, alpha=8.0)
+DENSE = [t for t in MODEL_TYPES if t not in EXPERT_TYPES]
+
+# ---- one product
+
+
+def adapted(bias: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> AdaptedLinear:
+    torch.manual_seed(0)
+    module = AdaptedLinear(nn.Linear(24, 40, bias=bias, dtype=dtype), Lora(rank=4, alpha=6.0, dropout=dropout))
+    for p in (module.lora_A.weight, module.lora_B.weight):
+        nn.init.normal_(p)
+    for p in (module.weight, *([module.bias] if bias else [])):
+        p.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_its_gradients_are_those_of_the_formula(bias: bool, dropout: float) -> None:
+    """In fp64, where what is rounded where is nothing."""
+    module, x = adapted(bias, dropout), torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(5)
+    y = module(x)
+    torch.manual_seed(5)
+    dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
+    wanted = x @ module.weight.T + dropped @ module.lora_A.weight.T @ module.lora_B.weight.T * 1.5
+    wanted = wanted + module.bias if bias else wanted
+    torch.testing.assert_close(y, wanted)
+    to = [x, module.lora_A.weight, module.lora_B.weight]
+    gradient = torch.randn_like(y)
+    torch.testing.assert_close(torch.autograd.grad(y, to, gradient), torch.autograd.grad(wanted, to, gradient))
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_gradients_that_are_asked_for_are_made(needed: tuple[bool, bool, bool]) -> None:
+    module, x = adapted(), torch.randn(6, 24, dtype=torch.float64)
+    given = x, module.lora_A.weight, module.lora_B.weight
+    for tensor, is_needed in zip(given, needed, strict=True):
+        tensor.requires_grad_(is_needed)
+    y = module(x)
+    with Work() as work:
+        y.backward(torch.ones_like(y))
+    assert [tensor.grad is not None for tensor in given] == [*needed]
+    n_products = {(True, False, False): 3, (False, True, False): 2, (False, False, True): 2}[needed]
+    assert work.calls["mm"] + work.calls["addmm_"] == n_products
+
+
+def test_it_is_rounded_after_the_frozen_product_the_narrow_one_and_the_sum() -> None:
+    module, x = adapted(dtype=torch.bfloat16), torch.randn(50, 24, dtype=torch.bfloat16)
+    frozen = (x.float() @ module.weight.float().T + module.bias.float()).bfloat16()
+    narrow = (x.float() @ module.lora_A.weight.float().T).bfloat16()
+    y = (frozen.float() + 1.5 * (narrow.float() @ module.lora_B.weight.float().T)).bfloat16()
+    assert (module(x) == y).float().mean() > 0.99  # sums of products may be taken in another order
+
+
+def test_nothing_is_dropped_where_nothing_is_trained() -> None:
+    module, x = adapted(dropout=0.5), torch.randn(6, 24, dtype=torch.float64)
+    assert not torch.equal(module(x), module(x))
+    module.train(False)
+    assert torch.equal(module(x), adapted()(x))
+
+
+def test_a_new_one_does_nothing_yet_and_is_drawn_as_pefts() -> None:
+    shapes = {"q.lora_A.weight": (8, 512), "q.lora_B.weight": (64, 8)}
+    factors = initial_factors(shapes, 3)
+    assert not factors["q.lora_B.weight"].any()
+    a = factors["q.lora_A.weight"]
+    assert a.abs().max() <= 1 / math.sqrt(512)  # uniform in +-sqrt(6 / ((1 + 5) * in))
+    assert a.std().item() == pytest.approx(1 / math.sqrt(3 * 512), rel=0.05)
+    assert same_bits(initial_factors(shapes, 3)["q.lora_A.weight"], a)
+    assert not torch.equal(initial_factors(shapes, 4)["q.lora_A.weight"], a)
+
+
+def test_the_weights_beside_it_begin_as_they_would_without() -> None:
+    config = tiny_config("qwen2")
+    whole = initial_masters(config, semantics_of("qwen2", compute_dtype="fp32"))
+    begun = initial_masters(config, semantics_of("qwen2", compute_dtype="fp32", train=Train(lora=LORA)))
+    assert begun.keys() > whole.keys()
+    assert all(same_bits(begun[name], whole[name]) for name in whole)
+
+
+def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
+    layer = nn.ModuleDict({"q_proj": nn.Linear(8, 16), "norm": nn.LayerNorm(8)})
+    for shapes in (
+        {"l.q_proj.lora_A.weight": (4, 9), "l.q_proj.lora_B.weight": (16, 4)},
+        {"l.q_proj.lora_A.weight": (4, 8)},
+        {"l.norm.lora_A.weight": (4, 8), "l.norm.lora_B.weight": (8, 4)},
+    ):
+        with pytest.raises(WorkloadError, match="no adapter of the plan's sizes"):
+            adapt(layer, "l.", shapes, LORA)
+
+
+# ---- what is kept of a forward
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
+def test_a_replay_saves_what_the_plan_says_and_gives_the_gradients_of_a_plain_backward(case: Case, dropout: float) -> None:
+    how = {"train": Train(lora=replace(LORA, dropout=dropout, targets=TARGETS[:4]))}
+    for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
+        for saved in (Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS):
+            ours = block.recompute(saved)
+            assert (ours is not None) == can(case, saved)
+            if ours is None:
+                continue
+            wanted = gradients(layer, x, kwargs, None)
+            assert all(map(torch.equal, wanted, gradients(layer, x, kwargs, saved)))
+            _, replay = replayed(layer, x, kwargs, saved)
+            assert sum(t.nbytes for t in tensors([noted.result for noted in replay._results])) == ours.saved_bytes
+
+
+def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved | None) -> list[torch.Tensor]:
+    """Of input and adapters; with the same numbers dropped each time."""
+
+    def forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        return layer(x, **kwargs)
+
+    y = forward(x, **kwargs) if saved is None else replayed(forward, x, kwargs, saved)[0]
+    to = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    return list(torch.autograd.grad(y, to, torch.ones_like(y)))
+
+
+DROPPING = [
+    Policy(),
+    Policy(accumulation_group=4, save=saves(products=(1,), attention=(2,)), offload_blocks=(1,), spill_blocks=(1,)),
+    Policy(accumulation_group=2, boundary_stride=2),
+]
+
+
+@pytest.mark.parametrize("fields", [{}, {"gradient_dtype": "fp32"}], ids=str)
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+def test_what_is_dropped_is_the_same_whatever_is_kept_and_wherever_adapters_lie(kernels: str, fields: dict[str, Any]) -> None:
+    train = Train(lora=replace(LORA, dropout=0.3))
+    semantics = semantics_of("qwen3", train=train, **fields, **(fused("qwen3") if kernels == "fused" else {}))
+    config, expected = tiny_config("qwen3"), kept_whole("qwen3", semantics)
+    mixed = build_workload(Model(config), semantics).mixed
+    for policy in DROPPING:
+        policy = replace(policy, device_blocks=mixed, square_blocks=mixed) if fields else policy
+        assert differences(streamed(config, semantics, policy, delay_seed=2), expected) == []
+    without = streamed(config, replace(semantics, train=Train(lora=LORA)), Policy())
+    assert without.results[0].loss != expected.losses[0], "dropout did nothing: the test would prove nothing"
+
+
+# ---- against PEFT's own modules
+
+
+def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch.Tensor], lora: Lora) -> Any:
+    """Transformers' model with PEFT's adapters, which are fp32, from the same weights."""
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if semantics.compute_dtype == "bf16" else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), **options)
+    of_peft = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=[*lora.targets], lora_dropout=0.0)
+    model = get_peft_model(model, of_peft, autocast_adapter_dtype=True).train()
+    named = {ours(name): p for name, p in model.named_parameters()}
+    assert named.keys() == begun.keys()
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(begun[name])
+    return model
+
+
+def ours(name: str) -> str:
+    """Our name of one of PEFT's parameters."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
+
+
+def trained_by_peft(
+    config: dict[str, Any], semantics: Semantics, lora: Lora, n_steps: int
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Adapters and losses of a loop as anybody would write it, under autocast."""
+    model = peft_of(config, semantics, initial_masters(config, semantics), lora)
+    trained = {ours(name): p for name, p in model.named_parameters() if p.requires_grad}
+    settings, losses = settings_of_torch(n_steps), []
+    optimizer = torch.optim.AdamW(trained.values(), **settings[0])
+    for step, batch in enumerate(batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len, n_steps)):
+        optimizer.param_groups[0]["lr"] = settings[step]["lr"]
+        with torch.autocast("cpu", torch.bfloat16, enabled=semantics.compute_dtype == "bf16"):
+            logits = model(input_ids=batch.input_ids, use_cache=False).logits.float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        if semantics.clip_norm is not None:
+            nn.utils.clip_grad_norm_(trained.values(), semantics.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return {name: p.detach() for name, p in trained.items()}, losses
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_training_in_fp32_is_what_peft_does(model_type: str) -> None:
+    """To some roundings: losses within 1e-6, adapters within a ten thousandth of the way they went, in the mean."""
+    compare(model_type, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}, 1e-6, 1e-4)
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_training_in_bf16_is_what_peft_does_under_autocast(model_type: str) -> None:
+    """Autocast rounds the adapters as we do, and sums in another order what has eight bits: losses within 2e-4, adapters within a
+    tenth of the way they went, in the mean."""
+    compare(model_type, {"gradient_dtype": "fp32"}, 2e-4, 0.1)
+
+
+def compare(model_type: str, fields: dict[str, Any], of_loss: float, of_way: float) -> None:
+    semantics = semantics_of(model_type, train=Train(lora=LORA), **fields)
+    config = tiny_config(model_type)
+    begun = initial_masters(config, semantics)
+    machine = streamed(config, semantics, Policy(accumulation_group=4, save=saves(products=(1,))), machine_type=Remembering)
+    masters, losses = trained_by_peft(config, semantics, LORA, N_STEPS)
+    assert [machine.results[step].loss for step in range(N_STEPS)] == pytest.approx(losses, rel=of_loss)
+    found = state_of(machine)[0]
+    assert found.keys() == masters.keys()
+    off, way = (sum((a[n] - b[n]).abs().sum().item() for n in masters) for a, b in ((found, masters), (begun, masters)))
+    assert off < of_way * way
+
+
+def test_a_loss_that_falls_for_peft_falls_as_far_for_us() -> None:
+    """Thirty steps on one batch, from adapters that do nothing yet."""
+    n_steps, config = 30, tiny_config("llama")
+    semantics = semantics_of("llama", train=Train(lora=Lora(rank=8, alpha=16.0)), compute_dtype="fp32", clip_norm=None)
+    plan, batch = plan_of(config, semantics, Policy()), batches_of(96, 4, 16)[0]
+    machine = Remembering(plan, lambda step: batch, lambda step: replace(ADAMW, lr=1e-2))
+    machine.initialise(7)
+    begun = {
+        p.name: machine.host.compute_weight(p).clone() for b in range(4) for p in (*machine.host.owned(b), *machine.host.frozen(b))
+    }
+    model = peft_of(config, semantics, begun, Lora(rank=8, alpha=16.0))
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=ADAMW.weight_decay
+    )
+    losses = []
+    for _ in range(n_steps):
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    execute(plan, machine, n_steps)
+    found = [machine.results[step].loss for step in range(n_steps)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert found == pytest.approx(losses, rel=1e-3)
+
+
+# ---- evaluated
+
+EVALUATED = {
+    "on the host": ({}, Policy()),
+    "on the host, packed": ({"base": "int8"}, Policy(accumulation_group=4, prefetch_depth=2, resident_blocks=(2,))),
+    "on the device": ({"gradient_dtype": "fp32"}, Policy(accumulation_group=4)),
+    "on the device, packed": ({"gradient_dtype": "fp32", "base": "nf4"}, Policy(prefetch_depth=2)),
+}
+
+
+@pytest.mark.parametrize("way", EVALUATED)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_an_evaluation_uses_adapters_drops_nothing_and_changes_nothing(model_type: str, way: str) -> None:
+    """Of the same batch it is the loss of the training step to the bit, had nothing been dropped there."""
+    fields, policy = EVALUATED[way]
+    config = tiny_config(model_type, num_hidden_layers=3)
+    without = semantics_of(model_type, train=Train(lora=LORA), **fields)
+    semantics = replace(without, train=Train(lora=replace(LORA, dropout=0.4)))
+    mixed = build_workload(Model(config), semantics).mixed if "device" in way else ()
+    policy = replace(policy, device_blocks=mixed, square_blocks=mixed)
+    machine, batch = machine_of(config, semantics, policy, HostileToBoth), batches_of(config["vocab_size"], 4, 16)[0]
+    begin(machine)
+    found = Evaluator(machine, Several(batch), 4).run()
+    assert found.loss == streamed(config, without, policy).results[0].loss
+    for step in range(N_STEPS):
+        execute(machine.plan, machine, 1, step)
+        Evaluator(machine, Several(batch), 4).run()
+    assert differences(machine, kept_whole(model_type, semantics, (("num_hidden_layers", 3),))) == []
+    assert all(map(torch.equal, frozen_of(machine).values(), frozen_of(streamed(config, without, Policy())).values()))
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_run_that_stops_goes_on_from_its_masters_and_moments(on_device: bool) -> None:
+    """On another machine, whose plan is another one."""
+    config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA), gradient_dtype="fp32")
+    mixed = build_workload(Model(config), semantics).mixed
+    policies = [Policy(), Policy(accumulation_group=4, device_blocks=mixed, square_blocks=mixed)]
+    whole = streamed(config, semantics, policies[on_device])
+    first, second = (machine_of(config, semantics, policy) for policy in (policies[on_device], policies[not on_device]))
+    begin(first)
+    execute(first.plan, first, 1)
+    for block in range(len(first.plan.workload.blocks)):
+        for p in first.host.owned(block):
+            second.host.set_weight(p, first.host.master(p))
+            for to, moment in zip(second.host.moments(p), first.host.moments(p), strict=True):
+                to.copy_(moment)
+        for p in first.host.frozen(block):
+            second.host.set_weight(p, first.host.compute_weight(p))
+    second.host.n_updates = first.host.n_updates
+    execute(second.plan, second, N_STEPS - 1, first_step=1)
+    for a, b in zip(state_of(whole), state_of(second), strict=True):
+        assert all(same_bits(a[name], b[name]) for name in a)
+
+
+def machine_of(config: dict[str, Any], semantics: Semantics, policy: Policy, machine_type: type[Hostile] = Hostile) -> Hostile:
+    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    return machine_type(plan_of(config, semantics, policy), lambda step: batches[step], scheduled)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_copy_of_a_block_has_its_adapters_and_nothing_that_is_frozen(on_device: bool) -> None:
+    config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA), gradient_dtype="fp32")
+    mixed = build_workload(Model(config), semantics).mixed if on_device else ()
+    machine = streamed(config, semantics, Policy(device_blocks=mixed, square_blocks=mixed))
+    host, block = machine.host, machine.plan.workload.blocks[1]
+    copy = host.copied(1, machine._workers)
+    assert copy.numel() == 12 * block.state_elements == host.n_bytes(1)
+    before = {p.name: [host.compute_weight(p).clone(), *(m.clone() for m in host.moments(p))] for p in host.owned(1)}
+    execute(machine.plan, machine, 1)
+    for p in host.owned(1):
+        kept = dict(host.saved(p, copy))
+        held = [host.compute_weight(p, copy), kept["exp_avg"], kept["exp_avg_sq"]]
+        assert all(map(torch.equal, held, before[p.name]))
+        assert not torch.equal(host.moments(p)[0], kept["exp_avg"])
+
+
+def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
+    """One that is wider is rounded to the nearest, ties to even, as transformers would load it."""
+    config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA))
+    machine = machine_of(config, semantics, Policy())
+    p = machine.host.frozen(1)[0]
+    weight = torch.randn(p.shape)
+    weight.view(-1)[0] = 1.0 + 2.0**-8  # half way between two bf16 numbers; the even one is below
+    machine.host.set_weight(p, weight)
+    assert same_bits(machine.host.compute_weight(p), weight.bfloat16())
+    assert frozen_of(machine)[p.name].view(-1)[0] == 1.0
+    names = [p.name for p, _ in machine.host.compute_weights()]
+    assert names == [p.name for block in machine.plan.workload.blocks for p in block.parameters]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_adapters_stand_where_the_plan_has_them(model_type: str) -> None:
+    config, semantics = tiny_config(model_type), semantics_of(model_type, train=Train(lora=LORA))
+    workload = build_workload(Model(config), semantics)
+    layers = Templates(config, workload, semantics).layers
+    for block, layer in zip(workload.blocks[1:-1], layers, strict=True):
+        found = {f"{block.name}.{name}": tuple(p.shape) for name, p in layer.named_parameters()}
+        assert found == {p.name: p.shape for p in block.parameters}

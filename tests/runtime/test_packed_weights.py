@@ -1,0 +1,341 @@
+"""Does a packed weight mean, to the bit, what bitsandbytes and transformers say that it means?"""
+
+import logging
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from math import prod
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+from runtime.layers import packed_weights as room
+from runtime.layers.packed_weights import NF4, pack, parts, prepare, unpack_into
+from runtime.plan.packed import (
+    FP8_BLOCK,
+    NF4_BLOCK,
+    UNPACK_BYTES_PER_ELEMENT,
+    UNPACK_CHUNK_ELEMENTS,
+    UNPACK_KERNELS,
+    UNPACK_SCRATCH_BYTES,
+    is_packed,
+    layout,
+    packed_bytes,
+)
+from runtime.plan.workload import SLOT_ALIGN_BYTES
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # of kernels that it would fetch
+    from bitsandbytes import functional as bnb
+
+    logging.disable(logging.NOTSET)
+
+BASES = ("nf4", "int8", "fp8")
+DTYPES = st.sampled_from((torch.bfloat16, torch.float32))
+ODD = (0.0, -0.0, 1e-45, -1e-39, 3e-38, 1e-6, 1.0, -448.0, 3.3e38)
+EDGES = ((NF4[:-1] + NF4[1:]) / 2).tolist()  # between two codes: whichever is taken must be theirs
+
+n_columns = st.integers(1, 5).map(lambda n: n * NF4_BLOCK)
+narrow = st.tuples(st.integers(1, 9), n_columns) | st.tuples(st.integers(1, 3), st.integers(1, 4), n_columns)
+edges = st.sampled_from((1, 100, FP8_BLOCK, FP8_BLOCK + 1, 2 * FP8_BLOCK))
+blocky = st.tuples(edges, edges) | st.tuples(st.integers(1, 3), edges, edges)
+
+
+@st.composite
+def weights(draw, shapes=narrow, odd=ODD):
+    """Of all magnitudes, a row each, with rows of zeros and some odd numbers."""
+    shape, dtype = draw(shapes), draw(DTYPES)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    weight = torch.randn(shape, generator=generator)
+    rows = weight.view(-1, shape[-1])
+    magnitudes = torch.tensor(draw(st.lists(st.sampled_from((0.0, 1e-30, 0.02, 1.0, 1e30)), min_size=1, max_size=4)))
+    rows *= magnitudes[torch.arange(len(rows)) % len(magnitudes), None]
+    for number in draw(st.lists(st.sampled_from(odd), max_size=4)):
+        weight.view(-1)[draw(st.integers(0, weight.numel() - 1))] = number
+    return weight.to(dtype)
+
+
+@contextmanager
+def chunks_of(n_elements):
+    """Small weights are then of many chunks, too."""
+    size, room.UNPACK_CHUNK_ELEMENTS = room.UNPACK_CHUNK_ELEMENTS, n_elements
+    try:
+        yield
+    finally:
+        room.UNPACK_CHUNK_ELEMENTS = size
+
+
+sizes_of_chunks = st.sampled_from((NF4_BLOCK * 5, FP8_BLOCK * 130, UNPACK_CHUNK_ELEMENTS))
+
+
+def unpacked(packed, shape, base, dtype):
+    out = torch.full(shape, float("nan"), dtype=dtype)
+    unpack_into(packed, out, base)
+    return out
+
+
+def bits(tensor):
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def same(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+# -- nf4 --------------------------------------------------------------------------------------------------------------
+
+
+def theirs_nf4(weight):
+    """(codes, scales) as bitsandbytes has them."""
+    codes, state = bnb.quantize_4bit(weight.reshape(1, -1), quant_type="nf4", blocksize=NF4_BLOCK)
+    return codes, state
+
+
+@given(weight=weights(), size=sizes_of_chunks)
+@example(weight=torch.zeros(2, NF4_BLOCK), size=NF4_BLOCK)
+@example(weight=torch.tensor([1.0, *EDGES, *(-e for e in EDGES), *[0.5] * 33])[None], size=NF4_BLOCK)
+def test_nf4_has_the_bits_of_bitsandbytes(weight, size):
+    with chunks_of(size):
+        packed = pack(weight, "nf4")
+        back = {dtype: unpacked(packed, weight.shape, "nf4", dtype) for dtype in (torch.bfloat16, torch.float32)}
+    codes, state = theirs_nf4(weight)
+    ours, scales = parts(packed, tuple(weight.shape), "nf4")
+    assert same(ours, codes.flatten())
+    assert same(scales, state.absmax)
+    for dtype, found in back.items():
+        state.dtype = dtype
+        expected = bnb.dequantize_4bit(codes, state).view(weight.shape)
+        is_normal = found.float().abs() >= 2.0**-126  # bitsandbytes on the processor makes other bf16 numbers zero
+        assert same(found[is_normal], expected[is_normal])
+        assert bool((expected[~is_normal].abs() <= found[~is_normal].abs()).all())
+
+
+def test_numbers_between_two_codes_take_the_one_that_bitsandbytes_takes():
+    scales = torch.rand(2000, 1, generator=torch.Generator().manual_seed(0)) + 0.01
+    near = torch.tensor([*EDGES, *EDGES, *EDGES, *EDGES]) * scales
+    up, down = torch.full((), 1e30), torch.full((), -1e30)
+    near[:, 15:30], near[:, 30:45] = torch.nextafter(near[:, 15:30], up), torch.nextafter(near[:, 30:45], down)
+    weight = torch.cat([scales, near, scales, -scales, scales], 1)
+    codes, state = theirs_nf4(weight)
+    assert same(parts(pack(weight, "nf4"), tuple(weight.shape), "nf4")[0], codes.flatten())
+    assert same(state.absmax, scales.flatten())
+
+
+@given(weight=weights(), dtype=DTYPES)
+def test_nf4_is_a_table_looked_up_and_a_product(weight, dtype):
+    packed = pack(weight, "nf4")
+    codes, scales = parts(packed, tuple(weight.shape), "nf4")
+    numbers = [NF4[code] * scales[i * 2 // NF4_BLOCK] for i, byte in enumerate(codes.tolist()) for code in (byte >> 4, byte & 15)]
+    assert same(unpacked(packed, weight.shape, "nf4", dtype), torch.stack(numbers).view(weight.shape).to(dtype))
+
+
+# -- int8 -------------------------------------------------------------------------------------------------------------
+
+
+@given(weight=weights(odd=(0.0, -0.0, 1e-6, 1.0, -448.0, 1e36)), size=sizes_of_chunks)
+def test_int8_has_the_bits_of_bitsandbytes(weight, size):
+    with chunks_of(max(size, weight.shape[-1])):
+        packed = pack(weight, "int8")
+        back = {dtype: unpacked(packed, weight.shape, "int8", dtype) for dtype in (torch.bfloat16, torch.float32)}
+    rows = weight.reshape(-1, weight.shape[-1])
+    codes, scales, _ = bnb.int8_vectorwise_quant(rows.clone())
+    codes[scales == 0] = 0  # which they are there too, by the grace of the processor
+    ours, our_scales = parts(packed, tuple(weight.shape), "int8")
+    assert same(ours.view(rows.shape), codes)
+    assert same(our_scales, scales)
+    for dtype, found in back.items():
+        assert same(found, bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(weight.shape))
+
+
+# -- fp8 --------------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(shape):
+    """(matrix, rows, columns, place of the scale) of every block."""
+    *_, n_rows, n_columns = shape
+    for e in range(prod(shape[:-2])):
+        for g, row in enumerate(range(0, n_rows, FP8_BLOCK)):
+            for h, column in enumerate(range(0, n_columns, FP8_BLOCK)):
+                yield (e, slice(row, row + FP8_BLOCK), slice(column, column + FP8_BLOCK)), (e, g, h)
+
+
+@given(weight=weights(blocky), size=sizes_of_chunks)
+@example(weight=torch.randn(2, 130, 130), size=NF4_BLOCK)
+def test_fp8_is_a_loop_over_blocks(weight, size):
+    before = weight.clone()
+    with chunks_of(size):
+        packed = pack(weight, "fp8")
+        back = {dtype: unpacked(packed, weight.shape, "fp8", dtype) for dtype in (torch.bfloat16, torch.float32)}
+    assert same(weight, before)
+    matrices = weight.view(-1, *weight.shape[-2:]).float()
+    codes, scales = parts(packed, tuple(weight.shape), "fp8")
+    codes, scales = codes.view(matrices.shape), scales.view(len(matrices), *scales.shape[-2:])
+    for block, place in blocks_of(weight.shape):
+        largest = matrices[block].abs().max()
+        factor = 448.0 / largest
+        factor = torch.ones(()) if factor.isinf() else factor
+        assert same(codes[block], (matrices[block] * factor).clamp(-448, 448).to(torch.float8_e4m3fn))
+        assert same(scales[place], 1.0 / factor)
+        for dtype, found in back.items():
+            expected = (codes[block].float() * scales[place]).to(dtype)
+            assert same(found.view(matrices.shape)[block], expected)
+
+
+@given(weight=weights(blocky.filter(lambda shape: shape[-1] % FP8_BLOCK == shape[-2] % FP8_BLOCK == 0), odd=(0.0, 1e-6, 448.0)))
+def test_fp8_has_the_bits_of_transformers(weight):
+    config = SimpleNamespace(weight_block_size=(FP8_BLOCK, FP8_BLOCK), scale_fmt="float")
+    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": weight})
+    packed = pack(weight, "fp8")
+    codes, scales = parts(packed, tuple(weight.shape), "fp8")
+    assert same(codes, theirs["a.weight"])
+    assert same(scales, theirs["a.weight_scale_inv"])
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
+        assert same(unpacked(packed, weight.shape, "fp8", dtype), expected)
+
+
+# -- all --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_weight_that_is_not_finite_is_refused_in_one_line(base, number, dtype):
+    weight = torch.randn(130, 192).to(dtype)
+    weight[129, 5] = number
+    weight[0, 191] = number
+    with pytest.raises(ValueError, match=rf"^2 of its 24960 numbers are not finite and cannot be packed as {base}$"):
+        pack(weight, base)
+
+
+@pytest.mark.parametrize(("base", "error"), [("nf4", 0.16), ("int8", 0.5 / 127 + 1e-6), ("fp8", 1 / 28 + 1e-6)])
+def test_what_is_unpacked_is_near_what_was_packed(base, error):
+    """Half the widest gap between codes, of the largest number of a row or block."""
+    weight = torch.rand(256, 512) * 2 - 1
+    assert float((unpacked(pack(weight, base), weight.shape, base, torch.float32) - weight).abs().max()) < error
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_rows_too_small_to_divide_by_are_zero_or_as_they_were(base):
+    weight = torch.full((FP8_BLOCK, FP8_BLOCK), 1e-38)
+    assert float(unpacked(pack(weight, base), weight.shape, base, torch.float32).abs().max()) <= 1.1e-38
+
+
+@given(shape=blocky | narrow, base=st.sampled_from(BASES))
+def test_every_part_begins_at_a_multiple_of_256_bytes_and_no_two_overlap(shape, base):
+    if base == "nf4" and prod(shape) % NF4_BLOCK:
+        return
+    of, packed = layout(shape, base), torch.zeros(packed_bytes(shape, base), dtype=torch.uint8)
+    codes, scales = parts(packed, shape, base)
+    starts = [part.data_ptr() - packed.data_ptr() for part in (codes, scales)]
+    assert starts == [0, of.scales_at]
+    assert codes.nbytes == of.code_bytes <= of.scales_at
+    assert of.scales_at + scales.nbytes <= of.n_bytes == len(packed)
+    assert of.scales_at % SLOT_ALIGN_BYTES == of.n_bytes % SLOT_ALIGN_BYTES == 0
+    assert of.n_bytes - codes.nbytes - scales.nbytes < 2 * SLOT_ALIGN_BYTES
+
+
+def test_a_large_weight_takes_what_its_format_says():
+    shape = (4096, 14336)
+    per_element = {base: packed_bytes(shape, base) / prod(shape) for base in BASES}
+    assert per_element == {"nf4": 0.5625, "int8": 1 + 4 / 14336, "fp8": 1 + 4 / FP8_BLOCK**2}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "bases"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (64, 64), BASES),
+        ("model.layers.11.mlp.down_proj.weight", (33, 64), BASES),
+        ("model.layers.11.mlp.down_proj.weight", (33, 63), ("int8", "fp8")),
+        ("model.layers.3.mlp.experts.gate_up_proj", (4, 64, 32), BASES),
+        ("model.layers.3.mlp.experts.down_proj", (4, 32, 32), BASES),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", (4, 64), ()),
+        ("model.layers.3.mlp.gate.weight", (4, 64), ()),
+        ("model.layers.0.self_attn.q_proj.bias", (64,), ()),
+        ("model.layers.0.input_layernorm.weight", (64,), ()),
+        ("model.embed_tokens.weight", (64, 64), ()),
+        ("lm_head.weight", (64, 64), ()),
+        ("model.layers.0.self_attn.q_proj.weight", (0, 64), ()),
+    ],
+)
+def test_the_matrices_of_projections_and_experts_are_packed_and_nothing_else(name, shape, bases):
+    assert tuple(base for base in BASES if is_packed(name, shape, base)) == bases
+    assert not is_packed(name, shape, "bf16")
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+class Counting(TorchDispatchMode):
+    """Calls that compute, the bytes that they read and write, and those that they allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.moved_bytes, self.made_bytes, self.others = Counter(), 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        match name:
+            case "empty":
+                self.made_bytes += out.nbytes
+            case "copy_" | "index_select" | "mul" | "mul_":
+                self.calls[name] += 1
+                read = [a for a in args[1 if name in ("copy_", "index_select") else 0 :] if isinstance(a, torch.Tensor)]
+                self.moved_bytes += sum(a.nbytes for a in (*read, out))
+            case _ if not func.is_view:
+                self.others.add(name)
+        return out
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("shape", [(1024, 256), (4, 256, 256)])
+def test_unpacking_calls_moves_and_takes_what_the_planner_books_and_never_waits(base, shape):
+    packed, out = pack(torch.randn(shape), base), torch.empty(shape, dtype=torch.bfloat16)
+    prepare(out.device)
+    n_chunks = 4
+    with chunks_of(prod(shape) // n_chunks), Counting() as counted:
+        unpack_into(packed, out, base)
+    assert counted.calls.total() == n_chunks * UNPACK_KERNELS[base]
+    assert counted.moved_bytes / prod(shape) == pytest.approx(UNPACK_BYTES_PER_ELEMENT[base], rel=0.005)
+    assert counted.made_bytes <= prod(shape) // n_chunks * 4
+    assert counted.others == set()
+
+
+def test_the_scratch_that_is_booked_is_a_chunk_in_fp32_and_the_table():
+    assert UNPACK_CHUNK_ELEMENTS * 4 + prepare(torch.device("cpu")).nbytes == UNPACK_SCRATCH_BYTES
+
+
+def test_packing_takes_little_more_than_a_weight():
+    class Largest(TorchDispatchMode):
+        n_bytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if not func.is_view and isinstance(out, torch.Tensor):
+                self.n_bytes = max(self.n_bytes, out.nbytes)
+            return out
+
+    weight = torch.randn(1024, 1024).bfloat16()
+    for base in BASES:
+        with chunks_of(2**14), Largest() as largest:
+            pack(weight, base)
+        assert largest.n_bytes <= packed_bytes((1024, 1024), base), base
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_packs_and_unpacks_to_the_processors_bits(base, dtype):
+    weight = torch.randn(3, 200, 192) * torch.logspace(-40, 30, 200)[:, None]
+    packed = pack(weight, base)
+    assert same(pack(weight.cuda(), base).cpu(), packed)
+    out = torch.empty(weight.shape, dtype=dtype, device="cuda")
+    unpack_into(packed.cuda(), out, base)
+    assert same(out.cpu(), unpacked(packed, weight.shape, base, dtype))
