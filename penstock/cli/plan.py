@@ -195,7 +195,7 @@ def plan(
         click.echo(json.dumps(_fields(answer, profile, measurements, tokens)))
     else:
         _show(answer, profile, measurements, tokens)
-    if (unread := unread_weights(described)) is not None:
+    if (unread := unread_weights(described, answer.plan.semantics.base)) is not None:
         click.echo(f"note: {on_one_line(unread)}", err=True)
     if output is not None:
         written = on_one_line(str(output))

@@ -3,10 +3,11 @@
 import json
 import shutil
 
+import bitsandbytes.functional
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.plan import PlanFile
@@ -200,3 +201,25 @@ def test_a_base_larger_than_the_memory_at_hand_is_refused_with_what_would_fit(ho
         assert words in done.stderr
     assert "or plan a smaller model" in done.stderr
     assert not (home / "out" / "checkpoint-4").exists()
+
+
+def test_a_model_that_was_published_in_4_bits_is_trained_beside_as_it_is(home):
+    """Its projections as bitsandbytes stores them; what is packed here from the same weights trains the same bits."""
+    weights = load_file(home / "model" / "model.safetensors")
+    shutil.copytree(home / "model", home / "packed")
+    stored = {}
+    for name, weight in weights.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        codes, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4")
+        stored |= {name: codes, **{f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}}
+    save_file(stored, home / "packed" / "model.safetensors")
+    config = json.loads((home / "packed" / "config.json").read_text())
+    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (home / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    plans = [plan_in(home, *LORA, "--base", "nf4", name=f"{model}.json", model=model) for model in ("packed", "model")]
+    found = [files(trained(home, plan, out=str(i), steps=2)) for i, plan in enumerate(plans)]
+    assert found[0] == found[1]
+    said = penstock("plan", home / "packed", "--machine", "cpu-2core", "--batch-size", "1", "--seq-len", "32", *LORA).stderr
+    assert "plan adapters beside them with --train lora --base nf4" in said
