@@ -265,8 +265,10 @@ def early_fetches(accumulation_group: int, n_spilled: int) -> int:
 
 
 def _backwards_s(plan: Setup, work: Work) -> float:
-    """With a single gradient slot, a layer's backward and the way home of its gradient take turns."""
-    return work.last_backwards_s if plan.policy.gradient_slots == 1 and plan.semantics.ranks == 1 else 0.0
+    """With a single gradient slot, a layer's backward and the way home of its gradient take turns. Where weights are frozen the
+    last of these may be over in the next step: nothing is said of it."""
+    takes_turns = plan.policy.gradient_slots == 1 and plan.semantics.ranks == 1 and plan.workload.trains_all
+    return work.last_backwards_s if takes_turns else 0.0
 
 
 def ops_at_least(plan: Setup, cost: CostModel, only: int | None = None) -> Iterator[tuple[Kind, int, Demand, int]]:
@@ -337,7 +339,8 @@ def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
 def _spared_layers(plan: Setup) -> list[int]:
     """The layers whose loads may be spared at a turn: as many as there are slots, the heaviest for safety, which copies within the
     device are not."""
-    n_slots, on_device = plan.policy.prefetch_depth + least_slots(plan), {*plan.policy.device_blocks}
+    n_slots = plan.policy.prefetch_depth + least_slots(plan)
+    on_device = {b for b in plan.policy.device_blocks if not plan.is_apart(b)}
     layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
     return sorted(layers, key=lambda b: (b in on_device, -plan.workload.blocks[b].slot_elements, b))[:n_slots]
 

@@ -144,7 +144,7 @@ class Greedy:
         """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
         first = max(1, self.workload.first_trained)
         block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
-        if any(self.workload.blocks[b].recompute(saved) is None for b in layers):
+        if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
         plan = self._frame(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s

@@ -10,6 +10,7 @@ import torch
 from runtime.errors import CheckpointError, DataError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics
+from runtime.plan.train import Train
 from runtime.plan.workload import Parameter
 
 from .checkpoint import State
@@ -25,7 +26,8 @@ _IN_WORDS = {
 }
 
 # What a state does not say that was saved before there was a choice
-_SAID_BY_NONE = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
+_DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
+_SAID_BY_NONE = {name: asdict(value) if isinstance(value, Train) else value for name, value in _DEFAULTS.items()}
 
 
 def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
     for key, value in expected.items():
         found = state.fields.get(key)
         if key == "semantics" and isinstance(found, dict):
-            found = _SAID_BY_NONE | found
+            found = _as_json(_SAID_BY_NONE) | found
         if found == value:
             continue
         if key == "optimizer":

@@ -12,7 +12,7 @@ from runtime.plan import Op, Plan, Slot
 from runtime.plan.packed import packed_bytes
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 
-from .packed_weights import unpack_into
+from .packed_weights import prepare, unpack_into
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 NO_ROOM = "no room"  # in place of the spot of a result that is one too many
@@ -28,6 +28,8 @@ class Views:
         self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
         self._plan = plan
+        if plan.semantics.base == "nf4":  # the first to be unpacked shall not wait for it
+            prepare(arenas.raw(Slot("weights", 0)).device)
         self._width = self._blocks[0].parameters[0].shape[1]
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:

@@ -306,6 +306,8 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
         raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
     for name, factor in factors.items():
         store.host.set_weight(owned[name], factor)
+    for block in range(len(store.plan.workload.blocks)):
+        store.host.settle(block)
 
 
 def _adapters_of(names: Iterable[str]) -> set[str]:

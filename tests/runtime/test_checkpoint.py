@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime.checkpoint.checkpoint import has_weights, latest, load_state, load_weights, refuse_quantised, sum_of, writable_folder
+from runtime.checkpoint.checkpoint import (
+    State,
+    has_weights,
+    latest,
+    load_state,
+    load_weights,
+    refuse_quantised,
+    sum_of,
+    writable_folder,
+)
+from runtime.checkpoint.resuming import refuse_another
 from runtime.checkpoint.saving import save
 from runtime.checkpoint.tensor_files import Shards, TensorFile
 from runtime.errors import CheckpointError
+from runtime.plan import Semantics
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 
 TIED = [(model_type, tied) for model_type in STRUCTURES for tied in (False, True) if model_type != "gpt_oss" or not tied]
@@ -468,3 +480,12 @@ def test_experts_that_do_not_fit_together_are_named(tmp_path: Path, damage: str)
             tensors[name] = torch.ones(4)
     save_file(tensors, tmp_path / "model.safetensors")
     assert name in refused(lambda: read_all(tmp_path, f"{path}.gate_up_proj"))
+
+
+def test_a_state_from_before_there_was_a_choice_is_of_the_usual_one():
+    semantics = json.loads(json.dumps(asdict(Semantics(seq_len=32, batch_size=4, micro_batch=2))))
+    older = {name: value for name, value in semantics.items() if name not in ("train", "base", "ranks", "sum_groups")}
+    state = State(Path("checkpoint-3"), 3, {"semantics": older}, Shards([]))
+    refuse_another(state, {"semantics": semantics})
+    with pytest.raises(CheckpointError, match="meaning of a step"):
+        refuse_another(state, {"semantics": semantics | {"base": "nf4"}})
