@@ -1,9 +1,12 @@
 """How is a file read, or written, whole?"""
 
 import errno
+import fcntl
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,18 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
         if max(found.st_size, len(content)) > max_bytes:
             raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes")
         return content
+
+
+@contextmanager
+def alone(folder: Path, name: str) -> Iterator[None]:
+    """Within, no other process is within, with a lock of that name in the folder, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_whole(path: Path, text: str) -> None:

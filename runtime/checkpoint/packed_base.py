@@ -5,14 +5,11 @@ named after all that its content depends on, appears whole or not at all, and is
 at the same time wait for the one that writes.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError
-from runtime.files import sync
+from runtime.files import alone, sync
 from runtime.layers.packed_weights import NF4, pack, parts
 from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes
 
@@ -83,23 +80,11 @@ def _kept(folder: Path, shapes: Shapes, base: Base, cache: Path) -> _Kept:
     key = json.dumps([FORMAT, outline_of(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     try:
-        with _alone(cache):
+        with alone(cache, "base.lock"):  # one run at a time looks there, and makes what is missing
             whole = _whole(place, shapes)
             return _make(place, folder, shapes, base) if whole is None else whole
     except OSError as error:
         raise refusal(cache, error) from None
-
-
-@contextmanager
-def _alone(cache: Path) -> Iterator[None]:
-    """One run at a time looks for packed weights in a cache, and packs them."""
-    cache.mkdir(parents=True, exist_ok=True)
-    lock = os.open(cache / "base.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _whole(place: Path, shapes: Shapes) -> _Kept | None:

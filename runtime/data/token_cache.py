@@ -5,13 +5,10 @@ depends on, appears whole or not at all, and is made again when a byte of it has
 the one that writes.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from runtime.data.files.sources import DataSource
 from runtime.errors import DataError
-from runtime.files import sync
+from runtime.files import alone, sync
 
 from .chat import Encoded
 from .packing import Array
@@ -131,7 +128,7 @@ def cached_tokens(cache: Path, key: str, source: DataSource, wide: bool, make: C
     """The documents that `key` stands for: from the cache, or made now. `make` appends to its list what it left out."""
     folder = cache / f"tokens-{hashlib.sha256(f'{FORMAT} {wide} {key}'.encode()).hexdigest()[:24]}"
     try:
-        with _alone(cache):
+        with alone(cache, "lock"):  # one run at a time looks there, and makes what is missing
             about = _whole(folder)
             if about is None:
                 about = _make(folder, wide, make)
@@ -140,18 +137,6 @@ def cached_tokens(cache: Path, key: str, source: DataSource, wide: bool, make: C
         raise DataError(f"{cache}: tokens cannot be kept there ({error.strerror or error}); make room, or choose another") from None
     except pyarrow.ArrowException as error:
         raise DataError(f"{cache}: tokens cannot be kept there ({str(error)[:80]}); choose another folder") from None
-
-
-@contextmanager
-def _alone(cache: Path) -> Iterator[None]:
-    """One run at a time looks for tokens in a cache, and makes them."""
-    cache.mkdir(parents=True, exist_ok=True)
-    lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _whole(folder: Path) -> About | None:
