@@ -9,7 +9,7 @@ each other down: an op of the first costs its seconds, one of another what it ta
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 
 from planner.predict.cost import CostModel
 from runtime.plan import LANE_OF, Kind, Lane, Op, Setup
@@ -22,13 +22,18 @@ LEAST_PRICE = 0.01  # what takes less away is no facet of its own
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Ops of several lanes that slow each other; the first, and those of its lane, are priced in full."""
+    """Ops of several lanes that slow each other; the first, and those of its lane, are priced in full. `any_of`: those of them that
+    a plan has, not only where it has all."""
 
     kinds: tuple[Kind, ...]
+    any_of: bool = False
 
 
 Key = Lane | Resource | Meeting
 _OF_LANE = {Lane.H2D: (Kind.LOAD,), Lane.D2H: (Kind.OFFLOAD_GRADIENT,), Lane.CPU: (Kind.UPDATE, Kind.ACCUMULATE)}
+_UP = (Kind.LOAD, Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION)
+_DOWN = (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SAVED, Kind.OFFLOAD_ACTIVATION)
+_ON_HOST = (Kind.UPDATE, Kind.ACCUMULATE, Kind.NORM)
 
 
 def _meetings() -> Iterator[Meeting]:
@@ -39,6 +44,8 @@ def _meetings() -> Iterator[Meeting]:
                 if any(met):
                     yield Meeting((kind, *(other for other in met if other is not None)))
     yield Meeting((Kind.ACCUMULATE, Kind.UPDATE, Kind.NORM, Kind.LOAD, Kind.OFFLOAD_GRADIENT))
+    for of_lanes in ((_UP, _DOWN), (_DOWN, _UP), (_UP, _DOWN, _ON_HOST), (_DOWN, _UP, _ON_HOST), (_ON_HOST, _UP, _DOWN)):
+        yield Meeting(tuple(chain.from_iterable(of_lanes)), any_of=True)
 
 
 MEETINGS = tuple(_meetings())
@@ -146,10 +153,11 @@ def _priced(uses: tuple[tuple[Kind, frozenset[Uses]], ...], region: Region) -> l
         moments.append({kind: speed for (kind, _), speed in zip(working, speeds, strict=True)})
     of_kind, result = dict(uses), []
     for meeting in MEETINGS:
-        first, *others = meeting.kinds
-        if not all(of_kind[kind] for kind in meeting.kinds):
+        there = [kind for kind in meeting.kinds if of_kind[kind]]
+        if not (meeting.any_of or len(there) == len(meeting.kinds)) or not there:
             continue
-        price = {kind: 1.0 for kind in meeting.kinds if LANE_OF[kind] is LANE_OF[first]}
+        first, *others = there
+        price = {kind: 1.0 for kind in there if LANE_OF[kind] is LANE_OF[first]}
         others = [kind for kind in others if kind not in price]
         for other in others:
             a, b = shares((min(of_kind[first]), min(of_kind[other])), region)
@@ -157,5 +165,5 @@ def _priced(uses: tuple[tuple[Kind, frozenset[Uses]], ...], region: Region) -> l
         if all(price[other] < LEAST_PRICE for other in others):
             continue
         most = max(sum(price.get(kind, 0.0) * speed for kind, speed in moment.items()) for moment in moments)
-        result.append((meeting, [(kind, price[kind] / most) for kind in meeting.kinds]))
+        result.append((meeting, [(kind, price[kind] / most) for kind in there]))
     return result
