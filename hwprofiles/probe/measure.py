@@ -17,6 +17,7 @@ import torch
 
 from hwprofiles.schema import Dtype, Profile
 from runtime.errors import ProfileError
+from runtime.host.slabs import settle_allocator
 from runtime.machines.cores import split_beside_gpu, split_cores
 from runtime.units import KiB, MiB, show_bytes
 
@@ -42,6 +43,7 @@ Progress = Callable[[str, float], None]  # what is measured now, and the fractio
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 COLD_BYTES = 256 * MiB  # far above a cache: host memory that a copy reads or an optimizer updates is never in one
 SLOTS_BYTES = 64 * MiB  # a few device slots, used in turn
+WORKING_BYTES = 64 * MiB  # what a layer's calls read, and write, before one of them finds its own tensors again
 DEVICE_SHARE = 0.25  # of the usable memory, for the arena that stands in for a device
 BEYOND_TORCH_BYTES = (
     300_000_000  # transformers, templates, tokenizer and data (180 MB), kernels' memory, holes in the allocator's heap
@@ -100,6 +102,7 @@ def probe_cpu(effort: Effort, progress: Progress, name: str = "this-machine") ->
     bench.hurry_after_s = bench.clock() + effort.patient_s
     usable_bytes, needed_bytes = hosts.available_bytes(), effort.needed_bytes(len(cores), len(bench.host_cores))
     _check_memory(usable_bytes, needed_bytes)
+    settle_allocator()  # as where a CPU trains
     resident_bytes = hosts.resident_bytes()  # before the measuring takes memory of its own
     link, host, device = _measured(bench, effort, progress)
     cliffs = optimizer_cliffs(host["optimizer"], host["dram_bytes_per_s"]["value"])
@@ -257,7 +260,7 @@ def _overheads(bench: Bench, busy: Sequence[Work]) -> dict[str, Any]:
     call = bench.compute(tiny)
     call_s = call.seconds / n_calls
     bench.slow_by("calls", [tiny], busy)
-    sizes = [pointwise(tokens, 512, 1536) for tokens in (256, 1024)]
+    sizes = [pointwise(tokens, 512, 1536, WORKING_BYTES) for tokens in (256, 1024)]
     rates, spreads = [], []
     for work, n_bytes, n_calls in sizes:
         timing = bench.compute(work)
@@ -280,7 +283,7 @@ def _matmuls(bench: Bench, effort: Effort, busy: Sequence[Work], progress: Progr
     grid: dict[str, Any] = {}
     middle = (effort.tokens[len(effort.tokens) // 2], effort.widths[len(effort.widths) // 2], effort.widths[-1])
     for dtype in DTYPES:
-        bench.slow_by(f"{dtype} products", [products(dtype, *middle)], busy)
+        bench.slow_by(f"{dtype} products", [products(dtype, *middle, working_bytes=WORKING_BYTES)], busy)
     for i, dtype in enumerate(DTYPES):
         times: dict[tuple[int, int, int], Timing] = {}
         best_flop_per_s = 0.0
@@ -289,7 +292,7 @@ def _matmuls(bench: Bench, effort: Effort, busy: Sequence[Work], progress: Progr
             n_flop = products_flop(m, k, n)
             if times and n_flop / best_flop_per_s > effort.patience.longest_s:
                 continue
-            times[m, k, n] = bench.compute(products(dtype, m, k, n))
+            times[m, k, n] = bench.compute(products(dtype, m, k, n, working_bytes=WORKING_BYTES))
             best_flop_per_s = max(best_flop_per_s, n_flop / times[m, k, n].seconds)
         grid[dtype] = product_points(times, bench.slowdown[f"{dtype} products"])
     return grid

@@ -7,7 +7,9 @@ are random, because zeros run faster on some machines.
 
 # T tokens, H width, I width inside the MLP, D width of a head
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +31,24 @@ COPY_ALIGN_BYTES = 64  # of a tensor in an arena
 CPU = torch.device("cpu")
 
 
-def products(dtype: Dtype, m: int, k: int, n: int, device: torch.device = CPU) -> Work:
-    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work."""
+def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[torch.Tensor]]:
+    """The tensors and copies of them, together about `working_bytes`, to be used in turn: in training no call finds the tensors of
+    the call before, which a cache may still hold."""
+    n_copies = max(1, working_bytes // sum(tensor.nbytes for tensor in tensors))
+    copies = ([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(n_copies - 1))
+    return [list(tensors), *copies]
+
+
+def products(dtype: Dtype, m: int, k: int, n: int, device: torch.device = CPU, working_bytes: int = 0) -> Work:
+    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work, on tensors that are used in turn."""
     x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
+    turns = cycle(in_turn([x, w, dy, torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)], working_bytes))
 
     def work() -> None:
-        F.linear(x, w)
-        _ = dy @ w
-        _ = dy.t() @ x
+        x, w, dy, y, dx, dw = next(turns)
+        torch.mm(x, w.t(), out=y)
+        torch.mm(dy, w, out=dx)
+        torch.mm(dy.t(), x, out=dw)
 
     return work
 
@@ -58,19 +70,20 @@ def attention(
     return forward, lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
 
 
-def pointwise(n_tokens: int, width: int, inner: int) -> tuple[Work, int, int]:
+def pointwise(n_tokens: int, width: int, inner: int, working_bytes: int = 0) -> tuple[Work, int, int]:
     """What a decoder layer does in bf16 besides products, forward and backward; its traffic in bytes and its library calls.
 
-    The backward counts twice the forward, as in the planner's cost model.
+    The backward counts twice the forward, as in the planner's cost model. Inputs are used in turn.
     """
     bf16 = torch.bfloat16
-    hidden_TH = torch.randn(n_tokens, width).to(bf16).requires_grad_()
-    gate_TI, up_TI = (torch.randn(n_tokens, inner).to(bf16).requires_grad_() for _ in range(2))
+    trained = [torch.randn(n_tokens, w).to(bf16).requires_grad_() for w in (width, inner, inner)]
+    others = [torch.randn(n_tokens, w).to(bf16) for w in (width, width, width, inner)]
     weight_H = torch.ones(width, dtype=bf16, requires_grad=True)
-    cos_TH, sin_TH = (torch.randn(n_tokens, width).to(bf16) for _ in range(2))
-    d_TH, d_TI = (torch.randn(n_tokens, w).to(bf16) for w in (width, inner))
+    copies = in_turn([*trained, *others], working_bytes)
+    turns, results = cycle(copies), deque[tuple[torch.Tensor, ...]](maxlen=len(copies))
 
     def work() -> None:
+        hidden_TH, gate_TI, up_TI, cos_TH, sin_TH, d_TH, d_TI = next(turns)
         with torch.enable_grad():
             wide_TH = hidden_TH.float()
             scale_T1 = torch.rsqrt(wide_TH.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -78,7 +91,10 @@ def pointwise(n_tokens: int, width: int, inner: int) -> tuple[Work, int, int]:
             turned_TH = torch.cat((-normed_TH[:, width // 2 :], normed_TH[:, : width // 2]), -1)
             sum_TH = normed_TH * cos_TH + turned_TH * sin_TH + hidden_TH
             act_TI = F.silu(gate_TI) * up_TI
-        torch.autograd.grad((sum_TH, act_TI), (hidden_TH, weight_H, gate_TI, up_TI), (d_TH, d_TI))
+        results.append(torch.autograd.grad((sum_TH, act_TI), (hidden_TH, weight_H, gate_TI, up_TI), (d_TH, d_TI)))
+
+    for _ in range(2 * len(copies)):  # until new results find the memory of old ones
+        work()
 
     # Bytes per element of what each call reads and writes, in the order of the calls above.
     item, wide = 2, 4
