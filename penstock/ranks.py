@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
+MEETING_PORTS = range(20_000, 32_000)  # Linux takes ports of connections from above these
 GRACE_S = 20.0  # that the others have to end once one has failed
 LOOK_S = 0.2
 _DEATH_SIGNAL = 1  # of prctl: which signal comes when whoever started this process ends
@@ -70,15 +72,12 @@ def start(n: int, arguments: Sequence[str]) -> int:
 
     A signal is passed on to rank 0, which ends the run as if it were alone. When one rank fails the others end too.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     here = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_"))}
     here |= {
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         STARTED_HERE: "1",
     }
     ranks = list[subprocess.Popen[bytes]]()
@@ -94,6 +93,15 @@ def start(n: int, arguments: Sequence[str]) -> int:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def free_port() -> int:
+    """A port at which ranks can meet: nobody has it, and no connection takes it until they come. RanksError if none is left."""
+    for port in random.sample(MEETING_PORTS, len(MEETING_PORTS)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise RanksError(f"every port from {MEETING_PORTS[0]} to {MEETING_PORTS[-1]} is in use; end other programs")
 
 
 def _watched(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.ranks import free_port
 from planner.check import arenas
 from planner.check.check import check
 from runtime.executor import execute
@@ -95,14 +96,6 @@ def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memor
         for process in started:
             process.kill()
     return json.loads(out.read_text())
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def every_case(groups: int, batch: int) -> list[str]:

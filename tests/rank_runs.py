@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+from penstock.ranks import free_port
 from runtime.checkpoint.checkpoint import latest
 
-from .rank_law import ROOT, free_port
+from .rank_law import ROOT
 from .running import SCRATCH, plan_in
 
 BATCH = ["--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4]

@@ -4,11 +4,11 @@ The curves are those of transformers' own schedulers. Such a scheduler multiplie
 that function is asked directly, so a resumed run needs no state of it.
 """
 
+import logging
 import warnings
 from collections.abc import Callable
 
 import torch
-from transformers import get_scheduler
 
 from runtime.settings import OptimizerSettings, ScheduleSettings
 
@@ -29,6 +29,10 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
 
     With warm-up the first step's is 0, as in transformers. Steps beyond the last are given what the scheduler gives them.
     """
+    # Where bitsandbytes is installed the import wakes it, and it warns of kernels that it lacks, which nobody asked for.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from transformers import get_scheduler
+
     schedule = settings.schedule
     decay_steps = _decay_steps(schedule, n_steps)
     _refuse_what_does_not_fit(schedule, decay_steps, n_steps)

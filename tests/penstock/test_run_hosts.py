@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.rank_law import ROOT, free_port
+from penstock.ranks import free_port
+from tests.rank_law import ROOT
 from tests.rank_runs import BATCH, QUIET, contents, done, planned, words
 from tests.running import make_home, penstock, plan_in
 
