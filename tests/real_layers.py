@@ -1,5 +1,6 @@
 """What do transformers' own layers do, call by call and byte by byte?"""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -133,8 +134,13 @@ def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dic
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most that the allocator held beyond what it held before, as its own records tell."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = work()
+    gc.collect()
+    gc.disable()  # what an earlier test left behind would be counted as given back by this work
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            result = work()
+    finally:
+        gc.enable()
     assert result is not None
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events
