@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
-MEETING_PORTS = range(20_000, 32_000)  # Linux takes ports of connections from above these
+MEETING_PORTS = range(20_000, 32_000)  # by default Linux takes ports of connections from above these
 GRACE_S = 20.0  # that the others have to end once one has failed
 LOOK_S = 0.2
 _DEATH_SIGNAL = 1  # of prctl: which signal comes when whoever started this process ends
@@ -96,10 +96,11 @@ def start(n: int, arguments: Sequence[str]) -> int:
 
 
 def free_port() -> int:
-    """A port at which ranks can meet: nobody has it, and no connection takes it until they come. RanksError if none is left."""
-    for port in random.sample(MEETING_PORTS, len(MEETING_PORTS)):
+    """A port at which ranks can meet: nobody has it on any address, and as a rule no connection takes it before they come.
+    RanksError if none is left."""
+    for port in random.SystemRandom().sample(MEETING_PORTS, len(MEETING_PORTS)):  # where two programs seed alike, not the same
         with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
+            free.bind(("", port))
             return port
     raise RanksError(f"every port from {MEETING_PORTS[0]} to {MEETING_PORTS[-1]} is in use; end other programs")
 

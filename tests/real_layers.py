@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -132,23 +133,25 @@ def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dic
     return sum(s.nbytes() for at, s in saved.items() if at not in given)
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that the allocator held beyond what it held before, as its own records tell."""
+def recorded(work: Callable[[], object]) -> list[Any]:
+    """What torch's profiler records of the work, in the order of time: events, `[memory]` among them for what the allocator gave
+    and got back. None of it is garbage that was recorded earlier, which would count as given back by this work."""
     gc.collect()
-    gc.disable()  # what an earlier test left behind would be counted as given back by this work
+    gc.disable()
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             result = work()
     finally:
         gc.enable()
-    assert result is not None
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    del result  # what it holds counts
+    return sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that the allocator held beyond what it held before, as its own records tell."""
+    changes = [event.nbytes() for event in recorded(work) if event.name() == "[memory]"]
+    assert changes
+    return max(accumulate(changes))
 
 
 def cases(types: tuple[str, ...]) -> list[tuple[str, str, str, str]]:

@@ -40,7 +40,8 @@ def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[to
 
 
 def products(dtype: Dtype, m: int, k: int, n: int, device: torch.device = CPU, working_bytes: int = 0) -> Work:
-    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work, on tensors that are used in turn."""
+    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work. On as many sets of
+    tensors as `working_bytes` hold, used in turn; 0: on one."""
     x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
     turns = cycle(in_turn([x, w, dy, torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)], working_bytes))
 
@@ -73,7 +74,8 @@ def attention(
 def pointwise(n_tokens: int, width: int, inner: int, working_bytes: int = 0) -> tuple[Work, int, int]:
     """What a decoder layer does in bf16 besides products, forward and backward; its traffic in bytes and its library calls.
 
-    The backward counts twice the forward, as in the planner's cost model. Inputs are used in turn.
+    The backward counts twice the forward, as in the planner's cost model. On as many sets of inputs as `working_bytes` hold, used
+    in turn; 0: on one.
     """
     bf16 = torch.bfloat16
     trained = [torch.randn(n_tokens, w).to(bf16).requires_grad_() for w in (width, inner, inner)]

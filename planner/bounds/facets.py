@@ -31,8 +31,8 @@ class Meeting:
 
 Key = Lane | Resource | Meeting
 _OF_LANE = {Lane.H2D: (Kind.LOAD,), Lane.D2H: (Kind.OFFLOAD_GRADIENT,), Lane.CPU: (Kind.UPDATE, Kind.ACCUMULATE)}
-_UP = (Kind.LOAD, Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION)
-_DOWN = (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SAVED, Kind.OFFLOAD_ACTIVATION)
+_COPIED_UP = (Kind.LOAD, Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION)
+_COPIED_DOWN = (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SAVED, Kind.OFFLOAD_ACTIVATION)
 _ON_HOST = (Kind.UPDATE, Kind.ACCUMULATE, Kind.NORM)
 
 
@@ -44,7 +44,8 @@ def _meetings() -> Iterator[Meeting]:
                 if any(met):
                     yield Meeting((kind, *(other for other in met if other is not None)))
     yield Meeting((Kind.ACCUMULATE, Kind.UPDATE, Kind.NORM, Kind.LOAD, Kind.OFFLOAD_GRADIENT))
-    for of_lanes in ((_UP, _DOWN), (_DOWN, _UP), (_UP, _DOWN, _ON_HOST), (_DOWN, _UP, _ON_HOST), (_ON_HOST, _UP, _DOWN)):
+    up, down, host = _COPIED_UP, _COPIED_DOWN, _ON_HOST
+    for of_lanes in ((up, down), (down, up), (up, down, host), (down, up, host), (host, up, down)):
         yield Meeting(tuple(chain.from_iterable(of_lanes)), any_of=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from runtime.errors import WorkloadError
 from runtime.files import read_whole
+from runtime.plan.packed import Base, published_as
 from runtime.plan.workload import Model
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
@@ -165,21 +166,17 @@ def hub_name(name: str | None) -> str | None:
     return HUB_NAMES.get(name) or HUB_FAMILIES[family].format(size.upper())
 
 
-READ_PACKED = {"bitsandbytes": "nf4", "fp8": "fp8"}  # as published, what is read where adapters are trained beside it
-
-
-def unread_weights(model: Model, base: str = "bf16") -> str | None:
+def unread_weights(model: Model, base: Base = "bf16") -> str | None:
     """Why the weights that are published of a model will be refused, and what to do; None where nothing says so, or frozen weights
     are to lie as they are published."""
+    in_mxfp4 = model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()
+    published = None if in_mxfp4 else published_as(model.config)
+    if published in ("bf16", base):
+        return None
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if base != "bf16" and base == READ_PACKED.get(str(method)):
-        return None
-    if quantised is None and not (model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()):
-        return None
-    stored = "in MXFP4 only" if quantised is None else f"as {str(method or 'quantised')[:40]}"
-    readable = READ_PACKED.get(str(method))
-    beside = f"plan adapters beside them with --train lora --base {readable}, or " if readable is not None else ""
+    stored = "in MXFP4 only" if in_mxfp4 else f"as {str(method or 'quantised')[:40]}"
+    beside = f"plan adapters beside them with --train lora --base {published}, or " if published is not None else ""
     return (
         f"the weights of {model.name or 'this model'} are published {stored}, which `run` does not read; {beside}make a bf16 copy "
         "first, for MXFP4 by transformers' Mxfp4Config(dequantize=True) and save_pretrained"

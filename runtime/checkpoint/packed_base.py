@@ -20,7 +20,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.files import alone, sync
 from runtime.layers.packed_weights import NF4, pack, parts
-from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes
+from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes, published_as
 
 from .checkpoint import load_weights, outline_of, publish, weight_files
 from .room import refusal
@@ -153,15 +153,11 @@ def _packed(folder: Path, name: str, weight: Tensor, base: Base) -> Tensor:
 def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
     """What a model's configuration says that its weights are packed in; bf16 if it says nothing. CheckpointError, with its name,
     for what is not read."""
-    said = config.get("quantization_config") or config.get("compression_config")
-    match said:
-        case None:
-            return "bf16"
-        case {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}:
-            return "nf4"
-        case {"quant_method": "fp8", "weight_block_size": [128, 128]}:
-            return "fp8"
-    raise CheckpointError(f"{folder}: its weights are packed by {_method(said)}, which is not read; {_IN_BF16}")
+    base = published_as(config)
+    if base is None:
+        how = _method(config.get("quantization_config") or config.get("compression_config"))
+        raise CheckpointError(f"{folder}: its weights are packed by {how}, which is not read; {_IN_BF16}")
+    return base
 
 
 def _method(said: object) -> str:

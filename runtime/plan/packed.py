@@ -7,6 +7,7 @@ A packed weight is its codes, then its fp32 scales, each part from a multiple of
     fp8    float8_e4m3fn; for each 128 x 128 block of each matrix what its numbers are multiplied with
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, assert_never
@@ -36,6 +37,19 @@ UNPACK_KERNELS: dict[Base, int] = {"nf4": 3, "int8": 2, "fp8": 2}
 UNPACK_BYTES_PER_ELEMENT: dict[Base, float] = {"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0}
 
 _LAYERS, _PACKED = "model.layers.", ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+def published_as(config: Mapping[str, object]) -> Base | None:
+    """What a model's configuration (transformers' config.json) says that its weights are packed in: bf16 if it says nothing of it,
+    None for what is not read."""
+    match config.get("quantization_config") or config.get("compression_config"):
+        case None:
+            return "bf16"
+        case {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}:
+            return "nf4"
+        case {"quant_method": "fp8", "weight_block_size": [128, 128]}:  # FP8_BLOCK
+            return "fp8"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

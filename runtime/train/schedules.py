@@ -7,6 +7,7 @@ that function is asked directly, so a resumed run needs no state of it.
 import logging
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,15 +25,23 @@ _NAMES = {
 }
 
 
+def _import_get_scheduler() -> Callable[..., Any]:
+    """transformers' own. Where bitsandbytes is installed the import wakes it, and it warns of kernels that nobody asked for."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from transformers import get_scheduler
+    finally:
+        logger.setLevel(level)
+    return get_scheduler
+
+
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:
     """The learning rate of a step, counted from 0, of a run of `n_steps`. RunConfigError where the parts do not fit into it.
 
     With warm-up the first step's is 0, as in transformers. Steps beyond the last are given what the scheduler gives them.
     """
-    # Where bitsandbytes is installed the import wakes it, and it warns of kernels that it lacks, which nobody asked for.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from transformers import get_scheduler
-
     schedule = settings.schedule
     decay_steps = _decay_steps(schedule, n_steps)
     _refuse_what_does_not_fit(schedule, decay_steps, n_steps)
@@ -43,7 +52,7 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
     nothing = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=settings.lr)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that nothing was optimised: nothing is
-        scheduler = get_scheduler(
+        scheduler = _import_get_scheduler()(
             _NAMES[schedule.kind], nothing, schedule.warmup_steps, n_steps, scheduler_specific_kwargs=particular.get(schedule.kind)
         )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 
 from hwprofiles.schema import read_profile
-from planner.bounds.bounds import policy_bound
+from planner.bounds.bounds import policy_bound, policy_bounds
 from planner.lower.lower import lower
-from planner.model.workload import build_workload
+from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import with_any_memory
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.search import search
 from planner.search.space import leanest
-from runtime.plan import Policy, Semantics, Update
+from runtime.plan import Lane, Policy, Semantics, Update
 from runtime.plan.train import parse_train
-from runtime.plan.workload import Model
+from runtime.plan.workload import Model, Saved
 from tests.tiny import tiny_config
 
 MACHINE = read_profile("rtx4090-desktop")
@@ -60,3 +60,23 @@ def test_adapters_that_are_updated_on_the_device_ask_for_nothing_of_the_host():
     kinds = {str(op.kind) for op in found.plan.ops}
     assert kinds.isdisjoint({"offload_gradient", "accumulate", "update", "speculate", "settle"})
     assert {"offload_squares", "update_on_device"} <= kinds
+
+
+def test_what_is_saved_leaves_beside_loads_and_its_bound_says_so():
+    """A link carries less each way when both are in use: its copies up take longer than their sum, and so long the bound is."""
+    model, semantics = (
+        read_model("llama-3.1-8b"),
+        Semantics(seq_len=1024, batch_size=4, micro_batch=4, gradient_dtype="fp32", train=parse_train("lora")),
+    )
+    workload, cost = build_workload(model, semantics), CostModel(with_any_memory(MACHINE, 10**12, 10**12))
+    layers, on_device = tuple(range(1, workload.n_layers + 1)), workload.mixed
+    policy = Policy(
+        save=(Saved.PRODUCTS,) * len(layers), offload_blocks=layers, spill_blocks=(0, *layers[:-1]), prefetch_depth=2,
+        device_blocks=on_device, square_blocks=on_device, update=Update.DEFERRED,
+    )  # fmt: skip
+    plan = lower(model, workload, semantics, policy, {})
+    simulated = simulate(plan, cost.demands(plan), region_of(cost.profile))
+    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, cost)}
+    busy_s = simulated.busy_s(plan)[Lane.H2D]
+    assert busy_s > 1.1 * bounds["lane h2d"]
+    assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)

@@ -90,7 +90,7 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
             again = blocks[b].recompute(case.plan.saved(b))
             again_s += cost.recompute_s(blocks[b], again, case.plan.semantics)
         next_kept = min(-(-b // stride) * stride, n_layers)
-        if b != next_kept >= first:
+        if b != next_kept and next_kept >= first:
             again_s += cost.forward_s(blocks[b], case.plan.semantics)
     again_s += copying_s(case.plan, machine)
     parts = waterfall(case.plan, machine)

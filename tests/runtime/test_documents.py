@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, cycle
+from itertools import cycle
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from runtime.plan.forward_plan import forward_plan
 from runtime.train.evaluation import Evaluator
 from tests import reference
 from tests.late_streams import LateStreams, Poisoned
+from tests.real_layers import peak_bytes
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import (
     EVERYTHING,
@@ -344,10 +345,7 @@ def test_attending_by_document_makes_no_more_than_attending_to_all_and_what_is_b
 
 def most_allocated(work) -> int:
     work()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    return max(accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+    return peak_bytes(work)
 
 
 def test_on_cuda_torch_has_the_calls_that_are_made_for_a_document():

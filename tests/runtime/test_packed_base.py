@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from planner.model.config import unread_weights
 from runtime.checkpoint import packed_base as room
 from runtime.checkpoint import tensor_files
 from runtime.checkpoint.packed_base import packed_base, published_base
 from runtime.checkpoint.room import NoRoomError
 from runtime.errors import CheckpointError
 from runtime.layers.packed_weights import pack, unpack_into
+from runtime.plan.workload import Model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -442,11 +444,19 @@ def test_other_methods_are_refused_by_name(folder, said, named):
         with pytest.raises(CheckpointError, match=rf"packed by {named}, which is not read") as caught:
             packed_base(folder, DENSE | {key: said}, SHAPES, "nf4", folder)
         assert one_line(caught)
+        for base in ("bf16", "nf4", "fp8"):
+            noted = unread_weights(Model(DENSE | {key: said}), base)
+            assert noted is not None, "a plan says so first, whatever it is for"
+            assert "--train lora" not in noted
 
 
 def test_a_configuration_says_what_weights_are_packed_in(folder):
     assert [published_base(folder, config) for config in (DENSE, NF4, FP8)] == ["bf16", "nf4", "fp8"]
     assert published_base(folder, {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}) == "nf4"
+    for config, base, other in ((NF4, "nf4", "fp8"), (FP8, "fp8", "nf4")):
+        assert unread_weights(Model(config), base) is None
+        assert f"--train lora --base {base}" in str(unread_weights(Model(config), other))
+    assert unread_weights(Model(DENSE)) is None
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 64), (64, 64)])

@@ -17,7 +17,7 @@ from runtime.layers.recompute import Replay
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
-from tests.real_layers import SIZES, Work, cases, tensors
+from tests.real_layers import SIZES, Work, cases, recorded, tensors
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import ADAMW, batches_of, plan_of, semantics_of
 
@@ -91,12 +91,14 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     batches = batches or batches_of(vocab_size, of.batch_size, of.seq_len)
     machine = CpuMachine(plan, lambda step: batches[step], lambda step: ADAMW)
     machine.initialise(0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+
+    def two_steps() -> None:
         for step in range(2):
             for index, op in enumerate(plan.ops):
                 with torch.profiler.record_function("compute") if op.lane is Lane.GPU else nullcontext(), torch.no_grad():
                     machine.perform(index, op, step)
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+
+    events = recorded(two_steps)
     computing = iter([(e.start_ns(), e.end_ns()) for e in events if e.name() == "compute"])
     start, end = next(computing)
     held = most_left = peak = 0
