@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from hwprofiles.schema import Profile, Share, read_profile
+from benchmarks.any_memory import with_any_memory
+from hwprofiles.quantity import Share
+from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import read_model, supported_attention
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster, with_any_memory
+from planner.predict.faster import Group, faster
 from planner.predict.simulate import simulate
 from planner.search.branch import MAX_STEPS
 from planner.search.micro_batch import SIZES, with_micro_batch

@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 
 import penstock
+from benchmarks.any_memory import with_any_memory
 from benchmarks.predicted_and_measured import Compared
 from benchmarks.text import standard_library
 from hwprofiles.schema import read_profile
 from planner.predict.cost import costs
-from planner.predict.faster import with_any_memory
 from runtime.machines.emulated import MEDIAN_OP_S
 from runtime.plan import Plan, Policy, saves
 from runtime.plan.workload import Saved

@@ -19,8 +19,8 @@ from hwprofiles.schema import read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from runtime.executor import execute
-from runtime.machine import NullMachine
 from runtime.plan import Plan, Policy, Semantics, Update
+from tests.null_machine import NullMachine
 
 MOST_US_PER_OP = 40.0
 N_MICRO_BATCHES = 4

@@ -17,11 +17,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 
+from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
 from planner.check.check import check
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
-from planner.predict.faster import with_any_memory
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import Answer, search
 from runtime.errors import DoesNotFitError

@@ -12,10 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
-from planner.predict.faster import with_any_memory
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import Answer, search
 from planner.show.explain import kernels_in_words

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from itertools import product
 from unittest.mock import patch
 
+from benchmarks.any_memory import with_any_memory
 from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from hwprofiles.schema import read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.predict.faster import with_any_memory
 from planner.search import branch, choices, climb, estimate, loads, space
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search

@@ -14,10 +14,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 
+from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.predict.faster import with_any_memory
 from planner.predict.memory import footprint, frame
 from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
 from planner.search.search import Answer, search

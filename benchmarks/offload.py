@@ -17,10 +17,10 @@ from functools import partial
 from itertools import product
 
 import penstock
+from benchmarks.any_memory import with_any_memory
 from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from benchmarks.knobs import Cell, step_s
 from hwprofiles.schema import read_profile
-from planner.predict.faster import with_any_memory
 from runtime.errors import DoesNotFitError
 from runtime.plan.workload import Saved
 from runtime.units import TB, show_seconds

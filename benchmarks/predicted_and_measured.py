@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 
 import penstock
+from benchmarks.any_memory import with_any_memory
 from benchmarks.small import CONFIG
 from benchmarks.text import standard_library
 from hwprofiles.schema import read_profile
-from planner.predict.faster import with_any_memory
 from runtime.units import MB, TB
 
 N_STEPS = 11  # two warm up, nine are compared

@@ -30,13 +30,12 @@ FILE = Path(__file__).parent / "published_several.json"
 A800, A800_LIKE, A800_NVLINK_LIKE, A800_LINK_FRACTION = "8xa800", "a100-sxm", "8xh100", 400 / 900
 FP16_SUMS_FACTOR = 330 / 165  # of products on a GeForce card, by its datasheet
 GEFORCE, TFLOP = "8xrtx4090", 10**12
-BELIEVED_BYTES_PER_S = 12e9  # of what those exchange, before these runs were known: the profile has what they say since
 SLOWEST, FASTEST, N_HALVINGS = 1e-2, 10.0, 16  # of the search for a rate of exchange: factors of the profile's
 NOTES = {
     "8xrtx4090-fsdp-offload-qwen3-1.7b": "two errors nearly cancel: products in fp16 are faster than we say, exchange is slower",
     "8xrtx4090-fsdp-offload-qwen3-32b": "of which memory it ran out, and when, is not said; we suppose, while the model was made",
     "8xrtx4090-fsdp-qwen3-32b": "no command is published; batch and length are those of the run with offload",
-    "8xa800-fsdp-llama-3.1-8b": "its layers reach more of the products' rate than the 0.841 that other GPUs' runs gave",
+    "8xa800-fsdp-llama-3.1-8b": "its products would have to be faster than single ones on an A100 were ever measured to be",
     "8xa800-fsdp-qwen3-32b": "it filled the device, where an allocator frees and asks again; we suppose",
 }
 
@@ -106,19 +105,19 @@ def read_published(path: Path = FILE) -> Published:
 
 @cache
 def machine_of(name: str) -> Profile:
-    """A shipped profile, as it was before these runs were known; or the machine that was made of two."""
-    if name == GEFORCE:
-        shipped = read_profile(name)
-        assert shipped.peers is not None
-        return faster(shipped, {Group.PEERS: BELIEVED_BYTES_PER_S / shipped.peers.bytes_per_s.value})
+    """A shipped profile, or the machine that was made of two."""
     if name != A800:
         return read_profile(name)
     device, links = read_profile(A800_LIKE), read_profile(A800_NVLINK_LIKE)
     assert links.peers is not None
-    rate = links.peers.bytes_per_s
-    peers = links.peers.model_copy(update={"bytes_per_s": rate.model_copy(update={"value": rate.value * A800_LINK_FRACTION})})
-    sources = {key: links.sources[key] for key in (peers.bytes_per_s.source, peers.latency_s.source)}
-    return device.model_copy(update={"name": name, "peers": peers, "sources": {**device.sources, **sources}})
+    made = device.model_copy(update={"name": name, "peers": links.peers, "sources": {**links.sources, **device.sources}})
+    return faster(made, {Group.PEERS: A800_LINK_FRACTION})
+
+
+def exchange_bytes_per_s(machine: Profile) -> float:
+    """At which weights of one device reach another, once many are on their way."""
+    assert machine.peers is not None
+    return machine.peers.collectives["all_gather"].bytes_per_s.value
 
 
 def explaining_bytes_per_s(published: PublishedSharded, products: float = 1.0) -> float | None:
@@ -140,7 +139,7 @@ def explaining_bytes_per_s(published: PublishedSharded, products: float = 1.0) -
     for _ in range(N_HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if step_s(middle) > measured_s else (low, middle)
-    return machine.peers.bytes_per_s.value * high
+    return exchange_bytes_per_s(machine) * high
 
 
 def section(published: Published) -> Iterator[str]:
@@ -161,9 +160,9 @@ def section(published: Published) -> Iterator[str]:
 
 _HEAD = """What was published of eight GPUs in one host together with the scripts that ran them, so that batch and length are known:
 by the authors of RoundPipe, of their own system and of others. Sources stand with each run in `benchmarks/published_several.json`.
-Each GPU has an eighth of the host; the GeForce cards exchange 12 GB/s, as was believed until these runs were looked at. The
-machines are `8xrtx4090`, and for the A800 `a100-sxm`,
-its host too, with 400/900 of the NVLink of `8xh100`. All of it was fp16 with sums in fp16, which tensor cores of GeForce cards do
+Each GPU has an eighth of the host; the GeForce cards exchange what single collectives did on another host of such cards, not what
+explains these runs. The machines are `8xrtx4090`, and for the A800 `a100-sxm`, its host too, with 400/900 of the NVLink of
+`8xh100`. All of it was fp16 with sums in fp16, which tensor cores of GeForce cards do
 at twice the rate (datasheet: 330 and 165 TFLOP/s; an A800 gains nothing). No profile of ours has that rate: Penstock computes in
 bf16, which has no such sums.
 
@@ -217,18 +216,19 @@ def _reading(published: Published, explained: Mapping[str, float]) -> Iterator[s
     ran = [it for it in published.sharded if it.tokens_per_s is not None]
     errors = {it: _error_fraction(it, predict(it.run, machine_of(it.machine))) for it in ran}
     by_host, by_nvlink = ([e for it, e in errors.items() if (it.machine == A800) is other] for other in (False, True))
-    spread, geforce = _rates(explained), read_profile(GEFORCE)
+    spread, has_bytes_per_s = _rates(explained), exchange_bytes_per_s(machine_of(GEFORCE))
     quick = _rates(explained_rates(published, FP16_SUMS_FACTOR))
-    assert geforce.peers is not None
-    has = geforce.peers.bytes_per_s
-    why = f"The profile has {has.value / GB:.0f} since then, give or take {has.spread_fraction:.0%}, for what a library exchanges."
+    why = (
+        f"The profile has {has_bytes_per_s / GB:.0f}, of collectives on another such host: hosts differ from 1 to 23 (docs/ops.md)."
+    )
     yield f"""Errors of the step: {_span(by_host)}, on the RTX 4090; {_span(by_nvlink)}, on the A800.
 
 Of {len(by_host)} steps on the RTX 4090 {sum(e < 0 for e in by_host)} took longer than predicted. One thing would explain them,
 whatever the system and wherever its state lies: that those GPUs exchange, by way of the host, at {spread}
-({quick}, were products twice as fast). {why} `fsdp` with the 8B says it most plainly: its host does nothing but pass on
-what is exchanged. It is far from what a link carries, so ranks of Penstock use no library there: each device copies to the host's
-memory, and from there what others put in it. On the A800 NVLink carries what is exchanged, and does not bind.
+({quick}, were products twice as fast). {why}
+`fsdp` with the 8B says it most plainly: its host does nothing but pass on what is exchanged. It is far from what a link carries, so
+ranks of Penstock use no library there: each device copies to the host's memory, and from there what others put in it. On the A800
+NVLink carries what is exchanged, and does not bind.
 
 The same source timed single layers on one RTX 4090. They show what sums in fp16 are worth: some do more than
 the 165 TFLOP/s that bf16 has at most.

@@ -21,7 +21,7 @@ from planner.ledger.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS
 from planner.ledger.system_pipeline import Program, ends_s
 from planner.ledger.systems import ZERO3_UPDATE_BYTES
 from planner.model.workload import build_workload, read_model
-from planner.predict.cost import EAGER_FRACTION, CostModel
+from planner.predict.cost import CostModel
 from runtime.plan import Semantics
 from runtime.plan.setup import MOMENT_BYTES
 from runtime.plan.workload import Block
@@ -80,12 +80,12 @@ def _micro_batch_s(run: Sharded, c: SystemCosts, is_first: bool, is_last: bool) 
         before = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
         up_bytes = n_params // ranks * (BF16 if zero3 else FP32)
         up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), before)
-        return p.add("net", cost.together(ranks, n_params * BF16), up, before)
+        return p.add("net", cost.together(ranks, n_params * BF16, "all_gather"), up, before)
 
     def scatter(n_params: int, after: int) -> None:
         if not zero3 and not is_last:
             return
-        left = p.add("net", cost.together(ranks, n_params * BF16), after)
+        left = p.add("net", cost.together(ranks, n_params * BF16, "reduce_scatter"), after)
         if run.system == "fsdp-offload":
             p.add("d2h", c.copy("d2h", n_params // ranks * FP32), left)
         elif zero3:  # blocking copies of ordinary memory: kernels that are not issued yet wait for them
@@ -118,7 +118,7 @@ def _updating_s(run: Sharded, c: SystemCosts, machine: Profile) -> float:
 
     match run.system:
         case "fsdp":
-            return n * TORCH_ADAM_BYTES / (c.profile.device.memory_bytes_per_s.value * EAGER_FRACTION)
+            return n * TORCH_ADAM_BYTES / c.profile.device.memory_bytes_per_s.value
         case "fsdp-offload":  # the profile's rate of first touches is one thread's, and each rank has threads of its own
             return on_host(TORCH_ADAM_BYTES) + n * TORCH_ADAM_NEW_BYTES / machine.host.page_fault_bytes_per_s.value
         case "zero3-offload":

@@ -7,16 +7,19 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+POINTS, LAW = "points", "law"  # the two forms of a rate over size, which are no keys of a file
+
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """One line: the key, what is wrong with it, and what to do. A misspelled key is worth more than the one it leaves missing."""
     errors = error.errors(include_url=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    *parents, key = first["loc"] or ("",)
-    place = plain(".".join(map(str, first["loc"])))
+    keys = [part for part in first["loc"] if part not in (POINTS, LAW)]
+    key = keys[-1] if keys else ""
+    place = plain(".".join(map(str, keys)))
     match first["type"]:
         case "extra_forbidden":
-            fields = _fields_at(root, parents)
+            fields = _fields_at(root, first["loc"][:-1])
             near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.4)
             return f"{place}: unknown key; write {(near or [' or '.join(fields)])[0]}"
         case "missing":
@@ -32,7 +35,10 @@ def _fields_at(root: type[BaseModel], place: Sequence[int | str]) -> list[str]:
     """Names of the keys that belong at a place below the root."""
     here: Any = root
     for key in place:
-        if isinstance(here, type) and issubclass(here, BaseModel):
+        if key in (POINTS, LAW):
+            forms = [get_args(form) for form in get_args(get_args(here)[0])]
+            here = next(form for form, tag in forms if tag.tag == key)
+        elif isinstance(here, type) and issubclass(here, BaseModel):
             here = here.model_fields[str(key)].annotation
         else:
             here = get_args(here)[0] if get_origin(here) is tuple else get_args(here)[-1]

@@ -2,7 +2,7 @@
 
 A profile is JSON. Every number is a quantity: a value in the unit that its key names, a spread (half the width, as a
 fraction of the value, that covers about 80 % of what one would see), and the key of the source it rests on. Rates over
-size are measured points; `curves.py` says what holds between them.
+size are measured points, of which `curves.py` says what holds between them, or one of the laws of `laws.py`.
 """
 
 import difflib
@@ -11,78 +11,34 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from runtime.errors import ProfileError
 from runtime.files import read_whole
 from runtime.units import MiB, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
-from .refusal import explain, plain
+from .laws import AttentionLaw, CollectiveLaw, ProductLaw
+from .quantity import SOURCE_KINDS, Day, Dtype, Part, Quantity, Share, Size, Source, Text, quantities
+from .refusal import LAW, POINTS, explain, plain
 
 FOLDER = Path(__file__).parent / "profiles"
 MAX_PROFILE_FILE_BYTES = 8 * MiB
 
-SourceKind = Literal["measured", "fitted", "published", "datasheet", "assumed", "user"]
-SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
-Dtype = Literal["bf16", "fp32"]
 Direction = Literal["h2d", "d2h"]
-AttentionKernel = Literal["flash", "cudnn"]
-Text = Annotated[str, Field(min_length=1, max_length=2000)]
-Size = Annotated[int, Field(gt=0, lt=2**53)]
-
-
-def _iso_date(text: str) -> str:
-    try:
-        return date.fromisoformat(text).isoformat()
-    except ValueError:
-        raise ValueError("not a date; write YYYY-MM-DD") from None
-
-
-Day = Annotated[str, AfterValidator(_iso_date)]
-
-
-class Part(BaseModel):
-    """Frozen, strict, and without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Quantity(Part):
-    """A number above zero in the unit of its key, how far it may be off, and where it comes from."""
-
-    value: Annotated[float, Field(ge=1e-15, le=1e30)]
-    spread_fraction: Annotated[float, Field(ge=0, le=10)]
-    source: Text
-
-
-class Share(Part):
-    """A quantity that may be zero."""
-
-    value: Annotated[float, Field(ge=0, le=1e30)]
-    spread_fraction: Annotated[float, Field(ge=0, le=10)]
-    source: Text
-
-
-class Source(Part):
-    """Where numbers come from. Only what `penstock probe` measured, or read from nvbandwidth, is `measured`."""
-
-    kind: SourceKind
-    detail: Text
-    date: Day | None
-    device: Text | None
-    driver: Text | None
-
-    @model_validator(mode="after")
-    def _names_what_was_measured(self) -> "Source":
-        if self.kind == "measured" and self.device is None:
-            raise ValueError("measured, but on no device; name it, or say that it is assumed")
-        return self
+AttentionKernel = Literal["flash", "cudnn", "fa3", "aiter"]
+NormKernel = Literal["torch-fused", "torch-compile"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
+FORMAT_VERSION = 2
+ITEM_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 4}
+BACKWARD_ATTENTION = 2.5  # the convention of all rates here: five products of the backward against two of the forward
+# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
+# head width 128, 8k tokens, causal) of 290; where nobody measured a device's own.
+DETERMINISTIC_FRACTION = 0.57
 
 
 class MatmulPoint(Part):
@@ -92,6 +48,8 @@ class MatmulPoint(Part):
     k: Size
     n: Size
     flop_per_s: Quantity
+    clock_hz: float | None = None  # of the multiprocessors meanwhile, and what the device drew; None: no driver told
+    watts: float | None = None
 
 
 class AttentionPoint(Part):
@@ -101,13 +59,44 @@ class AttentionPoint(Part):
     head_dim: Size
     forward_flop_per_s: Quantity
     backward_flop_per_s: Quantity
+    clock_hz: float | None = None
+    watts: float | None = None
+
+
+class AttentionCall(NamedTuple):
+    """Attention as a kernel is asked for it; `grouped`: several heads share keys and values."""
+
+    dtype: Dtype
+    seq_len: int
+    head_dim: int
+    grouped: bool
+    causal: bool = True
+
+
+class NormRates(Part):
+    """An RMS norm in one kernel: bytes of its input and output a second, each read or written once; the backward counts twice as
+    many, and takes longer for each: it also sums the gradient of the weight."""
+
+    forward_bytes_per_s: Quantity
+    backward_bytes_per_s: Quantity
+
+
+def _points_or_law(value: object) -> str:
+    return POINTS if isinstance(value, list | tuple) else LAW
+
+
+Products = Annotated[
+    Annotated[tuple[MatmulPoint, ...], Tag(POINTS)] | Annotated[ProductLaw, Tag(LAW)], Discriminator(_points_or_law)
+]
+AttentionRates = Annotated[
+    Annotated[tuple[AttentionPoint, ...], Tag(POINTS)] | Annotated[AttentionLaw, Tag(LAW)], Discriminator(_points_or_law)
+]
 
 
 class Device(Part):
     """What computes: a GPU, or the cores of a CPU that the gpu lane uses, with its own arena.
 
-    `attention` is of torch's own kernels (FlashAttention in bf16, the memory-efficient one in fp32); `cudnn_attention` of cuDNN's,
-    in the dtypes that it has them for. None: not measured.
+    `attention` by kernel: `flash` is torch's own (FlashAttention-2 in bf16, the memory-efficient one in fp32).
     """
 
     name: Text
@@ -115,13 +104,15 @@ class Device(Part):
     memory_bytes: Quantity
     context_bytes: Share
     memory_bytes_per_s: Quantity
+    eager_bytes_per_s: Quantity | None = None  # of unfused pointwise modules, each call's bytes counted; None: the memory's
+    sustained_fraction: Quantity | None = None  # of a burst's rate that products keep in a step; None: rates are a step's
     kernel_overhead_s: Quantity
     op_overhead_s: Quantity
     compute_threads: Size | None
     workspace_bytes: Share | None = None  # what kernels and libraries take beside the context once they have been used
-    matmul: dict[Dtype, tuple[MatmulPoint, ...]]
-    attention: dict[Dtype, tuple[AttentionPoint, ...]]
-    cudnn_attention: dict[Dtype, tuple[AttentionPoint, ...]] | None = None
+    matmul: dict[Dtype, Products]
+    attention: dict[AttentionKernel, dict[Dtype, AttentionRates]]
+    norms: dict[NormKernel, NormRates] = {}
     pool_bytes: Quantity | None = None  # soldered memory of which the device's and the host's are parts; None: each has its own
 
 
@@ -179,13 +170,13 @@ class Host(Part):
 class Peers(Part):
     """The other devices of the host, each at work on its part of a step.
 
-    `bytes_per_s`: what each sends, and receives at the same time, when all exchange something. `through_host`: by way of host
-    memory, as where devices do not reach each other's.
+    `latency_s`: until devices that have come to an op know it. `through_host`: what is exchanged goes by way of host memory, as
+    where devices do not reach each other's: at what rate is a property of the host's topology, not of the devices.
     """
 
-    n_devices: Size
-    bytes_per_s: Quantity
+    n_devices: Size | None = None  # of the host; None: nobody said, and any number may be asked for
     latency_s: Quantity
+    collectives: dict[Collective, CollectiveLaw]
     through_host: bool = False
 
 
@@ -212,7 +203,7 @@ class Price(Part):
 class Profile(Part):
     """A machine: what it can do, and how we know."""
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     name: Text
     summary: Text
     sources: dict[str, Source]
@@ -229,13 +220,15 @@ class Profile(Part):
             if quantity.source not in self.sources:
                 raise ValueError(f"{key}: source {quantity.source!r} is not in `sources`; add it there")
         for dtype in get_args(Dtype):
-            for grid in ("matmul", "attention"):
-                if not getattr(self.device, grid).get(dtype):
+            for grid, has in (("matmul", self.device.matmul), ("attention.flash", self.device.attention.get("flash", {}))):
+                if not has.get(dtype):
                     raise ValueError(f"device.{grid}.{dtype}: no point; give at least one")
-            check_rising(_matmul_rows(self, dtype), 2, f"device.matmul.{dtype}")
-            _check_attention(self.device.attention[dtype], f"device.attention.{dtype}")
-        for dtype, points in (self.device.cudnn_attention or {}).items():
-            _check_attention(points, f"device.cudnn_attention.{dtype}")
+            if not isinstance(products := self.device.matmul[dtype], ProductLaw):
+                check_rising(_matmul_rows(products), 2, f"device.matmul.{dtype}")
+        for kernel, of in self.device.attention.items():
+            for dtype, rates in of.items():
+                if not isinstance(rates, AttentionLaw):
+                    _check_attention(rates, f"device.attention.{kernel}.{dtype}")
         for direction, curve in (("h2d", self.link.h2d), ("d2h", self.link.d2h)):
             _check_curve(curve.bytes_per_s, f"link.{direction}.bytes_per_s")
         self._holds_its_memory()
@@ -268,7 +261,7 @@ class Profile(Part):
     @property
     def n_devices(self) -> int:
         """That the profile speaks of; there may be more where it says nothing of others."""
-        return 1 if self.peers is None else self.peers.n_devices
+        return 1 if self.peers is None else self.peers.n_devices or 1
 
     @property
     def n_hosts(self) -> int:
@@ -284,15 +277,15 @@ class Profile(Part):
     def from_json(fields: dict[str, Any], where: str = "profile") -> "Profile":
         """The profile that `to_json` wrote; ProfileError names the first thing wrong with it in one line."""
         try:
-            return Profile.model_validate_json(json.dumps(fields))
+            return Profile.model_validate_json(json.dumps(_upgraded(fields)))
         except ValidationError as error:
             raise ProfileError(f"{plain(where)}: {explain(error, Profile)}") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"{plain(where)}: not JSON ({plain(str(error))}); make it again with `penstock probe`") from None
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as JSON values."""
-        return self.model_dump(mode="json")
+        """The profile as JSON values, without what is as it is where nothing is said."""
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None) -> "Profile":
         """The same machine with memory sizes that its user gave; None leaves one as it is. ProfileError for zero or less, and for
@@ -323,27 +316,42 @@ class Profile(Part):
 
     def quantities(self) -> Iterator[tuple[str, Quantity | Share]]:
         """Every quantity with its place, for example `link.h2d.latency_s`."""
-        return _quantities("", self)
+        return quantities("", self)
 
     def count_sources(self) -> dict[str, int]:
         """How many quantities rest on each kind of source; every kind is named, also at zero."""
         counts: Counter[str] = Counter(self.sources[q.source].kind for _, q in self.quantities())
         return {kind: counts[kind] for kind in SOURCE_KINDS}
 
-    def matmul_flop_per_s(self, dtype: Dtype, m: int, k: int, n: int) -> Rate:
-        """FLOP/s of (m, k) @ (k, n), interpolated over (m, sqrt(k n)): products of equal m and k n cost the same."""
-        return interpolated(_matmul_rows(self, dtype), m, math.sqrt(k * n))
+    def matmul_rate(self, dtype: Dtype, m: int, k: int, n: int) -> Rate:
+        """FLOP/s of (m, k) @ (k, n) alone. Points are interpolated over (m, sqrt(k n)): those of equal m and k n cost the same."""
+        products = self.device.matmul[dtype]
+        if not isinstance(products, ProductLaw):
+            return interpolated(_matmul_rows(products), m, math.sqrt(k * n))
+        seconds = products.seconds(m, k, n, ITEM_BYTES[dtype], self.device.memory_bytes_per_s.value)
+        return Rate(2 * m * k * n / seconds, products.covers(m, k, n))
 
-    def attention_flop_per_s(
-        self, dtype: Dtype, seq_len: int, head_dim: int, backward: bool, kernel: AttentionKernel = "flash"
-    ) -> Rate:
-        """FLOP/s of causal attention, of the backward pass if asked; FLOP as in `AttentionPoint`.
+    def attention_rate(self, call: AttentionCall, backward: bool, kernel: AttentionKernel = "flash") -> Rate:
+        """FLOP/s of attention, of the backward pass if asked; FLOP as in `AttentionPoint`.
 
-        Where that kernel was not measured in that dtype the other one's rate holds, and the answer says that it is outside.
+        Where that kernel was not measured in that dtype `flash` stands in, and the answer says that it is outside.
         """
-        cudnn = (self.device.cudnn_attention or {}).get(dtype) if kernel == "cudnn" else None
-        rate = interpolated(_attention_rows(cudnn or self.device.attention[dtype], backward), head_dim, seq_len)
-        return rate if cudnn or kernel == "flash" else Rate(rate.value, inside_measured=False)
+        own = self.device.attention.get(kernel, {}).get(call.dtype)
+        rates = own or self.device.attention["flash"][call.dtype]
+        if not isinstance(rates, AttentionLaw):
+            rate = interpolated(_attention_rows(rates, backward), call.head_dim, call.seq_len)
+        else:
+            found = rates.pass_of(backward).rate(call.seq_len, call.head_dim, call.grouped, call.causal)
+            rate = Rate(found, rates.covers(call.seq_len))
+        return rate if own else Rate(rate.value, inside_measured=False)
+
+    def deterministic_fraction(self, kernel: AttentionKernel, dtype: Dtype) -> float:
+        """Of the backward's rate that is left when its sums have a fixed order; 1 where the kernel has no other."""
+        rates = self.device.attention.get(kernel, {}).get(dtype)
+        found = rates.deterministic_fraction if isinstance(rates, AttentionLaw) else None
+        if found is None:
+            return 1.0 if self.device.kind == "cpu" else DETERMINISTIC_FRACTION
+        return found.value
 
     def copy_s(self, direction: Direction, n_bytes: float) -> float:
         """Seconds of one pinned copy with nothing else on the link."""
@@ -395,8 +403,24 @@ def read_profile(name_or_path: str) -> Profile:
     return Profile.from_json(fields, name_or_path)
 
 
-def _matmul_rows(profile: Profile, dtype: Dtype) -> list[Row]:
-    return rows_of((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in profile.device.matmul[dtype])
+def _upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a profile of version 1 as version 2 has them: attention by kernel, an exchange by collective."""
+    if fields.get("format_version") != 1 or not isinstance(device := fields.get("device"), dict):
+        return fields
+    attention = {"flash": device.get("attention"), "cudnn": device.get("cudnn_attention")}
+    kept = {key: value for key, value in device.items() if key != "cudnn_attention"}
+    device = kept | {"attention": {kernel: of for kernel, of in attention.items() if of}}
+    peers = fields.get("peers")
+    if isinstance(peers, dict) and "bytes_per_s" in peers:
+        plain_law = {"growth": 0.0, "fill_s": 0.0, "fill_bytes": 1.0, "fill_growth": 0.0, "crowding": 0.0, "here": 0.0}
+        law = {"latency_s": peers.get("latency_s"), "bytes_per_s": peers["bytes_per_s"], **plain_law}
+        peers = {key: value for key, value in peers.items() if key != "bytes_per_s"}
+        peers["collectives"] = dict.fromkeys(get_args(Collective), law)
+    return fields | {"format_version": FORMAT_VERSION, "device": device, "peers": peers}
+
+
+def _matmul_rows(points: Sequence[MatmulPoint]) -> list[Row]:
+    return rows_of((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in points)
 
 
 def _attention_rows(points: Sequence[AttentionPoint], backward: bool) -> list[Row]:
@@ -419,21 +443,3 @@ def _check_curve(points: tuple[CopyPoint, ...], where: str) -> None:
             raise ValueError(f"{where}: {p1.n_bytes} bytes after {p0.n_bytes}; sort the points by n_bytes")
         if p1.n_bytes / p1.rate.value <= p0.n_bytes / p0.rate.value:
             raise ValueError(f"{where}: {p1.n_bytes} bytes take less time than {p0.n_bytes}; measure again")
-
-
-def _quantities(place: str, part: object) -> Iterator[tuple[str, Quantity | Share]]:
-    """The quantities below a part of a profile, each with its place."""
-    match part:
-        case Quantity() | Share():
-            yield place.lstrip("."), part
-        case BaseModel():
-            for key in type(part).model_fields:
-                yield from _quantities(f"{place}.{key}", getattr(part, key))
-        case dict():
-            for key, item in part.items():
-                yield from _quantities(f"{place}.{key}", item)
-        case tuple():
-            for i, item in enumerate(part):
-                yield from _quantities(f"{place}.{i}", item)
-        case _:
-            pass

@@ -21,8 +21,9 @@ def part_of(profile: Profile, n: int, n_hosts: int = 1, gbit_per_s: float | None
 def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
     """What one of n devices has of the machine, or of each of so many such machines: a device and its link, and an equal part of
     its host. Prices become those of all: a profile's are of one device, a user's of the whole."""
-    if profile.peers is not None and n > profile.n_devices:
-        raise ProfileError(f"{profile.name}: has {profile.n_devices} devices, not {n}; choose --gpus {profile.n_devices} or fewer")
+    has = None if profile.peers is None else profile.peers.n_devices
+    if has is not None and n > has:
+        raise ProfileError(f"{profile.name}: has {has} devices, not {n}; choose --gpus {has} or fewer")
     if n_hosts > 1 and profile.network is None:
         raise ProfileError(f"{profile.name}: says nothing of a network; say with --network-gbit what each host has")
     if n * n_hosts == 1 and profile.n_hosts == 1:
@@ -32,11 +33,10 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
     for key in ("memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s"):
         host[key]["value"] /= n
     host["n_cores"] = max(1, host["n_cores"] // n)
-    shares = [host["soldered_bytes"]] if host["soldered_bytes"] is not None else []
-    for quantity in shares:
-        quantity["value"] /= n
+    if "soldered_bytes" in host:
+        host["soldered_bytes"]["value"] /= n
     for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
-        if price[key] is None:
+        if price.get(key) is None:
             continue
         if key == "ram_usd_per_gb" or profile.sources[price[key]["source"]].kind != "user":  # memory is priced by the part
             price[key]["value"] *= n * n_hosts

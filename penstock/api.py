@@ -124,7 +124,7 @@ def probe(
     name: str = "this-machine",
     report: "Callable[[str, float], None]" = lambda what, fraction: None,
 ) -> "Profile":
-    """The profile of this machine, measured in 90 seconds, or 20 if `quick`; `report` hears what is measured and how far it is."""
+    """The profile of this machine, measured in 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` hears how far it is."""
     from hwprofiles.probe import measure
     from hwprofiles.probe.cuda import open_cuda
     from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu

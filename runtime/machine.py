@@ -1,11 +1,11 @@
 """What performs an op?
 
 `Machine` is what the executor asks for: `CpuMachine` does the real work with the CPU in the GPU's place, `CudaMachine` gives it to
-a GPU's streams, `EmulatedMachine` keeps another machine's time, `NullMachine` only remembers.
+a GPU's streams, `EmulatedMachine` keeps another machine's time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -13,7 +13,7 @@ from typing import Protocol
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
 
-from .lane_thread import LaneRun, on_its_own_thread
+from .lane_thread import LaneRun
 
 
 @dataclass(frozen=True)
@@ -54,32 +54,3 @@ class Machine(Protocol):
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         """When ops really ran, given when the lanes' threads were in `perform`. Called once all lanes have ended."""
-
-
-class NullMachine:
-    """Only remembers what it was asked to do, in the order in which it was asked."""
-
-    def __init__(self) -> None:
-        self.performed: list[tuple[int, int]] = []  # (step, op)
-
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        return on_its_own_thread(lane, work)
-
-    @contextmanager
-    def lane(self, lane: Lane) -> Iterator[None]:
-        yield
-
-    def perform(self, index: int, op: Op, step: int) -> None:
-        self.performed.append((step, index))
-
-    def mark(self, op: Op) -> object:
-        return None
-
-    def follow(self, lane: Lane, token: object) -> None:
-        pass
-
-    def result(self, step: int) -> StepResult | None:
-        return None
-
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return spans

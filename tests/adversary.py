@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
-from hwprofiles.schema import Profile, read_profile
+from benchmarks.any_memory import with_any_memory
+from hwprofiles.schema import Collective, Profile, read_profile
 from planner.bounds.bounds import places_to_stay, policy_bounds
 from planner.bounds.machine import machine_bound
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster, with_any_memory
+from planner.predict.faster import Group, faster
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.climb import AWAY
@@ -166,7 +167,10 @@ def _with_peers(machine: Profile, rng: random.Random) -> Profile:
         return machine
     quantity = {"value": 10 ** rng.uniform(8, 12), "spread_fraction": 0.1, "source": next(iter(machine.sources))}
     latency = {**quantity, "value": 10 ** rng.uniform(-6, -3)}
-    peers = {"n_devices": 8, "bytes_per_s": quantity, "latency_s": latency, "through_host": rng.random() < 0.3}
+    law = {"latency_s": latency, "bytes_per_s": quantity, "growth": rng.uniform(0, 2), "fill_s": 10 ** rng.uniform(-6, -3)}
+    law |= {"fill_bytes": 10 ** rng.uniform(5, 8), "fill_growth": rng.uniform(0, 1), "crowding": rng.uniform(0, 1)}
+    collectives = dict.fromkeys(get_args(Collective), law | {"here": rng.uniform(0, 2)})
+    peers = {"n_devices": 8, "latency_s": latency, "collectives": collectives, "through_host": rng.random() < 0.3}
     network = {"bytes_per_s": {**quantity, "value": 10 ** rng.uniform(8, 11)}, "latency_s": latency, "n_hosts": 2}
     return Profile.from_json(machine.to_json() | {"peers": peers, "network": network if rng.random() < 0.4 else None})
 

@@ -10,9 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hwprofiles.probe.device import DeviceError, DeviceFacts, DeviceOutOfMemory, HostFacts, Issue, Memory, PciLink, Place, Stream
+from hwprofiles.probe.device import (
+    DeviceError,
+    DeviceFacts,
+    DeviceOutOfMemory,
+    HostFacts,
+    Issue,
+    Load,
+    Memory,
+    PciLink,
+    Place,
+    Stream,
+)
 from hwprofiles.probe.timings import Reading, Timing
-from hwprofiles.schema import AttentionKernel, Direction, Dtype
+from hwprofiles.quantity import Dtype
+from hwprofiles.schema import AttentionKernel, Direction
 
 GB, GiB = 10**9, 2**30
 ITEM = {"bf16": 2, "fp32": 4}
@@ -28,6 +40,9 @@ class Truth:
     attention_flop_per_s: dict[Dtype, float] = field(default_factory=lambda: {"bf16": 350e12, "fp32": 12e12})
     cudnn_flop_per_s: dict[Dtype, float] = field(default_factory=lambda: {"bf16": 560e12})  # of attention, where it has it
     memory_bytes_per_s: float = 4e12
+    norm_fractions: tuple[float, float] = (0.8, 0.4)  # of that, forward and backward
+    eager_fraction: float = 0.6
+    load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock and watts while it works; idle, its clocks are low
     kernel_s: float = 4e-6
     copy_latency_s: float = 8e-6
     pinned: dict[Direction, float] = field(default_factory=lambda: {"h2d": 55e9, "d2h": 57e9})
@@ -247,6 +262,20 @@ class FakeDevice:
         rates = {"flash": self.m.truth.attention_flop_per_s, "cudnn": self.m.truth.cudnn_flop_per_s}
         seconds = n_flop / rates[kernel][dtype]
         return self._kernel("attention", seconds), self._kernel("attention", 2.5 * seconds / 0.8)
+
+    def load(self) -> Load:
+        return Load(*self.m.truth.load) if any(self.m.queues.values()) else Load(3e8, 70.0)
+
+    def norm(self, n_tokens: int, width: int) -> tuple[Issue, Issue]:
+        seconds = 4 * n_tokens * width / self.m.truth.memory_bytes_per_s
+        forward, backward = (n * seconds / of for n, of in zip((1, 2), self.m.truth.norm_fractions, strict=True))
+        return self._kernel("norm", forward, clocked=False), self._kernel("norm", backward, clocked=False)
+
+    def eager(self, n_tokens: int, width: int, inner: int) -> tuple[Issue, int, int]:
+        n_bytes, n_calls = 3 * n_tokens * (74 * width + 10 * inner), 48
+        t = self.m.truth
+        seconds = n_bytes / t.memory_bytes_per_s / t.eager_fraction + n_calls * t.kernel_s
+        return self._kernel("eager", seconds, clocked=False), n_bytes, n_calls
 
     def pointwise(self, n_bytes: int) -> Issue:
         return self._kernel("pointwise", n_bytes / self.m.truth.memory_bytes_per_s, clocked=False)

@@ -11,12 +11,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hwprofiles.probe.nvbandwidth import merged, read_nvbandwidth
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.cli.plan import _policy
 from planner.check.check import check
 from planner.check.claimed import claimed
 from planner.check.recount import check_claim, check_origin, is_by_this_code, strangers
+from planner.ledger.ops import validate_ops
 from planner.ledger.validate import validate_file
 from planner.lower.lower import lower
 from planner.model.config import read_model, refuse_another
@@ -29,7 +29,7 @@ from runtime.plan import Plan, PlanFile, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model
 
 from .fuzz_judge import CPU_S, World, judged
-from .fuzz_mutations import OUTSIDE, Mutate, mutate_json, mutate_plan_text
+from .fuzz_mutations import OUTSIDE, Mutate, mutate_json, mutate_plan_text, mutate_rows
 from .strategies import MODEL, PROFILE, small_workload
 from .tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
 
@@ -208,16 +208,6 @@ def _read_profile(folder: Path) -> None:
     simulate(plan, costs(plan, profile), region_of(profile), 2)
 
 
-def _nvbandwidth() -> list[bytes]:
-    from tests.hwprofiles.test_nvbandwidth import DOWN, UP, case, output, whole
-
-    return [as_json(whole()), as_json(output(case(UP, "56.3", "N/A"), case(DOWN, status="Waived", error="no such copy")))]
-
-
-def _read_nvbandwidth(folder: Path) -> None:
-    merged(read_profile("rtx4090-server"), read_nvbandwidth(folder / "bandwidth.json"), 2**29, "x")
-
-
 def _runs() -> list[bytes]:
     runs = json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())["runs"]
     kinds = {(run["system"], run.get("variant")): run for run in runs}
@@ -228,6 +218,19 @@ def _read_runs(folder: Path) -> None:
     ledger = validate_file(str(folder / "runs.json"))
     ledger.table()
     ledger.to_json()
+
+
+def _ops() -> list[bytes]:
+    """A row of each kind, those of the first machine that has one."""
+    header, *rows = (ROOT / "benchmarks" / "published_ops.csv").read_bytes().splitlines(keepends=True)
+    kinds = {row.split(b",")[2]: row for row in reversed(rows)}
+    return [header + b"".join(kinds.values()), header + rows[-1]]
+
+
+def _read_ops(folder: Path) -> None:
+    ledger = validate_ops(str(folder / "ops.csv"))
+    ledger.table()
+    json.dumps(ledger.to_json(), allow_nan=False)
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ FORMATS: dict[str, Format] = {
         Format("plan (text)", "plan.txt", lambda: [str(p).encode() for p in sample_plans()], mutate_plan_text, _read_plan_text),
         Format("policy", "policy.json", _policies, mutate_json, _read_policy),
         Format("profile", "profile.json", _profiles, mutate_json, _read_profile),
-        Format("nvbandwidth", "bandwidth.json", _nvbandwidth, mutate_json, _read_nvbandwidth),
+        Format("published ops", "ops.csv", _ops, mutate_rows, _read_ops),
         Format("published runs", "runs.json", _runs, mutate_json, _read_runs),
         Format("config.json", "config.json", _configs, mutate_json, _read_config),
     )

@@ -241,6 +241,41 @@ def mutate_lines(data: bytes, rng: Random) -> bytes:
     return b"\n".join(lines)
 
 
+ODD_FIELDS = (
+    *(
+        "",
+        "-1",
+        "0",
+        "nan",
+        "inf",
+        "1e400",
+        "1e-320",
+        "4",
+        "9" * 40,
+        "B/s",
+        "rows",
+        "fp8",
+        "cublas\x00",
+        "../h100-sxm",
+        "cpu-2core",
+    ),
+    *("tokens=0;width=1", "tokens=9007199254740991;width=9007199254740991", "m=1;m=2;k=3;n=4", "gpus=1;bytes=1", "gpus=64;bytes=1"),
+    *("model=../outside/secret;batch=1;seq=1", "model=no-such;batch=1;seq=1", "model=llama-3.1-8b;batch=99999;seq=9999999"),
+    *("batch=1;seq=1;heads=1;kv_heads=2;head_dim=1", "batch=1;seq=1;heads=1;kv_heads=1;head_dim=4096;causal=7", ";;=", "m"),
+)
+
+
+def mutate_rows(data: bytes, rng: Random) -> bytes:
+    """A CSV file: fields of a row or two, sometimes the text."""
+    if rng.random() < 0.2:
+        return mutate_text(data, rng)
+    rows = [line.split(",") for line in data.decode("utf-8", "replace").split("\n")]
+    for _ in range(rng.choice((1, 1, 2))):
+        row = rng.choice(rows)
+        row[rng.randrange(len(row))] = rng.choice((rng.choice(rng.choice(rows)), rng.choice(ODD_FIELDS)))
+    return "\n".join(map(",".join, rows)).encode()
+
+
 def mutate_plan_text(data: bytes, rng: Random) -> bytes:
     """A plan's text: a header's JSON, an arena, an op, or the text."""
     if rng.random() < 0.2:

@@ -19,20 +19,23 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hwprofiles.schema import AttentionKernel, Direction, Dtype
+from hwprofiles.quantity import Dtype
+from hwprofiles.schema import AttentionKernel, Direction
 from runtime.errors import ProfileError
 from runtime.machines.streams import CudaEvents
+from runtime.units import MiB
 
-from .device import Buffer, DeviceError, DeviceFacts, DeviceOutOfMemory, Event, Issue, Memory, PciLink, Place, Stream
+from .device import Buffer, DeviceError, DeviceFacts, DeviceOutOfMemory, Event, Issue, Load, Memory, PciLink, Place, Stream
 from .instruments import on_cores
 from .pci import pci_folder, pci_link
-from .works import Work, attention, products, slab
+from .works import Work, attention, norm, pointwise, products, slab
 
 DRIVER_FILES = (Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 COPIES_AHEAD = 2  # in a stream's queue while copies run without end
 MOST_PLACES = 64  # that copies step through
 COPY_STRIDE_BYTES = 4096
 LONGEST_MESSAGE = 160
+WORKING_BYTES = 512 * MiB  # of sets of operands used in turn: above any device's cache, of which the largest has 256 MiB
 # Left to itself torch takes cuDNN's attention where it thinks it faster, and a run takes the one that it is told to.
 BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -109,6 +112,13 @@ class CudaDevice:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
             unused_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return Memory(free_bytes + unused_bytes, total_bytes)
+
+    def load(self) -> Load:
+        try:
+            clock_mhz, draw = torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device)
+        except Exception:  # the vendor's library is not there or may not be asked, each in an error of its own
+            return Load(None, None)
+        return Load(clock_mhz * 1e6 or None, draw / (1 if torch.version.hip else 1000) or None)  # W on AMD, mW elsewhere
 
     def release(self) -> None:
         with translated():
@@ -192,7 +202,7 @@ class CudaDevice:
 
     def product(self, dtype: Dtype, m: int, k: int, n: int) -> Issue:
         with self._computing():
-            work = products(dtype, m, k, n, self._device)
+            work = products(dtype, m, k, n, self._device, WORKING_BYTES)
         return self._issue(work)
 
     def attention_kernels(self, dtype: Dtype) -> Sequence[AttentionKernel]:
@@ -220,10 +230,20 @@ class CudaDevice:
             forward, backward = attention(dtype, n_sequences, n_heads, seq_len, head_dim, self._device)
         return self._issue(forward, by_kernel), self._issue(backward)  # a backward is by the kernel of its forward
 
+    def norm(self, n_tokens: int, width: int) -> tuple[Issue, Issue]:
+        with self._computing():
+            forward, backward = norm(n_tokens, width, self._device, WORKING_BYTES)
+        return self._issue(forward), self._issue(backward)
+
+    def eager(self, n_tokens: int, width: int, inner: int) -> tuple[Issue, int, int]:
+        with self._computing():
+            work, n_bytes, n_calls = pointwise(n_tokens, width, inner, WORKING_BYTES, self._device)
+        return self._issue(work), n_bytes, n_calls
+
     def pointwise(self, n_bytes: int) -> Issue:
         with self._computing():
             n_elements = max(1, n_bytes // (3 * torch.bfloat16.itemsize))  # two are read, one is written
-            x, y, out = (torch.ones(n_elements, dtype=torch.bfloat16, device=self._device).normal_() for _ in range(3))
+            x, y, out = (torch.randn(n_elements, dtype=torch.bfloat16, device=self._device) for _ in range(3))
         return self._issue(lambda: torch.add(x, y, out=out))
 
     def smallest(self) -> Issue:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol
 
-from hwprofiles.schema import AttentionKernel, Direction, Dtype
+from hwprofiles.quantity import Dtype
+from hwprofiles.schema import AttentionKernel, Direction
 
 from .timings import Reading, Timing
 
@@ -70,6 +71,13 @@ class Memory(NamedTuple):
     total_bytes: int
 
 
+class Load(NamedTuple):
+    """What a device says of itself while it works: its multiprocessors' clock, and what it draws; None: its driver is silent."""
+
+    clock_hz: float | None
+    watts: float | None
+
+
 class Buffer(Protocol):
     """Memory in one place, written to once, so that all of it is there."""
 
@@ -91,6 +99,8 @@ class Device(Protocol):
 
     def memory(self) -> Memory: ...
 
+    def load(self) -> Load: ...
+
     def release(self) -> None:
         """Give memory back that nothing uses."""
 
@@ -107,7 +117,7 @@ class Device(Protocol):
         """Pinned copies of that size, both ways without end, until the context does."""
 
     def product(self, dtype: Dtype, m: int, k: int, n: int) -> Issue:
-        """(m, k) @ (k, n) and the two products of its backward, on random data."""
+        """(m, k) @ (k, n) and the two products of its backward, on random data that no cache holds from one call to the next."""
 
     def attention_kernels(self, dtype: Dtype) -> Sequence[AttentionKernel]:
         """Those that it has for this dtype, `flash` always."""
@@ -116,6 +126,12 @@ class Device(Protocol):
         self, dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel
     ) -> tuple[Issue, Issue]:
         """Causal attention as transformers calls it, by this kernel and no other: forward, and backward."""
+
+    def norm(self, n_tokens: int, width: int) -> tuple[Issue, Issue]:
+        """An RMS norm in one kernel, in bf16, on data that no cache holds: forward, and backward."""
+
+    def eager(self, n_tokens: int, width: int, inner: int) -> tuple[Issue, int, int]:
+        """What a layer's unfused modules do besides products, both ways; the bytes that it moves, and its calls."""
 
     def pointwise(self, n_bytes: int) -> Issue:
         """One kernel that reads and writes `n_bytes` in sum."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hwprofiles.schema import Dtype, Profile
+from hwprofiles.quantity import Dtype
+from hwprofiles.schema import FORMAT_VERSION, Profile
 from runtime.errors import ProfileError
 from runtime.host.slabs import settle_allocator
 from runtime.machines.cores import split_beside_gpu, split_cores
@@ -109,7 +110,7 @@ def probe_cpu(effort: Effort, progress: Progress, name: str = "this-machine") ->
     device_bytes = int(usable_bytes * DEVICE_SHARE)
     cpu = f"{hosts.cpu_name()}, {len(cores)} cores"
     fields = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "name": name,
         "summary": f"{cpu}, {show_bytes(usable_bytes)} of free memory; core{_listed(bench.compute_cores)} for compute, "
         f"core{_listed(bench.host_cores)} for copies and optimizer{named_cliffs(cliffs)}",
@@ -166,7 +167,8 @@ def _measured(bench: Bench, effort: Effort, progress: Progress) -> tuple[dict[st
     progress("calls and memory traffic", 0.2)
     device = _overheads(bench, busy)
     device["matmul"] = _matmuls(bench, effort, busy, lambda what, fraction: progress(what, 0.25 + 0.55 * fraction))
-    device["attention"] = _attentions(bench, effort, busy, lambda what, fraction: progress(what, 0.8 + 0.2 * fraction))
+    attentions = _attentions(bench, effort, busy, lambda what, fraction: progress(what, 0.8 + 0.2 * fraction))
+    device["attention"] = {"flash": attentions}
     progress("done", 1.0)
     return link, host, device
 

@@ -7,7 +7,7 @@ slow in the end, so work is repeated until one timing is like the one before, an
 import math
 from dataclasses import dataclass, field
 
-from .device import Device, Issue, Stream
+from .device import Device, Issue, Load, Stream
 from .timings import ONE_RUN_SPREAD, Timing
 
 SETTLED_FRACTION = 0.02  # that two timings in a row may differ by
@@ -40,12 +40,15 @@ class Stopwatch:
         self.busy_s += seconds
         return max(seconds, 1e-9) / n
 
-    def timing(self, issue: Issue, stream: Stream = Stream.COMPUTE) -> Timing:
-        """Median of repeats, after timings have settled."""
+    def timing(self, issue: Issue, stream: Stream = Stream.COMPUTE, soak_s: float = 0.0) -> Timing:
+        """Median of repeats, after so many seconds of the same work, and after timings have settled."""
         first_s = self.batch(issue, 1, stream)  # loads the kernel and fills the allocator
         if first_s > self.longest_s:
             return Timing(first_s, ONE_RUN_SPREAD)
         n = self._n_per_batch(self.batch(issue, 1, stream))
+        soaked_s = self.busy_s + soak_s
+        while self.busy_s < soaked_s:
+            self.batch(issue, n, stream)
         before_s = self.batch(issue, n, stream)
         timings = [self.batch(issue, n, stream)]
         for _ in range(MOST_SETTLING):
@@ -55,6 +58,13 @@ class Stopwatch:
         while len(timings) < self.least_repeats or (len(timings) < self.most_repeats and sum(timings) * n < self.point_s):
             timings.append(self.batch(issue, n, stream))
         return Timing.of(timings)
+
+    def load(self, issue: Issue, one_s: float) -> Load:
+        """What the device says of itself while it does a work that takes `one_s`."""
+        issue(self._n_per_batch(one_s))
+        load = self.device.load()
+        self.device.synchronise()
+        return load
 
     def warm_up(self, issue: Issue, most_s: float) -> None:
         """Work until several timings in a row agree, but not for longer than `most_s`: then the clocks are what training gets."""

@@ -6,8 +6,10 @@ made more work seem to take less time, the times are lifted and their spread say
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+Told = Mapping[str, float | None]  # clock_hz and watts of a point
 
 LEAST_SPREAD = 0.01
 ONE_RUN_SPREAD = 0.1  # of a work so long that it was run once
@@ -112,8 +114,8 @@ class AttentionTimes:
         self._n_heads, self._slowdown = n_heads, slowdown
         self._narrower: tuple[dict[int, float], dict[int, float]] = ({}, {})  # seconds by length, forward and backward
 
-    def add(self, head_dim: int, times: Sequence[tuple[int, Timing, Timing]]) -> None:
-        """Seconds of one sequence by rising length: forward, and backward."""
+    def add(self, head_dim: int, times: Sequence[tuple[int, Timing, Timing]], loads: Mapping[int, Told] = {}) -> None:
+        """Seconds of one sequence by rising length: forward, and backward; and what the device said of itself, by length."""
         lifted = []
         for way in (0, 1):
             points = [(float(n), (forward, backward)[way]) for n, forward, backward in times]
@@ -130,12 +132,16 @@ class AttentionTimes:
                     "head_dim": head_dim,
                     "forward_flop_per_s": forward_rate,
                     "backward_flop_per_s": backward_rate,
+                    **loads.get(seq_len, {}),
                 }
             )
 
 
-def product_points(times: dict[tuple[int, int, int], Timing], slowdown: float) -> list[dict[str, Any]]:
-    """Points of a matmul grid from times of a product with its backward, lifted in place and widened by the slowdown."""
+def product_points(
+    times: dict[tuple[int, int, int], Timing], slowdown: float, loads: Mapping[tuple[int, int, int], Told] = {}
+) -> list[dict[str, Any]]:
+    """Points of a matmul grid from times of a product with its backward, lifted in place and widened by the slowdown; beside each
+    what the device said of itself."""
     raise_products(times)
     return [
         {
@@ -143,6 +149,7 @@ def product_points(times: dict[tuple[int, int, int], Timing], slowdown: float) -
             "k": k,
             "n": n,
             "flop_per_s": timing.per_second(products_flop(m, k, n)).widened(slowdown).as_quantity("probe"),
+            **loads.get((m, k, n), {}),
         }
         for (m, k, n), timing in times.items()
     ]

@@ -14,7 +14,7 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 
-from hwprofiles.schema import Dtype
+from hwprofiles.quantity import Dtype
 from runtime.host.memory import DTYPE
 from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, ParamState, Scratch, SplitMaster, adamw_, sum_of_squares
 from runtime.host.slabs import host_slab
@@ -71,16 +71,35 @@ def attention(
     return forward, lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
 
 
-def pointwise(n_tokens: int, width: int, inner: int, working_bytes: int = 0) -> tuple[Work, int, int]:
+def norm(n_tokens: int, width: int, device: torch.device = CPU, working_bytes: int = 0) -> tuple[Work, Work]:
+    """An RMS norm in one kernel, in bf16: forward, and backward. On as many sets of tensors as `working_bytes` hold, in turn."""
+    x, dy = (torch.randn(n_tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    w = torch.randn(width, dtype=torch.bfloat16, device=device)
+    sets = in_turn([x.requires_grad_(), w.requires_grad_(), dy], working_bytes)
+
+    def forward_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return F.rms_norm(x, (width,), w, 1e-6)
+
+    turns, done = cycle(sets), cycle([(forward_of(x, w), (x, w), dy) for x, w, dy in sets])
+
+    def backward() -> None:
+        y, leaves, dy = next(done)
+        torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    return lambda: forward_of(*next(turns)[:2]), backward
+
+
+def pointwise(n_tokens: int, width: int, inner: int, working_bytes: int = 0, device: torch.device = CPU) -> tuple[Work, int, int]:
     """What a decoder layer does in bf16 besides products, forward and backward; its traffic in bytes and its library calls.
 
     The backward counts twice the forward, as in the planner's cost model. On as many sets of inputs as `working_bytes` hold, used
     in turn; 0: on one.
     """
     bf16 = torch.bfloat16
-    trained = [torch.randn(n_tokens, w).to(bf16).requires_grad_() for w in (width, inner, inner)]
-    others = [torch.randn(n_tokens, w).to(bf16) for w in (width, width, width, inner)]
-    weight_H = torch.ones(width, dtype=bf16, requires_grad=True)
+    trained = [torch.randn(n_tokens, w, device=device).to(bf16).requires_grad_() for w in (width, inner, inner)]
+    others = [torch.randn(n_tokens, w, device=device).to(bf16) for w in (width, width, width, inner)]
+    weight_H = torch.randn(width, device=device).to(bf16).requires_grad_()
     copies = in_turn([*trained, *others], working_bytes)
     turns, results = cycle(copies), deque[tuple[torch.Tensor, ...]](maxlen=len(copies))
 

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "compare": ("penstock.cli.which.compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
     "machines": ("penstock.cli.which.machines", "List the machines that can be planned for, and what is known of them."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
-    "validate": ("penstock.cli.validate", "Predict published runs and say how far off the predictions are."),
+    "validate": ("penstock.cli.validate", "Predict what was measured, runs or single ops, and say how far off that is."),
 }
 
 

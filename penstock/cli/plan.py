@@ -126,7 +126,6 @@ class _Plan(Command):
     help="Share of steps whose gradient is clipped, if known: then blocks may be updated before the norm is.",
 )
 @with_prices
-@click.option("--measurements", is_flag=True, help="Rank what to measure: by how much each measurement would narrow P10 to P90.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def plan(
@@ -149,7 +148,6 @@ def plan(
     usd_per_hour: float | None,
     usd: float | None,
     usd_per_kwh: float | None,
-    measurements: bool,
     output: Path | None,
     as_json: bool,
     **semantics: Any,
@@ -159,11 +157,14 @@ def plan(
     MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
+    from rich.console import Console
+
     from hwprofiles.schema import read_profile
     from hwprofiles.several import part_of
     from penstock.api import answer_of
     from planner.model.config import unread_weights
     from planner.model.workload import read_model
+    from planner.show.explain import explain
     from runtime.plan import PlanFile
 
     refuse_endless(machine)
@@ -192,9 +193,9 @@ def plan(
     if output is not None:
         PlanFile(answer.plan, answer.claim()).write(output)
     if as_json:
-        click.echo(json.dumps(_fields(answer, profile, measurements, tokens)))
+        click.echo(json.dumps(_fields(answer, profile, tokens)))
     else:
-        _show(answer, profile, measurements, tokens)
+        explain(answer, profile, Console(file=sys.stdout), tokens)
     if (unread := unread_weights(described, answer.plan.semantics.base)) is not None:
         click.echo(f"note: {on_one_line(unread)}", err=True)
     if output is not None:
@@ -215,9 +216,9 @@ def _needed(model: "Model") -> str:
     return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
-def _fields(answer: "Answer", profile: "Profile", measurements: bool, tokens: int | None) -> dict[str, Any]:
-    """What `--json` prints of an answer; `measurements` and `job` only where they were asked for."""
-    from planner.search.uncertainty import measurements_worth_making
+def _fields(answer: "Answer", profile: "Profile", tokens: int | None) -> dict[str, Any]:
+    """What `--json` prints of an answer; `job` only where it was asked for."""
+    from planner.predict.rests_on import rests_on
     from planner.show.price import hourly, job
 
     fields = {
@@ -232,20 +233,9 @@ def _fields(answer: "Answer", profile: "Profile", measurements: bool, tokens: in
     fields |= {"usd_per_million_tokens": rented, "bought_usd_per_million_tokens": bought}
     if tokens is not None:
         fields["job"] = asdict(job(tokens, tokens_per_s, hour))
-    if measurements:
-        fields["measurements"] = [m.to_json() for m in measurements_worth_making(answer.plan, profile, answer.drawn)]
+    device, others = rests_on(answer.plan, profile)
+    fields["rests_on"] = {"device": device.to_json(), "others": others and others.to_json()}
     return fields
-
-
-def _show(answer: "Answer", profile: "Profile", measurements: bool, tokens: int | None) -> None:
-    """The answer in words; which measurements would make it surer only where that was asked for."""
-    from rich.console import Console
-
-    from planner.search.uncertainty import measurement_rows
-    from planner.show.explain import explain
-
-    rows = measurement_rows(answer.plan, profile, answer.drawn) if measurements else None
-    explain(answer, profile, Console(file=sys.stdout), rows, tokens)
 
 
 def _policy(text: str, semantics: "Semantics", workload: "Workload") -> "Policy | None":

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hwprofiles.laws import AttentionLaw, ProductLaw
 from hwprofiles.probe.cliffs import cliff_lines, without_cliffs
-from hwprofiles.probe.nvbandwidth import merged, read_nvbandwidth
-from hwprofiles.schema import AttentionPoint, Profile, Quantity, Share, read_profile
+from hwprofiles.quantity import Dtype, Quantity, Share
+from hwprofiles.schema import Profile
 from runtime.errors import ProfileError
 from runtime.units import parse_bytes, show_bytes, show_rate, show_seconds
 
@@ -24,17 +25,8 @@ DEFAULT_NAME = "this-machine"
 
 @click.command("probe")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", help="What is to compute. [auto: cuda where there is one]")
-@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds instead of 90.")
-@click.option(
-    "--nvbandwidth", "results_path", type=click.Path(path_type=Path), help="Take the link from this output of `nvbandwidth -j`."
-)
-@click.option("--onto", metavar="PROFILE", help="With --nvbandwidth: measure nothing, take all else from this profile.")
-@click.option(
-    "--buffer-size", default="512MiB", show_default=True, help="With --nvbandwidth: its -b, which the file does not hold."
-)
-@click.option(
-    "--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device, or which column of --nvbandwidth."
-)
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, of a GPU a minute.")
+@click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")
 @click.option(
     "--host-memory",
     metavar="SIZE",
@@ -45,41 +37,26 @@ DEFAULT_NAME = "this-machine"
 def probe(
     device: str,
     quick: bool,
-    results_path: Path | None,
-    onto: str | None,
-    buffer_size: str,
     gpu: int,
     host_memory: str | None,
     output: Path | None,
 ) -> None:
-    """Measure this machine: about 90 seconds.
+    """Measure this machine: about 90 seconds; a GPU, each of whose products runs until clocks are steady, some four minutes.
 
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
     other programs first. The profile is what `penstock plan --machine FILE` reads.
     """
     from penstock.api import probe as measured
 
-    if onto is not None and results_path is None:
-        raise ProfileError("--onto says where the numbers of a file go; give the file too, with --nvbandwidth FILE")
     if output is not None:
         _check_writable(output)  # before, not after, the measuring
-    buffer_bytes = parse_bytes(buffer_size)
     host_bytes = parse_bytes(host_memory) if host_memory is not None else None
-    results = None if results_path is None else read_nvbandwidth(results_path, gpu)
     console = Console(stderr=True)
-    name = output.stem if output else DEFAULT_NAME
-    device = "cuda" if results else device  # what nvbandwidth measured is the link of one
-    if onto is None:
-        with _progress(console) as report:
-            profile = measured(device, quick, gpu=gpu, name=name, report=report)
-    else:
-        profile = read_profile(onto)
-    lines: list[str] = []
-    if results is not None:
-        profile, lines = merged(profile, results, buffer_bytes, name)
+    with _progress(console) as report:
+        profile = measured(device, quick, gpu=gpu, name=output.stem if output else DEFAULT_NAME, report=report)
     profile = profile.with_memory(None, host_bytes)
     console.print(headline(profile))
-    for line in [*lines, *remarks(profile)]:
+    for line in remarks(profile):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if output is None:
         sys.stdout.write(text_of(profile))
@@ -101,15 +78,20 @@ def headline(profile: Profile) -> Table:
     def rate(unit: str) -> Callable[[float], str]:
         return lambda value: show_rate(value, unit)
 
-    for dtype in ("bf16", "fp32"):
-        best = max(device.matmul[dtype], key=lambda p: p.flop_per_s.value)
-        row(f"{dtype} products, best: ({best.m}, {best.k}) @ ({best.k}, {best.n})", best.flop_per_s, rate("FLOP"))
-        longest = max(device.attention[dtype], key=_place)
-        row(f"{dtype} attention over {longest.seq_len} tokens, forward", longest.forward_flop_per_s, rate("FLOP"))
-        row(f"{dtype} attention over {longest.seq_len} tokens, backward", longest.backward_flop_per_s, rate("FLOP"))
-        for cudnn in [p for p in (device.cudnn_attention or {}).get(dtype, ()) if _place(p) == _place(longest)]:
-            row("  by cuDNN, forward", cudnn.forward_flop_per_s, rate("FLOP"))
-            row("  by cuDNN, backward", cudnn.backward_flop_per_s, rate("FLOP"))
+    dtypes: tuple[Dtype, ...] = ("bf16", "fp32")
+    for dtype in dtypes:
+        if not isinstance(points := device.matmul[dtype], ProductLaw):
+            best = max(points, key=lambda p: p.flop_per_s.value)
+            row(f"{dtype} products, best: ({best.m}, {best.k}) @ ({best.k}, {best.n})", best.flop_per_s, rate("FLOP"))
+        for kernel, of in device.attention.items():
+            rates, by = of.get(dtype, ()), "" if kernel == "flash" else f" by {'cuDNN' if kernel == 'cudnn' else kernel}"
+            if rates and not isinstance(rates, AttentionLaw):
+                longest = max(rates, key=lambda p: (p.seq_len, p.head_dim))
+                for way, found in (("forward", longest.forward_flop_per_s), ("backward", longest.backward_flop_per_s)):
+                    row(f"{dtype} attention{by} over {longest.seq_len} tokens, {way}", found, rate("FLOP"))
+    for name, norm in device.norms.items():
+        row(f"{name} norms, forward", norm.forward_bytes_per_s, rate("B"))
+        row(f"{name} norms, backward", norm.backward_bytes_per_s, rate("B"))
     row("memory traffic of other kernels", device.memory_bytes_per_s, rate("B"))
     row("one library call", device.kernel_overhead_s, show_seconds)
     row("hand-over between two lanes", device.op_overhead_s, show_seconds)
@@ -133,10 +115,6 @@ def headline(profile: Profile) -> Table:
         row("  of which its context takes", device.context_bytes, show_bytes)
     row("memory for the host", host.memory_bytes, show_bytes)
     return table
-
-
-def _place(point: AttentionPoint) -> tuple[int, int]:
-    return point.seq_len, point.head_dim
 
 
 def remarks(profile: Profile) -> list[str]:

@@ -29,7 +29,19 @@ from .claimed import Claimed, as_json, refuse_contradictions, same
 from .shape import AGAIN
 
 # What of a block says how long it takes, and nothing of what it is or needs: another version may count it otherwise.
-_OF_TIME = frozenset({"matmuls", "n_matmuls", "pointwise_bytes", "fused_bytes", "n_kernels", "tile_sum_bytes", "copied_bytes"})
+_OF_TIME = frozenset(
+    {
+        "matmuls",
+        "n_matmuls",
+        "pointwise_bytes",
+        "fused_bytes",
+        "norm_bytes",
+        "n_kv_heads",
+        "n_kernels",
+        "tile_sum_bytes",
+        "copied_bytes",
+    }
+)
 MOST_SHOWN = 60  # characters of a value
 
 

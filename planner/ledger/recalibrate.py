@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hwprofiles.schema import Profile, Quantity, Source
+from hwprofiles.quantity import Quantity, Source
+from hwprofiles.schema import Profile
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import sped_up, with_quantities
 from planner.predict.settled import Settled, predicted_of, settled
@@ -37,8 +38,8 @@ KEY = "recalibrated"
 # attention kernel.
 RESOURCES: dict[str, tuple[str, ...]] = {
     "matrix products, {dtype}": ("device.matmul.{dtype}.",),
-    "attention, {dtype}": ("device.{attention}.{dtype}.",),
-    "device memory": ("device.memory_bytes_per_s",),
+    "attention, {dtype}": ("device.attention.{attention}.{dtype}.",),
+    "device memory": ("device.memory_bytes_per_s", "device.eager_bytes_per_s", "device.norms."),
     "kernels' overhead": ("device.kernel_overhead_s",),
     "ops' overhead": ("device.op_overhead_s",),
     "rate of uploads": ("link.h2d.bytes_per_s.",),
@@ -133,8 +134,8 @@ class _Machine:
     def __init__(self, plan: Plan, profile: Profile, clips: bool) -> None:
         dtype = plan.semantics.compute_dtype
         self.plan, self.profile, self.clips = plan, profile, clips
-        is_cudnn = plan.semantics.attention_kernel == "cudnn" and profile.device.cudnn_attention is not None
-        attention = "cudnn_attention" if is_cudnn else "attention"
+        is_cudnn = plan.semantics.attention_kernel == "cudnn" and "cudnn" in profile.device.attention
+        attention = "cudnn" if is_cudnn else "flash"
         self.resources = {
             name.format(dtype=dtype): tuple(p.format(dtype=dtype, attention=attention) for p in places)
             for name, places in RESOURCES.items()

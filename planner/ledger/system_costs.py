@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
-from hwprofiles.schema import Direction, Profile
-from planner.predict.cost import BACKWARD_ATTENTION, BACKWARD_MATMULS, BACKWARD_POINTWISE, EAGER_FRACTION, region_of
+from hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
+from planner.predict.cost import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call, region_of
 from runtime.plan import Semantics
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.workload import ITEM_BYTES, Block, Matmul, Workload
@@ -33,9 +33,8 @@ PROFILE_UPDATE_BYTES = 28  # per parameter, of the updates whose rate shipped pr
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What the systems' own code makes of a machine. The fitted numbers are those of `hwprofiles.fit`, which names their runs."""
+    """What the systems' own code makes of a machine. What is fitted is found by `benchmarks/run_fit.py`, which names the runs."""
 
-    eager_fraction: float = EAGER_FRACTION
     tensor_s: float = 0.6e-3  # fitted: to wake all host cores for one tensor
     issue_s: float = 16.9e-6  # fitted: the main thread's time to issue one library call from Python
     clip_bytes_per_s: float = 14.8e9  # fitted: gradient bytes through PyTorch's norm and scaling on the CPU
@@ -45,7 +44,6 @@ class Software:
 
 # How far each may be off on another machine, as the spreads of a profile: half the width that covers 80 %.
 SOFTWARE_SPREAD_FRACTION = {
-    "eager_fraction": 0.04,
     "tensor_s": 0.15,
     "issue_s": 0.3,
     "clip_bytes_per_s": 0.35,
@@ -73,11 +71,6 @@ class SystemCosts:
     def one_pool(self) -> bool:
         """Whether both ends of a copy lie in one memory: kernels and copies of either direction then take turns."""
         return self.profile.device.kind == "cuda" and self.profile.link.dram_bytes_per_byte >= 2
-
-    @property
-    def sustained_fraction(self) -> float:
-        """Of the rates of isolated kernels; fused modules are little else than their products."""
-        return 1.0 if self.fused else self.software.eager_fraction
 
     # the device
 
@@ -113,7 +106,7 @@ class SystemCosts:
         n_bytes = self.n_tokens * self.vocab * LOGIT_TRAFFIC_BYTES
         if not self.fused:
             n_bytes += n_chunks * WEIGHT_SUM_TRAFFIC * self.vocab * self.width * BF16
-        return self._compute(products_s + n_bytes / self._memory_rate, n_chunks)
+        return self._compute(products_s + n_bytes / self._pointwise_bytes_per_s, n_chunks)
 
     def embedding_backward(self) -> Demand:
         """A dense gradient of the table: zeroed, then rows added."""
@@ -223,19 +216,27 @@ class SystemCosts:
     def _memory_rate(self) -> float:
         return self.profile.device.memory_bytes_per_s.value
 
+    @property
+    def _pointwise_bytes_per_s(self) -> float:
+        """Of fused kernels, or of eager modules."""
+        eager = self.profile.device.eager_bytes_per_s
+        return self._memory_rate if self.fused or eager is None else eager.value
+
     def _compute(self, seconds: float, n_kernels: int, attention_s: float = 0.0) -> Demand:
         """Attention is one kernel, as fast in a layer as alone."""
         launches_s = n_kernels * self.profile.device.kernel_overhead_s.value
-        return Demand(launches_s, seconds / self.sustained_fraction + attention_s)
+        return Demand(launches_s, seconds + attention_s)
 
     def _matmul_s(self, m: int, k: int, n: int) -> float:
-        return Matmul(m, k, n).flop / self.profile.matmul_flop_per_s("bf16", m, k, n).value
+        sustained = self.profile.device.sustained_fraction
+        rate = self.profile.matmul_rate("bf16", m, k, n).value * (1.0 if sustained is None else sustained.value)
+        return Matmul(m, k, n).flop / rate
 
     def _attention_s(self, block: Block, backward: bool) -> float:
         a = block.attention
         if a is None:
             return 0.0
-        rate = self.profile.attention_flop_per_s("bf16", a.seq_len, a.head_dim, backward).value
+        rate = self.profile.attention_rate(attention_call(a, "bf16"), backward).value
         return (BACKWARD_ATTENTION if backward else 1.0) * a.flop / rate
 
     def _pointwise_s(self, block: Block) -> float:
@@ -243,7 +244,7 @@ class SystemCosts:
         n_bytes = block.pointwise_bytes
         if self.boundary_bytes <= CACHE_BYTES and block.matmuls:
             n_bytes = min(n_bytes, WIDE_TRAFFIC * inner_elements(block) * BF16)
-        return left * n_bytes / self._memory_rate
+        return left * n_bytes / self._pointwise_bytes_per_s
 
     def _dram(self, bytes_per_s: float) -> float:
         return min(bytes_per_s, self.profile.host.dram_bytes_per_s.value)

@@ -14,7 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hwprofiles.schema import Profile, Quantity, read_profile
+from hwprofiles.quantity import Quantity
+from hwprofiles.schema import Profile, read_profile
 from planner.model.workload import read_model
 from planner.predict.faster import Group, group_of, sped_up, with_quantities
 from runtime.errors import PenstockError
@@ -215,7 +216,7 @@ def with_intervals(ledger: Ledger, runs: Sequence[PublishedRun]) -> Ledger:
 
 
 def _tied_fraction(machine: str) -> float:
-    return FITTED_FRACTION if read_profile(machine).count_sources()["fitted"] else 1.0
+    return FITTED_FRACTION if any(key.startswith("fitted_") for key in read_profile(machine).sources) else 1.0
 
 
 def _doubts() -> Iterator[tuple[Software, Callable[[str], Profile]]]:

@@ -33,7 +33,7 @@ HUB_NAMES = {
     **{"mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501", "mistral-large-123b": "mistralai/Mistral-Large-Instruct-2407"},
     **{"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
     **{"ernie-4.5-0.3b": "baidu/ERNIE-4.5-0.3B-PT", "internlm3-8b": "internlm/internlm3-8b-instruct"},
-    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+    **{"smollm3-3b": "HuggingFaceTB/SmolLM3-3B", "llama-2-7b": "meta-llama/Llama-2-7b-hf", "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B"},
 }
 HUB_FAMILIES = {  # a family's configurations are alike but for their sizes
     **{"llama": "meta-llama/Llama-{}", "smollm2": "HuggingFaceTB/SmolLM2-{}"},

@@ -55,7 +55,7 @@ def rms_norm(tape: Tape, x: Tensor, width: int, style: str, kernel: Kernel = "ea
         scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # the first: its gradient, in order
         return tape.step(
             [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=scratch_bytes, fused=True,
-            trained=trains,
+            trained=trains, norm=True,
         )  # fmt: skip
     x32 = tape.cast(x, FP32)
     squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])

@@ -32,7 +32,7 @@ def _attention_kernel(
 ) -> AttentionKernel:
     if deterministic:
         return "deterministic"
-    has_rates = semantics.compute_dtype in (profile.device.cudnn_attention or {})
+    has_rates = semantics.compute_dtype in profile.device.attention.get("cudnn", {})
     takes_model = kernels == "fused" and semantics.attention == "sdpa" and _takes(model, semantics.seq_len)
     return "cudnn" if has_rates and takes_model else "flash"
 

@@ -56,6 +56,7 @@ class Step:
     looped: bool  # done once per expert, so that the last save is made in the last of many passes
     held: tuple[Tensor, ...]  # what else lies there meanwhile, though neither read nor saved
     fused: bool  # one kernel that reads what it reads and writes what it makes once
+    norm: bool  # and a norm
 
     @property
     def keeps(self) -> tuple[Tensor, ...]:
@@ -109,6 +110,7 @@ class Tape:
         beside: Sequence[Tensor] = (),
         looped: bool = False,
         fused: bool = False,
+        norm: bool = False,
         trained: bool | int = True,
     ) -> Tensor:
         """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
@@ -126,7 +128,7 @@ class Tape:
         kept = (*saves, *beside, *([out] if saves_out else ()))
         n_trained = weight_elements * trained if isinstance(trained, bool) else trained
         made, calls = (out, *beside), (tuple(reads), kept, out, n_trained, scratch_bytes, moved_bytes, n_calls)
-        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, self.held, fused))
+        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, self.held, fused, norm))
         return out
 
     def cast(self, x: Tensor, item_bytes: int) -> Tensor:
@@ -187,6 +189,11 @@ class Tape:
         return _fused_bytes(self._again(None, early_stop=False))
 
     @property
+    def norm_bytes(self) -> int:
+        """Of `fused_bytes`, those of norms."""
+        return _norm_bytes(self._again(None, early_stop=False))
+
+    @property
     def tile_sum_bytes(self) -> int:
         """Memory traffic of adding up the tiles' weight gradients in fp32: zeros once, then each gradient read and added."""
         n_tiles = sum(count for count, _ in self.tiles)
@@ -234,6 +241,7 @@ class Tape:
             _fused_bytes(again),
             sum(count * (s.n_calls if s.matmuls else len(s.made)) for count, s in kept),
             sum(count * t.n_bytes for count, s in kept for t in s.made if s.call is not Call.PRODUCT),
+            _norm_bytes(again),
         )
 
     def _again(self, saved: Saved | None, early_stop: bool) -> list[tuple[int, list[Step]]]:
@@ -310,6 +318,10 @@ def _is_fused(step: Step) -> bool:
 
 def _fused_bytes(runs: list[tuple[int, list[Step]]]) -> int:
     return sum(count * s.moved_bytes for count, steps in runs for s in steps if s.fused)
+
+
+def _norm_bytes(runs: list[tuple[int, list[Step]]]) -> int:
+    return sum(count * s.moved_bytes for count, steps in runs for s in steps if s.norm)
 
 
 def _matmuls(runs: list[tuple[int, list[Step]]]) -> list[Matmul]:

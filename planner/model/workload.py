@@ -22,6 +22,7 @@ __all__ = ["build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_m
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 AFTER_ATTENTION = "post_attention_layernorm"
+LOG_SOFTMAX_READS = 3
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
@@ -173,9 +174,12 @@ def _layer(
         kind=BlockKind.LAYER,
         parameters=tuple(_with_adapters(list(_layer_parameters(config, sparse)), of)),
         matmuls=tuple(tape.matmuls),
-        attention=Attention(n_seq, config.n_heads, head_dim, seq_len, window if window and window < seq_len else None),
+        attention=Attention(
+            n_seq, config.n_heads, head_dim, seq_len, window if window and window < seq_len else None, config.n_kv_heads
+        ),
         pointwise_bytes=tape.pointwise_bytes,
         fused_bytes=tape.fused_bytes,
+        norm_bytes=tape.norm_bytes,
         n_kernels=tape.n_kernels,
         boundary_bytes=tokens * width * tape.item_bytes,
         kept_bytes=tape.kept_bytes,
@@ -296,14 +300,15 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
         # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
         logit_bytes = tape.item_bytes + 2 * FP32
         # Of forward and backward together, of which this is a third: the largest logit, probabilities (read twice), the gradient
-        moved_bytes = tokens * vocab * (3 * tape.item_bytes + FP32 + FP32 + tape.item_bytes) // 3
+        moved_bytes = softmax_bytes = tokens * vocab * (3 * tape.item_bytes + FP32 + FP32 + tape.item_bytes) // 3
         n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
     else:
         # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
         logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * FP32
-        # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, log-probabilities
-        each_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0) + 2 * FP32
-        moved_bytes = tokens * vocab * each_bytes
+        # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, and log-probabilities
+        softmax_bytes = log_softmax_bytes(tokens, vocab)
+        each_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0)
+        moved_bytes = tokens * vocab * each_bytes + softmax_bytes
         n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
     own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
     weight = Parameter(HEAD, (vocab, width), EMBEDDING if config.tied else None, not trains)
@@ -313,7 +318,8 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
         parameters=(Parameter(NORM, (width,), frozen=not trains_norm), weight),
         matmuls=tuple(tiles),
         pointwise_bytes=tape.pointwise_bytes + moved_bytes,
-        fused_bytes=tape.fused_bytes + (moved_bytes if semantics.loss == "fused" else 0),
+        fused_bytes=tape.fused_bytes + softmax_bytes,
+        norm_bytes=tape.norm_bytes,
         n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
         boundary_bytes=0,
         kept_bytes=0,
@@ -325,6 +331,11 @@ def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
         + tape.backward_peak_bytes()
         + 2 * x.n_bytes,  # normed rows and their gradient
     )
+
+
+def log_softmax_bytes(tokens: int, vocab: int) -> int:
+    """Traffic of PyTorch's log-softmax in fp32: one kernel reads a row three times, for its largest, its sum and itself."""
+    return tokens * vocab * (LOG_SOFTMAX_READS + 1) * FP32
 
 
 def _renamed(block: Block, name: str) -> Block:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from hwprofiles.schema import Direction, Profile
+from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Collective, Direction, Profile
 from planner.lower.arenas import SQUARE_BYTES
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
@@ -19,17 +19,9 @@ from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype
 FP32_BYTES = 4
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
-# What transformers' unfused modules reach of the rates of isolated products and pointwise kernels on a GPU, attention apart:
-# fitted from three published runs (docs/accuracy.md). A fused pointwise kernel reaches the rate of an isolated one, which it is.
-# A CPU's profile is probed with the calls that the modules make.
-EAGER_FRACTION = 0.841
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
 DEVICE_UPDATE_KERNELS = 20  # that a GPU launches for all elements that it updates at a time (`runtime/host/device_updates.py`)
 SQUARE_KERNELS = 4  # of `runtime/host/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
-# Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
-# head width 128, 8k tokens, causal) of the 290 that the profile has there.
-DETERMINISTIC_FRACTION = 0.57
-BACKWARD_ATTENTION = 2.5  # the profile's convention: five products of the backward against two of the forward
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
@@ -76,6 +68,11 @@ def device_update_bytes_per_param(plan: Setup) -> int:
 def backward_matmuls(m: Matmul) -> int:
     """How many products a backward makes of one of the forward."""
     return BACKWARD_MATMULS - m.frozen
+
+
+def attention_call(of: Attention, dtype: Dtype) -> AttentionCall:
+    """A layer's attention as a profile is asked for it."""
+    return AttentionCall(dtype, of.seq_len, of.head_dim, of.is_grouped)
 
 
 def loaded_bytes(plan: Setup, block: int) -> int:
@@ -180,11 +177,11 @@ class CostModel:
                 return self._compute(seconds, block.pointwise_bytes + copied_bytes)
             case Kind.LOSS:
                 n_bytes = self.loss_bytes(block, plan.semantics) + self._gradient_bytes(plan, op)
-                seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
+                seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_bytes_per_s
                 return self._compute(seconds, n_bytes)
             case Kind.BACKWARD:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
-                seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_rate
+                seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_bytes_per_s
                 if op.block != 0:
                     again = block.recompute(plan.saved(op.block))
                     assert again is not None, "lower refuses what a block cannot save"
@@ -237,8 +234,8 @@ class CostModel:
         return (
             sum(backward_matmuls(m) * self._matmul(of.compute_dtype, m) for m in block.matmuls)
             + self._attention(of, block.attention, backward=True)
-            + BACKWARD_POINTWISE * self._pointwise_s(block)
-            + block.tile_sum_bytes / self._memory_rate
+            + self._pointwise_s(block, backward=True)
+            + block.tile_sum_bytes / self._memory_bytes_per_s
             + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -251,22 +248,23 @@ class CostModel:
         return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     def moving_s(self, n_bytes: int, n_kernels: int) -> float:
-        """Seconds of eager pointwise kernels that read and write so many bytes of the device's memory."""
-        return n_bytes / self._memory_rate + n_kernels * self.profile.device.kernel_overhead_s.value
+        """Seconds of kernels that do little but read and write so many bytes of the device's memory."""
+        return n_bytes / self._memory_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     @property
     def square_bytes_per_s(self) -> float:
         """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
         if self.profile.device.kind == "cpu":
             return self.profile.host.reduce_bytes_per_s.value
-        return self._memory_rate
+        return self._memory_bytes_per_s
 
     def loss_s(self, head: Block, of: Semantics) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
         return (
             sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
-            + (1 + BACKWARD_POINTWISE) * self._pointwise_s(head)
-            + self._tile_sum_bytes(head, of) / self._memory_rate
+            + self._pointwise_s(head)
+            + self._pointwise_s(head, backward=True)
+            + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -278,10 +276,17 @@ class CostModel:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
         return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
 
-    def _pointwise_s(self, work: Block | Recompute) -> float:
-        """Seconds of moving what is neither a product nor attention through the device's memory, once."""
-        eager_bytes = work.pointwise_bytes - work.fused_bytes
-        return eager_bytes / self._memory_rate + work.fused_bytes / self.profile.device.memory_bytes_per_s.value
+    def _pointwise_s(self, work: Block | Recompute, backward: bool = False) -> float:
+        """Seconds of what is neither a product nor attention, forward or backward: eager modules, fused kernels, fused norms."""
+        device = self.profile.device
+        eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
+        norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
+        once_s = (
+            (work.pointwise_bytes - work.fused_bytes) / eager.value
+            + (work.fused_bytes - work.norm_bytes) / device.memory_bytes_per_s.value
+            + work.norm_bytes / norm.value
+        )
+        return BACKWARD_POINTWISE * once_s if backward else once_s
 
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
@@ -312,20 +317,16 @@ class CostModel:
         return n_bytes, n_kernels
 
     @property
-    def _memory_rate(self) -> float:
-        return self.profile.device.memory_bytes_per_s.value * self._eager_fraction
-
-    @property
-    def _eager_fraction(self) -> float:
-        return EAGER_FRACTION if self.profile.device.kind == "cuda" else 1.0
+    def _memory_bytes_per_s(self) -> float:
+        return self.profile.device.memory_bytes_per_s.value
 
     def _matmul(self, dtype: Dtype, matmul: Matmul) -> float:
         key = (dtype, matmul)
         if key not in self._matmul_s:
-            rate = self.profile.matmul_flop_per_s(dtype, matmul.m, matmul.k, matmul.n)
+            rate, sustained = self.profile.matmul_rate(dtype, matmul.m, matmul.k, matmul.n), self.profile.device.sustained_fraction
             if not rate.inside_measured:
                 self.outside.add(f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})")
-            self._matmul_s[key] = matmul.flop / (rate.value * self._eager_fraction)
+            self._matmul_s[key] = matmul.flop / (rate.value * (1.0 if sustained is None else sustained.value))
         return self._matmul_s[key]
 
     def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
@@ -335,13 +336,12 @@ class CostModel:
         key = (dtype, attention, kernel, backward)
         if key not in self._attention_s:
             measured: Literal["flash", "cudnn"] = "cudnn" if kernel == "cudnn" else "flash"
-            rate = self.profile.attention_flop_per_s(dtype, attention.seq_len, attention.head_dim, backward, measured)
+            rate = self.profile.attention_rate(attention_call(attention, dtype), backward, measured)
             if not rate.inside_measured:
                 self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
-            in_order = (
-                DETERMINISTIC_FRACTION if kernel == "deterministic" and backward and self.profile.device.kind == "cuda" else 1.0
-            )
-            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * in_order)
+            ordered = kernel == "deterministic" and backward
+            fraction = self.profile.deterministic_fraction(measured, dtype) if ordered else 1.0
+            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * fraction)
         return self._attention_s[key]
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:
@@ -367,15 +367,15 @@ class CostModel:
         if self.profile.meets_on_host:
             copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
             return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
-        return self.together(ranks, n_bytes)
+        return self.together(ranks, n_bytes, "all_gather")
 
-    def together(self, ranks: int, n_bytes: int, moved_bytes: int = 0, n_times: int = 1) -> Demand:
+    def together(self, ranks: int, n_bytes: int, of: Collective) -> Demand:
         """What a library's collective asks for, an all-gather or a reduce-scatter: of so many bytes each rank gets the others'
-        parts, or one part from each of the others, round a ring, which is as fast as its slowest part; and moves some in its own
-        memory. Each host passes all of them on once, for all of its devices."""
-        moved_s = moved_bytes / self.profile.device.memory_bytes_per_s.value
-        overhead_s = n_times * (self._meeting_s + self._hops_s) + moved_s
-        return self._moved(overhead_s, n_bytes * (ranks - 1) // ranks, self._network_rate(1))
+        parts, or one part from each of the others, round a ring, which is as fast as its slowest part. Each host passes all of them
+        on once, for all of its devices."""
+        return self._moved(
+            of, ranks, n_bytes, 1, self._here_of(ranks), at_least_s=n_bytes * (ranks - 1) // ranks / self._network_rate(1)
+        )
 
     def _exchanged(self, plan: Setup, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
         """Each rank gets its part from each of the others, those of its host first: what they have added up, in fp32, is exchanged
@@ -386,8 +386,7 @@ class CostModel:
         sent = n_elements // here * FP32_BYTES  # by each to the other hosts
         between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
         moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self.profile.device.memory_bytes_per_s.value
-        overhead_s = n_times * (self._meeting_s + self._hops_s) + moved_s + between_s
-        return self._moved(overhead_s, sum_bytes * (here - 1) // here)
+        return self._moved("alltoall", here, sum_bytes, n_times, here, moved_s + between_s)
 
     def _exchanged_in_memory(self, ranks: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
         """Each device copies all that it has to the host's memory, and from there its part of what the others have, in turn."""
@@ -405,16 +404,26 @@ class CostModel:
         each_s = 2 * self._meeting_s + link.d2h.latency_s.value + (ranks - 1) * link.h2d.latency_s.value
         return self._demand(n_times * each_s + moved_bytes / self.profile.device.memory_bytes_per_s.value, copying_s, uses)
 
-    def _moved(self, overhead_s: float, n_bytes: int, slower: float = math.inf) -> Demand:
-        """So many bytes come to each rank from those of its host, at no more than a rate. By way of the host each goes up one link
-        and down another, and through host memory twice."""
+    def _moved(
+        self, of: Collective, ranks: int, n_bytes: int, n_times: int, here: int, overhead_s: float = 0.0, at_least_s: float = 0.0
+    ) -> Demand:
+        """A collective among so many ranks, `here` of them on each host, in so many pieces. By way of the host what
+        each gets goes up one link and down another, and through host memory twice."""
         peers, link = self.profile.peers, self.profile.link
-        if peers is not None and not peers.through_host:
-            return self._demand(overhead_s, n_bytes / min(peers.bytes_per_s.value, slower), {})
-        rates = [self.profile.copy_bytes_per_s(direction, n_bytes) for direction in ("h2d", "d2h")]
-        rate = min(*rates, slower, *([] if peers is None else [peers.bytes_per_s.value]))
-        uses = {Resource.DUPLEX: 2 * rate, Resource.DRAM: 2 * rate * link.dram_bytes_per_byte}
-        return self._demand(overhead_s, n_bytes / rate, uses)
+        n_crossing = n_bytes * (ranks - 1) // ranks
+        overhead_s += n_times * self._hops_s
+        law = None if peers is None or ranks == 1 else peers.collectives.get(of)
+        if law is None:
+            rate = min(self.profile.copy_bytes_per_s(direction, n_crossing) for direction in ("h2d", "d2h"))
+            overhead_s, alone_s = overhead_s + n_times * self._meeting_s, n_crossing / rate
+        else:
+            overhead_s += n_times * law.latency_of(here)
+            alone_s = n_times * law.moving_s(here, n_bytes / n_times, ranks)
+        alone_s = max(alone_s, at_least_s)
+        if (peers is not None and not peers.through_host) or alone_s == 0.0:
+            return self._demand(overhead_s, alone_s, {})
+        drawn = 2 * n_crossing / alone_s
+        return self._demand(overhead_s, alone_s, {Resource.DUPLEX: drawn, Resource.DRAM: drawn * link.dram_bytes_per_byte})
 
     def _network_rate(self, here: int) -> float:
         """Of the network, what each of so many devices of a host has; of a single host there is no need of one."""
@@ -423,7 +432,10 @@ class CostModel:
 
     def _here(self, of: Semantics) -> int:
         """Ranks of a host."""
-        return max(1, of.ranks // self.profile.n_hosts)
+        return self._here_of(of.ranks)
+
+    def _here_of(self, ranks: int) -> int:
+        return max(1, ranks // self.profile.n_hosts)
 
     @property
     def _hops_s(self) -> float:

@@ -1,21 +1,22 @@
 """How is one group of a profile's rates scaled?
 
 Speeds that one measurement settles together form a group and move together: a rate of twice the speed doubles, a time halves.
-Prices stay, and sizes but for comparisons at equal memory. Every "what if" is a profile made here, costed and simulated like any
-other.
+Prices and sizes stay. Every "what if" is a profile made here, costed and simulated like any other.
 """
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from hwprofiles.schema import Part, Profile, Quantity
+from hwprofiles.quantity import Part, Quantity
+from hwprofiles.schema import Profile
 
 
 class Group(StrEnum):
     """Speeds of a machine that are measured together, by what measuring them is called."""
 
     MATMUL = "matrix products"
+    SUSTAINED = "products under load"
     ATTENTION = "attention"
     DEVICE_MEMORY = "device memory"
     LAUNCH = "overheads and latency"
@@ -33,8 +34,9 @@ class Group(StrEnum):
 # How the places of a group's quantities begin.
 PLACES: dict[Group, tuple[str, ...]] = {
     Group.MATMUL: ("device.matmul.",),
-    Group.ATTENTION: ("device.attention.", "device.cudnn_attention."),
-    Group.DEVICE_MEMORY: ("device.memory_bytes_per_s",),
+    Group.SUSTAINED: ("device.sustained_fraction",),
+    Group.ATTENTION: ("device.attention.",),
+    Group.DEVICE_MEMORY: ("device.memory_bytes_per_s", "device.eager_bytes_per_s", "device.norms."),
     Group.LAUNCH: (
         "device.kernel_overhead_s",
         "device.op_overhead_s",
@@ -50,7 +52,7 @@ PLACES: dict[Group, tuple[str, ...]] = {
     Group.OPTIMIZER: ("host.optimizer.",),
     Group.REDUCE: ("host.reduce_bytes_per_s",),
     Group.PAGE_FAULTS: ("host.page_fault_bytes_per_s",),
-    Group.PEERS: ("peers.bytes_per_s",),
+    Group.PEERS: ("peers.collectives.",),
     Group.NETWORK: ("network.bytes_per_s",),
 }
 
@@ -73,14 +75,6 @@ def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
         return quantity if group is None else sped_up(place, quantity, factors.get(group, 1.0))
 
     return with_quantities(profile, change)
-
-
-def with_any_memory(profile: Profile, device_memory_bytes: int | None, host_memory_bytes: int | None) -> Profile:
-    """The machine as if it had so much memory, soldered or not; None leaves a size as it is. For comparisons at equal memory."""
-    device, host = (
-        part.model_copy(update={name: None}) for part, name in ((profile.device, "pool_bytes"), (profile.host, "soldered_bytes"))
-    )
-    return profile.model_copy(update={"device": device, "host": host}).with_memory(device_memory_bytes, host_memory_bytes)
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:

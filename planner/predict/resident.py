@@ -230,8 +230,8 @@ def _exchanging_s(plan: Setup, cost: CostModel) -> float:
     n_blocks, total_s = len(plan.workload.blocks), 0.0
     for b in range(n_blocks):
         n, n_times = plan.slot_elements(b), 2 if 0 < b < n_blocks - 1 else 1
-        total_s += n_times * cost.together(ranks, n * weight).uncontended_s
-        total_s += cost.together(ranks, n * ITEM_BYTES[plan.sum_dtype(b)]).uncontended_s
+        total_s += n_times * cost.together(ranks, n * weight, "all_gather").uncontended_s
+        total_s += cost.together(ranks, n * ITEM_BYTES[plan.sum_dtype(b)], "reduce_scatter").uncontended_s
     return plan.semantics.n_micro_batches * total_s
 
 

@@ -1,18 +1,17 @@
-"""How sure is the prediction, and what would make it surer?
+"""How sure is the prediction?
 
 Each draw is a machine as the profile's spreads allow it: what one measurement settles moves together, every quantity by its
 own spread. The plan is costed and simulated on each. Draws are stratified (every group takes each of its levels once, in an
-order that the seed shuffles), so that a few dozen give steady percentiles; and a group that is measured again leaves the
-draws of the others as they were, so that intervals before and after can be compared.
+order that the seed shuffles), so that a few dozen give steady percentiles.
 """
 
-import math
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
-from hwprofiles.schema import Profile, Quantity
+from hwprofiles.quantity import Quantity
+from hwprofiles.schema import Profile
 from planner.predict.cost import costs, region_of
 from planner.predict.faster import Group, group_of, sped_up, with_quantities
 from planner.predict.simulate import n_simulated, simulate
@@ -23,10 +22,6 @@ MOST_DRAWS, LEAST_DRAWS = 32, 8
 DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
 MAX_STEPS = 8  # of a draw: most plans repeat after two
 P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %, which is this many standard deviations to each side
-MEASURED_SPREAD_FRACTION = 0.02  # what is left after measuring: copies and products on servers repeat within that
-LEAST_SHRINK_FRACTION = 0.005  # below that a measurement is not worth a line
-LEAST_MOVE_FRACTION = 1e-4  # of the step: what all ops and resources together cannot exceed moves nothing
-SCREENED_OPS, LEAST_SCREENED = 50_000, 4  # ops of all simulations of a screening, and groups that even huge plans are tried with
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +34,6 @@ class Interval:
     n_draws: int
     seed: int
 
-    @property
-    def width_s(self) -> float:
-        return self.p90_step_s - self.p10_step_s
-
     def to_json(self) -> dict[str, float]:
         return asdict(self)
 
@@ -51,25 +42,6 @@ class Interval:
             (name, show_seconds(step_s))
             for name, step_s in (("P10", self.p10_step_s), ("P50", self.p50_step_s), ("P90", self.p90_step_s))
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What measuring one group of quantities would make of the interval."""
-
-    group: Group
-    sources: tuple[str, ...]  # kinds of source that the group rests on today
-    p10_step_s: float  # afterwards
-    p90_step_s: float
-    shrink_fraction: float  # of the width of the interval
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    def row(self) -> tuple[str, str, str, str]:
-        """What to measure, what it rests on, the share of the interval that goes away, the interval that is left."""
-        left = f"{show_seconds(self.p10_step_s)} to {show_seconds(self.p90_step_s)}"
-        return str(self.group), ", ".join(self.sources), f"{self.shrink_fraction:.0%}", left
 
 
 def affordable_draws(plan: Plan) -> int:
@@ -84,80 +56,6 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     steps_s = sorted(_step_s(plan, _drawn(profile, deviations)) for deviations in _deviations(n_draws, seed))
     p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
-
-
-def measurements_worth_making(plan: Plan, profile: Profile, known: Interval | None = None) -> list[Measurement]:
-    """The groups whose measurement would shrink the interval (`known`, if the caller has it), the most first.
-
-    No sampling: what moves the step independently adds up in squares, and a measurement takes one square away. How far a group
-    moves the step by its spread is a simulation or two; only those are simulated that costs alone do not rule out, and of
-    plans of very many ops the few that could move it most. So it takes a second or two on one core, whatever the plan.
-    """
-    step_s = _step_s(plan, profile)
-    times_s = _times_s(plan, profile)
-    spread_s = {g: _spread_s(plan, profile, g, times_s) for g in Group if _most_spread(profile, g) > 0.0}
-    able = [group for group in spread_s if spread_s[group] >= LEAST_MOVE_FRACTION * step_s]
-    reach = sorted(able, key=lambda group: -spread_s[group])  # equal ones stay in the order of the groups
-    n_simulations = max(LEAST_SCREENED, SCREENED_OPS // max(1, n_simulated(plan)))
-    signs = (-1, 1) if 2 * len(reach) <= n_simulations else (-1,)
-    moves = {group: _move(plan, profile, group, step_s, signs) for group in reach[: n_simulations // len(signs)]}
-    variance = sum(move**2 for move in moves.values())
-    if variance == 0.0:
-        return []
-    before = known or interval(plan, profile)
-    found = []
-    for group in (group for group in Group if group in moves):
-        left = moves[group] * _spread_s(plan, measured(profile, group), group, times_s) / spread_s[group]
-        shrink_fraction = 1 - math.sqrt(max(variance - moves[group] ** 2 + left**2, 0.0) / variance)
-        if shrink_fraction >= LEAST_SHRINK_FRACTION:
-            kept, p50_s = 1 - shrink_fraction, before.p50_step_s
-            p10_s, p90_s = (p50_s + kept * (p_s - p50_s) for p_s in (before.p10_step_s, before.p90_step_s))
-            found.append(Measurement(group, _sources(profile, group), p10_s, p90_s, shrink_fraction))
-    return sorted(found, key=lambda m: -m.shrink_fraction)  # equal ones stay in the order of the groups
-
-
-def measurement_rows(plan: Plan, profile: Profile, known: Interval | None = None) -> list[tuple[str, str, str, str]]:
-    """A table for people, its head first: what to measure, what it rests on today, how much surer the step would be, P10 to P90."""
-    found = measurements_worth_making(plan, profile, known)
-    return [("measuring", "instead of", "narrows by", "to"), *(m.row() for m in found)] if found else []
-
-
-def _spread_s(plan: Plan, profile: Profile, group: Group, times_s: list[float]) -> float:
-    """How far the group's spread reaches: by how much more time ops take, and shared things are busy, in all."""
-    after = _times_s(plan, _off(profile, group, -1))
-    return sum(abs(a - b) for a, b in zip(after, times_s, strict=True))
-
-
-def _times_s(plan: Plan, profile: Profile) -> list[float]:
-    """Seconds that each op takes alone, and that each shared resource needs for what all ops draw on it."""
-    demands = costs(plan, profile)
-    capacity = dict(region_of(profile).capacity)
-    busy_s = dict.fromkeys(capacity, 0.0)
-    for i, demand in enumerate(demands):
-        for resource, per_s in demand.uses:
-            busy_s[resource] += plan.often(i) * demand.alone_s * per_s / capacity[resource]
-    return [*(plan.often(i) * demand.uncontended_s for i, demand in enumerate(demands)), *busy_s.values()]
-
-
-def _move(plan: Plan, profile: Profile, group: Group, step_s: float, signs: tuple[int, ...]) -> float:
-    """The logarithm of the step when the group is off by its spread, as the root of the mean square over the sides."""
-    moves = (math.log(_step_s(plan, _off(profile, group, sign)) / step_s) for sign in signs)
-    return math.hypot(*moves) / math.sqrt(len(signs))
-
-
-def _off(profile: Profile, group: Group, sign: int) -> Profile:
-    return _drawn(profile, dict.fromkeys(Group, 0.0) | {group: sign * P10_P90_DEVIATIONS})
-
-
-def measured(profile: Profile, group: Group) -> Profile:
-    """The profile after a measurement that found the values it held."""
-
-    def change(place: str, quantity: Quantity) -> Quantity:
-        if group_of(place) is not group:
-            return quantity
-        return quantity.model_copy(update={"spread_fraction": min(quantity.spread_fraction, MEASURED_SPREAD_FRACTION)})
-
-    return with_quantities(profile, change)
 
 
 def _deviations(n_draws: int, seed: int) -> list[dict[Group, float]]:
@@ -191,11 +89,3 @@ def _percentile(ordered: list[float], p: float) -> float:
     if len(ordered) == 1 or ordered[low] == ordered[low + 1]:
         return ordered[low]
     return ordered[low] + (at - low) * (ordered[low + 1] - ordered[low])
-
-
-def _most_spread(profile: Profile, group: Group) -> float:
-    return max((q.spread_fraction for place, q in profile.quantities() if group_of(place) is group), default=0.0)
-
-
-def _sources(profile: Profile, group: Group) -> tuple[str, ...]:
-    return tuple(sorted({profile.sources[q.source].kind for place, q in profile.quantities() if group_of(place) is group}))

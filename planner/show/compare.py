@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, assert_never
 
+from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
 from planner.predict.memory import footprint, frame
 from planner.predict.resident import advice
+from planner.predict.rests_on import rests_on
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.remedy import MAX_PLAN_OPS, too_long
 from planner.search.search import search
@@ -34,11 +36,12 @@ TITLES = (
     "least host memory",
     "micro-batch",
     "bound by",
+    "measured on it",
 )
 JOB_TITLES = ("time", "rented: USD", "bought: USD")  # of a job
 # Which titles stay on a narrow terminal, the first longest.
 MATTER = ("machine", "tokens/s", "time", "rented: USD", "bought: USD", "rented: USD per M tokens", "least host memory",
-          "bought: USD per M tokens", "bound by", "step", "P10 to P90", "micro-batch", "of it RAM")  # fmt: skip
+          "bought: USD per M tokens", "bound by", "measured on it", "step", "P10 to P90", "micro-batch", "of it RAM")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Speed:
     gap_fraction: float
     binding: str
     resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
+    rests_on: dict[str, Any]  # of the device's seconds, as `RestsOn` says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +151,12 @@ class Candidate:
                     host,
                     str(speed.micro_batch),
                     speed.binding,
+                    f"{speed.rests_on[BASES[0]]:.0%}",
                 )
             case Misfit():
-                row = (self.machine, "does not fit", "-", "-", "-", "-", "-", host, "-", "-")
+                row = (self.machine, "does not fit", "-", "-", "-", "-", "-", host, "-", "-", "-")
             case TooLong():
-                row = (self.machine, "too long", "-", "-", "-", "-", "-", host, "-", "-")
+                row = (self.machine, "too long", "-", "-", "-", "-", "-", host, "-", "-", "-")
             case _:
                 assert_never(self.outcome)
         if n_tokens is None:
@@ -216,6 +221,7 @@ class Comparison:
                         yield f"{c.machine}: {advised}"
                 case _:
                     assert_never(c.outcome)
+        yield "Measured on it: of the device's seconds, those that rest on measurements of this very device; `plan` says more"
         for c in self.candidates:
             if c.hourly.note is not None:
                 yield f"{c.machine}: {c.hourly.note}"
@@ -294,6 +300,7 @@ def _outcome(
         gap_fraction=answer.certificate.gap_fraction,
         binding=answer.certificate.binding,
         resident_step_s=None if answer.resident is None else answer.resident.step_s,
+        rests_on=rests_on(answer.plan, profile)[0].to_json(),
     )
 
 

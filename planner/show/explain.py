@@ -1,7 +1,7 @@
 """What does the plan say, in words?"""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.text import Text
 from hwprofiles.schema import Profile
 from planner.predict.memory import Footprint
 from planner.predict.resident import advice
+from planner.predict.rests_on import lines as rests_on_lines
 from planner.search.search import Answer, Certificate
 from runtime.plan import Lane, Plan, Policy, Semantics, Update
 from runtime.plan.workload import Saved
@@ -44,7 +45,6 @@ GLOSS = {
     "runtime": "Python, torch and its libraries",
     "context": "the driver's",
 }
-MANY_FRACTION = 0.25  # of the numbers assumed or from a datasheet: then the reader should know
 SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
 PIPE_COLUMNS = 120
 PROOF = "what is bounded is every order, buffer and choice that a plan may have, so no other plan gains more than the gap"
@@ -56,12 +56,11 @@ def explain(
     answer: Answer,
     profile: Profile,
     console: Console,
-    measurements: Sequence[tuple[str, ...]] | None = None,
     n_tokens: int | None = None,
 ) -> None:
-    """Print the plan: what it is, how fast, what it takes, what binds, how sure; `measurements`: rows under a head, if wanted;
-    `n_tokens`: of a job whose hours and price are wanted."""
-    group = Group(*_parts(answer, profile, n_tokens), *([] if measurements is None else _measurements(measurements)))
+    """Print the plan: what it is, how fast, what it takes, what binds, how sure; `n_tokens`: of a job whose hours and price are
+    wanted."""
+    group = Group(*_parts(answer, profile, n_tokens))
     if console.is_terminal:
         console.print(group)
         return
@@ -102,7 +101,8 @@ def _parts(answer: Answer, profile: Profile, n_tokens: int | None) -> Iterator[R
     if answer.resident is not None:
         yield Text("Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch.", style="dim")
     yield Text()
-    yield from map(Text, sureness(answer, profile))
+    if answer.outside:
+        yield Text(f"Outside what was measured, taken at the nearest point: {'; '.join(answer.outside)}.")
 
 
 def _asked(answer: Answer, profile: Profile) -> Table:
@@ -134,8 +134,7 @@ def _asked(answer: Answer, profile: Profile) -> Table:
 def _predicted(answer: Answer, profile: Profile, n_tokens: int | None) -> Table:
     """The step, what it rests on and costs, what binds it, and how far from the best it can be."""
     claim, certificate, hour = answer.prediction_json(), answer.certificate, hourly(profile)
-    counts = profile.count_sources()
-    tokens_per_s, soft = claim["tokens_per_s"], counts["assumed"] + counts["datasheet"]
+    tokens_per_s = claim["tokens_per_s"]
     work = () if n_tokens is None else ((f"{show_count(n_tokens)} tokens", job_in_words(job(n_tokens, tokens_per_s, hour))),)
     return _rows(
         (
@@ -143,8 +142,8 @@ def _predicted(answer: Answer, profile: Profile, n_tokens: int | None) -> Table:
             f"{show_seconds(claim['step_s'])} a step (P10 to P90: {show_seconds(claim['p10_step_s'])} to "
             f"{show_seconds(claim['p90_step_s'])}), {claim['tokens_per_s']:,.0f} tokens/s",
         ),
-        ("", f"from a profile of which {soft} of {sum(counts.values())} numbers are assumed or a datasheet's"),
         ("", f"{show_rate(claim['model_flop_per_s'], 'FLOP')} of model work: {CONVENTION}"),
+        *(("" if i else "rests on", words) for i, words in enumerate(rests_on_lines(answer.plan, profile))),
         *work,
         *(("" if i else "price", words) for i, words in enumerate(price_in_words(hour, tokens_per_s))),
         ("checkpoint", f"{show_bytes(answer.plan.checkpoint_bytes())} each: {_checkpoint_holds(answer.plan)}"),
@@ -279,33 +278,6 @@ def certificate_sentence(certificate: Certificate, step_s: float) -> str:
         f"(gap {certificate.gap_fraction:.1%} of a step of {show_seconds(step_s)}); "
         f"no schedule with this micro-batch is below {show_seconds(certificate.machine_bound_s)}"
     )
-
-
-def sureness(answer: Answer, profile: Profile) -> Iterator[str]:
-    """What the prediction rests on."""
-    counts = profile.count_sources()
-    soft = counts["assumed"] + counts["datasheet"]
-    named = f"{counts['assumed']} are assumed and {counts['datasheet']} from datasheets"
-    yield f"Of {sum(counts.values())} numbers in the profile, {named}."
-    if soft > MANY_FRACTION * sum(counts.values()):
-        yield "That is many: the prediction is as good as they are; measure the machine with `penstock probe` and plan again."
-    if answer.outside:
-        yield f"Outside what was measured, taken at the nearest point: {'; '.join(answer.outside)}."
-
-
-def _measurements(rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
-    """Which measurements would make the prediction surer, the best first."""
-    yield Text()
-    if not rows:
-        yield Text("No measurement would narrow P10 to P90: all that the step waits for is measured.")
-        return
-    head, *found = rows
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in head:
-        table.add_column(title)
-    for row in found:
-        table.add_row(*row)
-    yield table
 
 
 def _memory(needs: Footprint, ranks: int) -> Table:

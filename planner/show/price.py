@@ -51,10 +51,6 @@ class Job:
     rent_usd: float | None
     bought_usd: float | None
 
-    @property
-    def days(self) -> float:
-        return self.seconds / DAY_S
-
 
 def job(n_tokens: int, tokens_per_s: float, hour: Hourly) -> Job:
     """What training on so many tokens takes and costs."""

@@ -9,13 +9,14 @@ from hwprofiles.schema import Profile
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint
 from planner.predict.resident import advice, resident
+from planner.predict.rests_on import lines as rests_on_lines
 from planner.predict.simulate import Prediction
 from planner.search.search import model_flop
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan
 from runtime.units import on_one_line, show_bytes, show_count, show_rate, show_seconds
 
-from .explain import CONVENTION, MANY_FRACTION, clauses, counted, micro_batches_in_words, trained_in_words
+from .explain import CONVENTION, clauses, counted, micro_batches_in_words, trained_in_words
 from .price import hourly, in_words, show_days
 from .report_run import LoggedRun, number
 
@@ -220,16 +221,7 @@ def measured(known: Known, times_s: list[float]) -> str:
 
 def sureness(known: Known) -> Iterator[str]:
     """What the prediction rests on, and what is missing in the run's files."""
-    counts = known.profile.count_sources()
-    n = sum(counts.values())
-    named = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    yield f"The profile of {known.profile.name} holds {n} numbers, by where they come from: {named}."
-    soft = counts["assumed"] + counts["datasheet"]
-    if soft > MANY_FRACTION * n:
-        yield (
-            f"{soft} of {n} are assumed or from datasheets. That is many: the prediction is as good as they are. "
-            "Measure the machine with `penstock probe` and plan again."
-        )
+    yield from (f"{line}." for line in rests_on_lines(known.plan, known.profile))
     if known.outside:
         yield f"Outside what was measured, taken at the nearest point: {'; '.join(known.outside)}."
     yield f"Model work counts {CONVENTION}."

@@ -193,10 +193,6 @@ class HostState:
         """Every owned parameter, trained or frozen, in `named_parameters` order."""
         return (p for block in self.plan.workload.blocks for p in block.parameters if p.tied_to is None)
 
-    def compute_weights(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """Every owned parameter and its compute weight, shaped, in `named_parameters` order."""
-        return ((p, self.compute_weight(p)) for p in self.all_owned())
-
     def n_bytes(self, block: int) -> int:
         """Of a block's state, without what is frozen: that never changes."""
         return self._n_elements[block] * self._n_bytes

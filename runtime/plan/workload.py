@@ -66,6 +66,7 @@ class Attention:
     head_dim: Count
     seq_len: Count
     window: Count | None = None
+    n_kv_heads: Count | None = None  # None: as many as heads
     __pydantic_config__ = FILE
 
     @property
@@ -74,6 +75,11 @@ class Attention:
         span = min(self.window or self.seq_len, self.seq_len)
         n_pairs = span * (span + 1) // 2 + (self.seq_len - span) * span
         return 4 * self.n_sequences * self.n_heads * self.head_dim * n_pairs
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several heads share keys and values."""
+        return self.n_kv_heads is not None and self.n_kv_heads < self.n_heads
 
 
 class BlockKind(StrEnum):
@@ -107,6 +113,7 @@ class Tier:
     fused_bytes: Natural = 0
     n_saved: Natural = 0
     copied_bytes: Natural = 0
+    norm_bytes: Natural = 0
     __pydantic_config__ = FILE
 
 
@@ -127,6 +134,7 @@ class Recompute:
     fused_bytes: int = 0  # of `pointwise_bytes`
     n_saved: int = 0  # tensors that `saved_bytes` consist of, at most
     copied_bytes: int = 0  # of `saved_bytes`, what a call cannot make where it is told to
+    norm_bytes: int = 0  # of `fused_bytes`
 
     @property
     def slot_bytes(self) -> int:
@@ -148,6 +156,7 @@ class Block:
     attention: Attention | None = None
     pointwise_bytes: Natural = 0  # memory traffic of all that is neither matmul nor attention
     fused_bytes: Natural = 0  # of it: by fused kernels, which nothing keeps from the memory's rate
+    norm_bytes: Natural = 0  # of that: by fused norms, which have a rate of their own
     n_kernels: Natural = 0  # library calls of one forward
     boundary_bytes: Natural = 0  # the block's output
     kept_bytes: Natural = 0  # what autograd keeps of one forward until its backward, without weights and input
@@ -176,11 +185,11 @@ class Block:
         for t in self.tiers:
             if t.saved is saved:
                 again = self.matmuls[: t.n_matmuls]
-                work = t.pointwise_bytes, t.n_kernels, t.fused_bytes, t.n_saved, t.copied_bytes
+                work = t.pointwise_bytes, t.n_kernels, t.fused_bytes, t.n_saved, t.copied_bytes, t.norm_bytes
                 return Recompute(saved, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
         if saved is Saved.INPUT:
             whole = self.matmuls, self.attention is not None, self.pointwise_bytes, self.n_kernels, self.fused_bytes
-            return Recompute(saved, 0, self.transient_bytes, *whole)
+            return Recompute(saved, 0, self.transient_bytes, *whole, norm_bytes=self.norm_bytes)
         return None
 
     @cached_property

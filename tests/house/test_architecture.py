@@ -29,10 +29,12 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 
 # Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
 MAY_IMPORT = {
-    "planner": {"hwprofiles.schema", "hwprofiles.several", "runtime.plan", *GROUND},
+    "planner": {*(f"hwprofiles.{name}" for name in ("schema", "quantity", "laws", "several")), "runtime.plan", *GROUND},
     "hwprofiles": GROUND,
     # What is timed is the runtime's own work, on the cores that it would use.
-    "hwprofiles.probe": {"hwprofiles.schema", "runtime.host", "runtime.machines", *GROUND},
+    "hwprofiles.probe": {
+        *("hwprofiles.schema", "hwprofiles.quantity", "runtime.host", "runtime.machines", "runtime.errors", "runtime.units")
+    },
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},
 }
@@ -50,8 +52,8 @@ HOME = {
     "rich": {"penstock/api.py", "penstock/cli", "planner/show/explain.py"},
     "pydantic": {
         *("runtime/plan", "runtime/settings.py", "runtime/train/run_config.py", "hwprofiles/schema.py"),
+        *(f"hwprofiles/{name}.py" for name in ("quantity", "laws", "refusal")),
         *(
-            "hwprofiles/refusal.py",
             "planner/check/claimed.py",
             "penstock/api.py",
             "penstock/cli/plan.py",
@@ -62,7 +64,7 @@ HOME = {
         *(f"runtime/{room}" for room in ("host", "layers", "compute", "machines", "checkpoint", "data", "train")),
         *("runtime/batch.py", "runtime/ranks.py", "hwprofiles/probe"),
     },
-    "scipy": {"hwprofiles/fit.py", "planner/bounds/integer.py"},
+    "scipy": {"planner/bounds/integer.py"},
     "transformers": {
         *(f"runtime/layers/{name}.py" for name in ("documents", "kernels", "meta_models")),
         *("runtime/data/templates.py", "runtime/train/generation.py", "runtime/train/schedules.py"),
@@ -82,11 +84,12 @@ MONITORS = {"tensorboard", "wandb", "mlflow"}  # imported when a run asks for th
 # What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.
 TORCH_FREE = (
     *("penstock", "planner", "runtime/plan", "runtime/settings.py", "runtime/errors.py", "runtime/units.py", "runtime/files.py"),
-    *("runtime/machines/cores.py", "runtime/train/run_config.py", "hwprofiles/schema.py", "hwprofiles/curves.py"),
     *(
-        f"hwprofiles/probe/{name}.py"
-        for name in ("timings", "stopwatch", "device", "gpu", "gpu_link", "cliffs", "nvbandwidth", "pci")
+        "runtime/machines/cores.py",
+        "runtime/train/run_config.py",
+        *(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),
     ),
+    *(f"hwprofiles/probe/{name}.py" for name in ("timings", "stopwatch", "device", "gpu", "gpu_link", "cliffs", "pci")),
 )
 
 

@@ -82,7 +82,7 @@ def test_a_probe_covers_both_precisions_and_shapes_that_are_not_square(probed: t
     for dtype in ("bf16", "fp32"):
         assert len({p.m for p in device.matmul[dtype]}) > 1
         assert any(p.k != p.n for p in device.matmul[dtype])
-        assert {p.head_dim for p in device.attention[dtype]} == {64, 128}
+        assert {p.head_dim for p in device.attention["flash"][dtype]} == {64, 128}
 
 
 def test_a_probe_tells_what_copies_and_the_optimizer_do_to_each_other(probed: tuple[Profile, object]) -> None:

@@ -21,7 +21,7 @@ from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
 from hwprofiles.probe.gpu_link import rates_in_common
 from hwprofiles.probe.stopwatch import Stopwatch
 from hwprofiles.probe.timings import products_flop
-from hwprofiles.schema import Profile
+from hwprofiles.schema import AttentionCall, Profile
 from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import PenstockError, ProfileError
 from runtime.machines import streams
@@ -55,16 +55,23 @@ def assert_found(profile: Profile, truth: Truth) -> None:
         for p in points:
             n_flop = products_flop(p.m, p.k, p.n)
             assert_close(p.flop_per_s.value, truth.flop_per_s[dtype] * n_flop / (n_flop + truth.work_lost_flop))
-        for a in device.attention[dtype]:
-            assert_close(a.forward_flop_per_s.value, truth.attention_flop_per_s[dtype])
-            assert_close(a.backward_flop_per_s.value, 0.8 * truth.attention_flop_per_s[dtype])
-    assert (device.cudnn_attention or {}).keys() == truth.cudnn_flop_per_s.keys()
-    for dtype, points in (device.cudnn_attention or {}).items():
-        assert [(a.seq_len, a.head_dim) for a in points] == [(a.seq_len, a.head_dim) for a in device.attention[dtype]]
-        for a in points:
-            assert_close(a.forward_flop_per_s.value, truth.cudnn_flop_per_s[dtype])
-            assert_close(a.backward_flop_per_s.value, 0.8 * truth.cudnn_flop_per_s[dtype])
+            assert (p.clock_hz, p.watts) == truth.load
+    true = {"flash": truth.attention_flop_per_s, **({"cudnn": truth.cudnn_flop_per_s} if truth.cudnn_flop_per_s else {})}
+    assert {kernel: of.keys() for kernel, of in device.attention.items()} == {kernel: of.keys() for kernel, of in true.items()}
+    for kernel, of in device.attention.items():
+        for dtype, points in of.items():
+            assert [(a.seq_len, a.head_dim) for a in points] == [(a.seq_len, a.head_dim) for a in device.attention["flash"][dtype]]
+            for a in points:
+                assert_close(a.forward_flop_per_s.value, true[kernel][dtype])
+                assert_close(a.backward_flop_per_s.value, 0.8 * true[kernel][dtype])
+                assert (a.clock_hz, a.watts) == truth.load
     assert_close(device.memory_bytes_per_s.value, truth.memory_bytes_per_s)
+    norms = device.norms["torch-fused"]
+    for rate, fraction in zip((norms.forward_bytes_per_s, norms.backward_bytes_per_s), truth.norm_fractions, strict=True):
+        assert_close(rate.value, fraction * truth.memory_bytes_per_s)
+    assert device.eager_bytes_per_s is not None
+    assert_close(device.eager_bytes_per_s.value, truth.eager_fraction * truth.memory_bytes_per_s)
+    assert device.sustained_fraction is None, "what was soaked is a step's rate"
     assert_close(device.kernel_overhead_s.value, truth.kernel_s)
     assert truth.handover_s < device.op_overhead_s.value < 1.5 * truth.handover_s
     for direction, curve in (("h2d", link.h2d), ("d2h", link.d2h)):
@@ -122,9 +129,14 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
 def test_the_probe_covers_the_shapes_and_sizes_of_real_models(thorough: tuple[Profile, FakeMachine, object]) -> None:
     device, link = thorough[0].device, thorough[0].link
     for m, k, n in ((512, 1024, 1024), (16384, 16384, 16384), (8192, 4096, 14336)):
-        assert thorough[0].matmul_flop_per_s("bf16", m, k, n).inside_measured
+        assert thorough[0].matmul_rate("bf16", m, k, n).inside_measured
     assert any(p.k != p.n for p in device.matmul["bf16"])
-    assert {(a.seq_len, a.head_dim) for a in device.attention["bf16"]} >= {(1024, 64), (1024, 128), (32768, 64), (32768, 128)}
+    assert {(a.seq_len, a.head_dim) for a in device.attention["flash"]["bf16"]} >= {
+        (1024, 64),
+        (1024, 128),
+        (32768, 64),
+        (32768, 128),
+    }
     for curve in (link.h2d, link.d2h):
         sizes = [p.n_bytes for p in curve.bytes_per_s]
         assert (sizes[0], sizes[-1]) == (64 * 2**10, GiB)
@@ -153,7 +165,7 @@ def test_a_probed_gpu_is_a_profile_that_reads_back_and_says_what_it_rests_on(tho
         assert source.date
     assert {q.source for _, q in profile.quantities()} == set(profile.sources)
     assert headline(profile).row_count > 25
-    assert "  by cuDNN, forward" in list(headline(profile).columns[0].cells)
+    assert any(" by cuDNN over " in str(what) for what in headline(profile).columns[0].cells)
 
 
 def test_progress_rises_to_one_and_names_what_is_measured(thorough: tuple[object, object, list[tuple[str, float]]]) -> None:
@@ -290,13 +302,14 @@ def test_several_cliffs_are_all_told() -> None:
 
 def test_cudnns_attention_is_left_out_and_the_profile_says_why_where_a_shape_is_refused() -> None:
     profile = probed_of(Truth(fails_at="cuDNN over 4096"))
-    assert profile.device.cudnn_attention is None
+    assert profile.device.attention.keys() == {"flash"}
     said = "left out: bf16 attention by cuDNN over 4096 tokens (CUDA error: unspecified launch failure)"
     assert said in " ".join(remarks(profile))
     whole = probed_of(Truth())
     assert "left out" not in " ".join(remarks(whole))
     for seq_len, backward in ((4096, False), (16384, True)):
-        flash, cudnn = (whole.attention_flop_per_s("bf16", seq_len, 128, backward, kernel) for kernel in ("flash", "cudnn"))
+        call = AttentionCall("bf16", seq_len, 128, grouped=False)
+        flash, cudnn = (whole.attention_rate(call, backward, kernel) for kernel in ("flash", "cudnn"))
         assert_close(cudnn.value / flash.value, 1.6, 0.04)
         assert cudnn.inside_measured
 

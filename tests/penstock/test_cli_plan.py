@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from hwprofiles.schema import read_profile
 from penstock.cli.main import cli
 from planner.check.check import check
-from planner.predict.faster import group_of, with_quantities
 from planner.search.space import BASELINES
 from runtime.plan import PlanFile
 from runtime.plan.timeline import Span, Timeline
@@ -48,7 +47,7 @@ def test_json_is_pure_and_has_the_fields_of_the_contract(answered):
     said = json.loads(result.stdout)
     assert set(said) == {
         *("semantics", "policy", "prediction", "certificate", "baselines", "next_best"),
-        *("usd_per_million_tokens", "bought_usd_per_million_tokens"),
+        *("usd_per_million_tokens", "bought_usd_per_million_tokens", "rests_on"),
     }
     assert said["next_best"]["step_s"] >= said["prediction"]["step_s"]
     assert set(said["prediction"]) == {
@@ -95,16 +94,20 @@ def test_measurements_are_ranked_only_where_they_are_asked_for():
     assert "narrows by" not in invoke(*SMALL).stdout
 
 
-def test_where_everything_is_measured_no_measurement_is_named(tmp_path):
-    def certain(place, quantity):
-        return quantity if group_of(place) is None else quantity.model_copy(update={"spread_fraction": 0.0})
+def test_where_every_number_is_of_this_device_so_is_all_that_a_step_rests_on(tmp_path):
+    fields = read_profile("h100-pcie").to_json()
+    assert rests_on(tmp_path, fields)["this device"] < 0.2
+    for source in fields["sources"].values():
+        source |= {"kind": "measured", "device": fields["device"]["name"], "scaled": False}
+    found = rests_on(tmp_path, fields)
+    assert found["this device"] == pytest.approx(1)
+    assert found == found | {"another device": 0, "assumptions": 0, "worst": []}
 
-    known = with_quantities(read_profile("rtx4090-server"), certain)
-    path = tmp_path / "known.json"
-    path.write_text(json.dumps(known.to_json()))
-    args = [*SMALL[:3], path, *SMALL[4:], "--policy", "megatrain", "--measurements"]
-    assert json.loads(invoke(*args, "--json").stdout)["measurements"] == []
-    assert "No measurement would narrow" in invoke(*args).stdout
+
+def rests_on(tmp_path, fields):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(fields))
+    return json.loads(invoke(*SMALL[:3], path, *SMALL[4:], "--policy", "megatrain", "--json").stdout)["rests_on"]["device"]
 
 
 def test_a_plan_that_was_written_says_what_to_do_with_it(tmp_path):
@@ -155,7 +158,7 @@ def test_words_name_what_a_reader_needs():
         "no schedule with",
         "megatrain",
         "saved for backward",
-        "assumed",
+        "of the device's seconds rest on measurements of this device",
     ):
         assert word in result.stdout
     assert "\x1b" not in result.stdout

@@ -37,7 +37,7 @@ def house(tmp_path_factory) -> Path:
     (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=400, eos_token_id=2)))
     (home / "data.jsonl").write_text(json.dumps({"text": "To be, or not to be, that is the question. " * 9}) + "\n")
     (home / "runs.json").write_bytes(FORMATS["published runs"].seeds()[1])
-    (home / "bandwidth.json").write_bytes(FORMATS["nvbandwidth"].seeds()[0])
+    (home / "ops.csv").write_bytes(FORMATS["published ops"].seeds()[0])
     for folder in (home, model):
         (folder / "evil.py").write_text(PLANTED)
     done = answered("plan", model, *SIZES, "-o", home / "plan.json")
@@ -50,7 +50,6 @@ def house(tmp_path_factory) -> Path:
 
 
 _RUN = ["run", "plan.json", "--model", "model", "--data", "data.jsonl", "--steps", "1", "--out", "out", "--from-scratch"]
-_PROBE = ["probe", "--onto", "rtx4090-server", "--nvbandwidth", "bandwidth.json", "-o", "m.json"]
 _AGAIN = ["run", "plan.json", "--model", "model", "--data", "data.jsonl", "--out", "run", "--steps", "3", "--resume"]
 # The file that is changed, as what, and the command that reads it.
 COMMANDS: dict[str, tuple[str, str, list[str]]] = {
@@ -59,7 +58,7 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "report of a timeline": ("run/timeline.json", "timeline.json", ["report", "plan.json", "run", "-o", "trace.json"]),
     "report of a log": ("run/metrics.jsonl", "metrics.jsonl", ["report", "plan.json", "run", "-o", "page.html"]),
     "validate": ("runs.json", "published runs", ["validate", "runs.json"]),
-    "probe": ("bandwidth.json", "nvbandwidth", _PROBE),
+    "validate ops": ("ops.csv", "published ops", ["validate", "ops.csv"]),
     "plan": ("model/config.json", "config.json", ["plan", "model", *SIZES, "-o", "new.json"]),
     "run": ("plan.json", "plan (JSON)", _RUN),
     "run with settings": ("run.yaml", "run (YAML)", ["run", "--config", "run.yaml", "--out", "out"]),
@@ -101,9 +100,8 @@ def _one_line(done: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["probe", "--onto", "pipe"],
-        ["probe", "--onto", "rtx4090-server", "--nvbandwidth", "pipe"],
         ["validate", "pipe"],
+        ["validate", "pipe.csv"],
         ["compare", "qwen2.5-0.5b", "--machine", "pipe"],
         ["run", "--config", "pipe.yaml"],
         ["report", "plan.json", "folder", "-o", "page.html"],
@@ -117,7 +115,7 @@ def test_a_pipe_where_a_command_reads_is_refused_at_once(house, tmp_path, monkey
     for name in ("plan.json", "data.jsonl"):
         shutil.copy(house / name, tmp_path / name)
     (tmp_path / "folder").mkdir()
-    for name in ("pipe", "pipe.yaml", "folder/metrics.jsonl", "folder/config.json", "folder/tokenizer.json"):
+    for name in ("pipe", "pipe.yaml", "pipe.csv", "folder/metrics.jsonl", "folder/config.json", "folder/tokenizer.json"):
         os.mkfifo(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     refused(answered(*words))

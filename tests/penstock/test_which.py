@@ -42,6 +42,7 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
         "4",
         "device compute",
         "2.2 days",
+        "90%",
         "1.00",
         "2.00",
     )

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
 from planner.bounds.phases import Phases
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
-from planner.predict.faster import with_any_memory
 from planner.predict.memory import frame
 from planner.search.relax import Relaxation
 from planner.search.space import Family

@@ -196,6 +196,7 @@ def test_the_profile_says_where_each_corrected_number_comes_from():
         "date": DAY,
         "device": "NVIDIA H200",
         "driver": None,
+        "scaled": False,
     }
     of_run = [place for place, quantity in once.quantities() if quantity.source == "recalibrated"]
     assert of_run == [f"link.h2d.bytes_per_s.{i}.rate" for i in range(len(profile.link.h2d.bytes_per_s))]

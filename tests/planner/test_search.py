@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
 from planner.bounds.bounds import ops_at_least, policy_bound
@@ -17,7 +18,7 @@ from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster, with_any_memory
+from planner.predict.faster import Group, faster
 from planner.predict.memory import footprint, frame
 from planner.predict.resident import shares_memory
 from planner.predict.simulate import simulate

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
 from planner.bounds.bounds import policy_bound, policy_bounds
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import with_any_memory
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.search import search

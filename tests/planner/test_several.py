@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.several import (
     NOTES,
+    exchange_bytes_per_s,
     explained_rates,
     layer_rows,
     machine_of,
@@ -93,7 +94,7 @@ def test_one_gpu_is_not_slower_for_an_exchange_that_it_does_not_need(system):
 def test_weights_come_together_for_every_micro_batch_and_gradients_of_fsdp_once():
     """Where exchange binds, a step takes as long as it: two gathers a micro-batch, of the root's weights one, and gradients."""
     slow = faster(GEFORCE, {Group.PEERS: 1e-4})
-    rate = slow.peers.bytes_per_s.value
+    rate = exchange_bytes_per_s(slow)
     layers, table = 28 * 50_337_024, 151_936 * 2048  # the norms of a layer's queries and keys are in it; the table is tied
 
     def moved_s(n_params):
@@ -117,7 +118,7 @@ def test_the_rate_that_explains_a_step_predicts_it(published, explained):
     for it in published.sharded:
         if it.id in explained:
             machine = machine_of(it.machine)
-            slower = faster(machine, {Group.PEERS: explained[it.id] / machine.peers.bytes_per_s.value})
+            slower = faster(machine, {Group.PEERS: explained[it.id] / exchange_bytes_per_s(machine)})
             assert predict(it.run, slower).step_s == pytest.approx(it.run.tokens_per_step / it.tokens_per_s, rel=1e-3)
     assert len(explained) == 7
 
@@ -125,5 +126,5 @@ def test_the_rate_that_explains_a_step_predicts_it(published, explained):
 def test_an_a800_is_an_a100_with_less_of_nvlink():
     a800, a100, h100 = machine_of("8xa800"), read_profile("a100-sxm"), read_profile("8xh100")
     assert (a800.device, a800.host) == (a100.device, a100.host)
-    assert a800.peers.bytes_per_s.value == pytest.approx(h100.peers.bytes_per_s.value * 4 / 9)
+    assert exchange_bytes_per_s(a800) == pytest.approx(exchange_bytes_per_s(h100) * 4 / 9)
     assert shared_by(a800, 8).host.memory_bytes.value == a100.host.memory_bytes.value / 8

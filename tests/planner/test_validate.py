@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.claims import FLEX, PublishedClaim, claims
 from benchmarks.ledger import EXPLANATIONS, Fitter, _residuals, leave_out, misses, shipped
-from hwprofiles.fit import SOFTWARE, STAGES, Constant, fit, value_of, with_constants
+from benchmarks.run_fit import SOFTWARE, STAGES, Constant, fit, value_of, with_constants
 from hwprofiles.schema import read_profile, shipped_profiles
-from planner.ledger.claims import FLEX, PublishedClaim, claims
 from planner.ledger.system_costs import SOFTWARE_SPREAD_FRACTION, Software
 from planner.ledger.systems import Run
 from planner.ledger.validate import Ledger, PublishedRun, Row, quantile, read_runs, validate, validate_file, with_intervals
@@ -230,14 +230,6 @@ def test_a_constant_put_into_a_profile_is_read_back_and_changes_no_other_machine
     assert with_constants(other, {name: value}) == other
 
 
-def test_a_whole_grid_is_scaled_alike():
-    profile = read_profile("mi355x")
-    changed = with_constants(profile, {"mi355x.matmul": 2 * value_of(profile, "matmul")})
-    for before, after in zip(profile.device.matmul["bf16"], changed.device.matmul["bf16"], strict=True):
-        assert after.flop_per_s.value == pytest.approx(2 * before.flop_per_s.value)
-    assert changed.device.matmul["fp32"] == profile.device.matmul["fp32"]
-
-
 # the ledger's arithmetic
 
 
@@ -294,7 +286,7 @@ def test_a_run_that_cannot_be_predicted_stays_in_the_ledger_and_says_why(tmp_pat
 def test_wider_spreads_widen_the_interval_and_no_doubt_leaves_none(tmp_path, monkeypatch):
     runs = read_runs(file_of(tmp_path, {**RUN, "batch": 64, "seq": 1024}))
     usual = with_intervals(validate(runs), runs).rows[0].interval_fraction
-    monkeypatch.setitem(SOFTWARE_SPREAD_FRACTION, "eager_fraction", 0.5)
+    monkeypatch.setitem(SOFTWARE_SPREAD_FRACTION, "tensor_s", 0.9)
     wider = with_intervals(validate(runs), runs).rows[0].interval_fraction
     assert 0.02 < usual < wider
     for key in SOFTWARE_SPREAD_FRACTION:
@@ -304,7 +296,7 @@ def test_wider_spreads_widen_the_interval_and_no_doubt_leaves_none(tmp_path, mon
 
 
 def test_doubts_are_tied_together_only_on_machines_that_runs_were_fitted_from(tmp_path, monkeypatch):
-    names = ("mi355x", "gh200")
+    names = ("mi355x", "b200")
     runs = read_runs(file_of(tmp_path, *({**RUN, "id": m, "machine": m} for m in names)))
     tied = [row.interval_fraction for row in with_intervals(validate(runs), runs).rows]
     monkeypatch.setattr("planner.ledger.validate.FITTED_FRACTION", 1.0)

@@ -380,7 +380,7 @@ def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
     machine.host.set_weight(p, weight)
     assert same_bits(machine.host.compute_weight(p), weight.bfloat16())
     assert frozen_of(machine)[p.name].view(-1)[0] == 1.0
-    names = [p.name for p, _ in machine.host.compute_weights()]
+    names = [p.name for p in machine.host.all_owned()]
     assert names == [p.name for block in machine.plan.workload.blocks for p in block.parameters]
 
 

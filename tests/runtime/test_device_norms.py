@@ -14,7 +14,7 @@ from planner.bounds.machine import machine_bound, machine_facets
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.cost import EAGER_FRACTION, NORM_CHUNK_ELEMENTS, CostModel, region_of
+from planner.predict.cost import NORM_CHUNK_ELEMENTS, CostModel, region_of
 from planner.predict.memory import frame
 from planner.predict.simulate import simulate
 from planner.search.branch import Tree, Trial
@@ -185,7 +185,7 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert seconds[False][Lane.CPU] - seconds[True][Lane.CPU] == pytest.approx(saved_s, rel=1e-6)
     # The device reads it once, at its own rate; besides there is a kernel or two per tensor, and a few per block.
     more_s = seconds[True][Lane.GPU] - seconds[False][Lane.GPU]
-    read_s = 2 * elements / (EAGER_FRACTION * profile.device.memory_bytes_per_s.value)
+    read_s = 2 * elements / profile.device.memory_bytes_per_s.value
     n_kernels = (more_s - read_s) / profile.device.kernel_overhead_s.value
     n_tensors = sum(len(workload.blocks[b].parameters) for b in can_square(workload, semantics))
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)

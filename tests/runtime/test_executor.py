@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from runtime import executor, lane_track
 from runtime.errors import DataError
 from runtime.executor import Execution, OpError, StallError, Stop, execute
-from runtime.machine import NullMachine
 from runtime.plan import Kind, Lane, Plan, Policy, Update, Wait
+from tests.null_machine import NullMachine
 from tests.strategies import plans
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of

@@ -13,8 +13,8 @@ import pytest
 from runtime import lane_thread
 from runtime.executor import OpError, execute
 from runtime.lane_thread import LaneThread
-from runtime.machine import NullMachine
 from runtime.plan import Kind, Lane
+from tests.null_machine import NullMachine
 from tests.tour import ROOT
 
 from .test_executor import tiny_plan
@@ -139,7 +139,7 @@ EXITING = f"""
 import sys, threading
 from runtime.executor import execute
 from runtime.lane_thread import LaneThread
-from runtime.machine import NullMachine
+from tests.null_machine import NullMachine
 from runtime.plan import Kind, Lane, Plan
 
 {inspect.getsource(OnOneThread)}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from planner.check.check import check
 from planner.lower.lower import lower_folded, lower_written_out
 from runtime.executor import Execution, OpError, StallError, execute
-from runtime.machine import NullMachine
 from runtime.plan import Kind, Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
 from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import is_kept
+from tests.null_machine import NullMachine
 from tests.running import lines_of, make_home, penstock, plan_in, train, weights_sha
 from tests.strategies import MODEL, PROFILE, small_workload
 from tests.tiny import tiny_config

@@ -216,9 +216,9 @@ def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_i
     honest = penstock.plan("qwen2.5-0.5b", box, host_memory_bytes=10**12, policy="megatrain", **sizes)
     assert list(strangers(honest.plan)) == []
     fields = box.to_json()
-    fields["peers"]["bytes_per_s"]["value"] *= 2
+    fields["peers"]["collectives"]["all_gather"]["bytes_per_s"]["value"] *= 2
     found = penstock.plan("qwen2.5-0.5b", Profile.from_json(fields), policy="megatrain", **sizes)
-    assert "peers.bytes_per_s" in next(strangers(found.plan))
+    assert "peers.collectives.all_gather.bytes_per_s" in next(strangers(found.plan))
 
 
 @pytest.mark.parametrize("n_hosts", [3, 16])

@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.optimize import least_squares
 
-from .schema import Profile
+from hwprofiles.schema import Profile
 
 SOFTWARE = "software"
 RUN_TOLERANCE = 0.02  # a difference of logarithms that a run is trusted to, beyond which the loss grows slowly
@@ -65,7 +65,7 @@ def with_constants(profile: Profile, values: Mapping[str, float]) -> Profile:
         return profile
     fields = profile.to_json()
     for key, value in own.items():
-        quantities = list(_places(fields, key))
+        quantities = list(places(fields, key))
         assert quantities, f"{profile.name} has no {key}"
         factor = value / _reference(key, fields)
         for quantity in quantities:
@@ -78,24 +78,21 @@ def value_of(profile: Profile, key: str) -> float:
     return _reference(key, profile.to_json())
 
 
-REFERENCE_SIZE = 8192  # m = k = n of the product that stands for a whole grid
-
-
 def _reference(key: str, fields: dict[str, Any]) -> float:
     """The one value that stands for what a constant scales."""
-    places = _places(fields, key)
-    if key == "matmul":
-        grid = fields["device"]["matmul"]["bf16"]
-        return float(next(p["flop_per_s"]["value"] for p in grid if p["m"] == p["k"] == p["n"] == REFERENCE_SIZE))
-    return float(places[0]["value"])
+    return float(places(fields, key)[0]["value"])
 
 
-def _places(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def places(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """The quantities of a profile that a constant scales together, the one that names it first."""
     device, link, host = fields["device"], fields["link"], fields["host"]
     match key:
-        case "matmul":
-            return [p["flop_per_s"] for p in device["matmul"]["bf16"]]
+        case "products":
+            return [device["matmul"]["bf16"]["flop_per_s"]]
+        case "sustained":
+            return [device["sustained_fraction"]]
+        case "eager":
+            return [device["eager_bytes_per_s"]]
         case "pageable_d2h":
             return [link["d2h"]["pageable_bytes_per_s"]]
         case "page_fault" | "dram":
@@ -110,6 +107,8 @@ def _software(key: str, prior: float, spread_fraction: float, why: str) -> Const
     return Constant(SOFTWARE, key, prior, spread_fraction, why)
 
 
+EAGER = "0.58 of the rate of memory, as published of single modules on A100 and H100"
+UNDER_LOAD = "three published steps of an 8B on an H100, whose products take 1 / 0.93 of what they take in bursts"
 # Priors are what the profiles held before any run was looked at, or what a source says.
 STAGES: dict[str, Stage] = {
     "serial tail": Stage(
@@ -127,21 +126,20 @@ STAGES: dict[str, Stage] = {
         ("backward_s", "gradient_join_s", "clip_s", "zero_and_free_s"),
         instead=("mi355x-megatrain-qwen2.5-14b-b64",),
     ),
-    "eager modules": Stage(
+    "Hopper under load": Stage(
         (
-            _software(
-                "eager_fraction",
-                0.85,
-                0.3,
-                "little: near what the runs show; training as a whole reaches 0.45-0.75 of the best product",
-            ),
+            Constant("gh200", "sustained", 0.95, 0.04, UNDER_LOAD),
+            Constant("h100-sxm", "sustained", 0.95, 0.04, UNDER_LOAD),
+            Constant("gh200", "eager", 2.0e12, 0.25, EAGER),
+            Constant("h100-sxm", "eager", 1.77e12, 0.25, EAGER),
         ),
         ("gh200-megatrain-qwen2.5-7b-s1024", "gh200-megatrain-qwen2.5-14b-b96-full", "h100-megatrain-qwen2.5-7b-b158"),
         ("step_s",),
     ),
     "mi355x compute": Stage(
         (
-            Constant("mi355x", "matmul", 1.57e15, 0.12, "0.55-0.7 of the datasheet's 2.52 PFLOP/s, its middle"),
+            Constant("mi355x", "products", 2.0e15, 0.15, "eight rows of products, of two sets (docs/ops.md)"),
+            Constant("mi355x", "eager", 3.0e12, 0.25, EAGER),
             Constant("mi355x", "pageable_d2h", 17e9, 0.4, "a third of the pinned rate"),
         ),
         ("mi355x-megatrain-qwen2.5-14b-b16", "mi355x-megatrain-qwen2.5-14b-b64", "mi355x-zero3-qwen2.5-14b-b16"),
@@ -149,7 +147,7 @@ STAGES: dict[str, Stage] = {
     ),
     "one pool": Stage(
         (
-            Constant("gb10", "matmul", 83e12, 0.25, "0.65-0.7 of a peak derived from the datasheet"),
+            Constant("gb10", "products", 107e12, 0.25, "the law of RTX PRO 6000 at 0.65-0.7 of a peak derived from the datasheet"),
             Constant("gb10", "dram", 140e9, 0.3, "half of the pool's rate"),
             _software(
                 "tensor_s", 0.5e-3, 1.0, "no belief: the order of magnitude that the runs show; twenty cores of two kinds wake"
@@ -160,7 +158,7 @@ STAGES: dict[str, Stage] = {
         ("forward_s", "backward_s", "zero_grad_s"),
     ),
     "rtx4090 compute": Stage(
-        (Constant("rtx4090-server", "matmul", 162e12, 0.1, "158-167 TFLOP/s at 8192, published"),),
+        (Constant("rtx4090-server", "sustained", 1.0, 0.05, "whole MLPs run at the rate of isolated products, published"),),
         ("rtx4090-slideformer-qwen3-8b-b64", "rtx4090-zero3-llama-3.1-8b-b32"),
         ("step_s",),
     ),

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hwprofiles.schema import Profile, read_profile
+from planner.ledger.system_costs import Software, SystemCosts
+from planner.ledger.system_memory import zero3_device_bytes, zero3_keeps_activations
+from planner.ledger.systems import MegaTrain, Outcome, Run, predict
 from planner.model.workload import build_workload, read_model
 from runtime.plan import Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB, TB, GiB
-
-from .system_costs import Software, SystemCosts
-from .system_memory import zero3_device_bytes, zero3_keeps_activations
-from .systems import MegaTrain, Outcome, Run, predict
 
 TFLOP = 10**12
 NEAR_FRACTION = 0.1  # a claim holds where we are within this of what the source says

@@ -1,0 +1,93 @@
+"""What is a number of a profile, and where does it come from?"""
+
+from collections.abc import Iterator
+from datetime import date
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+SourceKind = Literal["measured", "fitted", "published", "datasheet", "assumed", "user"]
+SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
+Basis = Literal["this device", "another device", "assumptions"]
+BASES: tuple[Basis, ...] = get_args(Basis)
+Dtype = Literal["bf16", "fp32"]
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+Size = Annotated[int, Field(gt=0, lt=2**53)]
+
+
+def _iso_date(text: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError("not a date; write YYYY-MM-DD") from None
+
+
+Day = Annotated[str, AfterValidator(_iso_date)]
+
+
+class Part(BaseModel):
+    """Frozen, strict, and without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Quantity(Part):
+    """A number above zero in the unit of its key, how far it may be off, and where it comes from."""
+
+    value: Annotated[float, Field(ge=1e-15, le=1e30)]
+    spread_fraction: Annotated[float, Field(ge=0, le=10)]
+    source: Text
+
+
+class Share(Part):
+    """A quantity that may be zero."""
+
+    value: Annotated[float, Field(ge=0, le=1e30)]
+    spread_fraction: Annotated[float, Field(ge=0, le=10)]
+    source: Text
+
+
+class Source(Part):
+    """Where numbers come from. Only what `penstock probe` measured is `measured`.
+
+    `device`: what was measured; None: nothing was, or many. `scaled`: that is another device than the profile's, of which
+    datasheets or single measurements gave the ratio.
+    """
+
+    kind: SourceKind
+    detail: Text
+    date: Day | None
+    device: Text | None
+    driver: Text | None
+    scaled: bool = False
+
+    @model_validator(mode="after")
+    def _names_what_was_measured(self) -> "Source":
+        if self.kind == "measured" and self.device is None:
+            raise ValueError("measured, but on no device; name it, or say that it is assumed")
+        return self
+
+    @property
+    def basis(self) -> Basis:
+        """What a number with this source rests on."""
+        if self.kind in ("assumed", "datasheet"):
+            return "assumptions"
+        return "this device" if self.kind == "user" or (self.device is not None and not self.scaled) else "another device"
+
+
+def quantities(place: str, part: object) -> Iterator[tuple[str, Quantity | Share]]:
+    """The quantities below a part of a profile, each with its place."""
+    match part:
+        case Quantity() | Share():
+            yield place.lstrip("."), part
+        case BaseModel():
+            for key in type(part).model_fields:
+                yield from quantities(f"{place}.{key}", getattr(part, key))
+        case dict():
+            for key, item in part.items():
+                yield from quantities(f"{place}.{key}", item)
+        case tuple():
+            for i, item in enumerate(part):
+                yield from quantities(f"{place}.{i}", item)
+        case _:
+            pass

@@ -1,0 +1,136 @@
+"""Do laws say what they are, and does more work never take less time?"""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwprofiles.laws import SPLITS, TILES, CollectiveLaw, PassLaw, ProductLaw
+from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Profile, read_profile, shipped_profiles
+from runtime.errors import ProfileError
+
+SIZES = st.integers(1, 2**17)
+WITH_LAWS = [name for name in shipped_profiles() if isinstance(read_profile(name).device.matmul["bf16"], ProductLaw)]
+PRODUCTS = [read_profile(name).device.matmul["bf16"] for name in WITH_LAWS]
+PASSES = [
+    rates.pass_of(backward)
+    for name in WITH_LAWS
+    for of in read_profile(name).device.attention.values()
+    for rates in of.values()
+    if not isinstance(rates, tuple)
+    for backward in (False, True)
+]
+COLLECTIVES = [law for name in WITH_LAWS if (peers := read_profile(name).peers) for law in peers.collectives.values()]
+
+
+def plain_product_s(law: ProductLaw, m: int, k: int, n: int) -> float:
+    """Each tile and split written out: blocks, waves of them, steps of each; bytes; and both overlapped."""
+    found = []
+    for rows, columns in TILES:
+        for splits in SPLITS:
+            blocks = math.ceil(m / rows) * math.ceil(n / columns) * splits
+            per_processor = blocks / law.n_processors
+            whole, busy = math.ceil(per_processor), max(per_processor, 1)
+            waves = math.exp(law.rounding * math.log(whole) + (1 - law.rounding) * math.log(busy))
+            flop = 2 * rows * columns * (k / splits + law.short_k) * (1 + law.reload * (64 / rows + 64 / columns))
+            sums_s = 0.0 if splits == 1 else law.split_s + 4 * m * n * splits / 1e12
+            found.append(waves * flop * law.n_processors / law.flop_per_s.value + sums_s)
+    computing_s = min(found) * max(1.0, 2 * m * k * n / 1e11) ** law.heat
+    moving_s = 2 * (m * k + k * n + m * n) / (law.memory_fraction * 1e12)
+    norm = max(computing_s, moving_s)
+    return norm * ((computing_s / norm) ** law.overlap + (moving_s / norm) ** law.overlap) ** (1 / law.overlap)
+
+
+@given(st.sampled_from(PRODUCTS), SIZES, SIZES, SIZES)
+def test_a_product_takes_what_its_tiles_and_bytes_take_one_by_one(law, m, k, n):
+    assert law.seconds(m, k, n, 2, 1e12) == pytest.approx(plain_product_s(law, m, k, n))
+
+
+@given(st.sampled_from(PRODUCTS), SIZES, SIZES, SIZES, st.integers(0, 2), st.floats(1, 4))
+def test_a_larger_product_takes_longer(law, m, k, n, which, factor):
+    larger = [m, k, n]
+    larger[which] = math.ceil(larger[which] * factor)
+    assert law.seconds(*larger, 2, 1e12) >= law.seconds(m, k, n, 2, 1e12) * (1 - 1e-9)
+
+
+@given(st.sampled_from(PASSES), st.integers(1, 2**20), st.integers(1, 2**12), st.sampled_from([64, 128, 256]), st.booleans())
+def test_attention_over_longer_sequences_takes_longer_and_its_rate_only_rises(law, seq_len, more, head_dim, grouped):
+    short, long = (law.rate(n, head_dim, grouped) for n in (seq_len, seq_len + more))
+    assert short <= long <= law.flop_per_s.value * max(1, law.grouped) * max(1, law.narrow, 1 / law.narrow)
+    assert (seq_len + more) ** 2 / long > seq_len**2 / short
+    assert law.rate(seq_len, head_dim, grouped, causal=False) >= short
+
+
+def test_half_of_the_rate_is_reached_where_the_law_says():
+    for law in PASSES:
+        if law.short_tokens >= 1:
+            at = round(law.short_tokens)
+            assert law.rate(at, 128, False) == pytest.approx(law.flop_per_s.value / 2, rel=0.51 / at + 1e-9)
+
+
+@given(st.sampled_from(COLLECTIVES), st.integers(1, 64), st.integers(1, 2**34), st.integers(1, 2**20))
+def test_more_bytes_of_a_collective_take_longer_and_more_devices_begin_later(law, n_devices, n_bytes, more):
+    assert law.moving_s(n_devices, n_bytes + more) >= law.moving_s(n_devices, n_bytes) >= 0
+    assert law.latency_of(n_devices + 1) >= law.latency_of(n_devices) > 0
+
+
+def test_a_collective_of_one_rate_and_nothing_else_is_latency_and_bytes():
+    q = {"value": 1e-5, "spread_fraction": 0.1, "source": "x"}
+    plain = {"growth": 0.0, "fill_s": 0.0, "fill_bytes": 1.0, "fill_growth": 0.0, "crowding": 0.0, "here": 0.0}
+    law = CollectiveLaw.model_validate({"latency_s": q, "bytes_per_s": q | {"value": 1e9}, **plain})
+    assert law.latency_of(8) + law.moving_s(8, 8e9) == pytest.approx(1e-5 + 7)
+
+
+def test_a_profile_asks_its_laws():
+    profile = read_profile("h200-pcie5")
+    law, flash = profile.device.matmul["bf16"], profile.device.attention["flash"]["bf16"]
+    assert isinstance(law, ProductLaw)
+    seconds = law.seconds(4096, 8192, 1024, 2, profile.device.memory_bytes_per_s.value)
+    assert profile.matmul_rate("bf16", 4096, 8192, 1024).value == pytest.approx(2 * 4096 * 8192 * 1024 / seconds)
+    assert not profile.matmul_rate("bf16", 4096, 100, 100).inside_measured
+    forward = flash.forward
+    assert isinstance(forward, PassLaw)
+    call = AttentionCall("bf16", 4096, 128, True)
+    assert profile.attention_rate(call, False).value == forward.rate(4096, 128, True)
+
+
+def version_1(profile):
+    """The profile as the format's first version had it: points of flash, and one rate of exchange."""
+    fields = read_profile("cpu-2core").to_json()
+    fields["format_version"] = 1
+    fields["device"]["attention"] = fields["device"]["attention"]["flash"]
+    q = {"value": 3e11, "spread_fraction": 0.1, "source": next(iter(fields["sources"]))}
+    return fields | {"peers": {"n_devices": 8, "bytes_per_s": q, "latency_s": q | {"value": 3e-5}, "through_host": False}}
+
+
+def test_a_profile_of_the_first_version_reads_as_it_was_meant():
+    profile = Profile.from_json(version_1("cpu-2core"))
+    assert profile.device == read_profile("cpu-2core").device
+    assert profile.peers is not None
+    law = profile.peers.collectives["reduce_scatter"]
+    assert law.latency_of(8) + law.moving_s(8, 8e9) == pytest.approx(3e-5 + 7 / 300)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("flop_per_s", {"value": 1e15, "spread_fraction": 0.1, "source": "nobody"}, "source 'nobody' is not in `sources`"),
+        ("flop_per_s", {"value": 0, "spread_fraction": 0.1, "source": "ops_products"}, "device.matmul.bf16.flop_per_s.value"),
+        ("heat", -1.0, "device.matmul.bf16.heat"),
+        ("overlap", 0.5, "device.matmul.bf16.overlap"),
+        ("colour", 1.0, "device.matmul.bf16.colour: unknown key"),
+    ],
+)
+def test_a_law_that_cannot_be_or_names_no_source_is_refused_at_its_place(place, value, said):
+    fields = read_profile("h100-sxm").to_json()
+    fields["device"]["matmul"]["bf16"][place] = value
+    with pytest.raises(ProfileError) as refused:
+        Profile.from_json(fields)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_flop_of_a_backward_are_counted_as_the_field_does():
+    assert BACKWARD_ATTENTION == 5 / 2

@@ -1,0 +1,106 @@
+"""Is what a step rests on what an account of each op by hand says?"""
+
+import pytest
+
+from hwprofiles.quantity import BASES
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel
+from planner.predict.rests_on import ENOUGH_FRACTION, lines, rests_on, shares, standard
+from runtime.plan import Lane, Policy, Semantics
+
+
+def plan_on(profile):
+    model, of = read_model("qwen2.5-0.5b"), Semantics(1024, 4, 2)
+    return lower(model, build_workload(model, of), of, Policy(), profile.to_json())
+
+
+def only(profile, place, kind="assumed"):
+    """The profile with every number measured on its device but those whose key begins so, which are of this kind."""
+    fields = profile.to_json()
+    for source in fields["sources"].values():
+        source |= {"kind": "measured", "device": profile.device.name, "scaled": False}
+    fields["sources"]["odd"] = {"kind": kind, "detail": "odd", "date": None, "device": None, "driver": None}
+
+    def mark(part, at=""):
+        if isinstance(part, dict):
+            if "spread_fraction" in part and at.startswith(place):
+                part["source"] = "odd"
+            for key, item in part.items():
+                mark(item, f"{at}.{key}" if at else key)
+        elif isinstance(part, list):
+            for item in part:
+                mark(item, at)
+
+    mark(fields)
+    return Profile.from_json(fields)
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_all_seconds_rest_on_something(name):
+    found = standard(read_profile(name))
+    assert sum(found.fraction(basis) for basis in BASES) == pytest.approx(1)
+    assert all(0 < part.fraction <= 1 for part in found.parts)
+    assert all(part.basis != BASES[0] for part in found.worst)
+
+
+def test_what_a_step_rests_on_is_what_each_op_takes_of_it():
+    """Held against sums by hand: with products alone assumed, their share of the device's seconds is what is assumed."""
+    whole = read_profile("cpu-2core")  # whose products are points: nothing of them is memory's
+    plan = plan_on(whole)
+    cost = CostModel(whole)
+
+    def device_s(of):
+        ops = ((i, op) for i, op in enumerate(plan.ops) if op.lane is Lane.GPU)
+        return sum(plan.often(i) * of.demand(plan, op).uncontended_s for i, op in ops)
+
+    fast = whole.to_json()
+    for point in fast["device"]["matmul"]["bf16"]:
+        point["flop_per_s"]["value"] *= 1e6
+    without_s = device_s(CostModel(Profile.from_json(fast)))
+    by_hand = 1 - without_s / device_s(cost)
+    device, _ = rests_on(plan, only(whole, "device.matmul"))
+    assert device.fraction("assumptions") == pytest.approx(by_hand, abs=0.001)
+    assert 0.2 < device.fraction("assumptions") < 0.95
+    assert device.worst[0].what == "matrix products"
+
+
+@pytest.mark.parametrize(
+    ("place", "what"), [("device.attention", "attention"), ("device.memory_bytes_per_s", "device memory"), ("link", "copies")]
+)
+def test_what_is_assumed_is_named(place, what):
+    machine = only(read_profile("h100-sxm"), place)
+    device, others = rests_on(plan_on(machine), machine)
+    found = others if place == "link" else device
+    assert [part.what for part in found.worst] == [what]
+    assert found.fraction("assumptions") == pytest.approx(found.worst[0].fraction)
+    assert f"{what} " in found.words("the device's")
+
+
+def test_a_rate_of_another_device_is_not_of_this_one():
+    machine = only(read_profile("h100-sxm"), "device.matmul", "published")
+    assert standard(machine).fraction("another device") > 0.5
+    assert standard(machine).fraction("assumptions") == 0
+
+
+def test_the_reader_is_told_to_measure_where_little_is_of_the_device():
+    for name, is_told in (("h100-sxm", False), ("rtx3090-epyc", True)):
+        profile = read_profile(name)
+        said = list(lines(plan_on(profile), profile))
+        assert (rests_on(plan_on(profile), profile)[0].fraction(BASES[0]) < ENOUGH_FRACTION) is is_told
+        assert any("penstock probe" in line for line in said) is is_told
+
+
+def test_seconds_that_no_rate_changes_rest_on_their_shares_of_what_does():
+    """Of a sum of two terms each has its part, whatever a constant beside them is."""
+    profile = only(read_profile("h100-sxm"), "device.matmul")
+    profile = profile.model_copy(update={"device": profile.device.model_copy(update={"sustained_fraction": None})})
+
+    def seconds(cost):
+        of = cost.profile
+        return 3 / of.device.matmul["bf16"].flop_per_s.value * 1e15 + 1 / of.device.memory_bytes_per_s.value * 1e12
+
+    found = shares(profile, seconds)
+    products_s, memory_s = 3e15 / profile.device.matmul["bf16"].flop_per_s.value, 1e12 / profile.device.memory_bytes_per_s.value
+    assert found.fraction("assumptions") == pytest.approx(products_s / (products_s + memory_s), rel=1e-3)
