@@ -1,8 +1,9 @@
 """Does everything come out as it did before a change that was to change nothing?
 
 `python -m tests.replay write FILE` before the first change, `python -m tests.replay compare FILE` after every one, on one machine:
-digests of the text of two thousand plans, of policy, step and bounds over the benchmark's grid, and of what the demo's model has
-become after some steps. The bits of a training differ from processor to processor, so the file is not kept.
+digests of the text of two thousand plans, of policy, step and bounds over the grid, of what `plan` and `report` say of ten
+plans, of fifty error lines, and of what the demo's model has become after some steps: all of it, an adapter, and by two ranks. The
+bits of a training differ from processor to processor, so the file is not kept.
 """
 
 import hashlib
@@ -38,6 +39,73 @@ POLICIES: dict[str, dict[str, Any]] = {
         "square_blocks": [3],
     },
 }
+# What `plan` and `report` say
+REPORTED = [
+    *(
+        f"qwen2.5-0.5b --machine {machine} --seq-len 512 --batch-size 8"
+        for machine in ("h100-sxm", "gh200", "rtx4090-desktop", "gb10")
+    ),
+    "llama-3.1-8b --machine b200 --batch-size 8",
+    "llama-3.1-8b --machine rtx5090-server --batch-size 8 --kernels eager",
+    "qwen3-4b --machine 8xh100 --gpus 4 --batch-size 16",
+    "qwen3-4b --machine 8xh100 --gpus 8 --hosts 2 --network-gbit 400 --batch-size 32",
+    "qwen2.5-7b --machine rtx4090-server --train lora --base nf4 --batch-size 4",
+    "smollm2-360m --machine mi355x --policy zero3-offload --tokens 10M",
+]
+# Commands that are refused; MODEL, PLAN, DATA and HOME are there, PLAN is of MODEL
+REFUSED = [
+    *(
+        "plan nobody --machine h100-sxm",
+        "plan MODEL --machine h1000",
+        "plan MODEL --machine /",
+        "plan MODEL",
+        "plan HOME --machine h100-sxm",
+    ),
+    *(
+        f"plan MODEL --machine cpu-2core {rest}"
+        for rest in (
+            *(
+                "--seq-len 0",
+                "--batch-size -1",
+                "--micro-batch 3 --batch-size 8",
+                "--kernels odd",
+                "--policy nobody",
+                "--policy DATA",
+            ),
+            *("--device-memory 1KB", "--host-memory 1KB", "--host-memory big", "--train lora:r=0", "--train lora:targets=nobody"),
+            *("--train nothing.*", "--base nf4", "--gpus 0", "--hosts 2", "--network-gbit 400", "--clip-norm -1", "--master int8"),
+            *("--compute fp8", "--tokens many", "-o HOME/no/such/folder.json", "--sum-groups 3 --batch-size 8", "--attention none"),
+        )
+    ),
+    *("check nothing.json", "check DATA", "check HOME", "report nothing.json -o x.html", "report DATA -o x.html"),
+    *("validate nothing.json", "validate DATA", "validate PLAN", "compare MODEL --machines odd", "compare MODEL", "fits odd"),
+    *(
+        "data nothing --model MODEL",
+        "data DATA --model nobody",
+        "merge MODEL HOME --out HOME/merged",
+        "merge MODEL nothing --out x",
+    ),
+    *(
+        f"run PLAN --model MODEL {rest}"
+        for rest in (
+            *(
+                "--data nothing",
+                "--data DATA",
+                "--data DATA --steps 0",
+                "--data DATA --lr -1",
+                "--data DATA --from-scratch --resume HOME",
+            ),
+            *(
+                "--data DATA --from-scratch --tokenizer bytes --device odd",
+                "--data DATA --config nothing.yaml",
+                "--data DATA --config DATA",
+            ),
+            *("--data DATA --from-scratch --tokenizer bytes --out PLAN", "--data DATA --monitor odd", "--data HOME --from-scratch"),
+        )
+    ),
+    *("run DATA --data DATA", "run PLAN", "run nothing.json --data DATA", "odd", "probe --device odd", "probe --host-memory odd"),
+]
+ADAPTED, RANKED = ("--train", "lora:r=4,alpha=8"), ("--gpus", 2)
 
 
 def digest(text: str | bytes) -> str:
@@ -66,23 +134,64 @@ def searched(of: tuple[str, str, int]) -> tuple[str, str]:
     return " ".join(map(str, of)), digest(repr(said))
 
 
-def trained(folder: Path) -> Iterator[tuple[str, str]]:
-    """Of what some steps of training leave: weights, masters, moments, and what was done when."""
+def reported(folder: Path) -> Iterator[tuple[str, str]]:
+    """Of what ten plans are said to be, in text, as fields and as a page."""
+    for i, asked in enumerate(REPORTED):
+        plan, page = folder / f"reported-{i}.json", folder / f"reported-{i}.html"
+        yield f"text of {asked}", digest(_said("plan", *asked.split(), "-o", plan).stdout)
+        yield f"fields of {asked}", digest(plan.read_bytes())
+        _penstock("report", plan, "-o", page)
+        yield f"page of {asked}", digest(page.read_bytes())
+
+
+def refused(folder: Path) -> Iterator[tuple[str, str]]:
+    """Of what is said of mistakes: the exit code and how many lines, apart from the words."""
+    model, data, plan = _home(folder / "refused")
+    _penstock("plan", model, "--machine", "cpu-2core", *SIZES, "-o", plan)
+    there = {"MODEL": model, "DATA": data, "PLAN": plan, "HOME": folder / "refused"}
+    for line in REFUSED:
+        words = " ".join(line.split())
+        for name, path in there.items():
+            words = words.replace(name, str(path))
+        said = _said(*words.split())
+        yield f"refused {line}", f"{said.returncode}, {said.stderr.count(chr(10))} lines, traceback {'Traceback' in said.stderr}"
+        yield f"words of {line}", digest(said.stderr.replace(str(folder), "FOLDER"))
+
+
+SIZES = ("--seq-len", 128, "--batch-size", 8, "--micro-batch", 2)
+
+
+def _home(folder: Path) -> tuple[Path, Path, Path]:
+    """A model, some text to train it with, and a place for its plan."""
     model, data = folder / "model", folder / "text.jsonl"
-    model.mkdir()
+    model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(CONFIG))
     data.write_text("".join(json.dumps({"text": f"{n} and {n * n} are {n} squared, and so on. " * 9}) + "\n" for n in range(300)))
+    return model, data, folder / "plan.json"
+
+
+def trained(folder: Path) -> Iterator[tuple[str, str]]:
+    """Of what some steps of training leave: weights, masters, moments, and what was done when."""
+    model, data, plan = _home(folder / "trained")
+    ways: dict[str, tuple[object, ...]] = {"adapter": ADAPTED, "two ranks": RANKED}
     for name, policy in POLICIES.items():
-        plan, out = folder / f"{name}.json", folder / name
-        (folder / "policy.json").write_text(json.dumps(policy))
-        chosen = ["--policy", folder / "policy.json"] if policy else []
-        sizes = ["--seq-len", 128, "--batch-size", 8, "--micro-batch", 2]
-        _penstock("plan", model, "--machine", "cpu-2core", *sizes, *chosen, "-o", plan)
+        file = folder / f"policy-{name}.json"
+        file.write_text(json.dumps(policy))
+        ways[name] = ("--policy", file) if policy else ()
+    for name, chosen in ways.items():
+        out = folder / name
+        _penstock("plan", model, "--machine", "cpu-2core", *SIZES, *chosen, "-o", plan)
         _penstock("run", plan, "--data", data, "--steps", 3, "--save-every", 3, "--out", out, *SCRATCH)
-        for file in sorted((out / "checkpoint-3").iterdir()):
-            yield f"{name} {file.name}", digest(file.read_bytes())
-        spans = json.loads((out / "timeline.json").read_text())["spans"]
-        yield f"{name} timeline", digest(json.dumps(sorted([span["step"], span["op"]] for span in spans)))
+        for path in sorted((out / "checkpoint-3").iterdir()):
+            yield f"{name} {path.name}", digest(path.read_bytes()) if path.is_file() else "a folder"
+        timeline = out / "timeline.json"
+        if timeline.exists():
+            spans = json.loads(timeline.read_text())["spans"]
+            yield f"{name} timeline", digest(json.dumps(sorted([span["step"], span["op"]] for span in spans)))
+
+
+def _said(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PENSTOCK, *map(str, args)], check=False, capture_output=True, text=True)
 
 
 def _penstock(*args: object) -> None:
@@ -92,7 +201,8 @@ def _penstock(*args: object) -> None:
 def digests() -> dict[str, str]:
     with ProcessPoolExecutor(2) as pool, TemporaryDirectory() as folder:
         of_grid = pool.map(searched, product(grid.MODELS, grid.MACHINES, grid.TOKENS_PER_STEP))
-        return {"plans": plans(), **dict(trained(Path(folder))), **dict(of_grid)}
+        apart = Path(folder)
+        return {"plans": plans(), **dict(trained(apart)), **dict(reported(apart)), **dict(refused(apart)), **dict(of_grid)}
 
 
 @click.command()

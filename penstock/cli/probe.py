@@ -122,6 +122,9 @@ def remarks(profile: Profile) -> list[str]:
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     measured = [s.detail for s in profile.sources.values() if s.kind == "measured"]
     found = [f"cliff: {line}" for detail in measured for line in cliff_lines(detail)]
+    points = profile.device.matmul["bf16"]
+    if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
+        found.append("no clock and no power beside rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
     return [f"numbers: {counts}", *(without_cliffs(detail) for detail in measured), *found]
 
 

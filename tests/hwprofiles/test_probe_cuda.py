@@ -300,6 +300,12 @@ def test_several_cliffs_are_all_told() -> None:
     assert len([line for line in remarks(profile) if line.startswith("cliff")]) == 3
 
 
+def test_where_the_driver_tells_no_clock_the_remarks_say_what_to_install() -> None:
+    for load, is_said in (((1.7e9, 650.0), False), ((None, None), True)):
+        said = " ".join(remarks(probed_of(Truth(load=load))))
+        assert ("pip install nvidia-ml-py" in said) is is_said
+
+
 def test_cudnns_attention_is_left_out_and_the_profile_says_why_where_a_shape_is_refused() -> None:
     profile = probed_of(Truth(fails_at="cuDNN over 4096"))
     assert profile.device.attention.keys() == {"flash"}
