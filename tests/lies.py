@@ -224,7 +224,7 @@ def claim_lies() -> Iterator[Lie]:
 
     yield lie("the step is the machine's bound", "do not ascend", to_bound)
     yield lie("a quarter of the step", "shorter than the claimed machine bound", put(p + "step_s", times(0.25)))
-    yield lie("all times a quarter, consistently", "prediction.step_s", scaled(4))
+    yield lie("all times a tenth less, consistently", "prediction.step_s", scaled(1.1))
     yield lie("all times a thousandth more, consistently", "prediction.step_s", scaled(0.999))
     yield lie("a step without end", "claim.prediction.step_s", put(p + "step_s", 1e300))
     yield lie("a hundred times the tokens per second", "tokens_per_s", put(p + "tokens_per_s", times(100)))
@@ -357,7 +357,7 @@ def told_lies() -> Iterator[Lie]:
         return Lie(what, ASKED, of_json(both(*edits)), said, told=True)
 
     older = put("claim.certificate.arithmetic", "0123456789abcdef")
-    yield lie("all times a quarter, by another version of the planner", "claimed by another version", scaled(4), older)
+    yield lie("all times a tenth less, by another version of the planner", "claimed by another version", scaled(1.1), older)
     twice = put("profile.device.memory_bytes.value", times(2))
     yield lie("a shipped machine of twice the memory", "called rtx4090-server as a shipped one is", twice)
     yield lie("a shipped model with another rotary base", "called qwen2.5-0.5b as a shipped one is", configured("rope_theta", 1.0))

@@ -111,11 +111,10 @@ class LinkProbe:
         windows = [self._window(ways) for _ in range(self.watch.least_repeats)]
         return [Reading.of(rates) for rates in zip(*windows, strict=True)]
 
-    def _window(self, ways: list[Way]) -> list[float]:
+    def _window(self, ways: list[Way], n_tries: int = 3) -> list[float]:
         """Bytes per second of each direction, in the time in which all of them were copying.
 
-        Ending times of the copies of both streams lie on one clock; what ran before the other had begun, or after it was done,
-        does not count.
+        All ending times are on one clock; what ran before the other stream began, or after it was done, does not count.
         """
         issues = [way.copies(self.piece_bytes) for way in ways]
         start = self.device.record(ways[0].stream)
@@ -126,7 +125,12 @@ class LinkProbe:
                 marks.append(self.device.record(way.stream))
         self.device.synchronise()
         times = [[self.device.elapsed_s(start, mark) for mark in marks] for marks in ends]
-        return rates_in_common(times, self.piece_bytes)
+        try:
+            return rates_in_common(times, self.piece_bytes)
+        except DeviceError:  # something else had the device until one of them was done
+            if n_tries == 1:
+                raise
+        return self._window(ways, n_tries - 1)
 
 
 def rates_in_common(times: list[list[float]], n_bytes: int) -> list[float]:

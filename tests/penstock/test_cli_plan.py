@@ -77,23 +77,6 @@ def test_the_same_question_gives_the_same_file(tmp_path, answered):
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-def test_measurements_are_ranked_only_where_they_are_asked_for():
-    """In JSON and in words alike, the one that narrows the interval most first."""
-    said, words = json.loads(invoke(*SMALL, "--measurements", "--json").stdout), invoke(*SMALL, "--measurements").stdout
-    found = said["measurements"]
-    shares = [m["shrink_fraction"] for m in found]
-    assert shares
-    assert shares == sorted(shares, reverse=True)
-    before, first = said["prediction"], found[0]
-    assert before["p10_step_s"] <= first["p10_step_s"] <= first["p90_step_s"] <= before["p90_step_s"]
-    head, *rows = words[words.index("measuring ") :].splitlines()
-    assert head.split() == ["measuring", "instead", "of", "narrows", "by", "to"]
-    assert [row.startswith(m["group"]) for row, m in zip(rows, found, strict=True)] == [True] * len(found)
-    assert f" {first['shrink_fraction']:.0%} " in rows[0]
-    assert "measurements" not in json.loads(invoke(*SMALL, "--json").stdout)
-    assert "narrows by" not in invoke(*SMALL).stdout
-
-
 def test_where_every_number_is_of_this_device_so_is_all_that_a_step_rests_on(tmp_path):
     fields = read_profile("h100-pcie").to_json()
     assert rests_on(tmp_path, fields)["this device"] < 0.2

@@ -81,7 +81,7 @@ def test_a_run_that_the_fit_has_not_seen_is_predicted_within_the_target(publishe
     errors = sum(abs(x.error_fraction) for x in left_out)
     unseen = sum(abs(x.unseen_error_fraction) for x in left_out)
     assert seen / 2 < 0.03
-    assert seen < errors < 2 * 0.08
+    assert seen < errors < 2 * 0.09
     assert seen < unseen < 2 * 0.15
 
 
