@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.adapters import section as of_adapters
 from benchmarks.claims import PublishedClaim, claims
+from benchmarks.op_profiles import SAME_GPU
 from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, places, value_of, with_constants
 from benchmarks.several import read_published, section
 from hwprofiles.schema import FOLDER, Profile, read_profile
@@ -158,12 +159,11 @@ TOLD: dict[str, tuple[float, str]] = {
     "dram": (0.1, "flattening layers and zeroing gradients on the CPU"),
     "runtime": (0.1, "resident memory beside MegaTrain's arenas"),
 }
-SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
 OF_THE_GPU = ("products", "sustained", "eager")  # the others are of its host
 
 
 def write_constants(values: Mapping[str, float]) -> None:
-    """Put what runs say into the shipped profiles, after `benchmarks.op_fit --write` has put the laws there."""
+    """Put what runs say into the shipped profiles, after `benchmarks.op_profiles --write` has put the laws there."""
     for stage in STAGES.values():
         for c in (c for c in stage.constants if c.owner != SOFTWARE):
             for machine in (c.owner, *(SAME_GPU.get(c.owner, ()) if c.key in OF_THE_GPU else ())):

@@ -112,10 +112,10 @@ and collectives, each predicted by the cost model that plans are made with. `pyt
 this page, never a hand; `penstock validate benchmarks/published_ops.csv` prints the same predictions, and those of any file with
 such columns. Ratios are predicted over measured time. Runs of whole systems are on [the run ledger's page](accuracy.md).
 
-A hash of machine, kind and shape class says whether a row is of the *fit* or of the *test*, so that nobody chooses: profiles rest
-on rows of the fit ({sum(op.row.share == "fit" for op in counted):,}), and the first table is of those of the test ({len(test):,}).
-Tokens of products, heads and batch of attention decide nothing, so that what is tested are other widths and lengths. Rows of
-trust 3, whose geometry or GPU is partly unknown, are listed and never counted."""
+A hash of machine, kind and shape class says whether a row is of the *fit* or of the *test*, so that nobody chooses. Profiles may
+rest on rows of the fit ({sum(op.row.share == "fit" for op in counted):,}); the first table is of those of the test
+({len(test):,}). Tokens of products, heads and batch of attention decide nothing, so that what is tested are other widths and
+lengths. Rows of trust 3, whose geometry or GPU is partly unknown, are listed and never counted."""
     yield ""
     yield "| rows of the test | n | median error | 90th percentile | wanted | P10 to P90 hold |"
     yield "|---|--:|--:|--:|---|--:|"
@@ -194,9 +194,8 @@ def _nobody() -> Iterator[str]:
 
 
 def _laws(found: dict[str, Found]) -> Iterator[str]:
-    of = {machine: rows for each in found.values() for machine, rows in each.rows.items()}
-    law = {m: [abs(math.expm1(e)) for each in found.values() for e in each.errors.get(m, ())] for m in of}
-    law = {m: law[m][: len(of[m])] for m in of if law[m]}
+    of = {m: each.rows[m] for m, each in found.items()}
+    law = {m: [abs(math.expm1(error)) for error in each.errors[m]] for m, each in found.items() if each.errors[m]}
     grid = {m: _grid_errors(list(of[m])) for m in law}
     better = sum(statistics.median(law[m]) <= statistics.median(grid[m]) for m in law)
     surer = sum(_p90(law[m]) <= _p90(grid[m]) for m in law)

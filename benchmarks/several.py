@@ -10,16 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 from pydantic import TypeAdapter
 
 import penstock
 from benchmarks.sharded import Sharded, Shown, predict
-from hwprofiles.schema import Profile, read_profile
+from hwprofiles.schema import Collective, Profile, read_profile
 from penstock.api import Planned
 from planner.ledger.system_costs import Software, SystemCosts
 from planner.model.workload import build_workload, read_model
-from planner.predict.faster import Group, faster
+from planner.predict.faster import Group, faster, sped_up, with_quantities
 from runtime.errors import DoesNotFitError
 from runtime.plan import Semantics
 from runtime.units import GB, GiB
@@ -27,6 +28,7 @@ from runtime.units import GB, GiB
 FILE = Path(__file__).parent / "published_several.json"
 # An A800 is an A100 of which NVLink carries 400 GB/s and not 600 (datasheet). Of it as much is taken to be reached as of the 900 of
 # `8xh100`, whose collectives also take as long to begin. Its host is taken to be that of `a100-sxm`.
+A800_RATES = {f"peers.collectives.{of}.bytes_per_s" for of in get_args(Collective)}
 A800, A800_LIKE, A800_NVLINK_LIKE, A800_LINK_FRACTION = "8xa800", "a100-sxm", "8xh100", 400 / 900
 FP16_SUMS_FACTOR = 330 / 165  # of products on a GeForce card, by its datasheet
 GEFORCE, TFLOP = "8xrtx4090", 10**12
@@ -111,7 +113,7 @@ def machine_of(name: str) -> Profile:
     device, links = read_profile(A800_LIKE), read_profile(A800_NVLINK_LIKE)
     assert links.peers is not None
     made = device.model_copy(update={"name": name, "peers": links.peers, "sources": {**links.sources, **device.sources}})
-    return faster(made, {Group.PEERS: A800_LINK_FRACTION})
+    return with_quantities(made, lambda at, q: sped_up(at, q, A800_LINK_FRACTION) if at in A800_RATES else q)
 
 
 def exchange_bytes_per_s(machine: Profile) -> float:
