@@ -67,6 +67,10 @@ class Processes:
             raise RanksError("hosts have different numbers of ranks; start as many on each, as torchrun --nproc-per-node does")
         return n_here
 
+    def leave(self) -> None:
+        """End the groups' threads. One that is still at letting go of a tensor when Python ends takes the process down with it."""
+        self._of_device = self._here = self._between_hosts = self._of_host = self._of_meetings = self._between_steps = None
+
     # -- ops ----------------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
@@ -161,6 +165,7 @@ def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = 
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
+    ranks.leave()  # not after a failure: a thread may be in a collective that never ends
 
 
 def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
