@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from benchmarks.published.system_costs import Software, SystemCosts
+from benchmarks.published.system_memory import zero3_device_bytes, zero3_keeps_activations
+from benchmarks.published.systems import MegaTrain, Outcome, Run, predict
 from hwprofiles.schema import Profile, read_profile
-from planner.ledger.system_costs import Software, SystemCosts
-from planner.ledger.system_memory import zero3_device_bytes, zero3_keeps_activations
-from planner.ledger.systems import MegaTrain, Outcome, Run, predict
 from planner.model.workload import build_workload, read_model
 from runtime.plan import Semantics
 from runtime.plan.workload import Model

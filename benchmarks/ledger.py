@@ -20,12 +20,12 @@ from pathlib import Path
 from benchmarks.adapters import section as of_adapters
 from benchmarks.claims import PublishedClaim, claims
 from benchmarks.op_profiles import SAME_GPU
+from benchmarks.published.system_costs import Software
+from benchmarks.published.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
 from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, places, value_of, with_constants
 from benchmarks.several import read_published, section
 from hwprofiles.schema import FOLDER, Profile, read_profile
 from penstock.cli.probe import text_of
-from planner.ledger.system_costs import Software
-from planner.ledger.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
 
 MISS_FRACTION = 0.1  # errors beyond this are explained
 RUNS_FOR_LEAVING_OUT = 3  # of one machine
@@ -190,7 +190,7 @@ def _head() -> Iterator[str]:
 
 The ledger: published runs of other systems, each predicted from a profile, the system as published and the model's
 configuration. `python benchmarks/ledger.py benchmarks/published_runs.json -o docs/accuracy.md` writes it, never a hand, so
-that no row can be left out; `penstock validate RUNS.json` prints the same predictions.
+that no row can be left out; `python -m benchmarks.validate RUNS.json` prints the same predictions.
 """
 
 

@@ -101,7 +101,7 @@ def _cpu_s(*words: object) -> float:
 def _draws(path: Path) -> tuple[int, float]:
     """Ops of a plan, and seconds that its interval takes."""
     from hwprofiles.schema import Profile
-    from planner.search.uncertainty import interval
+    from planner.predict.uncertainty import interval
     from runtime.plan import PlanFile
 
     plan = PlanFile.read(path).plan

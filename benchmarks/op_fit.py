@@ -15,11 +15,11 @@ from pathlib import Path
 
 from scipy.optimize import least_squares
 
+from benchmarks.published.op_costs import block_of
+from benchmarks.published.op_rows import OpRow, read_ops
 from hwprofiles.laws import CollectiveLaw, PassLaw, ProductLaw
 from hwprofiles.quantity import Quantity
 from hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
-from planner.ledger.op_costs import block_of
-from planner.ledger.op_rows import OpRow, read_ops
 
 ROWS = Path(__file__).with_name("published_ops.csv")
 TOLERANCE = 0.04  # a difference of logarithms that a row is trusted to, beyond which the loss grows slowly

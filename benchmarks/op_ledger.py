@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from benchmarks.op_fit import GPUS, N_FOLDS, ROWS, Found, fold_of, products
+from benchmarks.published.op_rows import OpRow
+from benchmarks.published.ops import Errors, Op, OpLedger, validate_ops
+from benchmarks.published.validate import quantile
 from hwprofiles.curves import interpolated, rows_of
 from hwprofiles.schema import read_profile, shipped_profiles
-from planner.ledger.op_rows import OpRow
-from planner.ledger.ops import Errors, Op, OpLedger, validate_ops
-from planner.ledger.validate import quantile
 from planner.predict.rests_on import standard
 
 HOLDS_FRACTION = 0.1  # a group whose median error is no larger holds
@@ -109,8 +109,8 @@ def page(ledger: OpLedger) -> Iterator[str]:
     yield ""
     yield f"""The op ledger: {len(ledger.ops):,} published measurements of products, attention, norms, other modules, layers, copies
 and collectives, each predicted by the cost model that plans are made with. `python -m benchmarks.op_ledger > docs/ops.md` writes
-this page, never a hand; `penstock validate benchmarks/published_ops.csv` prints the same predictions, and those of any file with
-such columns. Ratios are predicted over measured time. Runs of whole systems are on [the run ledger's page](accuracy.md).
+this page, never a hand; `python -m benchmarks.validate benchmarks/published_ops.csv` prints the same predictions, and those of any
+file with such columns. Ratios are predicted over measured time. Runs of whole systems are on [the run ledger's page](accuracy.md).
 
 A hash of machine, kind and shape class says whether a row is of the *fit* or of the *test*, so that nobody chooses. Profiles may
 rest on rows of the fit ({sum(op.row.share == "fit" for op in counted):,}); the first table is of those of the test

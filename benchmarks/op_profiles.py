@@ -37,11 +37,11 @@ from benchmarks.op_fit import (
     products,
     scaled_spread,
 )
+from benchmarks.published.op_rows import OpRow
 from benchmarks.run_fit import STAGES
 from hwprofiles.quantity import SourceKind
 from hwprofiles.schema import FOLDER, Profile, read_profile
 from penstock.cli.probe import text_of
-from planner.ledger.op_rows import OpRow
 
 SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
 MEMORY_LIKE = {"rtx5090-desktop": "rtx5090-server", "rtx5090-threadripper": "rtx5090-server"}

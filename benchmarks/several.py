@@ -15,10 +15,10 @@ from typing import get_args
 from pydantic import TypeAdapter
 
 import penstock
+from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.sharded import Sharded, Shown, predict
 from hwprofiles.schema import Collective, Profile, read_profile
 from penstock.api import Planned
-from planner.ledger.system_costs import Software, SystemCosts
 from planner.model.workload import build_workload, read_model
 from planner.predict.faster import Group, faster, sped_up, with_quantities
 from runtime.errors import DoesNotFitError

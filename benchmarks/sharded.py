@@ -1,7 +1,7 @@
 """How did systems that shard a model over the GPUs of a host run a step, as they were published?
 
 Two that keep a part of the training state on every GPU's side and bring each layer's weights together for every forward and
-every backward of a micro-batch, written down as `planner/ledger/systems.py` writes down those of one GPU: the tasks of their
+every backward of a micro-batch, written down as `benchmarks/published/systems.py` writes down those of one GPU: the tasks of their
 streams, from which simulation finds what overlaps. Costs are those of the ledger for computing and copies, and the planner's own
 for what GPUs exchange (`planner/predict/cost.py`). Of a machine's host each GPU has an equal part.
 
@@ -14,12 +14,12 @@ for what GPUs exchange (`planner/predict/cost.py`). Of a machine's host each GPU
 
 from dataclasses import dataclass
 
+from benchmarks.published.system_costs import BF16, FP32, Software, SystemCosts
+from benchmarks.published.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS, n_tables, table_bytes
+from benchmarks.published.system_pipeline import Program, ends_s
+from benchmarks.published.systems import ZERO3_UPDATE_BYTES
 from hwprofiles.schema import Profile
 from hwprofiles.several import shared_by
-from planner.ledger.system_costs import BF16, FP32, Software, SystemCosts
-from planner.ledger.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS, n_tables, table_bytes
-from planner.ledger.system_pipeline import Program, ends_s
-from planner.ledger.systems import ZERO3_UPDATE_BYTES
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
 from runtime.plan import Semantics

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
-    from runtime.data.given import Batches
+    from penstock.data.given import Batches
     from runtime.errors import PenstockError
     from runtime.executor import Stop
     from runtime.plan import Plan, Policy, Semantics
@@ -26,7 +26,7 @@ _HOMES = {
     **dict.fromkeys(("Plan", "Semantics", "Policy"), "runtime.plan"),
     "Profile": "hwprofiles.schema",
     "PenstockError": "runtime.errors",
-    "Batches": "runtime.data.given",
+    "Batches": "penstock.data.given",
     "Stop": "runtime.executor",
 }
 

@@ -15,14 +15,14 @@ from runtime.errors import CheckpointError, PlanError, WrongPlanError
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
+    from penstock.data.given import Batches, Given
+    from penstock.training.trainer import Metrics
     from planner.predict.simulate import Prediction
     from planner.search.search import Answer, Certificate
-    from runtime.data.given import Batches, Given
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
     from runtime.plan.timeline import Timeline
     from runtime.plan.workload import Model, Workload
-    from runtime.train.trainer import Metrics
 
 Fields = TypeVar("Fields")
 PLAN_FILE = "run-plan.json"  # in the folder of a run that a program started: its plan, so that a command can resume it
@@ -318,10 +318,9 @@ def train(
     machine is. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
     last, and saves.
     """
-    from runtime.train.run_config import RUN_FILE, read_run
-
-    from .session import begun, online, write_settings
-    from .watch import late_fraction, performed, watched
+    from penstock.run_config import RUN_FILE, read_run
+    from penstock.training.session import begun, online, write_settings
+    from penstock.training.watch import late_fraction, performed, watched
 
     _, file = _file_of(plan)
     arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
@@ -367,7 +366,7 @@ def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batche
 
 def _given(batches: "Batches", plan: "Plan") -> "Given":
     """The batches as a run takes them, each held to the plan's shape."""
-    from runtime.data.given import Given
+    from penstock.data.given import Given
     from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]

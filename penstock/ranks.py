@@ -15,20 +15,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from runtime.errors import DataError, PenstockError, PlanError, RanksError
+from runtime.errors import PenstockError, PlanError, RanksError
+
+from .version import version_in_words
 
 if TYPE_CHECKING:
+    from penstock.settings import RunSettings
     from runtime.machines.processes import Processes
-    from runtime.plan import Plan, PlanFile
-    from runtime.settings import RunSettings
+    from runtime.plan import Plan
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
@@ -181,8 +182,6 @@ def take_own_part(asked_device: str) -> None:
 
 def _compare(ranks: "Processes", settings: "RunSettings", plan: "Plan") -> None:
     """PlanError that names what one rank has otherwise than rank 0; raised by all."""
-    from .cli.options import version_in_words
-
     mine = {
         "version": f"{version_in_words()}, torch {metadata.version('torch')}",
         "plan": _digest(str(plan)),
@@ -202,74 +201,3 @@ def _digest(text: str) -> str:
 def _refuse(error: PenstockError) -> NoReturn:
     """What all ranks find is said by the first."""
     raise error if int(os.environ.get("RANK", "0")) == 0 else GoneError(str(error))
-
-
-# -- leading and following -------------------------------------------------------------------------------------------------------
-
-
-def begin(ranks: "Processes", state_path: Path | None) -> None:
-    """Rank 0 has read what it was to read: the others may, if there is room for each; PenstockError where there is none."""
-    ranks.tell({"do": "begin", "resume": None if state_path is None else str(state_path.resolve())})
-    from runtime.machines.processes import refuse_errors
-
-    refuse_errors(ranks.gathered({"do": "begin"}))
-
-
-def all_ready(ranks: "Processes", reads: Mapping[str, str]) -> None:
-    """Rank 0, which `reads` this, and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
-    from runtime.machines.processes import refuse_errors
-
-    said = ranks.gathered(reads)
-    refuse_errors(said)
-    for rank, other in enumerate(said):
-        for what in reads:
-            if other.get(what) != reads[what]:
-                raise PlanError(f"rank {rank} reads other {what} than rank 0; give all ranks the same files")
-
-
-def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:
-    """A rank that does not lead, from beginning to end; the exit code. What the others have said already it keeps to itself."""
-    from runtime.host.updates import NonFiniteError
-    from runtime.train.crew import follow as obey
-    from runtime.train.trainer import device_memory_named
-
-    from .assembly import Follower, admit, follower_of
-    from .session import settle_kernels
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
-    try:
-        with ExitStack() as until_the_end:
-            said = ranks.tell()
-            if said["do"] != "begin":
-                return 1
-            status: dict[str, Any] = {}
-            with _told(status):
-                if device == "cuda":
-                    settle_kernels(file.plan, settings.deterministic)
-                admit(file.plan, device, settings.device, ranks)
-            if any(other.get("error") for other in ranks.gathered(status)):
-                return 1
-            found: Follower | None = None
-            with _told(status):
-                found = follower_of(settings, file.plan, device, ranks, said["resume"], until_the_end)
-                status |= found.reads
-            if any(other != status for other in ranks.gathered(status)) or found is None:
-                return 1
-            with device_memory_named():
-                obey(found.store, ranks)
-    except (RanksError, GoneError, NonFiniteError, DataError):
-        return 1  # what all ranks find the first one says
-    except PenstockError as error:
-        raise PenstockError(f"rank {ranks.rank}: {error}") from error
-    return 0
-
-
-@contextmanager
-def _told(status: dict[str, Any]) -> Iterator[None]:
-    """What goes wrong on this rank is said to all: into what it tells them."""
-    try:
-        yield
-    except (PenstockError, MemoryError, RuntimeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        status |= {"error": line, "exit_code": getattr(error, "exit_code", 2)}

@@ -17,7 +17,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from runtime.checkpoint import checkpoint, room
+from penstock.checkpoint import checkpoint, room
 from runtime.host.updates import CHANGES
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.torch_machine import TorchMachine
@@ -157,16 +157,22 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
 IMPORTED_BY_A_RUN = (
     *("datasets", "transformers.models.qwen3.modeling_qwen3", "transformers.trainer_pt_utils"),
     *(
-        "penstock.assembly",
+        "penstock.training.assembly",
         "penstock.cli.outcome",
         "penstock.cli.progress",
         "penstock.cli.run",
-        "penstock.inputs",
-        "penstock.session",
-        "penstock.watch",
+        "penstock.training.inputs",
+        "penstock.training.session",
+        "penstock.training.watch",
     ),
-    *("planner.check.recount", "runtime.data.data", "runtime.data.map_style", "runtime.data.token_cache", "runtime.machines.cuda"),
-    *("runtime.train.evaluation", "runtime.train.generation", "runtime.train.trainer"),
+    *(
+        "planner.check.recount",
+        "penstock.data.data",
+        "penstock.data.map_style",
+        "penstock.data.token_cache",
+        "runtime.machines.cuda",
+    ),
+    *("penstock.training.evaluation", "penstock.training.generation", "penstock.training.trainer"),
 )
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.data.data import read_data
-from runtime.data.map_style import MapStyleData
+from penstock.data.data import read_data
+from penstock.data.map_style import MapStyleData
+from penstock.settings import DataSettings
 from runtime.errors import DataError
-from runtime.settings import DataSettings
 
 
 def read(path: Path, **fields: object) -> MapStyleData:

@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.published.ops import validate_ops
+from benchmarks.published.validate import validate_file
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.cli.plan import _policy
 from planner.check.check import check
 from planner.check.claimed import claimed
 from planner.check.recount import check_claim, check_origin, is_by_this_code, strangers
-from planner.ledger.ops import validate_ops
-from planner.ledger.validate import validate_file
 from planner.lower.lower import lower
 from planner.model.config import read_model, refuse_another
 from planner.model.workload import build_workload

@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from penstock.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, refuse_quantised, sum_of
 from penstock.cli.run_files import read_logged_run as read_logs
+from penstock.data.chat import read_chat_format
+from penstock.data.data import read_data
+from penstock.data.encoders import read_encoder
+from penstock.data.formats import Chat
+from penstock.run_config import read_run, run_text, write_run
+from penstock.settings import DataSettings, EvaluationSettings, RunSettings
 from planner.show.report import report
-from runtime.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, refuse_quantised, sum_of
-from runtime.data.chat import read_chat_format
-from runtime.data.data import read_data
-from runtime.data.encoders import read_encoder
-from runtime.data.formats import Chat
 from runtime.plan import PlanFile
-from runtime.settings import DataSettings, EvaluationSettings, RunSettings
-from runtime.train.run_config import read_run, run_text, write_run
 
 from .fuzz_formats import N_SCRIPTS, Format, as_json, plan_files
 from .fuzz_mutations import mutate_json, mutate_lines, mutate_tensors, mutate_text

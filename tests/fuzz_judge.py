@@ -66,7 +66,7 @@ class Watch:
         if (
             event == "subprocess.Popen"
             and list(args[1][:2]) == [sys.executable, "-P"]
-            and Path(args[1][2]).parent == ROOT / "runtime" / "data"
+            and Path(args[1][2]).parent == ROOT / "penstock" / "data"
         ):
             return  # a process of our own
         if event in STARTS or event in CONNECTS or event == "pickle.find_class":
@@ -202,7 +202,7 @@ def _wrong_line(error: Exception) -> str | None:
 def _place(error: BaseException) -> str:
     """The last line of ours that an exception came through, and where it began: the same for the same fault."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if any(f"{os.sep}{room}{os.sep}" in f.filename for room in ("planner", "runtime", "hwprofiles"))]
+    ours = [f for f in frames if any(f"{os.sep}{room}{os.sep}" in f.filename for room in ("planner", "runtime", "hwprofiles", "penstock"))]
     ours = [f for f in ours if Path(f.filename).is_relative_to(ROOT)]
     near = f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} {ours[-1].name}" if ours else "nowhere of ours"
     last = f" < {Path(frames[-1].filename).name}:{frames[-1].name}" if frames and (not ours or frames[-1] is not ours[-1]) else ""

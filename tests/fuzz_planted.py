@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
+from penstock import run_config
+from penstock.checkpoint import checkpoint
 from planner.model import config
 from planner.show import report_html
-from runtime.checkpoint import checkpoint
 from runtime.plan import plan
-from runtime.train import run_config
 
 from .fuzz_formats import Format
 from .fuzz_judge import FailureError, World

@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from pydantic import TypeAdapter
 
 from hwprofiles.schema import Profile
+from penstock.checkpoint.checkpoint import sum_of
 from penstock.cli.main import cli
 from planner.check.check import check
 from planner.predict.memory import footprint
-from runtime.checkpoint.checkpoint import sum_of
 from runtime.errors import PenstockError
 from runtime.plan import Op, Plan, PlanFile
 from runtime.plan.workload import Model

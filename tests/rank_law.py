@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from penstock.ranks import free_port
+from penstock.training.crew import WholeState
 from planner.check import arenas
 from planner.check.check import check
 from runtime.executor import execute
 from runtime.machines.processes import Processes, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
-from runtime.train.crew import WholeState
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
 
@@ -126,7 +126,7 @@ def main() -> None:
 
 def give(machine: Hostile, ranks: Processes) -> None:
     """What rank 0 asks of this one's state."""
-    from runtime.train.crew import follow
+    from penstock.training.crew import follow
 
     follow(machine, ranks)
 

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import free_port
-from runtime.checkpoint.checkpoint import latest
 
 from .rank_law import ROOT
 from .running import SCRATCH, plan_in

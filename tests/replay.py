@@ -78,7 +78,7 @@ REFUSED = [
         )
     ),
     *("check nothing.json", "check DATA", "check HOME", "report nothing.json -o x.html", "report DATA -o x.html"),
-    *("validate nothing.json", "validate DATA", "validate PLAN", "compare MODEL --machines odd", "compare MODEL", "fits odd"),
+    *("compare MODEL --machines odd", "compare MODEL", "fits odd"),
     *(
         "data nothing --model MODEL",
         "data DATA --model nobody",

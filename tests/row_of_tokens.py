@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.data.map_style import order_of
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.data.map_style import order_of
 from runtime.errors import CheckpointError
 
 

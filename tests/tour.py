@@ -15,7 +15,6 @@ READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *(
         "planner/show",
-        "planner/ledger",
         "planner",
         "runtime",
         "runtime/compute",
@@ -23,9 +22,10 @@ READING = (
         "runtime/host",
         "runtime/machines",
     ),
-    *("runtime/data/files", "runtime/data", "runtime/train", "runtime/checkpoint", "hwprofiles", "hwprofiles/probe"),
+    *("penstock/data/files", "penstock/data", "penstock/training", "penstock/checkpoint", "hwprofiles", "hwprofiles/probe"),
     *("penstock", "penstock/cli", "penstock/cli/data", "penstock/cli/model", "penstock/cli/which"),
-    *("demo", "tests", "tests/planner", "tests/runtime", "tests/hwprofiles", "tests/penstock", "tests/house"),
+    *("demo", "tests", "tests/planner", "tests/runtime", "tests/hwprofiles", "tests/penstock", "tests/penstock/data"),
+    *("tests/penstock/checkpoint", "tests/penstock/training", "tests/published", "tests/house"),
 )
 _ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package
 _FIRST_READING = ("runtime/plan/plan.py", "planner/predict/simulate.py", "runtime/executor.py")

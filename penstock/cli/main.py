@@ -4,25 +4,15 @@ Nothing heavy is imported before a command needs it: `penstock --help` is instan
 """
 
 import importlib
-import io
-import os
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
 
 import click
 
-from runtime.errors import PenstockError
-from runtime.units import on_one_line
+from penstock.version import version_in_words
 
 from .check import check
-from .options import version_in_words
+from .one_line import OneLine
 from .plan import plan
 
-# What only `run` and `probe` need.
-RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "pyarrow", "yaml")
 # Commands of other rooms: where they live, and what `--help` says of them without waking that room.
 ELSEWHERE = {
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
@@ -33,12 +23,11 @@ ELSEWHERE = {
     "compare": ("penstock.cli.which.compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
     "machines": ("penstock.cli.which.machines", "List the machines that can be planned for, and what is known of them."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
-    "validate": ("penstock.cli.validate", "Predict what was measured, runs or single ops, and say how far off that is."),
 }
 
 
-class Penstock(click.Group):
-    """The group. Commands of other rooms are imported when called; what a user can mend is one line and an exit code."""
+class Penstock(OneLine, click.Group):
+    """The group. Commands of other rooms are imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands, *ELSEWHERE]
@@ -54,71 +43,6 @@ class Penstock(click.Group):
         rows += [(name, text) for name, (_, text) in ELSEWHERE.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-
-    def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command and leave with its exit code. A mistake of ours keeps its traceback."""
-        extra["standalone_mode"] = False
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")  # names that are no UTF-8, and terminals that know only ASCII
-        try:
-            with _signals_end_the_command():
-                code = super().main(*args, **extra)
-                sys.stdout.flush()
-        except PenstockError as error:
-            _fail(str(error), error.exit_code)
-        except click.ClickException as error:
-            _fail(" ".join(error.format_message().split()), 2)
-        except ModuleNotFoundError as error:
-            if error.name not in RUN_EXTRA:
-                raise
-            _fail(f"this needs {error.name}, which the base install leaves out; install it: pip install '.[run]'", 2)
-        except BrokenPipeError:
-            _leave_stdout()
-            sys.exit(1)  # who reads has seen enough, as `penstock plan ... | head` has
-        except OSError as error:
-            _leave_stdout()
-            where = error.filename if isinstance(error.filename, str) else "the output"
-            _fail(f"{where}: cannot be read or written ({error.strerror}); make room, or choose another place", 2)
-        sys.exit(code if isinstance(code, int) else 0)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except _Terminated:
-            _fail("terminated", 128 + signal.SIGTERM)
-        except KeyboardInterrupt:
-            _fail("interrupted", 128 + signal.SIGINT)
-
-
-class _Terminated(BaseException):
-    """Somebody asked the process to end: what is half-written is taken back on the way out."""
-
-
-@contextmanager
-def _signals_end_the_command() -> Iterator[None]:
-    """SIGTERM unwinds the stack as SIGINT does; otherwise it would leave half a checkpoint behind."""
-
-    def end(*_: object) -> NoReturn:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave_stdout() -> None:
-    """What could not be written is dropped; Python would try once more on leaving, and complain."""
-    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(message: str, exit_code: int) -> NoReturn:
-    """One line, whatever a file or a file's name put into the message."""
-    click.echo(f"error: {on_one_line(message)}", err=True)
-    sys.exit(exit_code)
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import click
@@ -34,7 +33,7 @@ class Command(click.Command):
 
     def _unknown(self, error: click.NoSuchOption) -> click.UsageError:
         """What to do instead, where that is known; else which flags are near."""
-        from runtime.train.run_config import ALSO_KNOWN_AS, advice
+        from penstock.run_config import ALSO_KNOWN_AS, advice
 
         name = error.option_name.lstrip("-").replace("-", "_")
         words = advice(name)
@@ -88,14 +87,6 @@ class Count(click.IntRange):
 
 
 COUNT = Count(1, MAX_COUNT)
-
-
-def version_in_words() -> str:
-    """`penstock 1.2`, or that it is not known."""
-    try:
-        return f"penstock {metadata.version('penstock')}"
-    except metadata.PackageNotFoundError:
-        return "penstock, version unknown: run from its source folder without `pip install .`"
 
 
 def refuse_endless(machine: str) -> None:

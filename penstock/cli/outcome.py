@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.run_config import RunConfigError
 from runtime.errors import PlanError
 from runtime.files import try_to_write, write_whole
 from runtime.plan.footprint import planned_device_needs
-from runtime.train.run_config import RunConfigError
 from runtime.units import on_one_line, show_bytes, show_seconds
 
 from .options import show_table
 
 if TYPE_CHECKING:
-    from penstock.assembly import Session
+    from penstock.training.assembly import Session
+    from penstock.training.trainer import Training
     from runtime.plan import Kind, Lane, Plan
     from runtime.plan.timeline import Timeline
-    from runtime.train.trainer import Training
 
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
 WORTH_NAMING = 0.02  # of a step
@@ -100,8 +100,8 @@ def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
 
 
 def _notes(run: "Session") -> None:
-    from penstock.watch import late_fraction
-    from runtime.checkpoint.checkpoint import latest
+    from penstock.checkpoint.checkpoint import latest
+    from penstock.training.watch import late_fraction
 
     plan, training = run.plan, run.training
     if run.device == "emulated":
@@ -180,7 +180,7 @@ def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str
 
 def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
     """Write the profile as the run shows it to be, and say what that changes."""
-    from planner.ledger.recalibrate import recalibrate
+    from planner.predict.recalibrate import recalibrate
 
     day = datetime.now(UTC).date().isoformat()
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
-    from runtime.train.trainer import Metrics
+    from penstock.training.trainer import Metrics
 
 REMEMBERED_STEPS = 20  # whose times say how long the rest will take
 LONG_S = 30.0  # what is done before the first step is a line on a pipe only if it takes so long

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from penstock.version import version_in_words
 from runtime.units import on_one_line, show_bytes
-
-from .options import version_in_words
 
 if TYPE_CHECKING:
     from runtime.plan import PlanFile

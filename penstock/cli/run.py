@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.run_config import RUN_FILE
 from runtime.errors import RanksError
-from runtime.train.run_config import RUN_FILE
 from runtime.units import on_one_line
 
 from .run_options import PATH, POSITIVE, RunCommand, given_settings, setting_flags
 
 if TYPE_CHECKING:
-    from penstock.assembly import Session
+    from penstock.settings import RunSettings
+    from penstock.training.assembly import Session
     from runtime.executor import Stop
     from runtime.plan import Plan
-    from runtime.settings import RunSettings
 
     from .progress import Preparing
 
@@ -54,7 +54,7 @@ def run(
     Writes metrics.jsonl, run.yaml (all settings), timeline.json and checkpoint-N/ (which transformers loads) into --out. SIGTERM
     and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan does not fit this machine.
     """
-    from runtime.train.run_config import read_run
+    from penstock.run_config import read_run
 
     from .progress import Preparing
 
@@ -77,9 +77,10 @@ def _run(
     report: "Preparing",
 ) -> int:
     """Put the run together and perform it; the exit code."""
-    from penstock.assembly import device_of
-    from penstock.ranks import GoneError, follow, is_rank, joined, refuse_several_hosts, start, take_own_part
-    from penstock.session import begun, let_segments_grow
+    from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
+    from penstock.training.assembly import device_of
+    from penstock.training.following import follow
+    from penstock.training.session import begun, let_segments_grow
     from runtime.plan import PlanFile
 
     from .outcome import refuse_to_recalibrate
@@ -119,10 +120,10 @@ def _run(
 
 def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:
     """Perform the steps and show what came of them; the exit code."""
-    from penstock.overview import overview
-    from penstock.session import online, write_settings
-    from penstock.watch import performed, watched
-    from runtime.checkpoint.room import NoRoomError
+    from penstock.checkpoint.room import NoRoomError
+    from penstock.training.overview import overview
+    from penstock.training.session import online, write_settings
+    from penstock.training.watch import performed, watched
 
     from .outcome import show_outcome
     from .progress import LANES, Progress, show_overview

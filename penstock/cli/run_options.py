@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import click
 
-from runtime.settings import Device, Format, Packing, ScheduleKind, Service, Tokenizer
-from runtime.train.run_config import ALSO_KNOWN_AS, part_of
+from penstock.run_config import ALSO_KNOWN_AS, part_of
+from penstock.settings import Device, Format, Packing, ScheduleKind, Service, Tokenizer
 
 from .options import Command, Count
 

@@ -15,6 +15,7 @@ from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.resident import Resident, resident
 from planner.predict.simulate import Prediction
+from planner.predict.uncertainty import Interval, interval
 from runtime.plan import Plan, Policy, Semantics
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.region import Resource
@@ -24,7 +25,6 @@ from .branch import Tree, Trial
 from .estimate import Greedy
 from .remedy import Request, does_not_fit
 from .space import baseline, eager_is_legal, family_of, leanest
-from .uncertainty import Interval, interval
 
 STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
 ROUNDING = 1 - 1e-9  # of sums of floats

@@ -16,9 +16,9 @@ import torch
 
 from runtime.errors import PlanError
 from runtime.plan import Op, Plan
+from runtime.plan.optimizer import AdamW
 from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS
 from runtime.plan.workload import Parameter
-from runtime.settings import AdamW
 
 from .chunks import Scratch, halves, join, round_up_half
 from .host_state import HostState

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.settings import AdamW as AdamW
+from runtime.plan.optimizer import AdamW as AdamW
 
 from .chunks import CHUNK_ELEMENTS as CHUNK_ELEMENTS
 from .chunks import UPDATE_ELEMENTS, cut, halves, nan_of, round_up_half, run_adamw, run_add, run_squares

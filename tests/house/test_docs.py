@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.chats import write_talker
 from tests.tiny import tiny_config
+from tests.tour import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 

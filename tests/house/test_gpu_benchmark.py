@@ -27,8 +27,8 @@ from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, TINY_CONFIG
 from benchmarks.gpu.training import fill
 from runtime.plan import PlanFile
 from runtime.plan.workload import Saved
+from tests.tour import ROOT
 
-ROOT = Path(__file__).parents[2]
 NAMES = [stage.name for stage in STAGES]
 
 

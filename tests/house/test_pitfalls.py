@@ -8,7 +8,6 @@ import os
 import re
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from runtime.plan.train import Lora, Train
 from tests.runtime.test_replay import n_tensors
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
+from tests.tour import ROOT
 from tests.training import (
     ADAMW,
     N_STEPS,
@@ -36,7 +36,6 @@ from tests.training import (
     streamed,
 )
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pitfalls.md"
 
 
@@ -247,7 +246,7 @@ def rows() -> list[list[str]]:
 
 def named_in(text: str) -> list[tuple[str, str]]:
     """(file, test) named as [`test_x`](../tests/room/test_file.py)."""
-    return re.findall(r"\[`(test_\w+)`\]\(\.\./tests/(\w+/test_\w+\.py)\)", text)
+    return re.findall(r"\[`(test_\w+)`\]\(\.\./tests/([\w/]+/test_\w+\.py)\)", text)
 
 
 def test_every_test_that_the_page_names_exists():

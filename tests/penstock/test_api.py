@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 import penstock
 from hwprofiles.probe import measure
 from hwprofiles.schema import read_profile
+from penstock.data.data import read_data
+from penstock.data.given import Given
+from penstock.settings import DataSettings
 from runtime.batch import Batch
-from runtime.data.data import read_data
-from runtime.data.given import Given
 from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
-from runtime.settings import DataSettings
 from tests.running import make_home, train, weights_sha
 from tests.running import penstock as command
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,8 +13,8 @@ from planner.check.check import check
 from planner.search.space import BASELINES
 from runtime.plan import PlanFile
 from runtime.plan.timeline import Span, Timeline
+from tests.tour import ROOT
 
-ROOT = Path(__file__).parents[2]
 # With a micro-batch that is named: a search in half the time
 SMALL = ["plan", "qwen2.5-0.5b", "--machine", "rtx4090-server", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4"]
 GPT_OSS = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", "64", "--seq-len", "1024", "--json"]

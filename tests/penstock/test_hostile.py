@@ -11,23 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from hwprofiles.schema import read_profile, shipped_profiles
-from penstock.cli.main import cli
 from planner.model.workload import shipped_models
 from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line, show_count
-from tests.running import SCRATCH
+from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
+from tests.tour import ROOT
 
-ROOT = Path(__file__).parents[2]
 SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
 ENDED_S = 60  # far beyond what any of these commands takes: only waiting for ever is longer
-
-
-def invoke(*args):
-    return CliRunner().invoke(cli, [str(a) for a in args])
 
 
 def process(*args, **options):
@@ -46,7 +40,7 @@ def answered(*args):
     before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(ENDED_S)
     try:
-        return invoke(*args)
+        return penstock(*args)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -71,7 +65,7 @@ def house(tmp_path_factory):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
     (home / "data").mkdir()
     (home / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
-    done = invoke("plan", home / "model", *SIZES, "-o", home / "p.json")
+    done = penstock("plan", home / "model", *SIZES, "-o", home / "p.json")
     assert done.exit_code == 0, done.output
     return home
 
@@ -117,7 +111,7 @@ def test_a_pipe_named_as_the_trial_file_holds_up_no_run(house, tmp_path):
 def test_a_link_laid_beside_the_output_leads_nowhere(house, tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "p.json.partial").symlink_to(tmp_path / "precious")
-    assert invoke("plan", house / "model", *SIZES, "-o", tmp_path / "p.json").exit_code == 0
+    assert penstock("plan", house / "model", *SIZES, "-o", tmp_path / "p.json").exit_code == 0
     assert (tmp_path / "precious").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json", "precious"]
 
@@ -137,7 +131,7 @@ def test_a_circle_of_links_among_the_data_is_left_out(house, tmp_path):
     data.mkdir()
     (data / "loop").symlink_to(data / "loop")
     (data / "a.txt").write_text("some text " * 50)
-    assert invoke("run", house / "p.json", "--data", data, "--out", tmp_path / "o", "--steps", 1, *SCRATCH).exit_code == 0
+    assert penstock("run", house / "p.json", "--data", data, "--out", tmp_path / "o", "--steps", 1, *SCRATCH).exit_code == 0
 
 
 # -- full, closed and odd outputs ---------------------------------------------------------------------------------------
@@ -176,10 +170,10 @@ def test_names_with_newlines_or_no_encoding_stay_on_one_line(house, tmp_path):
     done = process("plan", house / "model", *SIZES, "-o", out)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1
-    assert invoke("check", out).exit_code == 0
+    assert penstock("check", out).exit_code == 0
     assert on_one_line("\x1b[31m\udcff") == "\\x1b[31m\\udcff"
     for args in (["check", "x" * 5000], ["plan", house / "model", *SIZES, "--policy", "x" * 5000]):
-        refused(invoke(*args))
+        refused(penstock(*args))
 
 
 def test_the_same_one_line_comes_from_a_checker_that_says_no(house, tmp_path):
@@ -197,16 +191,16 @@ def test_a_plan_in_which_a_key_stands_twice_is_refused(house, tmp_path):
     text = (house / "p.json").read_text()
     path = tmp_path / "p.json"
     path.write_text(text.rstrip()[:-1] + ', "ops": []}')
-    assert "`ops` stands twice" in refused(invoke("check", path))
+    assert "`ops` stands twice" in refused(penstock("check", path))
     path.write_text(text.replace('"step_s":', '"step_s": 1.0, "step_s":', 1))
-    assert "`step_s` stands twice" in refused(invoke("check", path))
+    assert "`step_s` stands twice" in refused(penstock("check", path))
 
 
 def test_a_plan_without_any_one_of_its_keys_is_refused(house, tmp_path):
     fields = json.loads((house / "p.json").read_text())
     for key in fields:
         (tmp_path / "p.json").write_text(json.dumps({k: v for k, v in fields.items() if k != key}))
-        assert key in refused(invoke("check", tmp_path / "p.json"))
+        assert key in refused(penstock("check", tmp_path / "p.json"))
 
 
 @pytest.mark.parametrize("size", [["--micro-batch", "1000000000"], []])
@@ -220,13 +214,13 @@ def test_a_batch_beyond_all_measure_is_answered(model, size):
 @pytest.mark.parametrize("option", ["--lr", "--weight-decay", "--time-scale"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_a_number_that_is_none_starts_no_run(house, tmp_path, option, value):
-    assert option in refused(invoke(*run_args(house, tmp_path / "o", "--device", "emulated", option, value)))
+    assert option in refused(penstock(*run_args(house, tmp_path / "o", "--device", "emulated", option, value)))
     assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("extra", [["--resume"], ["--save-every", "1"]])
 def test_an_emulated_run_that_is_to_save_is_refused_before_it_starts(house, tmp_path, extra):
-    refused(invoke(*run_args(house, tmp_path / "o", "--device", "emulated", *extra)))
+    refused(penstock(*run_args(house, tmp_path / "o", "--device", "emulated", *extra)))
     assert not (tmp_path / "o").exists()
 
 
@@ -275,38 +269,38 @@ def test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints(hou
 
 
 def test_a_version_is_named_even_where_nothing_is_installed(monkeypatch):
-    assert invoke("--version").exit_code == 0
+    assert penstock("--version").exit_code == 0
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    done = invoke("--version")
+    done = penstock("--version")
     assert (done.exit_code, done.stdout.count("\n")) == (0, 1)
     assert "unknown" in done.stdout
 
 
 def test_help_names_every_shipped_machine_and_model_and_no_absurd_range():
-    text = invoke("plan", "--help").stdout
+    text = penstock("plan", "--help").stdout
     unbroken = "".join(text.split())  # a name may be broken at its hyphen
     for name in (*shipped_profiles(), *shipped_models()):
         assert name in unbroken
     assert "000000" not in text
-    assert "000000" not in invoke("run", "--help").stdout
+    assert "000000" not in penstock("run", "--help").stdout
 
 
 def test_what_binds_is_what_the_step_is_full_of(house):
     """A lane at work for all of the step binds it, whatever chain of ops is as long."""
     args = ["plan", house / "model", *SIZES]
-    said = json.loads(invoke(*args, "--json").stdout)
+    said = json.loads(penstock(*args, "--json").stdout)
     assert said["prediction"]["busy_s"]["gpu"] > 0.9 * said["prediction"]["step_s"]
     assert said["certificate"]["binding"] == "device compute"
-    assert re.search("^binding +device compute$", invoke(*args).stdout, re.M)
+    assert re.search("^binding +device compute$", penstock(*args).stdout, re.M)
 
 
 def test_what_binds_a_step_that_is_full_of_nothing_is_what_waits():
     large = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", 64, "--seq-len", 1024, "--master", "bf16", "--json"]
-    said = json.loads(invoke(*large).stdout)
+    said = json.loads(penstock(*large).stdout)
     assert max(said["prediction"]["busy_s"].values()) < 0.9 * said["prediction"]["step_s"]
     assert "waits for" in said["certificate"]["binding"]
 
@@ -316,19 +310,19 @@ def test_a_resource_that_is_used_up_binds_before_the_lanes_that_wait_for_it(hous
     fields["host"]["dram_bytes_per_s"]["value"] /= 1000
     path = house / "slow.json"
     path.write_text(json.dumps(fields))
-    done = invoke("plan", house / "model", *SIZES, "--machine", path, "--json")
+    done = penstock("plan", house / "model", *SIZES, "--machine", path, "--json")
     assert json.loads(done.stdout)["certificate"]["binding"] == "host DRAM", done.stdout
 
 
 def test_measuring_is_advised_only_where_much_is_not_measured(house):
-    assert "penstock probe" not in invoke("plan", house / "model", *SIZES).stdout
+    assert "penstock probe" not in penstock("plan", house / "model", *SIZES).stdout
     for machine, is_advised in (("h100-sxm", False), ("rtx3090-desktop", True), ("mi355x", True)):
-        said = invoke("plan", "qwen2.5-0.5b", "--machine", machine, "--seq-len", 2048, "--policy", "megatrain").stdout
+        said = penstock("plan", "qwen2.5-0.5b", "--machine", machine, "--seq-len", 2048, "--policy", "megatrain").stdout
         assert ("measure the machine with `penstock probe`" in " ".join(said.split())) is is_advised
 
 
 def test_an_emulated_run_counts_the_tokens_of_the_planned_model_in_the_time_of_its_machine(house, tmp_path):
-    done = invoke(*run_args(house, tmp_path, "--device", "emulated", "--time-scale", 40))
+    done = penstock(*run_args(house, tmp_path, "--device", "emulated", "--time-scale", 40))
     assert done.exit_code == 0, done.output
     shown = [float(found.replace(",", "")) for found in re.findall(r"^step .* ([0-9,]+) tokens/s", done.stderr, re.M)]
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

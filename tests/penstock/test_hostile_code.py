@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.data.data import read_data
-from runtime.settings import DataSettings
+from penstock.data.data import read_data
+from penstock.settings import DataSettings
 from tests import fuzz_formats, fuzz_formats_run
 from tests.fuzz_judge import World, judged
 from tests.tiny import tiny_config
@@ -41,7 +41,7 @@ FORBIDDEN = {
 ALLOWED = {
     ("penstock/cli/main.py", "importlib.import_module"),  # of our own commands, by a table of constants
 }
-PROCESSES = {"runtime/data/templates.py"}  # where another process is started
+PROCESSES = {"penstock/data/templates.py"}  # where another process is started
 
 
 def dangers(name: str, tree: ast.Module) -> Iterator[str]:
@@ -97,12 +97,12 @@ def test_nothing_of_ours_can_run_what_a_file_brings(room):
     ],
 )
 def test_what_could_run_a_files_code_is_seen(code):
-    assert list(dangers("runtime/data/reading.py", ast.parse(code)))
+    assert list(dangers("penstock/data/reading.py", ast.parse(code)))
 
 
 @pytest.mark.parametrize("code", ["f(trust_remote_code=False)", "model.eval()", "import re\nre.compile(x)", "yaml.safe_load(text)"])
 def test_what_cannot_is_not(code):
-    assert not list(dangers("runtime/data/reading.py", ast.parse(code)))
+    assert not list(dangers("penstock/data/reading.py", ast.parse(code)))
 
 
 # -- code that lies beside a file ---------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from penstock.cli.main import cli
 from tests import fuzz_formats, fuzz_formats_run
 from tests.fuzz_judge import EXECUTED, PLANTED
 from tests.fuzz_mutations import OUTSIDE
@@ -79,7 +77,7 @@ def test_a_command_takes_a_changed_file_or_refuses_it_in_one_line(house, tmp_pat
         monkeypatch.chdir(home)
         (home / file).write_bytes(FORMATS[name].mutate(original, rng).replace(OUTSIDE.encode(), bytes(tmp_path)))
         before = sorted(p for p in tmp_path.iterdir())
-        done = CliRunner().invoke(cli, words)
+        done = answered(*words)
         assert done.exception is None or isinstance(done.exception, SystemExit), (done.exc_info, (home / file).read_bytes()[:2000])
         if done.exit_code:
             _one_line(done)

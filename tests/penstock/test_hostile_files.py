@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from runtime.data.encoders import token_text
+from penstock.data.encoders import token_text
 from runtime.errors import CheckpointError, PenstockError, PlanError
 from runtime.plan import PlanFile, plan
 from tests import fuzz_formats, fuzz_formats_run
@@ -192,7 +192,7 @@ FLIP = """
 import sys
 from pathlib import Path
 from runtime.errors import DataError
-from runtime.data.files.sources import find_files
+from penstock.data.files.sources import find_files
 path = Path(sys.argv[1])
 good = path.read_bytes()
 footer = int.from_bytes(good[-8:-4], "little")

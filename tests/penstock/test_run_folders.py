@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from penstock.assembly import checked_plan
-from runtime.checkpoint import room
+from penstock.checkpoint import room
+from penstock.training.assembly import checked_plan
 from tests.running import SCRATCH, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
 

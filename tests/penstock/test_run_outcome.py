@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.assembly import demands_of
 from penstock.cli import outcome as cli_outcome
 from penstock.cli import progress
 from penstock.cli.progress import LANES, Preparing, Progress
+from penstock.training.assembly import demands_of
+from penstock.training.trainer import Metrics
 from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, PlanFile
 from runtime.plan.timeline import Timeline
-from runtime.train.trainer import Metrics
 from tests.running import make_home, plan_in
 
 

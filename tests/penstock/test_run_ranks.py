@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import free_port, start
-from runtime.checkpoint.checkpoint import latest
 from runtime.errors import RanksError
 from tests.rank_law import ROOT
 from tests.rank_runs import QUIET, begun, contents, done, pid_of, planned, said_by, step_of, wait_for, words

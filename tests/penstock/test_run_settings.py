@@ -11,11 +11,11 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from penstock import assembly as cli_assembly
-from penstock import inputs as cli_inputs
+from penstock.run_config import read_run
+from penstock.settings import DataSettings, EvaluationSettings, RunSettings
+from penstock.training import assembly as cli_assembly
+from penstock.training import inputs as cli_inputs
 from runtime.plan import PlanFile
-from runtime.settings import DataSettings, EvaluationSettings, RunSettings
-from runtime.train.run_config import read_run
 from runtime.units import show_bytes
 from tests.running import SCRATCH, SIZES, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from penstock import assembly as cli_assembly
+from penstock.checkpoint import room, saving
 from penstock.cli.progress import Progress
-from runtime.checkpoint import room, saving
+from penstock.training import assembly as cli_assembly
+from penstock.training import evaluation, generation
 from runtime.machines.torch_machine import TorchMachine
-from runtime.train import evaluation, generation
 from tests.running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
 

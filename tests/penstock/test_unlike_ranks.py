@@ -28,7 +28,7 @@ def test_ranks_that_are_not_alike_are_refused_in_a_line_of_the_first(what, tmp_p
     plan = planned(home, 2)
     other = plan_in(home, "--policy", "zero3-offload", *BATCH, "--gpus", 2, name="other.json") if what == "plan" else plan
     second = words(home, other, *(["--seed", "7"] if what == "settings" else []))
-    older = after("from penstock.cli import options", "options.version_in_words = lambda: 'penstock 0'")
+    older = after("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
     commands = [COMMAND, older if what == "version" else COMMAND]
     found = ended(by_hand([words(home, plan), second], commands=commands))
     refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks alike")

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile
-from planner.ledger.recalibrate import recalibrate
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
 from planner.predict.cost import costs, region_of
+from planner.predict.recalibrate import recalibrate
 from planner.predict.settled import predicted_of, settled
 from planner.predict.simulate import simulate
-from planner.search.uncertainty import interval
+from planner.predict.uncertainty import interval
 from planner.show.report import report
 from planner.show.report_step import predicted_stretch
 from planner.show.waterfall import sensitivities, waterfall

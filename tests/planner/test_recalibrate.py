@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from planner.ledger.recalibrate import RESOURCES, _no_worse, recalibrate
-from planner.ledger.regression import BELIEF, LEAST_GAIN, Observation, fit_factors
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, costs, region_of
 from planner.predict.faster import sped_up, with_quantities
+from planner.predict.recalibrate import RESOURCES, _no_worse, recalibrate
+from planner.predict.regression import BELIEF, LEAST_GAIN, Observation, fit_factors
 from planner.predict.settled import LEAST_STEPS, predicted_of, settled
 from planner.predict.simulate import simulate
 from runtime.errors import PlanError, ProfileError

@@ -15,7 +15,7 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.cost import costs, region_of
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
 from planner.predict.simulate import simulate
-from planner.search.uncertainty import affordable_draws, interval
+from planner.predict.uncertainty import affordable_draws, interval
 from runtime.plan import Policy, Semantics
 from tests.strategies import PROFILE, cases
 

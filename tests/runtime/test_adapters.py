@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from penstock.training.evaluation import Evaluator
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
@@ -17,7 +18,7 @@ from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
 from runtime.plan import Policy, Semantics, saves
 from runtime.plan.train import TARGETS, Lora, Train
 from runtime.plan.workload import Model, Saved
-from runtime.train.evaluation import Evaluator
+from tests.penstock.training.test_evaluation import HostileToBoth, Several
 from tests.real_layers import SIZES, Work, cases, layers_of, tensors
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import (
@@ -41,7 +42,6 @@ from tests.training import (
     streamed,
 )
 
-from .test_evaluation import HostileToBoth, Several
 from .test_recompute import Case, can
 from .test_replay import replayed
 

@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.main import cli
+from penstock.training.evaluation import Evaluator
+from penstock.training.generation import generate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
@@ -26,9 +28,8 @@ from runtime.executor import Execution, OpError, execute
 from runtime.machines.staging import Staging
 from runtime.plan import Kind, Lane, Policy, Update, saves
 from runtime.plan.workload import Model
-from runtime.train.evaluation import Evaluator
-from runtime.train.generation import generate
 from tests.late_streams import LateStreams, Poisoned, machine_of
+from tests.penstock.training.test_evaluation import LateForBoth, Several, sequences, watch_forwards
 from tests.running import SCRATCH
 from tests.strategies import policies
 from tests.tiny import tiny_config
@@ -41,8 +42,6 @@ from tests.training import (
     plain,
     semantics_of,
 )
-
-from .test_evaluation import LateForBoth, Several, sequences, watch_forwards
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 HASTE = (0.0, 0.5, 0.9)
@@ -404,7 +403,7 @@ def test_the_devices_segments_may_grow_unless_the_user_says_otherwise(home, monk
         monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("penstock.assembly.device_of", look)
+    monkeypatch.setattr("penstock.training.assembly.device_of", look)
     assert train(home, "o", "--device", device).exit_code == 2
     assert looked == [found]
 

@@ -18,7 +18,7 @@ from runtime.host.device_updates import (
 )
 from runtime.host.optimizer import ParamState, SplitMaster, adamw_, round_half_up
 from runtime.plan import Kind, Policy, Update, saves
-from runtime.settings import AdamW
+from runtime.plan.optimizer import AdamW
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import differences, plain, plan_of, semantics_of, streamed
 

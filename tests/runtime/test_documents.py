@@ -8,20 +8,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.training.evaluation import Evaluator
 from planner.check.check import check
 from runtime.batch import Batch
 from runtime.errors import WorkloadError
 from runtime.executor import execute
+from runtime.forward_plan import forward_plan
 from runtime.host.memory import DTYPE
 from runtime.layers import documents
 from runtime.layers.documents import supports_documents
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
-from runtime.plan.forward_plan import forward_plan
-from runtime.train.evaluation import Evaluator
 from tests import reference
 from tests.late_streams import LateStreams, Poisoned
+from tests.penstock.training.test_evaluation import HostileToBoth, LateForBoth, Several, exact
 from tests.real_layers import peak_bytes
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import (
@@ -38,7 +39,6 @@ from tests.training import (
     state_of,
 )
 
-from .test_evaluation import HostileToBoth, LateForBoth, Several, exact
 from .test_host_never_waits import Watching
 from .test_replay import WIDE, device_bytes
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from penstock import assembly as cli_assembly
+from penstock.training import assembly as cli_assembly
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.forward import AttentionShape, fused_attention

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from planner.lower.lower import lower
 from planner.lower.waits import with_waits
+from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.plan import Kind, Lane, Plan, Policy, Semantics, Slot
-from runtime.plan.forward_plan import forward_plan, most_micro_batches
 from tests.oracle import race, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload
 

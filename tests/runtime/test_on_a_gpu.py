@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.training.evaluation import Evaluator
+from penstock.training.generation import generate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import Execution, execute
@@ -27,11 +28,11 @@ from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
-from runtime.train.evaluation import Evaluator
-from runtime.train.generation import generate
 from tests import reference
+from tests.penstock.training.test_evaluation import OfAnyPlan, Several, sequences
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tour import ROOT
 from tests.training import (
     EVERYTHING,
     N_STEPS,
@@ -49,14 +50,13 @@ from tests.training import (
 from tests.training import Remembering as RememberingOnTheCpu
 
 from .test_documents import CUTS, OTHERS, config_of, packed_batches
-from .test_evaluation import OfAnyPlan, Several, sequences
-from .test_generation import PROMPTS, resident, said_by_transformers
+from tests.penstock.training.test_generation import PROMPTS, resident, said_by_transformers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-ROOT = Path(__file__).parents[2]
+
 LONGEST_SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 

@@ -518,11 +518,11 @@ HOLDING = """
 import json, sys
 from pathlib import Path
 import torch
-from runtime.checkpoint import tensor_files
-from runtime.checkpoint.checkpoint import load_state
-from runtime.checkpoint.saving import save
+from penstock.checkpoint import tensor_files
+from penstock.checkpoint.checkpoint import load_state
+from penstock.checkpoint.saving import save
 from runtime.host.slabs import give_back_freed
-from runtime.train.trainer import Training, load_model
+from penstock.training.trainer import Training, load_model
 from tests.runtime.test_store import ADAMW, CpuMachine, Policy, batches_of, plan_of, semantics_of, tiny_config
 from tests.training import state_of
 

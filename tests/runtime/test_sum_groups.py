@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import predict
+from penstock.checkpoint.checkpoint import load_state
+from penstock.checkpoint.resuming import refuse_another
 from planner.check.shape import Shape
 from planner.lower.lower import lower
-from runtime.checkpoint.checkpoint import load_state
-from runtime.checkpoint.resuming import refuse_another
 from runtime.errors import CheckpointError, PlanError
 from runtime.plan import Policy, Semantics, Update
 from tests.running import make_home, one_line, penstock, plan_in, train

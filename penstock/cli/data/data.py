@@ -13,7 +13,7 @@ import click
 from penstock.cli.options import Command, Count, show_table
 from penstock.cli.progress import Preparing, show_overview
 from penstock.cli.run_options import PATH, data_settings, flag_of, given_settings
-from runtime.train.run_config import read_run
+from penstock.run_config import read_run
 
 if TYPE_CHECKING:
     from .preview import Sample
@@ -37,10 +37,10 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
     Learned tokens are in green on a terminal, elsewhere in [[ ]].
     """
-    from runtime.data.data import read_data
-    from runtime.data.encoders import ByteEncoder, read_encoder
-    from runtime.data.map_style import MapStyleData
-    from runtime.data.mixed import MixedData
+    from penstock.data.data import read_data
+    from penstock.data.encoders import ByteEncoder, read_encoder
+    from penstock.data.map_style import MapStyleData
+    from penstock.data.mixed import MixedData
 
     from .preview import figures, samples
 

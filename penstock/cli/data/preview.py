@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.data.encoders import Encoder
-    from runtime.data.map_style import MapStyleData
+    from penstock.data.encoders import Encoder
+    from penstock.data.map_style import MapStyleData
 
 
 _COUNTED = {
@@ -58,7 +58,7 @@ def figures(parts: "tuple[MapStyleData, ...]") -> dict[str, Any]:
 
 def _tokens(data: "MapStyleData") -> tuple[int, int]:
     """Tokens in the sequences of a set, and those of them that are learned."""
-    from runtime.data.packing import n_targets_of
+    from penstock.data.packing import n_targets_of
 
     n_learned, joined = 0, data.shape.packing == "joined"
     for i in range(data.n_sequences):

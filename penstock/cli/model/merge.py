@@ -18,7 +18,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     ADAPTER is a folder as PEFT saves it; a run's checkpoint with adapters is one. Each adapted weight is computed in fp32 and
     rounded once, to the type in which BASE has it.
     """
-    from runtime.checkpoint.merging import merge as merged
+    from penstock.checkpoint.merging import merge as merged
 
     with Preparing() as tell:
         found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"))

@@ -1,0 +1,311 @@
+"""How right are the predictions?
+
+The ledger: runs that others published, each predicted from profile, system and model, with nothing of the run itself but its
+name, its batch and its sequence length. A run that cannot be predicted stays in it and says why.
+"""
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from hwprofiles.quantity import Quantity
+from hwprofiles.schema import Profile, read_profile
+from planner.model.workload import read_model
+from planner.predict.faster import Group, group_of, sped_up, with_quantities
+from runtime.errors import PenstockError
+from runtime.files import read_whole
+from runtime.units import GiB
+
+from .system_costs import SOFTWARE_SPREAD_FRACTION, Software
+from .systems import SYSTEMS, VARIANTS, Outcome, Run, predict
+
+MAX_RUNS_FILE_BYTES = 16 * 2**20
+TFLOP = 10**12
+REQUIRED = {"id": str, "system": str, "machine": str, "model": str, "batch": int, "seq": int, "measured": dict}
+OPTIONAL = ("variant", "optimizer", "note", "source")
+MEMORY = {"device_peak_gib": "device memory", "host_rss_gib": "host memory"}
+STEP = "step"
+SOFTWARE = Software()
+# Errors of constants that were fitted together cancel: a rate found too high comes with an overhead found too high. So a step on
+# a machine that runs were fitted from is surer than its spreads add up to, by what leave-one-out errors show (docs/accuracy.md).
+FITTED_FRACTION = 0.7
+LARGEST_COUNT = 2**24  # sequences in a step, or tokens in a sequence: more than any run
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """A run and what was measured of it. `ignored` are keys of the file that mean nothing to us."""
+
+    name: str
+    run: Run
+    measured: dict[str, float]
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run of the ledger. `predicted` has the keys of `measured`; None where nothing predicts one."""
+
+    name: str
+    run: Run
+    measured: dict[str, float]
+    predicted: dict[str, float | None]
+    ignored: tuple[str, ...] = ()
+    step_s: float | None = None  # predicted
+    why_not: str | None = None  # the reason why there is no prediction
+    interval_fraction: float | None = None  # P10 to P90 of the step: divided and multiplied by one more than this
+
+    @property
+    def error_fraction(self) -> float | None:
+        """Predicted step time over the measured one, less one: positive where we predict slower."""
+        for key, inverse in (("step_s", False), ("tokens_per_s", True), ("claimed_tflop_per_s", True)):
+            measured, predicted = self.measured.get(key), self.predicted.get(key)
+            if measured is not None and predicted is not None:
+                return (measured / predicted if inverse else predicted / measured) - 1
+        return None
+
+    @property
+    def covered(self) -> bool | None:
+        """Whether the measured step lies between P10 and P90."""
+        if self.error_fraction is None or self.interval_fraction is None:
+            return None
+        return abs(math.log1p(self.error_fraction)) <= math.log1p(self.interval_fraction)
+
+    def error_of(self, key: str) -> float | None:
+        """The same for one measured quantity."""
+        predicted = self.predicted.get(key)
+        return None if predicted is None or key not in self.measured else predicted / self.measured[key] - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """All runs, predicted and measured."""
+
+    rows: tuple[Row, ...]
+
+    def errors(self, key: str = STEP) -> list[float]:
+        """Absolute errors of the step, or of one measured quantity, in ascending order."""
+        found = [row.error_fraction if key == STEP else row.error_of(key) for row in self.rows]
+        return sorted(abs(e) for e in found if e is not None)
+
+    def median(self, key: str = STEP) -> float | None:
+        errors = self.errors(key)
+        return statistics.median(errors) if errors else None
+
+    def p90(self, key: str = STEP) -> float | None:
+        return quantile(self.errors(key), 0.9)
+
+    @property
+    def coverage_fraction(self) -> float | None:
+        """Share of runs whose measured step lies between P10 and P90: about 0.8 if the spreads are honest."""
+        known = [row.covered for row in self.rows if row.covered is not None]
+        return sum(known) / len(known) if known else None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `python -m benchmarks.validate --json` prints: DESIGN section 8, and the medians of memory besides."""
+        return {
+            "runs": [
+                {
+                    "id": row.name,
+                    "predicted": row.predicted,
+                    "measured": row.measured,
+                    "error_fraction": row.error_fraction,
+                    "interval_fraction": row.interval_fraction,
+                    **({"why_not": row.why_not} if row.why_not else {}),
+                    **({"ignored": list(row.ignored)} if row.ignored else {}),
+                }
+                for row in self.rows
+            ],
+            "median_error_fraction": self.median(),
+            "p90_error_fraction": self.p90(),
+            "coverage_fraction": self.coverage_fraction,
+            "memory_median_error_fraction": {key: self.median(key) for key in MEMORY},
+        }
+
+    def table(self) -> str:
+        """A row each, then the summary, for a terminal."""
+        lines = [f"{'run':44} {'what':22} {'predicted':>10} {'measured':>10} {'error':>8}"]
+        for row in self.rows:
+            name = row.name
+            if row.why_not:
+                lines.append(f"{name:44} not predicted: {row.why_not}")
+                continue
+            for key, measured in row.measured.items():
+                error = row.error_of(key)
+                predicted = row.predicted.get(key)
+                columns = f"{'-':>10} {measured:10.4g} {'-':>8}" if predicted is None or error is None else None
+                lines.append(f"{name:44} {key:22} " + (columns or f"{predicted:10.4g} {measured:10.4g} {error:+8.1%}"))
+                name = ""
+            if row.interval_fraction is not None:
+                low, high = 1 / (1 + row.interval_fraction) - 1, row.interval_fraction
+                covered = {True: "holds it", False: "misses it", None: "nothing measured"}[row.covered]
+                lines.append(f"{'':44} P10 to P90 of the step: {low:+.0%} to {high:+.0%}, {covered}")
+            if row.ignored:
+                lines.append(f"{'':44} not read: {', '.join(row.ignored)}")
+        return "\n".join([*lines, "", *self.summary()])
+
+    def summary(self) -> list[str]:
+        """A line for the step and one for each kind of memory."""
+        lines = []
+        for key, name in {STEP: "step time", **MEMORY}.items():
+            errors, median, p90 = self.errors(key), self.median(key), self.p90(key)
+            if median is not None and p90 is not None:
+                lines.append(
+                    f"{name}: median error {median:.1%}, 90th percentile {p90:.1%}, worst {errors[-1]:.1%}, {len(errors)} runs"
+                )
+        if self.coverage_fraction is not None:
+            lines.append(
+                f"P10 to P90 holds the measured step in {self.coverage_fraction:.0%} of the runs; honest spreads would hold 80%"
+            )
+        missing = sum(row.error_fraction is None for row in self.rows)
+        return [*lines, *([f"no step time to compare: {missing} runs"] if missing else [])]
+
+
+def quantile(ascending: list[float], share: float) -> float | None:
+    """Linear between the values around it."""
+    if not ascending:
+        return None
+    at = share * (len(ascending) - 1)
+    low = int(at)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (at - low) * (ascending[high] - ascending[low])
+
+
+def validate_file(path: str) -> Ledger:
+    """The ledger of a file of runs, with intervals; PenstockError says in one line what is wrong with the file."""
+    runs = read_runs(path)
+    return with_intervals(validate(runs), runs)
+
+
+def validate(
+    runs: Iterable[PublishedRun],
+    software: Software = SOFTWARE,
+    profile_of: Callable[[str], Profile] = read_profile,
+) -> Ledger:
+    """Predict every run, on the machines that `profile_of` knows by name."""
+    known = cache(profile_of)
+    return Ledger(tuple(_row(published, software, known) for published in runs))
+
+
+def with_intervals(ledger: Ledger, runs: Sequence[PublishedRun]) -> Ledger:
+    """How far the step may be off: each group of a profile's speeds, and each constant of the software, slower by its spread.
+
+    What moves a step independently adds up in squares; spreads cover 80 % each, and so does their sum, which is taken whole on
+    machines that nothing was fitted from.
+    """
+    variance = [0.0] * len(runs)
+    for software, profile_of in _doubts():
+        for i, (row, moved) in enumerate(zip(ledger.rows, validate(runs, software, profile_of).rows, strict=True)):
+            before, after = row.step_s, moved.step_s
+            if before is not None and after is not None:
+                variance[i] += math.log(after / before) ** 2
+    return Ledger(
+        tuple(
+            row
+            if row.step_s is None
+            else replace(row, interval_fraction=math.expm1(_tied_fraction(row.run.machine) * math.sqrt(v)))
+            for row, v in zip(ledger.rows, variance, strict=True)
+        )
+    )
+
+
+def _tied_fraction(machine: str) -> float:
+    return FITTED_FRACTION if any(key.startswith("fitted_") for key in read_profile(machine).sources) else 1.0
+
+
+def _doubts() -> Iterator[tuple[Software, Callable[[str], Profile]]]:
+    """Each machine's groups of speeds, and the software's constants, slower one at a time."""
+    for group in Group:
+        yield SOFTWARE, partial(_slower, group)
+    for key, spread_fraction in SOFTWARE_SPREAD_FRACTION.items():
+        slow = getattr(SOFTWARE, key) * (
+            1 + spread_fraction if key.endswith("_s") and "_per_s" not in key else 1 / (1 + spread_fraction)
+        )
+        yield replace(SOFTWARE, **{key: slow}), read_profile
+
+
+def _slower(group: Group, name: str) -> Profile:
+    def change(place: str, quantity: Quantity) -> Quantity:
+        return sped_up(place, quantity, 1 / (1 + quantity.spread_fraction)) if group_of(place) is group else quantity
+
+    return with_quantities(read_profile(name), change)
+
+
+def _row(published: PublishedRun, software: Software, profile_of: Callable[[str], Profile]) -> Row:
+    row = Row(published.name, published.run, published.measured, {}, published.ignored)
+    try:
+        outcome = predict(published.run, read_model(published.run.model), profile_of(published.run.machine), software)
+    except PenstockError as error:
+        return replace(row, predicted=dict.fromkeys(published.measured), why_not=str(error))
+    return replace(row, predicted=_as_measured(outcome, published.measured), step_s=outcome.step_s)
+
+
+def _as_measured(outcome: Outcome, measured: Mapping[str, float]) -> dict[str, float | None]:
+    known = {
+        **outcome.phases_s,
+        "step_s": outcome.step_s,
+        "tokens_per_s": outcome.n_tokens / outcome.step_s,
+        "claimed_tflop_per_s": outcome.claimed_flop / outcome.step_s / TFLOP,
+        "device_peak_gib": outcome.device_peak_bytes / GiB,
+        "host_rss_gib": outcome.host_peak_bytes / GiB,
+    }
+    return {key: known.get(key) for key in measured}
+
+
+def read_runs(path: str) -> list[PublishedRun]:
+    """The runs of a file in the format of the published ones: {"runs": [...]}, or the list alone."""
+    file = Path(path)
+    try:
+        fields = json.loads(read_whole(file, MAX_RUNS_FILE_BYTES))
+    except OSError as error:
+        raise PenstockError(f"{_plain(path)}: cannot be read ({error.strerror}); give a file of runs") from None
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and numbers without end
+        raise PenstockError(f'{_plain(path)}: not JSON ({_plain(str(error))}); write {{"runs": [...]}}') from None
+    runs = fields.get("runs") if isinstance(fields, dict) else fields
+    if not isinstance(runs, list) or not runs:
+        raise PenstockError(f'{_plain(path)}: no runs in it; write {{"runs": [{{"id": ..., "system": ..., ...}}]}}')
+    found = [_published(fields, f"{_plain(path)}: run {i}") for i, fields in enumerate(runs)]
+    counts = Counter(run.name for run in found)
+    twice = next((name for name, n in counts.items() if n > 1), None)
+    if twice is not None:
+        raise PenstockError(f"{_plain(path)}: two runs have the id {twice!r}; give each its own")
+    return found
+
+
+def _published(fields: Any, where: str) -> PublishedRun:
+    if not isinstance(fields, dict):
+        raise PenstockError(f"{where}: not a run but {type(fields).__name__}; write an object with {', '.join(REQUIRED)}")
+    for key, kind in REQUIRED.items():
+        if not isinstance(fields.get(key), kind) or isinstance(fields[key], bool):
+            raise PenstockError(f"{where}: `{key}` is missing or not {kind.__name__}; add it")
+    where = f"{where} ({_plain(fields['id'])})"
+    for key in ("machine", "model"):
+        if Path(fields[key]).name != fields[key]:
+            raise PenstockError(f"{where}: {key} {_plain(fields[key])!r} is a path; name a shipped one, or a file in this folder")
+    for key in ("batch", "seq"):
+        if not 0 < fields[key] <= LARGEST_COUNT:
+            raise PenstockError(f"{where}: `{key}` is {fields[key]}; give a count from 1 to {LARGEST_COUNT}")
+    variant, optimizer = fields.get("variant", "full"), fields.get("optimizer")
+    for key, value, legal in (("system", fields["system"], SYSTEMS), ("variant", variant, VARIANTS)):
+        if value not in legal:
+            raise PenstockError(f"{where}: {key} {_plain(str(value))!r} is not known; write {' or '.join(legal)}")
+    if optimizer not in (None, "skipped"):
+        raise PenstockError(f"{where}: optimizer {_plain(str(optimizer))!r} is not known; write skipped, or leave it out")
+    measured: dict[str, float] = {}
+    for key, value in fields["measured"].items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise PenstockError(f"{where}: measured {_plain(str(key))} is {_plain(str(value))!r}; give a number above zero")
+        measured[str(key)] = float(value)
+    run = Run(fields["system"], fields["machine"], fields["model"], fields["batch"], fields["seq"], variant, optimizer is None)
+    ignored = tuple(_plain(key) for key in fields if key not in REQUIRED and key not in OPTIONAL)
+    return PublishedRun(_plain(fields["id"]), run, measured, ignored)
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:200]

@@ -1,0 +1,28 @@
+"""How right are the predictions: of whole runs, published or your own, or of single ops?
+
+`python -m benchmarks.validate FILE [--json]`
+"""
+
+import json
+
+import click
+
+from benchmarks.published.ops import OpLedger, validate_ops
+from benchmarks.published.validate import Ledger, validate_file
+from penstock.cli.one_line import OneLine
+from penstock.cli.options import refuse_endless
+
+
+@click.command(cls=OneLine)
+@click.argument("measured", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+def validate(measured: str, as_json: bool) -> None:
+    """Predict what was MEASURED, and say how far off the predictions are: whole runs, published or your own, from JSON, or single
+    ops, copies and collectives from CSV, with the columns of benchmarks/published_ops.csv."""
+    refuse_endless(measured)
+    ledger: Ledger | OpLedger = validate_ops(measured) if measured.lower().endswith(".csv") else validate_file(measured)
+    click.echo(json.dumps(ledger.to_json()) if as_json else ledger.table())
+
+
+if __name__ == "__main__":
+    validate()

@@ -1,0 +1,136 @@
+"""What does a run read: model, weights, data, held-out data, questions?"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.run_config import RunConfigError
+from runtime.errors import PlanError
+
+if TYPE_CHECKING:
+    from penstock.data.data import Data
+    from penstock.settings import RunSettings
+    from runtime.plan import Plan
+
+PACKED_FOLDER = "base"  # in the run's folder: weights that are not trained, packed, for the next start
+TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the model is asked, and how it hears and answers."""
+
+    texts: tuple[str, ...]
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[list[int]], str]
+    end_ids: frozenset[int]
+
+
+def own_model(plan: "Plan", given: str | None) -> "tuple[Plan, Path | None]":
+    """The folder of weights and tokenizer, if one is known, and the plan with that folder's own configuration."""
+    from planner.model.workload import read_model
+    from runtime.layers.meta_models import difference
+
+    folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
+    if folder is None:
+        return plan, None
+    if not folder.is_dir():
+        raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
+    found = read_model(str(folder))
+    if (what := difference(found.config, plan.model.config)) is not None:
+        raise PlanError(f"{folder}: another model than the plan's: {what}; plan again with this model")
+    return replace(plan, model=replace(found, name=plan.model.name)), folder
+
+
+def weights_of(plan: "Plan", folder: Path | None) -> Path:
+    """The folder whose weights are trained; PlanError where there are none, CheckpointError for those that cannot be read."""
+    from penstock.checkpoint.checkpoint import has_weights, refuse_quantised
+    from planner.model.config import download
+
+    if folder is None or not has_weights(folder):
+        where = f"{folder}: holds no weights" if folder is not None else "the plan names no folder of weights"
+        raise PlanError(f"{where}; train random weights with --from-scratch, or name one with --model{download(plan.model)}")
+    if plan.semantics.base == "bf16":  # packed weights are read by who packs them (`packed_base.py`)
+        names = {p.name for block in plan.workload.blocks for p in block.parameters}
+        refuse_quantised(folder, plan.model.config, names)
+    return folder
+
+
+def data_of(
+    settings: "RunSettings",
+    plan: "Plan",
+    folder: Path | None,
+    until_the_end: ExitStack,
+    held_out: bool = False,
+    report: Callable[[str], None] = lambda words: None,
+) -> "Data":
+    """The batches to train on, or of `held_out` data the sequences to evaluate on; closed with `until_the_end`."""
+    from penstock.data.data import read_data
+    from penstock.data.files.splits import HELD_OUT, TRAIN
+    from runtime.layers.documents import supports_documents
+
+    semantics = plan.semantics
+    data = read_data(
+        settings.data,
+        _tokenizer_folder(settings, folder),
+        _vocab_size(plan),
+        semantics.seq_len,
+        1 if held_out else semantics.whole.batch_size,
+        settings.seed,
+        Path(settings.out) / TOKENS_FOLDER,
+        by_document=supports_documents(plan.model.config, semantics) is None,
+        preferred=HELD_OUT if held_out else TRAIN,
+        report=report,
+    )
+    until_the_end.callback(data.close)
+    return data
+
+
+def held_out_of(
+    settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack, report: Callable[[str], None]
+) -> "Data | None":
+    """The data to evaluate on, in its own order, read as the first that is trained on."""
+    path, split = settings.evaluation.data, settings.evaluation.split
+    if path is None:
+        return None
+    of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False, workers=0)
+    report("reading the held-out data")
+    return data_of(replace(settings, data=of), plan, folder, until_the_end, held_out=True, report=report)
+
+
+def prompts_of(settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack) -> Prompts | None:
+    """What is asked. A model that is trained on conversations answers; one that is trained on text continues it."""
+    from penstock.data.reading import read_set
+
+    from .generation import check_prompts
+
+    texts = settings.evaluation.prompts
+    if not texts:
+        return None
+    tokenizer, cache = _tokenizer_folder(settings, folder), Path(settings.out) / TOKENS_FOLDER
+    readings = [read_set(part, tokenizer, _vocab_size(plan), cache) for part in settings.data.parts]
+    for each in readings:
+        until_the_end.callback(each.close)
+    reading = next((each for each in readings if not each.is_text), readings[0])
+
+    def encode(text: str) -> list[int]:
+        ids = reading.encoder.encode(text) if reading.is_text else reading.chat_format.prompt([{"role": "user", "content": text}])
+        return [int(i) for i in ids]
+
+    check_prompts([encode(text) for text in texts], plan.semantics.seq_len)
+    return Prompts(texts, encode, reading.encoder.decode, reading.encoder.answer_ends | {reading.encoder.end_id})
+
+
+def _tokenizer_folder(settings: "RunSettings", folder: Path | None) -> Path | None:
+    """Where the tokenizer lies; None: bytes, as was asked for."""
+    if settings.tokenizer == "bytes":
+        return None
+    if folder is None:
+        raise RunConfigError("no tokenizer: name the model's folder with --model, or train on bytes with --tokenizer bytes")
+    return folder
+
+
+def _vocab_size(plan: "Plan") -> int:
+    return plan.workload.blocks[0].parameters[0].shape[0]

@@ -1,0 +1,234 @@
+"""What does a run say of the machine it ran on?
+
+The plan is simulated on machines that are faster or slower than the profile says, each resource by a factor of its own, until ops
+take as long as they took in the run. An op is compared as it was slowed by the others, so what ops cost each other is not taken for
+a slow machine. Factors that the ops of this plan do not show stay as they were, and are named.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hwprofiles.quantity import Quantity, Source
+from hwprofiles.schema import Profile
+from runtime.errors import PlanError
+from runtime.plan import Kind, Plan
+from runtime.plan.timeline import Timeline
+from runtime.units import show_seconds
+
+from .cost import CostModel, region_of
+from .faster import sped_up, with_quantities
+from .regression import Observation, fit_factors
+from .settled import Settled, predicted_of, settled
+from .simulate import Prediction, simulate
+from .uncertainty import P10_P90_DEVIATIONS
+
+MAX_STEPS = 8  # of a simulation in the search: most plans repeat after two
+LEAST_CHANGE = 0.01  # of a logarithm: what differs by less than the spread of any measurement stays
+TOLD_SPREAD = 0.15  # what is known no better than that is not known to be as the profile says
+FASTER_STILL = 0.2  # of a logarithm: would that show?
+LEAST_S = 1e-9  # of an op: a clock's tick
+LEAST_SPREAD = 0.01
+LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about five sorts of op in one
+SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
+KEY = "recalibrated"
+
+# What one factor makes faster or slower: how the places of its quantities begin. {dtype} is the plan's, {attention} the grid of its
+# attention kernel.
+RESOURCES: dict[str, tuple[str, ...]] = {
+    "matrix products, {dtype}": ("device.matmul.{dtype}.",),
+    "attention, {dtype}": ("device.attention.{attention}.{dtype}.",),
+    "device memory": ("device.memory_bytes_per_s", "device.eager_bytes_per_s", "device.norms."),
+    "kernels' overhead": ("device.kernel_overhead_s",),
+    "ops' overhead": ("device.op_overhead_s",),
+    "rate of uploads": ("link.h2d.bytes_per_s.",),
+    "latency of uploads": ("link.h2d.latency_s",),
+    "rate of downloads": ("link.d2h.bytes_per_s.",),
+    "latency of downloads": ("link.d2h.latency_s",),
+    "both directions at once": ("link.duplex_bytes_per_s",),
+    "host DRAM": ("host.dram_bytes_per_s",),
+    "optimizer": ("host.optimizer.",),
+    "sums and norms on the host": ("host.reduce_bytes_per_s",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A resource that is not as the profile said."""
+
+    resource: str
+    factor: float  # times as fast as the profile said
+    spread_fraction: float  # of the factor, as a profile means it
+    at_least: bool  # whether it may be faster still: something else holds it up then
+
+    def __str__(self) -> str:
+        words = f"{self.factor:.3g} times as fast" if self.factor >= 1 else f"{1 / self.factor:.3g} times as slow"
+        more = ", or faster still, which would not show" if self.at_least else ""
+        return f"{self.resource}: {words} as the profile says, give or take {self.spread_fraction:.0%}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibration:
+    """The profile as a run shows it, and what that makes of the prediction."""
+
+    profile: Profile
+    changes: tuple[Change, ...]
+    confirmed: tuple[str, ...]  # resources that are as the profile says
+    untold: tuple[str, ...]  # resources that this run does not show
+    step_before_s: float
+    step_after_s: float
+    measured_step_s: float
+
+    def words(self) -> list[str]:
+        """What a person wants to know, a line each."""
+        errors = [f"{s / self.measured_step_s - 1:+.1%}" for s in (self.step_before_s, self.step_after_s)]
+        lines = [
+            f"a step took {show_seconds(self.measured_step_s)}; predicted were {show_seconds(self.step_before_s)} ({errors[0]}), "
+            f"and with the corrected profile {show_seconds(self.step_after_s)} ({errors[1]})",
+            *map(str, self.changes),
+        ]
+        if not self.changes:
+            lines.append("nothing is changed")
+        if self.confirmed:
+            lines.append(f"as the profile says: {', '.join(self.confirmed)}")
+        if self.untold:
+            lines.append(f"not to be told from this run: {', '.join(self.untold)}")
+        return lines
+
+
+def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str | None = None) -> Recalibration:
+    """The plan's profile, corrected by a run of it in its machine's seconds.
+
+    `run` and `day` (YYYY-MM-DD) say in the profile where numbers come from, `device` on what they were seen. PlanError when the
+    timeline is damaged, too short or of another plan; ProfileError when the plan holds no profile. The prediction of the step with
+    the new profile is never further from the run than with the old one.
+    """
+    profile = Profile.from_json(plan.profile, "the plan's profile")
+    measured = settled(plan, timeline)
+    machine = _Machine(plan, profile, _clips(plan, profile, measured))
+    rows = _rows(plan, measured)
+    fit = fit_factors(rows, len(machine.resources), lambda logs: [math.log(s) for s in machine.times_s(logs)])
+    logs, before_s, after_s = _no_worse(machine, [x if abs(x) > LEAST_CHANGE else 0.0 for x in fit.logs], measured.step_s)
+    spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in fit.deviations]
+    found = list(zip(machine.resources, logs, spreads, strict=True))
+    changes = tuple(
+        Change(name, math.exp(log), spread, log > 0 and machine.is_held_up(logs, number))
+        for number, (name, log, spread) in enumerate(found)
+        if log
+    )
+    return Recalibration(
+        _corrected(profile, machine.resources, changes, _source(run, day, device, measured)),
+        changes,
+        tuple(name for name, log, spread in found if not log and spread < TOLD_SPREAD),
+        tuple(name for name, log, spread in found if not log and spread >= TOLD_SPREAD),
+        before_s,
+        after_s,
+        measured.step_s,
+    )
+
+
+class _Machine:
+    """The plan on the profile's machine, were each resource faster by its factor."""
+
+    def __init__(self, plan: Plan, profile: Profile, clips: bool) -> None:
+        dtype = plan.semantics.compute_dtype
+        self.plan, self.profile, self.clips = plan, profile, clips
+        is_cudnn = plan.semantics.attention_kernel == "cudnn" and "cudnn" in profile.device.attention
+        attention = "cudnn" if is_cudnn else "flash"
+        self.resources = {
+            name.format(dtype=dtype): tuple(p.format(dtype=dtype, attention=attention) for p in places)
+            for name, places in RESOURCES.items()
+        }
+
+    def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:
+        factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}
+        profile = _sped_up(self.profile, factors)
+        demands = CostModel(profile, clipped=self.clips).demands(self.plan)
+        return simulate(self.plan, demands, region_of(profile), max_steps)
+
+    def times_s(self, logs: Sequence[float]) -> list[float]:
+        """Seconds of each op, and of the step at last."""
+        found = predicted_of(self.plan, self._simulated(logs, MAX_STEPS))
+        return [*found.ops_s, found.step_s]
+
+    def is_held_up(self, logs: Sequence[float], number: int) -> bool:
+        """Whether no op would be any faster were this resource faster still."""
+        faster = self.times_s([log + FASTER_STILL * (i == number) for i, log in enumerate(logs)])
+        return all(abs(math.log(b / a)) < LEAST_CHANGE for a, b in zip(self.times_s(logs), faster, strict=True))
+
+    def step_s(self, logs: Sequence[float]) -> float:
+        """Seconds of a step, simulated for as long as a prediction is."""
+        return self._simulated(logs, 32).step_s
+
+
+def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tuple[list[float], float, float]:
+    """As much of a change as does not make the prediction of the step worse; and that prediction before and after."""
+    before_s = machine.step_s([0.0] * len(logs))
+    for share in SHORTENED:
+        tried = [log * share for log in logs]
+        after_s = machine.step_s(tried)
+        if abs(math.log(after_s / measured_s)) <= abs(math.log(before_s / measured_s)):
+            return tried, before_s, after_s
+    return [0.0] * len(logs), before_s, before_s
+
+
+def _rows(plan: Plan, measured: Settled) -> list[Observation]:
+    """An observation for each op, which counts by its share of its lane; and one for the step."""
+    taken_s = [max(seconds, LEAST_S) for seconds in measured.ops_s]
+    lanes_s = Counter[str]()
+    for i, (op, seconds) in enumerate(zip(plan.ops, taken_s, strict=True)):
+        lanes_s[op.lane] += plan.often(i) * seconds  # type: ignore[assignment]
+    rows = [
+        Observation(math.log(s), LANE_ROWS * plan.often(i) * s / lanes_s[op.lane], op.kind)
+        for i, (op, s) in enumerate(zip(plan.ops, taken_s, strict=True))
+    ]
+    return [*rows, Observation(math.log(measured.step_s), LANE_ROWS, "step")]
+
+
+def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:
+    """Whether settled steps were ones in which the norm exceeded the limit, and what was speculated on was done again."""
+    taken_s, clipped_s, free_s = 0.0, 0.0, 0.0
+    as_clipped, as_free = (CostModel(profile, clipped=clips).demands(plan) for clips in (True, False))
+    for i in (i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE):
+        taken_s, clipped_s, free_s = (
+            taken_s + measured.ops_s[i],
+            clipped_s + as_clipped[i].uncontended_s,
+            free_s + as_free[i].uncontended_s,
+        )
+    return taken_s > math.sqrt(clipped_s * free_s)
+
+
+def _sped_up(profile: Profile, factors: dict[str, float]) -> Profile:
+    def change(place: str, quantity: Quantity) -> Quantity:
+        factor = next((factor for begins, factor in factors.items() if place.startswith(begins)), None)
+        return quantity if factor is None else sped_up(place, quantity, factor)
+
+    return with_quantities(profile, change)
+
+
+def _corrected(profile: Profile, resources: dict[str, tuple[str, ...]], changes: Sequence[Change], source: Source) -> Profile:
+    """The profile with its changes, each quantity with its new spread and source, and proven whole."""
+    if not changes:
+        return profile
+    key = next(key for n in range(1, 10**6) if (key := KEY if n == 1 else f"{KEY}-{n}") not in profile.sources)
+    by_place = {place: change for change in changes for place in resources[change.resource]}
+
+    def change_of(place: str, quantity: Quantity) -> Quantity:
+        change = next((change for begins, change in by_place.items() if place.startswith(begins)), None)
+        if change is None:
+            return quantity
+        update = {"spread_fraction": min(change.spread_fraction, 10.0), "source": key}
+        return sped_up(place, quantity, change.factor).model_copy(update=update)
+
+    corrected = with_quantities(profile, change_of)
+    return Profile.from_json(corrected.model_copy(update={"sources": {**profile.sources, key: source}}).to_json(), profile.name)
+
+
+def _source(run: str, day: str, device: str | None, measured: Settled) -> Source:
+    steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
+    detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
+    try:
+        return Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
+    except ValueError:
+        raise PlanError(f"{day!r} is not a date; write YYYY-MM-DD") from None

@@ -1,0 +1,92 @@
+"""How sure is the prediction?
+
+Each draw is a machine as the profile's spreads allow it: what one measurement settles moves together, every quantity by its
+own spread. The plan is costed and simulated on each. Draws are stratified (every group takes each of its levels once, in an
+order that the seed shuffles), so that a few dozen give steady percentiles.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+
+from hwprofiles.quantity import Quantity
+from hwprofiles.schema import Profile
+from runtime.plan import Plan
+from runtime.units import show_seconds
+
+from .cost import costs, region_of
+from .faster import Group, group_of, sped_up, with_quantities
+from .simulate import n_simulated, simulate
+
+MOST_DRAWS, LEAST_DRAWS = 32, 8
+DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
+MAX_STEPS = 8  # of a draw: most plans repeat after two
+P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %, which is this many standard deviations to each side
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Step times that one machine in ten beats, every other one, and nine in ten, if the profile is off as its spreads say."""
+
+    p10_step_s: float
+    p50_step_s: float
+    p90_step_s: float
+    n_draws: int
+    seed: int
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
+            (name, show_seconds(step_s))
+            for name, step_s in (("P10", self.p10_step_s), ("P50", self.p50_step_s), ("P90", self.p90_step_s))
+        ]
+
+
+def affordable_draws(plan: Plan) -> int:
+    """How many draws an interval takes when nobody says: fewer for plans of many ops."""
+    return max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))
+
+
+def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
+    """P10, P50 and P90 of the plan's step over machines drawn from the profile's spreads; None: as many as are affordable."""
+    n_draws = affordable_draws(plan) if n_draws is None else n_draws
+    assert n_draws > 0, "an interval needs a draw"
+    steps_s = sorted(_step_s(plan, _drawn(profile, deviations)) for deviations in _deviations(n_draws, seed))
+    p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
+    return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
+
+
+def _deviations(n_draws: int, seed: int) -> list[dict[Group, float]]:
+    """Standard normal deviations, one per group and draw: for each group the middles of `n_draws` equally likely strata."""
+    rng = random.Random(seed)
+    levels = [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
+    drawn = {group: rng.sample(levels, n_draws) for group in Group}
+    return [{group: levels[i] for group, levels in drawn.items()} for i in range(n_draws)]
+
+
+def _drawn(profile: Profile, deviations: Mapping[Group, float]) -> Profile:
+    """A machine that is off by these deviations: a quantity is as likely better by a factor as worse by it."""
+
+    def change(place: str, quantity: Quantity) -> Quantity:
+        group = group_of(place)
+        if group is None:
+            return quantity
+        return sped_up(place, quantity, (1 + quantity.spread_fraction) ** (deviations[group] / P10_P90_DEVIATIONS))
+
+    return with_quantities(profile, change)
+
+
+def _step_s(plan: Plan, profile: Profile) -> float:
+    return simulate(plan, costs(plan, profile), region_of(profile), MAX_STEPS).step_s
+
+
+def _percentile(ordered: list[float], p: float) -> float:
+    """Between the two nearest of the ordered values, each standing for the middle of its stratum."""
+    at = min(max(p * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
+    low = min(int(at), len(ordered) - 2) if len(ordered) > 1 else 0
+    if len(ordered) == 1 or ordered[low] == ordered[low + 1]:
+        return ordered[low]
+    return ordered[low] + (at - low) * (ordered[low + 1] - ordered[low])

@@ -1,0 +1,1 @@
+"""Is what is saved whole, and found again to the bit?"""

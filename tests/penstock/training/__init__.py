@@ -1,0 +1,1 @@
+"""Does a run do between its steps what it was asked to?"""

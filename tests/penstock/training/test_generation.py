@@ -1,0 +1,162 @@
+"""Does the streamed model say what transformers makes it say?"""
+
+import pytest
+import torch
+
+from penstock.training.generation import STEP_TOKENS, Sample, check_prompts, generate, samples
+from runtime.errors import DataError, PenstockError
+from runtime.executor import execute
+from runtime.plan import Kind, Policy, saves
+from tests import reference
+from tests.late_streams import LateStreams
+from tests.penstock.training.test_evaluation import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, watch_forwards
+from tests.tiny import STRUCTURES, tiny_config
+from tests.training import N_STEPS, batches_of, differences, initial_masters, plain, semantics_of
+
+# Of lengths on both sides of a step of the shapes, one of them among padding
+PROMPTS = [[5, 17, 3], [1], list(range(20, 82)), [7, 7, 9, 40, 2, 11]]
+
+
+def resident(config, semantics) -> torch.nn.Module:
+    model = reference.build(config, semantics, torch.float32).eval()
+    model.load_state_dict(initial_masters(config, semantics), strict=False)
+    model.tie_weights()
+    return model
+
+
+def said_by_transformers(model, prompt: list[int], n: int, end_ids=()) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"eos_token_id": list(end_ids) or None, "pad_token_id": 0, "do_sample": False, "max_new_tokens": n}
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("model_type", STRUCTURES)
+def test_the_likeliest_tokens_are_those_of_transformers(model_type):
+    """Windows shorter than the prompts, experts, three sequences a micro-batch: the last one is alone among padding.
+
+    Weights so large that every position counts, and an output matrix that does not repeat what it was given.
+    """
+    config = tiny_config(model_type, attention_dropout=0.5, initializer_range=0.3, tie_word_embeddings=False)
+    semantics = exact(model_type, seq_len=96, batch_size=3, micro_batch=3)
+    machine = machine_of(config, semantics, Policy(), delay_seed=1)
+    model = resident(config, semantics)
+    expected = [said_by_transformers(model, prompt, 6) for prompt in PROMPTS]
+    assert len({i for new in expected for i in new}) > 8, "nothing could go wrong"
+    assert generate(machine, PROMPTS, 6) == expected
+    ends = {expected[0][2], expected[2][0]}
+    shorter = generate(machine, PROMPTS, 6, end_ids=ends)
+    assert shorter == [said_by_transformers(model, prompt, 6, ends) for prompt in PROMPTS]
+    assert len(shorter[2]) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_plan_and_lateness_says_the_same(policy):
+    config, semantics = tiny_config("qwen3", num_hidden_layers=3), semantics_of("qwen3", seq_len=80, batch_size=4)
+    wanted = generate(machine_of(config, semantics, Policy(), HostileToBoth), PROMPTS, 4, temperature=0.8, seed=3)
+    assert generate(machine_of(config, semantics, policy, HostileToBoth, delay_seed=5), PROMPTS, 4, 0.8, seed=3) == wanted
+    late = machine_of(config, semantics, policy, LateForBoth, streams=LateStreams(1, 0.5))
+    assert generate(late, PROMPTS, 4, 0.8, seed=3) == wanted
+
+
+def test_training_goes_on_as_if_nothing_had_been_said():
+    semantics, config = semantics_of("gemma2"), tiny_config("gemma2")
+    machine = machine_of(config, semantics, Policy(save=saves(all=(1,))))
+    for step in range(N_STEPS):
+        generate(machine, [[1, 2, 3], [4]], 3, temperature=1.0)
+        execute(machine.plan, machine, 1, step)
+    assert differences(machine, plain("gemma2", semantics)) == []
+
+
+def test_drawn_tokens_are_among_the_likeliest_and_come_as_often_as_they_should():
+    config, semantics = tiny_config("llama"), exact("llama", seq_len=8)
+    machine = machine_of(config, semantics, Policy())
+    with torch.no_grad():
+        logits_V = resident(config, semantics)(input_ids=torch.tensor([[5, 17, 3]])).logits[0, -1]
+    chances = sorted(((p, i) for i, p in enumerate((logits_V / 0.05).softmax(-1).tolist())), reverse=True)
+    nucleus: dict[int, float] = {}
+    for p, i in chances:
+        if sum(nucleus.values()) >= 0.9:
+            break
+        nucleus[i] = p
+    n = 400
+    first = [new[0] for new in generate(machine, [[5, 17, 3]] * n, 1, temperature=0.05, top_p=0.9, seed=1)]
+    assert set(first) <= set(nucleus)
+    expected = {i: n * p / sum(nucleus.values()) for i, p in nucleus.items()}
+    chi_squared = sum((first.count(i) - e) ** 2 / e for i, e in expected.items())
+    assert len(nucleus) > 5
+    assert chi_squared < 2 * len(nucleus)
+
+
+def test_the_same_seed_says_the_same_and_another_something_else():
+    config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=32)
+    machine = machine_of(config, semantics, Policy())
+    said = [generate(machine, [[1, 2], [1, 2], [9]], 8, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
+    assert said[0] == said[1] != said[2]
+    assert said[0][0] != said[0][1], "the same prompt twice is two samples"
+    torch.manual_seed(5)  # whatever else draws random numbers
+    short = generate(machine, [[1, 2], [1, 2], [9]], 3, temperature=1.0)
+    assert short == [new[:3] for new in said[0]]
+
+
+def test_a_sequence_ends_where_the_plans_sequences_end():
+    config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=16)
+    machine = machine_of(config, semantics, Policy())
+    assert [len(new) for new in generate(machine, [[1] * 12, [1] * 15, [1]], 6)] == [4, 1, 6]
+    assert generate(machine, [], 6) == []
+    assert generate(machine, [[1]], 0) == [[]]
+
+
+def test_only_as_many_tokens_are_computed_as_there_are_and_weights_come_once_for_all_prompts():
+    config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=4 * STEP_TOKENS, batch_size=8)
+    machine = machine_of(config, semantics, Policy(accumulation_group=8))
+    shapes, loads, layer = [], [], machine.compute.templates.layer
+
+    def noted(block, weights, hidden_BTD, inputs, again=False):
+        shapes.append(tuple(hidden_BTD.shape[:2]))
+        return layer(block, weights, hidden_BTD, inputs, again)
+
+    machine.compute.templates.layer = noted
+    watch_forwards(machine, lambda op, step: loads.append(op.name) if op.kind is Kind.LOAD else None)
+    generate(machine, [[1] * 63, [2] * 3, [3]], 3)
+    assert shapes == [(1, STEP_TOKENS)] * 3 * 2 * 2 + [(1, 2 * STEP_TOKENS)] * 3 * 2
+    assert len(loads) == 3 * 4
+
+
+def test_more_prompts_than_a_tile_has_rows_are_done_in_turn():
+    config, semantics = tiny_config("llama"), exact("llama", loss_tile_tokens=3, micro_batch=2)
+    machine = machine_of(config, semantics, Policy())
+    prompts = [[i, i + 1] for i in range(8)]
+    model = resident(config, semantics)
+    assert generate(machine, prompts, 2) == [said_by_transformers(model, prompt, 2) for prompt in prompts]
+
+
+def test_text_goes_in_and_comes_out():
+    config, semantics = tiny_config("llama", vocab_size=300), exact("llama", seq_len=32)
+    machine = machine_of(config, semantics, Policy(), batches=batches_of(300, 4, 32))
+    found = samples(machine, ["one", "two"], str.encode, lambda ids: f"{len(ids)} tokens", 4)
+    assert found == [Sample("one", "4 tokens"), Sample("two", "4 tokens")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], "prompt 2 is empty; give it some text"),
+        ([[1] * 1600], "prompt 1 has 1,600 tokens, and a sequence of the plan holds 16; shorten it"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused_in_one_line(prompts, message):
+    with pytest.raises(DataError) as raised:
+        check_prompts(prompts, 16)
+    assert str(raised.value) == message
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    with pytest.raises(DataError, match=r"^prompt "):
+        generate(machine, prompts, 1)
+
+
+def test_a_model_of_nans_is_refused_in_one_line():
+    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    for p in machine.host.owned(1):
+        machine.host.set_weight(p, torch.full(p.shape, torch.nan))
+    with pytest.raises(PenstockError, match=r"^the model's logits are not finite; its weights are spoilt"):
+        generate(machine, [[1]], 1)

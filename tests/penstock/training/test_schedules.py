@@ -1,0 +1,112 @@
+"""Is each step's learning rate the one that the library's own scheduler would have set?"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_wsd_schedule,
+)
+
+from penstock.run_config import RunConfigError
+from penstock.settings import OptimizerSettings, ScheduleSettings
+from penstock.training.schedules import learning_rates
+from runtime.host.optimizer import AdamW
+
+LR = 3e-4
+
+
+def stepped(make, n_steps):
+    """The learning rates that a loop of torch would use, step by step."""
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=LR)
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(n_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def ours(n_steps, **schedule):
+    of = learning_rates(OptimizerSettings(lr=LR, schedule=ScheduleSettings(**schedule)), n_steps)
+    return [of(step) for step in range(n_steps)]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7])
+@pytest.mark.parametrize("n_steps", [8, 40, 101])
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [
+        ({"kind": "constant"}, lambda o, w, n: get_constant_schedule_with_warmup(o, w)),
+        ({"kind": "linear"}, get_linear_schedule_with_warmup),
+        ({"kind": "cosine"}, get_cosine_schedule_with_warmup),
+        (
+            {"kind": "cosine", "min_lr_fraction": 0.1},
+            lambda o, w, n: get_cosine_with_min_lr_schedule_with_warmup(o, w, n, min_lr_rate=0.1),
+        ),
+        ({"kind": "warmup-stable-decay", "decay_steps": 1}, lambda o, w, n: get_wsd_schedule(o, w, 1, n)),
+        (
+            {"kind": "warmup-stable-decay", "min_lr_fraction": 0.2},
+            lambda o, w, n: get_wsd_schedule(o, w, {8: 1, 40: 4, 101: 10}[n], n, min_lr_ratio=0.2),
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_every_step_has_the_learning_rate_of_the_librarys_scheduler(schedule, make, warmup_steps, n_steps):
+    assert ours(n_steps, warmup_steps=warmup_steps, **schedule) == stepped(lambda o: make(o, warmup_steps, n_steps), n_steps)
+
+
+@given(
+    st.sampled_from(["constant", "linear", "cosine", "warmup-stable-decay"]),
+    st.integers(2, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n // 2))),
+    st.randoms(use_true_random=False),
+)
+def test_a_learning_rate_is_a_function_of_the_step_alone(kind, sizes, random):
+    n_steps, warmup_steps = sizes
+    settings = OptimizerSettings(lr=LR, schedule=ScheduleSettings(kind, warmup_steps))
+    of, again = learning_rates(settings, n_steps), learning_rates(settings, n_steps)
+    in_order = [of(step) for step in range(n_steps)]
+    steps = list(range(n_steps))
+    random.shuffle(steps)
+    assert [again(step) for step in steps] == [in_order[step] for step in steps]
+    assert all(0 <= lr <= LR for lr in in_order)
+    assert in_order[warmup_steps] == LR
+    assert in_order[:warmup_steps] == sorted(in_order[:warmup_steps])
+    assert in_order[warmup_steps:] == sorted(in_order[warmup_steps:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "schedule", "words"),
+    [
+        (10, {"warmup_steps": 10}, ("warm-up takes 10 steps", "the run has 10", "--warmup-steps")),
+        (10, {"kind": "warmup-stable-decay", "warmup_steps": 5, "decay_steps": 6}, ("decay 6", "the run has 10")),
+        (10, {"kind": "cosine", "decay_steps": 2}, ("decay_steps", "the schedule is cosine")),
+        (10, {"kind": "linear", "min_lr_fraction": 0.1}, ("min_lr_fraction", "the schedule is linear")),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_refused_in_one_line(n_steps, schedule, words):
+    with pytest.raises(RunConfigError) as refused:
+        ours(n_steps, **schedule)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_parts_of_names_keep_parameters_from_decay_and_nothing_else_changes():
+    settings = AdamW(lr=1e-3, weight_decay=0.1, no_decay=("embed_tokens", "mlp.gate"))
+    weights = {
+        "model.embed_tokens.weight": 0.0,
+        "model.layers.0.mlp.gate.weight": 0.0,
+        "model.layers.0.mlp.up_proj.weight": 0.1,
+        "model.layers.0.self_attn.q_proj.weight": 0.1,
+    }
+    found = {name: settings.of(name, (4, 4)) for name in weights}
+    assert {name: of.weight_decay for name, of in found.items()} == weights
+    assert all(of.lr == 1e-3 for of in found.values())
+    assert settings.of("model.layers.0.self_attn.q_proj.bias", (4,)).weight_decay == 0.0

@@ -1,0 +1,98 @@
+"""Do shipped profiles hold what the rows of the fit give, and nothing that rows of the test say otherwise?"""
+
+import json
+import math
+import re
+from itertools import product
+
+import pytest
+
+from benchmarks.op_fit import attention, collectives, digest_of, eager_rates, memory_rates, norms, products, rows_to_fit
+from benchmarks.op_profiles import FOLDER, profiles
+from benchmarks.published.ops import validate_ops
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from tests.tour import ROOT
+
+CHANCE = 0.01  # that spreads as they should be would hold so few of the rows
+COVERED = 0.8
+
+
+def test_no_law_is_fitted_to_a_row_of_the_test_or_to_one_that_is_not_trusted():
+    assert len(rows_to_fit()) > 900
+    assert {row.share for row in rows_to_fit()} == {"fit"}
+    assert all(row.trust < 3 for row in rows_to_fit())
+
+
+def test_every_number_that_names_rows_names_rows_of_the_fit():
+    """Each such source has a mark of the very rows; the marks of all groups of today are there to be found."""
+    groups = [rows for found in (*products().values(), *collectives_found()) for rows in found.rows.values()]
+    for kernel, way in product(("flash", "cudnn", "fa3", "aiter"), ("forward", "backward")):
+        groups += [rows for found in attention(kernel, way).values() for rows in found.rows.values()]
+    groups += [
+        rows
+        for kernel in ("torch-fused", "torch-compile")
+        for way in ("forward", "backward")
+        for rows in norms(kernel, way).rows.values()
+    ]
+    groups += [rows for of in (eager_rates(), memory_rates()) for _, rows in of.values()]
+    known = {digest_of(rows) for rows in groups}
+    named = {
+        (name, mark)
+        for name in shipped_profiles()
+        for source in read_profile(name).sources.values()
+        for mark in re.findall(r"rows ([0-9a-f]{12})", source.detail)
+    }
+    assert len(named) > 50
+    assert {(name, mark) for name, mark in named if mark not in known} == set()
+
+
+def collectives_found():
+    return [found for of in collectives().values() for found in of.values()]
+
+
+def test_no_spread_is_tighter_than_the_rows_of_the_test_show():
+    """By machine, kind and kernel, where there are shapes enough: rows of one shape are wrong together, so shapes are counted."""
+    groups = {}
+    for op in validate_ops(str(ROOT / "benchmarks" / "published_ops.csv")).ops:
+        if op.row.share == "test" and op.row.trust < 3 and op.covered is not None:
+            of = groups.setdefault((op.row.machine, op.row.kind, op.row.kernel), {})
+            of.setdefault(op.row.shape_class, []).append(op.covered)
+    held = {key: [sum(covered) >= len(covered) / 2 for covered in of.values()] for key, of in groups.items()}
+    assert len(held) > 60
+    tight = {key: (sum(of), len(of)) for key, of in held.items() if chance_of(sum(of), len(of)) < CHANCE}
+    assert tight == {}
+    every = [shape for of in held.values() for shape in of]
+    assert chance_of(sum(every), len(every)) > CHANCE
+
+
+def chance_of(n_held, n):
+    """That no more than so many of n are held, if each is with the probability that spreads promise."""
+    return sum(math.comb(n, i) * COVERED**i * (1 - COVERED) ** (n - i) for i in range(n_held + 1))
+
+
+def test_the_chance_of_holding_few_is_that_of_a_coin():
+    assert chance_of(5, 5) == pytest.approx(1)
+    assert chance_of(0, 3) == pytest.approx(0.2**3)
+
+
+@pytest.mark.soak
+def test_what_is_shipped_is_what_the_rows_of_the_fit_give_today():
+    """All laws fitted again; what runs say instead is for the run ledger's page to hold."""
+    for machine, fields in profiles():
+        shipped = json.loads((FOLDER / f"{machine}.json").read_text())
+        for part in ("device", "peers"):
+            assert_close(Profile.from_json(fields).to_json().get(part), shipped.get(part), f"{machine}.{part}")
+
+
+def assert_close(found, shipped, place):
+    if isinstance(shipped, dict) and str(shipped.get("source")).startswith("fitted_"):
+        return
+    if isinstance(shipped, dict):
+        assert isinstance(found, dict), place
+        assert set(found) == set(shipped), place
+        for key in shipped:
+            assert_close(found[key], shipped[key], f"{place}.{key}")
+    elif isinstance(shipped, float) and isinstance(found, float):
+        assert found == pytest.approx(shipped, rel=0.03), place
+    else:
+        assert found == shipped or isinstance(shipped, list), place
