@@ -1,1 +1,1 @@
-"""What can this machine do?"""
+"""Hardware profiles: their schema, and the shipped ones."""

@@ -1,4 +1,4 @@
-"""What can a user ask for?
+"""The functions and the command that users call.
 
     import penstock
 

@@ -1,1 +1,1 @@
-"""Which plan should we run?"""
+"""The planner: from a model and a hardware profile to a plan with a certificate. Never imports torch."""

@@ -1,1 +1,1 @@
-"""How is a plan carried out?"""
+"""The plan language, and the streaming engine that performs a plan."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from .soak import DRAWN, long_lane, share
+from .soak import long_lane, share
 
 # Shared machines are slow at times, which proves nothing; and a build must not depend on which examples were drawn.
 settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
@@ -19,18 +19,17 @@ settings.load_profile("house")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-COLLECTED = pytest.StashKey[dict[str, Any]]()  # the parameters of all cases, by name, whichever lane is asked for
+LANES = pytest.StashKey[dict[pytest.Item, bool]]()  # of every item collected, whether the fast lane leaves it out
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The lanes are lists, so that they can be read."""
-    names = {item: item.nodeid.rpartition("/")[2] for item in items}
-    config.stash[COLLECTED] = {name: getattr(getattr(item, "callspec", None), "params", {}) for item, name in names.items()}
-    long = long_lane(config.stash[COLLECTED])
-    for item, name in names.items():
-        if name in long:
+    """Mark the long lane's cases, and draw fewer examples in the fast one."""
+    left = long_lane(items)
+    config.stash[LANES] = {item: item in left for item in items}
+    for item in items:
+        if item in left:
             item.add_marker(pytest.mark.soak)
-        elif name.partition("[")[0] in DRAWN:
+        elif item.get_closest_marker("drawn"):
             if config.option.markexpr == "not soak":
                 draw_a_share(item)
             else:

@@ -202,7 +202,8 @@ def _wrong_line(error: Exception) -> str | None:
 def _place(error: BaseException) -> str:
     """The last line of ours that an exception came through, and where it began: the same for the same fault."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if any(f"{os.sep}{room}{os.sep}" in f.filename for room in ("planner", "runtime", "hwprofiles", "penstock"))]
+    rooms = ("planner", "runtime", "hwprofiles", "penstock")
+    ours = [f for f in frames if any(f"{os.sep}{room}{os.sep}" in f.filename for room in rooms)]
     ours = [f for f in ours if Path(f.filename).is_relative_to(ROOT)]
     near = f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} {ours[-1].name}" if ours else "nowhere of ours"
     last = f" < {Path(frames[-1].filename).name}:{frames[-1].name}" if frames and (not ours or frames[-1] is not ours[-1]) else ""

@@ -1,6 +1,6 @@
-"""Which question does each file of the house answer?
+"""The page docs/tour.md: one line for each folder, in the words of its package.
 
-`python -m tests.tour` writes the answer to docs/tour.md; a test holds the page against the files.
+`python -m tests.tour` writes it; a test holds it against the folders.
 """
 
 import ast
@@ -10,30 +10,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tour.md"
 ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
-# In the order of reading: first what a plan is, then who makes it and who performs it, what both rest on, and the shell last.
+# In the order of reading: what a plan is, who makes it, who performs it, what both rest on, and the shell.
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
-    *(
-        "planner/show",
-        "planner",
-        "runtime",
-        "runtime/compute",
-        "runtime/layers",
-        "runtime/host",
-        "runtime/machines",
-    ),
-    *("penstock/data/files", "penstock/data", "penstock/training", "penstock/checkpoint", "hwprofiles", "hwprofiles/probe"),
-    *("penstock", "penstock/cli", "penstock/cli/data", "penstock/cli/model", "penstock/cli/which"),
-    *("demo", "tests", "tests/planner", "tests/runtime", "tests/hwprofiles", "tests/penstock", "tests/penstock/data"),
-    *("tests/penstock/checkpoint", "tests/penstock/training", "tests/published", "tests/house"),
+    *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
+    *("runtime/host", "penstock", "penstock/data/files", "penstock/data", "penstock/training", "penstock/checkpoint"),
+    *("penstock/cli", "penstock/cli/data", "penstock/cli/model", "penstock/cli/which"),
 )
-_ROOM_QUESTIONS = {"tests": "What do we promise?", "demo": "What does it look like?"}  # folders that are no package
-_FIRST_READING = ("runtime/plan/plan.py", "planner/predict/simulate.py", "runtime/executor.py")
+_HEAD = """# A tour
+
+```
+config.json ──┐                         ┌── simulate ──► predicted timeline ──┐
+              ├──► search ──► plan ─────┤                                     ├── the same type: compare
+profile.json ─┘      ▲          └ check └── execute  ──► measured timeline  ──┘
+                     └ bounds
+```
+
+Read first: [the ops](../runtime/plan/ops.py), [the compiler](../planner/lower/passes.py) that makes them, their two interpreters,
+[the simulator](../planner/predict/simulate.py) and [the executor](../runtime/executor.py); then their tests. Then folder by folder:
+"""
 
 
 @cache
-def question(path: Path) -> str:
-    """The first line of a file's docstring; empty where there is none."""
+def first_line(path: Path) -> str:
+    """Of a file's docstring; empty where there is none."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0]
 
@@ -44,25 +44,9 @@ def sources() -> list[Path]:
 
 
 def tour() -> str:
-    """The page: every room with its question in the order of reading, every file with its own."""
-    first = ", ".join(_link(name) for name in _FIRST_READING)
-    lines = [
-        "# A tour of the house",
-        "",
-        "Every file answers one question and asks it first. This page is made of those questions by `make tour`.",
-        "",
-        f"First reading: the [README](../README.md), then {first}, then their tests.",
-    ]
-    for room in READING:
-        package = ROOT / room / "__init__.py"
-        files = [path for path in sources() if path.parent == ROOT / room and path != package]
-        lines += ["", f"## {room}: {question(package) if package.exists() else _ROOM_QUESTIONS[room]}", ""]
-        lines += [f"- {_link(path.relative_to(ROOT).as_posix())} {question(path)}" for path in files]
-    return "\n".join(lines) + "\n"
-
-
-def _link(name: str) -> str:
-    return f"[{name}](../{name})"
+    """The page."""
+    lines = [f"- [{room}](../{room}) {first_line(ROOT / room / '__init__.py')}" for room in READING]
+    return f"{_HEAD}\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

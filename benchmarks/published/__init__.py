@@ -1,1 +1,1 @@
-"""How right were the predictions?"""
+"""Other systems as published, and the ledgers of predicted and measured runs and ops."""

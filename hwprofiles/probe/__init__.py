@@ -1,1 +1,1 @@
-"""How is a machine measured?"""
+"""The probe: micro-benchmarks that measure a machine."""

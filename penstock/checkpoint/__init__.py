@@ -1,1 +1,1 @@
-"""How is the state saved, and found again?"""
+"""Checkpoints in Hugging Face form: atomic, written in the background, resumed to the bit."""

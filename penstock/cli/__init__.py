@@ -1,1 +1,1 @@
-"""How is it asked for on the command line?"""
+"""The command line."""

@@ -1,1 +1,1 @@
-"""Where do batches come from?"""
+"""Training data: formats, chat templates, tokenisation, packing, order."""

@@ -1,1 +1,1 @@
-"""What happens between steps?"""
+"""The training loop: sessions, evaluation, generation, logs, ranks that follow."""

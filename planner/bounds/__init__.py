@@ -1,1 +1,1 @@
-"""How fast could a step be at best?"""
+"""Lower bounds on the time of a step."""

@@ -1,1 +1,1 @@
-"""Is a plan right, and what is claimed of it true?"""
+"""The verifier: races, deadlocks, memory and claims of a plan, sharing no code with the compiler."""

@@ -1,1 +1,1 @@
-"""Which ops does a policy mean?"""
+"""The compiler: from a policy to ops, slots and waits."""

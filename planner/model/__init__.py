@@ -1,1 +1,1 @@
-"""What is a model, in bytes and FLOP?"""
+"""A model as data: bytes, FLOP and saved activations of each block, from config.json."""

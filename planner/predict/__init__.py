@@ -1,1 +1,1 @@
-"""How long does a plan take, and how much memory?"""
+"""Costs, the discrete-event simulator, memory, and intervals."""

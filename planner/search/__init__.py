@@ -1,1 +1,1 @@
-"""Which policy is best?"""
+"""Branch and bound over policies, with an integer program as relaxation."""

@@ -1,1 +1,1 @@
-"""How is a plan, or a run, told?"""
+"""Reports in text and HTML, and comparisons of machines and models."""

@@ -1,1 +1,1 @@
-"""What does a block compute?"""
+"""Forward, loss and backward of one block, from weights that are views of a slot."""

@@ -1,1 +1,1 @@
-"""Where does the state live, and what changes it?"""
+"""Host memory and the optimizer that works on it: arenas, AdamW, the global norm."""

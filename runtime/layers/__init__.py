@@ -1,1 +1,1 @@
-"""What does a layer consist of, where are its tensors, and what of it is kept?"""
+"""What happens inside a layer: kernels, adapters, packed weights, recompute, tiles, packed documents."""

@@ -1,1 +1,1 @@
-"""What performs an op?"""
+"""Machines that perform ops: CPU, CUDA streams, emulation, and the collectives of several ranks."""

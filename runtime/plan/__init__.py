@@ -1,4 +1,4 @@
-"""What is a plan, and what is it about?"""
+"""The plan language: ops, policy and semantics, arenas, and the memory they ask for."""
 
 from .ops import CONTRACT, LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, Repeat, Slot, Wait
 from .plan import Plan, PlanFile

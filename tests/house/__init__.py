@@ -1,1 +1,1 @@
-"""Are the rules of the house kept, and its pages true?"""
+"""Tests of the rules of the house, and of its pages."""

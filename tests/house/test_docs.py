@@ -82,6 +82,7 @@ def what_readers_have(folder: Path) -> None:
     shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
 
 
+@pytest.mark.soak_cases("change-the-planner.md", "fine-tune-32b.md", "which-machine.md")
 @pytest.mark.parametrize(
     ("page", "part"),
     [*(pytest.param(page, slice(None), id=page) for page in PAGES), pytest.param(PAGES[2], slice(3, 6), id="by hand")],

@@ -37,6 +37,7 @@ def called(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.soak
 def test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_tried_again(tmp_path):
     results = tmp_path / "results"
     done = called(tmp_path, "--fail", "host")
@@ -129,6 +130,7 @@ exec(STAGES_OF_CODE, _names)
 harness_of: Callable[[Path, dict[str, str]], tuple[Harness, list[Stage]]] = _names["harness_of"]
 
 
+@pytest.mark.soak
 def test_a_stage_over_its_limit_is_killed_with_all_that_it_started_and_the_next_still_runs(tmp_path):
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); note('slow', 'child', pid=p.pid); time.sleep(60)"
     harness, stages = harness_of(tmp_path, {"slow": child, "next": "note('next', 'measured', x=1)"})
@@ -291,6 +293,7 @@ def test_another_system_is_given_the_micro_batch_that_suits_it(tmp_path):
     assert (8, 8) in sizes
 
 
+@pytest.mark.soak
 def test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_said(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
     kept = import_module("benchmarks.gpu.smoke")._trained

@@ -98,6 +98,7 @@ def numbers(tmp_path):
     return of
 
 
+@pytest.mark.soak
 def test_training_that_is_killed_three_times_goes_on_to_the_same_bits(tmp_path):
     """Real processes, as in the benchmark of a hundred."""
     command, plans = prepared(tmp_path, 6, POLICIES[1:3])
@@ -123,6 +124,7 @@ def test_every_kill_is_counted_and_what_an_honest_run_leaves_is_the_same(numbers
     assert len(perform(trial, 13, seed=0, n_jobs=1)) > len(stories)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("sin", "words"),
     [
@@ -162,6 +164,7 @@ DOCTORED = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("what", DOCTORED)
 def test_whatever_differs_from_the_undisturbed_run_is_seen(numbers, what):
     trial = numbers("honest")

@@ -1,1 +1,1 @@
-"""Is a machine measured as it is?"""
+"""Tests of profiles and the probe."""

@@ -176,6 +176,7 @@ def test_progress_rises_to_one_and_names_what_is_measured(thorough: tuple[object
     assert any("attention over 32768 tokens" in what for what, _ in steps)
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_the_device_or_takes_too_long_is_left_out() -> None:
     small = probed_of(Truth(total_bytes=3 * GiB, flop_per_s={"bf16": 60e12, "fp32": 1e12}), effort=THOROUGH_GPU)
     shapes = {(p.m, p.k, p.n) for p in small.device.matmul["bf16"]}
@@ -235,6 +236,7 @@ TWO_NODES = (tuple(range(8)), tuple(range(8, 16)))
 GEN4 = {"pinned": {"h2d": 26e9, "d2h": 26.5e9}, "pageable": {"h2d": 20e9, "d2h": 20e9}, "duplex_bytes_per_s": 45e9}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("changes", "name", "said"),
     [
@@ -263,6 +265,7 @@ def test_a_cliff_is_named_in_the_summary_and_told_in_a_line_and_no_other_is(chan
     assert "\n" not in line
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,1 +1,1 @@
-"""Does a user get what was asked for, or one line that says why not?"""
+"""Tests of commands, runs and the Python face."""

@@ -219,6 +219,7 @@ def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
         train_new(found, Known("b"), out=home / "out", steps=3, resume=True)
 
 
+@pytest.mark.soak
 def test_an_emulated_run_tells_the_time_of_the_machine_that_it_emulates(home: Path) -> None:
     found = planned(home)
     trained = penstock.train(found, home / "data", out=home / "out", steps=1, device="emulated")
@@ -234,6 +235,7 @@ def test_an_emulated_run_takes_no_batches(home: Path) -> None:
     assert not (home / "out").exists()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("batches", "said"),
     [

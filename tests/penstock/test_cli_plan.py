@@ -110,6 +110,7 @@ def test_a_name_of_the_hub_is_answered_with_how_to_get_it():
     assert "the shipped qwen3-8b, which has no weights" in words
 
 
+@pytest.mark.soak
 def test_a_schedule_that_was_asked_for_and_is_slower_than_another_says_so():
     words = invoke("plan", "qwen2.5-7b", "--machine", "gh200", "--policy", "megatrain").stdout
     said = json.loads(invoke("plan", "qwen2.5-7b", "--machine", "gh200", "--policy", "megatrain", "--json").stdout)
@@ -146,6 +147,7 @@ def test_words_name_what_a_reader_needs():
     assert "\x1b" not in result.stdout
 
 
+@pytest.mark.soak
 def test_a_120_billion_parameter_model_fits_with_a_bf16_master_or_more_memory(tmp_path):
     path = tmp_path / "p.json"
     fits = invoke(*GPT_OSS, "--host-memory", "1.5TB", "--master", "bf16", "-o", path)
@@ -221,6 +223,7 @@ def test_a_plan_that_is_wrong_is_exit_code_1_for_check(tmp_path, answered):
     refused(invoke("check", path), code=1)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("name", BASELINES)
 def test_the_schedule_of_another_system_can_be_asked_for(tmp_path, name):
     path = tmp_path / "p.json"
@@ -237,6 +240,7 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
     assert json.loads(invoke(*SMALL, "--policy", plan, "--json").stdout) == first
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     "text",
     [
@@ -343,6 +347,7 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     assert not {"torch", "transformers", "scipy", "networkx", "pydantic", "rich"} & set(modules)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("args", [SMALL, [*SMALL, "--json"]])
 def test_planning_wakes_no_torch(args):
     assert not {"torch", "transformers"} & set(woken_by(args)[1])

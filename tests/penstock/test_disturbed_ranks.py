@@ -53,6 +53,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.soak
 def test_where_the_disk_is_full_all_ranks_wait_and_end_when_told_and_what_was_saved_stands(tmp_path):
     home = make_home(tmp_path)
     plan = planned(home, 2)
@@ -120,6 +121,7 @@ def test_ranks_that_are_told_to_end_leave_a_long_evaluation(tmp_path):
     assert "evaluation after" not in said, "not to its end"
 
 
+@pytest.mark.soak
 def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
     """Each in turn, at any moment: the others wait for it."""
     home, rng, n_stops = make_home(tmp_path), random.Random(3), 0
@@ -143,6 +145,7 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
         assert contents(home / "out" / f"checkpoint-{step}") == contents(home / "alone" / f"checkpoint-{step}")
 
 
+@pytest.mark.soak
 def test_half_a_checkpoint_of_two_ranks_is_passed_over_by_one_for_the_last_whole(tmp_path):
     """Killed while it was written."""
     home = make_home(tmp_path)

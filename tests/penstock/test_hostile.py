@@ -137,6 +137,7 @@ def test_a_circle_of_links_among_the_data_is_left_out(house, tmp_path):
 # -- full, closed and odd outputs ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("command", ["plan", "report"])
 def test_a_disk_that_is_full_leaves_nothing_half_written(house, tmp_path, command):
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
@@ -148,6 +149,7 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(house, tmp_path, comman
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.fast("some")
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
 @pytest.mark.parametrize("json_too", [[], ["--json"]])
 def test_standard_output_that_is_full_is_one_line(house, json_too):
@@ -203,6 +205,7 @@ def test_a_plan_without_any_one_of_its_keys_is_refused(house, tmp_path):
         assert key in refused(penstock("check", tmp_path / "p.json"))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("size", [["--micro-batch", "1000000000"], []])
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "gpt-oss-120b"])
 def test_a_batch_beyond_all_measure_is_answered(model, size):
@@ -234,6 +237,7 @@ def test_weights_that_are_garbage_leave_no_folder(house, tmp_path, file):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.soak
 def test_a_tokenizer_on_which_its_library_panics_is_one_line(house, tmp_path):
     fields = {"version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "added_tokens": []}
     fields |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}}
@@ -247,6 +251,7 @@ def test_a_tokenizer_on_which_its_library_panics_is_one_line(house, tmp_path):
 # -- signals ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("number", "said", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 0)])
 def test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints(house, tmp_path, number, said, code):
     args = [*run_args(house, tmp_path, "--save-every", 1), "--steps", 10_000]
@@ -298,6 +303,7 @@ def test_what_binds_is_what_the_step_is_full_of(house):
     assert re.search("^binding +device compute$", penstock(*args).stdout, re.M)
 
 
+@pytest.mark.soak
 def test_what_binds_a_step_that_is_full_of_nothing_is_what_waits():
     large = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", 64, "--seq-len", 1024, "--master", "bf16", "--json"]
     said = json.loads(penstock(*large).stdout)

@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_takes_a_changed_file_or_refuses_it_in_one_line(house, tmp_path, monkeypatch, command):
     file, name, words = COMMANDS[command]

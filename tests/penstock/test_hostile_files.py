@@ -49,12 +49,14 @@ def world_of(tmp_path_factory) -> Callable[[str], World]:
     return world
 
 
+@pytest.mark.fast("some")
 @NAMES
 def test_a_good_file_is_taken(world_of, name):
     for seed in FORMATS[name].seeds():
         assert FORMATS[name].judge(world_of(name), seed)
 
 
+@pytest.mark.fast("some")
 @NAMES
 def test_a_changed_file_is_taken_or_refused_in_one_line(world_of, name):
     world, of = world_of(name), FORMATS[name]
@@ -121,6 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_reader_that_fails_is_found_out(tmp_path, fault):
     read, said = FAULTS[fault]
@@ -145,12 +148,14 @@ def test_a_reader_that_takes_or_refuses_is_not_blamed(tmp_path):
         judged(world, lambda: refuse(KeyboardInterrupt()))  # type: ignore[arg-type]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_in_our_own_readers_is_found(world_of, fault):
     planted = PLANTED[fault]
     assert inputs_until_found(planted, FORMATS[planted.format], world_of(planted.format), most=600)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("name", sorted({planted.format for planted in PLANTED.values()}))
 def test_without_the_fault_the_same_files_show_nothing(world_of, name):
     """The readers are put back as they were, and the files that showed a fault do not show another one."""
@@ -207,6 +212,7 @@ for at in range(len(good) - 8 - footer, len(good)):
 """
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("number", [0, 2])
 def test_no_bit_of_a_tables_footer_ends_the_process(tmp_path, number):
     """Native code that throws where nobody catches ends the process, without a word of Python's."""
@@ -277,6 +283,7 @@ def test_an_object_of_many_keys_one_of_them_twice_is_refused_at_once(world_of):
 PARTS = {"blocks": "more than", "parameters": "weights in one of them", "dimensions": "dimensions"}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("part", PARTS)
 def test_a_plan_of_more_parts_than_any_model_is_refused(world_of, part):
     fields = json.loads(plan_files()[0])
@@ -293,6 +300,7 @@ def test_a_plan_of_more_parts_than_any_model_is_refused(world_of, part):
         of.read(world.inside)
 
 
+@pytest.mark.soak
 def test_a_plan_of_very_many_ops_is_answered(tmp_path):
     fields = json.loads(plan_files()[0])
     fields["ops"] = [fields["ops"][0].partition(" ^")[0]] * 100_000
@@ -304,6 +312,7 @@ def test_a_plan_of_very_many_ops_is_answered(tmp_path):
         PlanFile.read(tmp_path / "plan.json")
 
 
+@pytest.mark.soak
 def test_many_published_runs_are_told_apart_in_no_time(world_of):
     run = json.loads(FORMATS["published runs"].seeds()[0])["runs"][0]
     runs = [run | {"id": f"r{i}", "machine": "none"} for i in range(60_000)]

@@ -45,6 +45,7 @@ def test_a_run_learns_logs_and_leaves_a_checkpoint_that_transformers_loads(home)
     assert names == {"predicted", "measured"}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_policy_leaves_the_same_bytes(home, model_type):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))

@@ -95,6 +95,7 @@ def test_no_profile_is_written_over_the_plan(home):
     assert plan.read_bytes() == content
 
 
+@pytest.mark.soak
 def test_a_checkpoint_is_a_model_to_begin_from_as_the_refusal_of_another_schedule_says(home):
     plan = plan_in(home)
     assert train(home, plan).exit_code == 0

@@ -108,6 +108,7 @@ def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
     assert len(lines_of(home, "out", "samples.jsonl")) == 1
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("row", "heard"), [({"text": "a"}, "Why?"), ({"instruction": "a", "output": "b"}, "<|user|>\nWhy?<|assistant|>\n")], ids=str
 )
@@ -138,6 +139,7 @@ def test_the_settings_beside_a_run_make_the_same_run_again(home):
     ]
 
 
+@pytest.mark.soak
 def test_what_is_looked_at_changes_no_bit_of_training(home):
     file = write_file(home)
     for out, more in {"looked": [], "not": ["--eval-every", 100]}.items():
@@ -152,6 +154,7 @@ def test_what_is_looked_at_changes_no_bit_of_training(home):
     assert shas[0] == shas[1] == shas[2] != {}
 
 
+@pytest.mark.soak
 def test_a_schedule_goes_on_where_a_resumed_run_left_it(home):
     plan, of = plan_in(home), ("--schedule", "linear", "--warmup-steps", 2, "--save-every", 3)
     assert train(home, plan, *of, out="whole", steps=6).exit_code == 0
@@ -174,6 +177,7 @@ def test_decay_groups_are_those_that_were_named_and_a_name_of_nothing_is_refused
     one_line(train(home, plan, "--config", home / "b.yaml", out="o"), 2, "no_such_weight", "optimizer.no_decay")
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -257,6 +261,7 @@ def test_a_plain_line_begins_as_it_always_did_and_goes_on_with_what_was_added(ho
     )
 
 
+@pytest.mark.soak
 def test_the_profile_that_a_run_shows_is_one_that_plans_are_made_with(home):
     plan = plan_in(home)
     done = train(home, plan, "--recalibrate", home / "here.json", steps=8)

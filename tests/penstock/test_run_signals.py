@@ -36,6 +36,7 @@ def signalled_after(monkeypatch, step, *numbers):
     monkeypatch.setattr(Progress, "step", show)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGTERM, 0, "terminated"), (signal.SIGINT, 130, "interrupted")])
 def test_a_signal_finishes_the_step_saves_and_says_so_and_the_rest_is_as_if_there_had_been_none(
     home, monkeypatch, number, code, word
@@ -59,6 +60,7 @@ def test_a_signal_finishes_the_step_saves_and_says_so_and_the_rest_is_as_if_ther
     assert weights_sha(home / "whole" / "checkpoint-9") == weights_sha(home / "broken" / "checkpoint-9") != {}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(home, monkeypatch, number, code):
     plan = plan_in(home)
@@ -93,6 +95,7 @@ def test_an_emulated_run_ends_after_the_step_too_and_saves_nothing(home, monkeyp
     assert not list((home / "emulated").glob("checkpoint-*"))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("module", [evaluation, generation])
 def test_a_signal_while_the_end_is_looked_at_is_heeded_and_that_look_and_what_follows_are_missing(home, monkeypatch, module):
     """All that was trained is saved by then; no more than the pass in progress is waited for."""
@@ -155,6 +158,7 @@ def flip_a_byte(path):
     path.write_bytes(bytes(content))
 
 
+@pytest.mark.soak
 def test_a_damaged_checkpoint_is_refused_by_file_and_the_one_before_it_is_offered_and_works(home):
     plan = plan_in(home)
     assert train(home, plan, "--save-every", 1, out="whole", steps=5).exit_code == 0

@@ -35,6 +35,7 @@ def test_ranks_that_are_not_alike_are_refused_in_a_line_of_the_first(what, tmp_p
     assert not (home / "out").exists()
 
 
+@pytest.mark.soak_cases("1")
 @pytest.mark.parametrize("of", [4, 1])
 def test_ranks_with_plans_of_another_number_meet_and_say_so(of, tmp_path):
     """Rather than that one of them ends, and the others wait for it."""
@@ -105,6 +106,7 @@ def in_folders(home):
     return by_hand([run, run], [home / "0", home / "1"])
 
 
+@pytest.mark.soak_cases("model", "no data", "no weights")
 @pytest.mark.parametrize("what", UNLIKE)
 def test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left(what, alike, tmp_path):
     home = tmp_path / "home"
@@ -115,6 +117,7 @@ def test_a_rank_that_reads_something_else_is_refused_by_name_and_nothing_is_left
     assert not (home / "out").exists()
 
 
+@pytest.mark.soak
 def test_where_the_first_lacks_something_the_others_end_with_it(alike, tmp_path):
     home = tmp_path / "home"
     shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
@@ -158,6 +161,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
     assert not (home / "out").exists()
 
 
+@pytest.mark.soak_cases("0")
 @pytest.mark.parametrize("missing_bytes", [1, 0])
 def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(missing_bytes, tmp_path):
     home = make_home(tmp_path)

@@ -60,6 +60,7 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
     assert all(set(title.split()) <= set(head.split()) for title in set(titles) - out)
 
 
+@pytest.mark.soak
 def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
     """And what was given on the command line stays with the plan."""
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"

@@ -1,1 +1,1 @@
-"""Is the plan that we make the right one, and what is said of it true?"""
+"""Tests of the planner."""

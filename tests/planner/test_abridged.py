@@ -85,6 +85,7 @@ PLANS = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_waterfall_sensitivities_and_an_interval_are_those_of_the_step_written_out(plan: Plan) -> None:
     written = unrolled(plan)

@@ -27,6 +27,7 @@ law = settings(deadline=None)  # a busy machine is no failure
 # --- right plans pass -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @law
 @given(plans())
 def test_every_plan_of_the_planner_passes(plan: Plan) -> None:
@@ -34,6 +35,7 @@ def test_every_plan_of_the_planner_passes(plan: Plan) -> None:
     assert "\n" not in summary(plan)
 
 
+@pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=3))
 def test_the_oracle_agrees_that_they_are_free_of_races(plan: Plan) -> None:
@@ -43,6 +45,7 @@ def test_the_oracle_agrees_that_they_are_free_of_races(plan: Plan) -> None:
 # --- wrong plans do not -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @settings(deadline=None, max_examples=200)
 @given(plans(max_layers=3, max_micro_batches=3), st.sampled_from(sorted(MUTATIONS)), st.randoms(use_true_random=False))
 def test_a_mutant_that_passes_trains_exactly_as_the_original(plan: Plan, kind: str, rng: Any) -> None:
@@ -60,6 +63,7 @@ def counted() -> tuple[dict[str, Count], set[str], list[str]]:
     return counts, set(survivors), condemned
 
 
+@pytest.mark.soak
 def test_no_wrong_mutant_of_the_samples_survives(counted: tuple[dict[str, Count], set[str], list[str]]) -> None:
     counts, _, condemned = counted
     assert condemned == []
@@ -69,6 +73,7 @@ def test_no_wrong_mutant_of_the_samples_survives(counted: tuple[dict[str, Count]
 MAY_BE_HARMLESS = {"lane", "shrink", "stay", "ops"}  # words of kinds: other orders, sizes rounded up, a slot that is free as well
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", sorted(k for k in MUTATIONS if not MAY_BE_HARMLESS & set(k.split())))
 def test_no_mutant_survives_of_kind(counted: tuple[dict[str, Count], set[str], list[str]], kind: str) -> None:
     """All but reorderings: whatever is dropped, weakened or pointed elsewhere was needed."""
@@ -145,6 +150,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.soak
 def test_every_survivor_is_of_a_family_that_is_explained(
     counted: tuple[dict[str, Count], set[str], list[str]],
 ) -> None:
@@ -154,6 +160,7 @@ def test_every_survivor_is_of_a_family_that_is_explained(
 # --- the fast against the obvious ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @law
 @given(plans(max_layers=3, max_micro_batches=2), st.data())
 def test_clocks_order_two_ops_exactly_when_a_path_leads_from_one_to_the_other(plan: Plan, data: st.DataObject) -> None:
@@ -449,6 +456,7 @@ def test_the_last_layer_and_the_head_do_not_spill_and_each_block_is_named_once(c
 # --- arenas and memory --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @law
 @given(plans(max_layers=3), st.data())
 def test_an_arena_missing_added_moved_or_of_another_length_is_refused(plan: Plan, data: st.DataObject) -> None:
@@ -498,6 +506,7 @@ def test_outputs_that_pass_through_the_ring_fit_in_each_of_its_slots_and_on_the_
             assert f"arena {arena.name}: slot {i} has {n_bytes - 1} bytes" in error_of(replace(plan, arenas=smaller))
 
 
+@pytest.mark.drawn
 @law
 @given(plans())
 def test_memory_is_enough_at_the_peak_and_too_little_one_byte_below(plan: Plan) -> None:
@@ -532,6 +541,7 @@ def claim_of(plan: Plan, step_s: float = 1.0, machine_bound_s: float = 0.5) -> d
     }
 
 
+@pytest.mark.drawn
 @law
 @given(plans())
 def test_an_honest_claim_passes(plan: Plan) -> None:
@@ -655,6 +665,7 @@ def test_a_weight_tied_to_nothing_of_its_shape_is_refused(tied_to: str) -> None:
     assert "tied" in error_of(replace(plan, workload=replace(plan.workload, blocks=(*plan.workload.blocks[:-1], odd))))
 
 
+@pytest.mark.drawn
 @law
 @given(
     plans(max_layers=2, max_micro_batches=2),

@@ -39,6 +39,7 @@ def speeds(comparison):
     return {c.machine: c.outcome.tokens_per_s for c in comparison.candidates if isinstance(c.outcome, Speed)}
 
 
+@pytest.mark.soak
 def test_a_machine_is_ranked_by_what_its_own_plan_says():
     names = NAMES[1:]
     found = compare(MODEL, [read_profile(name) for name in names], SEMANTICS)
@@ -55,6 +56,7 @@ def test_a_machine_is_ranked_by_what_its_own_plan_says():
     assert [c.machine for c in found.candidates] == sorted(names, key=lambda name: -speeds(found)[name])
 
 
+@pytest.mark.soak
 def test_the_order_in_which_machines_are_given_does_not_matter():
     small = H200.with_memory(None, 5 * 10**9)
     profiles = [H200, read_profile("gh200"), named(small, "small")]
@@ -66,6 +68,7 @@ def test_the_order_in_which_machines_are_given_does_not_matter():
 groups = st.sets(st.sampled_from(list(Group)), min_size=1)
 
 
+@pytest.mark.soak
 @given(groups, st.sampled_from([1.0, 1.25, 10.0]), st.sampled_from([Policy(), DEFERRED, Policy(prefetch_depth=3)]))
 @settings(deadline=None, max_examples=10)
 def test_a_faster_machine_is_never_ranked_below_a_slower_one(more, factor, policy):
@@ -76,6 +79,7 @@ def test_a_faster_machine_is_never_ranked_below_a_slower_one(more, factor, polic
     assert speeds(found)["better"] >= speeds(found)["plain"] * (1 - 1e-9)
 
 
+@pytest.mark.soak
 def test_a_machine_twice_as_fast_in_everything_does_twice_the_tokens():
     """Search, contention and all."""
     double = named(faster(H200, {group: 2.0 for group in Group if group is not Group.SUSTAINED}), "double")  # a share of a rate
@@ -84,6 +88,7 @@ def test_a_machine_twice_as_fast_in_everything_does_twice_the_tokens():
     assert speeds(found)["double"] == pytest.approx(2 * speeds(found)["h200-pcie5"], rel=5e-3)
 
 
+@pytest.mark.soak
 def test_machines_that_it_does_not_fit_come_last_with_the_reason_and_a_change_that_fits():
     near, far = (named(H200.with_memory(None, n * 10**9), name) for n, name in ((8, "near"), (7, "far")))
     slow = named(faster(H200, dict.fromkeys(Group, 1e-3)), "slow")
@@ -103,6 +108,7 @@ def test_machines_that_it_does_not_fit_come_last_with_the_reason_and_a_change_th
     assert isinstance(compare(MODEL, [enough], SEMANTICS).candidates[0].outcome, Speed)
 
 
+@pytest.mark.soak_cases("None-free0", "None-free1")
 @pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (None, frozenset()), (DEFERRED, SIZES)])
 def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     """With more than one micro-batch, policies differ in what they need of the host."""
@@ -124,6 +130,7 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     assert less.smallest_host_bytes == least
 
 
+@pytest.mark.soak
 def test_where_the_device_is_too_small_no_host_memory_helps():
     tiny = H200.with_memory(10**9, None)
     workload = build_workload(MODEL, SEMANTICS)
@@ -159,6 +166,7 @@ def test_prices_change_no_rank_and_the_cheapest_is_named():
     assert [c.machine for c in found.candidates] == ["fast", "h200-pcie5"]
 
 
+@pytest.mark.soak
 def test_what_has_no_price_says_so():
     nothing = {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None}
     unpriced, no_ram, no_rent = (
@@ -193,6 +201,7 @@ def test_a_given_micro_batch_is_kept_and_a_free_one_chosen():
     assert (kept.micro_batch, chosen.micro_batch) == (1, 2)
 
 
+@pytest.mark.soak
 def test_tiles_that_were_named_are_those_that_are_planned():
     named = replace(SEMANTICS, loss_tile_tokens=7, mlp_tile_tokens=16)
     tiles = {"loss_tile_tokens", "mlp_tile_tokens"}
@@ -220,6 +229,7 @@ def test_the_json_is_pure_and_the_rows_stand_under_their_titles():
     assert all(len(row) == len(TITLES) for row in found.rows())
 
 
+@pytest.mark.soak
 def test_a_plan_too_long_to_write_is_no_misfit_and_no_other_machine_suffers_from_it():
     """The small device computes a sequence at a time: too many micro-batches for any plan. The large one computes several."""
     semantics = replace(SEMANTICS, seq_len=4096, batch_size=2**21)
@@ -239,6 +249,7 @@ def test_a_plan_too_long_to_write_is_no_misfit_and_no_other_machine_suffers_from
     assert most_ops(workload, fewer, DEFERRED) <= MAX_PLAN_OPS
 
 
+@pytest.mark.soak
 def test_what_binds_a_machine_and_whose_tokens_cost_least_can_be_read():
     fast = named(faster(H200, dict.fromkeys(Group, 2.0)), "fast")
     found = compare(MODEL, [H200, fast], SEMANTICS, DEFERRED)

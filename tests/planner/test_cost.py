@@ -193,6 +193,7 @@ def test_one_model_of_cost_serves_many_workloads(profile):
         assert demand(cost, plan, Kind.LOAD, 1) == demand(CostModel(profile), plan, Kind.LOAD, 1)
 
 
+@pytest.mark.drawn
 @settings(deadline=None)
 @given(plans())
 def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:

@@ -55,6 +55,7 @@ def test_a_machine_that_is_no_faster_is_the_same():
     assert faster(faster(MADE_UP, {Group.DRAM: 2.0}), {Group.DRAM: 0.5}) == MADE_UP
 
 
+@pytest.mark.drawn
 @given(cases(), st.sampled_from([0.5, 2.0, 8.0]))
 @settings(deadline=None)
 def test_a_machine_so_many_times_as_fast_in_everything_takes_that_much_less(case, factor):

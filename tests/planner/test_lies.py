@@ -41,6 +41,7 @@ def home(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("what", LIES)
 def test_a_lie_is_noticed_unless_nobody_can_know(home, tmp_path, what):
     found = answer(home, tmp_path / "lying", LIES[what])
@@ -60,6 +61,7 @@ def test_an_honest_plan_is_believed(home, file):
         assert "claim recomputed" in done.stdout
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("asked", ASKS)
 def test_whatever_plan_is_asked_for_its_claim_holds(home, tmp_path, asked):
     path = tmp_path / "plan.json"

@@ -92,6 +92,7 @@ PASSES = [  # each with the ops that it adds, or moves, and the operands that it
 ]
 
 
+@pytest.mark.drawn
 @given(cases())
 @settings(deadline=None)
 def test_a_pass_adds_what_it_is_for_and_leaves_all_else_as_it_was(case):
@@ -111,6 +112,7 @@ def test_a_pass_adds_what_it_is_for_and_leaves_all_else_as_it_was(case):
     assert [draft.op() for draft in ops] == [replace(op, waits=()) for op in plan.ops]
 
 
+@pytest.mark.drawn
 @given(cases())
 @settings(deadline=None)
 def test_dtypes_decide_how_large_slots_are_and_never_which_ops_there_are(case):

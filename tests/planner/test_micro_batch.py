@@ -73,6 +73,7 @@ def searched_s(cell: int, micro_batch: int) -> float:
         return float("inf")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cell", range(len(CELLS)))
 def test_no_other_micro_batch_is_faster_by_more_than_half_a_percent(cell: int) -> None:
     """Each searched in full, those between the candidates too."""
@@ -83,6 +84,7 @@ def test_no_other_micro_batch_is_faster_by_more_than_half_a_percent(cell: int) -
     assert searched_s(cell, of.micro_batch) <= best_s * 1.005
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("cell", range(len(CELLS)))
 def test_of_the_candidates_the_one_whose_greedy_plan_is_simulated_fastest_is_chosen(cell: int) -> None:
     """Bounds are looked at first, and most candidates not at all: against looking at all of them closely."""
@@ -119,6 +121,7 @@ def test_a_step_is_cut_into_hundreds_of_parts_only_where_it_does_not_fit_otherwi
         assert sizes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sizes_gb", [(4, 24), (2, 3, 4, 6, 9, 14, 24)], ids=["two", "seven"])
 def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed(sizes_gb: tuple[int, ...]) -> None:
     model, seq_len, batch = SMALL, 2048, 24
@@ -131,6 +134,7 @@ def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed(sizes_g
         fastest_s = min(fastest_s, answer.step_s)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("divides", "does_not"), [(16, 17), (32, 37)])
 def test_a_batch_that_nothing_divides_loses_nothing(divides: int, does_not: int) -> None:
     model, profile = read_model("qwen2.5-0.5b"), on("rtx4090-desktop", 12 * GB)
@@ -156,6 +160,7 @@ def test_a_batch_without_end_is_looked_at_without_end_nowhere(micro_batch: int |
 # -- greedy plans ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("cell", range(len(CELLS)))
 def test_greedy_plans_are_right_and_as_long_as_is_said_of_them(cell: int) -> None:
     model, machine, device_bytes, seq_len, _ = CELLS[cell]
@@ -191,6 +196,7 @@ def test_upgrades_are_worth_less_and_less_and_none_is_left_that_would_be_worth_m
 # -- what was named, and tiles --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("seq_len", [2**17, 2**15, 4096])
 def test_proposing_twice_proposes_the_same_whatever_stood_there(seq_len: int) -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
@@ -201,6 +207,7 @@ def test_proposing_twice_proposes_the_same_whatever_stood_there(seq_len: int) ->
     assert workload == build_workload(model, semantics)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("field", sorted(SIZES))
 def test_a_size_that_was_named_stays(field: str) -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
@@ -272,6 +279,7 @@ def test_what_never_fits_is_proposed_as_it_needs_least() -> None:
             )
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("host_bytes", [6 * GB, 9 * GB, 10 * GB, 12 * GB, 16 * GB])
 def test_sizes_that_fit_fit_just_where_the_fastest_ones_do(host_bytes: int) -> None:
     """What a remedy asks of sizes takes no estimate."""

@@ -78,6 +78,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("machine", "factors"), WRONG, ids=lambda x: x if isinstance(x, str) else " ".join(x))
 def test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out(machine, factors):
     """Every wrong factor, no other one, and the time of a step. What ops cost each other is not taken for a slow machine."""
@@ -91,6 +92,7 @@ def test_a_machine_that_is_otherwise_than_its_profile_says_is_found_out(machine,
     assert simulate(plan, costs(plan, found.profile), region_of(found.profile)).step_s == pytest.approx(found.step_after_s)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("resource", "factor"), [*((resource, 0.6) for resource in RESOURCES), (UP, 1.8), ("optimizer", 1.8), (PRODUCTS, 1.8)]
 )
@@ -112,6 +114,7 @@ def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
     assert name not in found.confirmed
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("machine", ["h200-pcie5", "gh200", "cpu-2core"])
 def test_a_run_that_went_as_predicted_changes_nothing(machine):
     plan, profile = real_plan(machine)
@@ -137,6 +140,7 @@ def test_single_ops_that_are_odd_do_not_move_the_profile():
     assert abs(found.step_after_s - found.measured_step_s) <= abs(found.step_before_s - found.measured_step_s)
 
 
+@pytest.mark.soak
 def test_noise_of_ops_does_not_hide_what_is_wrong():
     plan, profile = real_plan("cpu-2core")
     rng = random.Random(0)
@@ -149,6 +153,7 @@ def test_noise_of_ops_does_not_hide_what_is_wrong():
     assert found.step_after_s == pytest.approx(prediction.step_s, rel=0.02)
 
 
+@pytest.mark.soak
 def test_updates_that_are_done_again_because_norms_are_clipped_are_no_slow_machine():
     policy = Policy(accumulation_group=2, update=Update.DEFERRED, speculate_blocks=tuple(range(1, N_LAYERS + 1)))
     plan, profile = real_plan(policy=policy)
@@ -172,6 +177,7 @@ def test_of_a_change_only_so_much_is_made_as_does_not_make_the_prediction_worse(
     assert _no_worse(Machine(), [1.0], measured_s) == ([taken], 1.0, after_s)
 
 
+@pytest.mark.drawn
 @given(cases(max_layers=3, max_micro_batches=2), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
 def test_the_corrected_profile_never_predicts_the_step_worse(case, seed):
@@ -274,6 +280,7 @@ def test_the_fewest_factors_are_found_that_explain_rows_and_the_others_are_unsur
     assert small.logs == (0.0,), f"a square of {LEAST_GAIN} is not reached"
 
 
+@pytest.mark.soak
 def test_a_real_run_on_this_cpu_corrects_its_profile():
     """Of a model so small that nothing is as a profile says."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED, spill_blocks=(0, 1)))

@@ -46,6 +46,7 @@ def sizes_in(change):
     return {place: parse_bytes(size) for place, size in re.findall(r"--(device|host)-memory (\w+)", change)}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("device", "host"), MEMORY)
 @pytest.mark.parametrize("fixed", [None, Policy(spill_blocks=tuple(range(23)))])
 def test_the_missing_bytes_and_the_change_of_memory_are_those_of_the_nearest_policy(device, host, fixed):
@@ -102,6 +103,7 @@ def proposals(request):
     return [*_changes(request, found), _with_memory(request, found[0])]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("named", [SIZES, frozenset(), {"loss_tile_tokens"}, {"mlp_tile_tokens"}, {"micro_batch"}])
 def test_no_change_resets_a_size_that_the_user_named(named):
     """Four times the gradient's bytes, a device of 3 GB: every kind of change is tried, with and without fitting."""
@@ -127,6 +129,7 @@ def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
     assert not replace(request, semantics=replace(semantics, micro_batch=32)).fits()
 
 
+@pytest.mark.soak
 def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it():
     """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
@@ -142,6 +145,7 @@ def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_th
     assert footprint(frame(model, workload, given, fixed), larger).fits
 
 
+@pytest.mark.soak
 @given(cases())
 @settings(deadline=None)
 def test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by(case):

@@ -106,6 +106,7 @@ def test_a_claim_that_simulating_does_not_bear_out_is_not_repeated(planned):
     assert "No policy in the space" not in page.text
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("value", [None, "1", -1.0, 0, 1e400, float("nan"), True, [], {}])
 @pytest.mark.parametrize("where", ["prediction.step_s", "certificate.policy_bound_s", "prediction"])
 def test_a_claim_that_is_none_is_refused_by_its_place(planned, where, value):
@@ -225,6 +226,7 @@ def test_a_log_of_impossible_numbers_makes_a_page_all_the_same(planned, value):
     assert ("Measured:" in page.text) == (value == 1e-308)
 
 
+@pytest.mark.soak
 def test_a_plan_of_ten_thousand_ops_makes_a_page_of_less_than_two_megabytes():
     model = read_model("qwen2.5-32b")
     of = Semantics(seq_len=1024, batch_size=64, micro_batch=1)

@@ -130,6 +130,7 @@ def test_the_wheel_scrolls_the_page_until_the_timeline_is_asked_for(shown):
     assert stretch(shown) == whole
 
 
+@pytest.mark.soak
 def test_keys_zoom_move_and_show_the_whole_step_again(shown):
     shown.evaluate("document.querySelector('#timeline').focus({preventScroll: true})")
     whole = stretch(shown)
@@ -210,6 +211,7 @@ def test_a_loss_that_is_no_number_is_a_gap_in_its_curve(shown):
     assert inked == [True, False, True]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_nothing_is_wider_than_the_window(shown, size, dark, tmp_path):
@@ -241,6 +243,7 @@ def test_without_scripts_the_page_says_it_in_words_and_tables(started, page):
     started.problems.clear()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("values", [(1e16, 1e16 + 2), (-1e308, 1e308), (5e-324, 1e-323), (1e-300, 1e300), (7.0, 7.0)])
 def test_numbers_that_cannot_be_told_apart_hold_up_no_browser(started, page, tmp_path, values):
     plan, run = page.parent / "plan.json", tmp_path / "run"

@@ -70,6 +70,7 @@ def test_of_a_run_that_was_killed_there_is_a_page_and_no_trace_and_both_say_when
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("timeline", "said"),
     [

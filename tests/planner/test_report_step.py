@@ -28,6 +28,7 @@ MACHINE = Profile.from_json(PROFILE)
 # -- one step ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @settings(max_examples=60)
 @given(plans())
 def test_the_step_that_is_drawn_holds_every_op_once(plan):
@@ -125,6 +126,7 @@ def test_what_is_added_to_a_slot_prolongs_what_it_holds(line, anew):
     assert {name: begins_anew(Semantics(8, 4, 1), op, op[name]) for name in anew} == anew
 
 
+@pytest.mark.drawn
 @settings(max_examples=60)
 @given(plans(max_layers=4, max_micro_batches=3), st.lists(st.floats(0, 0.999), min_size=5, max_size=5))
 def test_what_memory_holds_is_what_the_next_use_of_every_slot_says(plan, fractions):
@@ -142,6 +144,7 @@ def test_what_memory_holds_is_what_the_next_use_of_every_slot_says(plan, fractio
                     assert one.series[arena.name][at] == expected[arena.name], (arena.name, at_s)
 
 
+@pytest.mark.drawn
 @settings(max_examples=60)
 @given(plans(max_layers=4, max_micro_batches=3), st.lists(st.floats(0, 0.999), min_size=5, max_size=5))
 def test_activations_are_held_from_their_forward_to_their_backward_and_no_longer(plan, fractions):
@@ -169,6 +172,7 @@ def test_activations_are_held_from_their_forward_to_their_backward_and_no_longer
         assert device.series.get("block being computed", [0] * (at + 1))[at] <= computing * plan.transient_bytes
 
 
+@pytest.mark.drawn
 @settings(max_examples=100)
 @given(plans())
 def test_no_more_is_held_than_is_reserved(plan):

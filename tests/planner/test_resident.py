@@ -90,6 +90,7 @@ def seconds_without_recompute(of, workload, cost):
     return total_s
 
 
+@pytest.mark.drawn
 @given(st.data())
 @settings(deadline=None)
 def test_a_step_is_what_one_computes_by_hand_over_every_choice_of_activations(data):
@@ -224,6 +225,7 @@ def test_the_proof_says_what_its_bound_covers():
     assert "no schedule with this micro-batch is below" in words
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("machine", ["gb10", "cpu-2core"])
 def test_where_host_and_device_are_one_memory_there_is_no_such_figure(machine):
     of, model, profile = Semantics(128, 2, 2), read_model("smollm2-360m"), read_profile(machine)
@@ -233,6 +235,7 @@ def test_where_host_and_device_are_one_memory_there_is_no_such_figure(machine):
     assert "resident" not in answer.all_baselines()
 
 
+@pytest.mark.soak
 def test_compare_has_a_line_for_each_machine_that_is_better_without_streaming():
     of, machines = Semantics(1024, 4, 4), [read_profile(name) for name in ("h100-sxm", "gb10", "rtx4090-desktop")]
     small = machines[-1].with_memory(12 * 10**9, None)

@@ -171,6 +171,7 @@ def members(draw, family, s, workload):
     return with_ways(policy, dict(enumerate(saving, 1)))
 
 
+@pytest.mark.drawn
 @given(cases())
 @settings(deadline=None)
 def test_no_plan_is_faster_than_its_bounds(case):
@@ -205,6 +206,7 @@ def test_bounds_count_no_more_ops_than_the_plan_has(case):
             assert left_s == pytest.approx(0, abs=1e-9 * total)
 
 
+@pytest.mark.drawn
 @given(cases(), st.floats(0.3, 1.5), st.sampled_from([None, 0.0, 0.3, 1.0]))
 @settings(deadline=None)
 def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, often):
@@ -228,6 +230,7 @@ def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, of
             assert step_s >= relaxed.bound_s * ROUNDING, buffers
 
 
+@pytest.mark.drawn
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=8)
 def test_the_search_finds_what_brute_force_finds(s, data):
@@ -238,6 +241,7 @@ def test_the_search_finds_what_brute_force_finds(s, data):
     hold_against_brute_force(workload, s, profile, every_policy(s, workload, profile, STAYING))
 
 
+@pytest.mark.soak
 @given(semantics(), st.data())
 @settings(deadline=None, max_examples=3)
 def test_the_search_finds_what_brute_force_finds_where_what_is_saved_has_to_leave(s, data):
@@ -312,6 +316,7 @@ def test_where_layers_can_save_nothing_that_leaves_no_greedy_plan_is_made_as_if_
         assert {policy.accumulation_group for policy in Greedy(model, workload, s, profile).policies()} == expected
 
 
+@pytest.mark.soak
 def test_the_answer_is_never_worse_than_a_static_candidate():
     for name, clip in (("h200-pcie5", 1.0), ("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
@@ -322,6 +327,7 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
             assert answer.prediction.step_s <= said.get("step_s", float("inf"))
 
 
+@pytest.mark.soak_cases("qwen2.5-7b-gh200-4096-16")
 @pytest.mark.parametrize(
     ("name", "machine", "seq_len", "batch_size"), [("qwen2.5-0.5b", "rtx4090-server", 512, 4), ("qwen2.5-7b", "gh200", 4096, 16)]
 )
@@ -337,6 +343,7 @@ def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice(name
     assert c.gap_fraction == pytest.approx(first.prediction.step_s / c.policy_bound_s - 1)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a_true_gap(monkeypatch, opens):
     """What was not simulated keeps its bound, opened or not: the lowest of all, here solved anew."""
@@ -370,6 +377,7 @@ def test_a_search_that_may_simulate_nothing_answers_with_the_best_baseline_and_a
     assert answer.certificate.gap_fraction > 0.05, "this machine gains from what no baseline does"
 
 
+@pytest.mark.soak
 def test_a_policy_whose_plan_is_too_long_keeps_its_bound(monkeypatch):
     """Whatever is too long to be simulated, no policy of the space is below what the certificate says."""
     model, profile = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
@@ -384,6 +392,7 @@ def test_a_policy_whose_plan_is_too_long_keeps_its_bound(monkeypatch):
     assert found.plan.policy.accumulation_group == 1
 
 
+@pytest.mark.soak
 def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypatch):
     """Host memory for the gradients of one group, which no smaller ones add up in fp32."""
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
@@ -400,6 +409,7 @@ def test_where_only_long_plans_fit_one_is_found_or_refused_in_one_line(monkeypat
         search(model, workload, s, profile)
 
 
+@pytest.mark.soak
 def test_a_fixed_policy_is_the_answer():
     model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
     s, workload = with_micro_batch(model, Semantics(4096, 16, 1), profile)
@@ -421,6 +431,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
         assert len(set(space)) == len(space)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "machine", "device", "host", "batch"),
     [

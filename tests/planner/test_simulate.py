@@ -135,6 +135,7 @@ def test_a_step_is_never_shorter_than_its_busiest_lane(case):
     assert prediction.timeline.total_s >= max(busy.values()) * len(prediction.timeline.step_ends_s) * (1 - ROUNDING)
 
 
+@pytest.mark.drawn
 @given(demanded(), st.data())
 def test_slowing_any_ops_never_finishes_sooner(case, data):
     """Each op by its own factor; without contention, for with it a slower op can make room for others."""

@@ -51,6 +51,7 @@ def small_plan(machine="h200-pcie5", update="deferred"):
     return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
 
 
+@pytest.mark.drawn
 @given(cases(), st.integers(1, 8), st.integers(0, 100))
 @settings(deadline=None, max_examples=40)
 def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, seed):
@@ -60,6 +61,7 @@ def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, see
     assert (found.n_draws, found.seed) == (n_draws, seed)
 
 
+@pytest.mark.drawn
 @given(cases())
 @settings(deadline=None, max_examples=40)
 def test_without_spreads_the_interval_is_the_prediction(case):
@@ -68,6 +70,7 @@ def test_without_spreads_the_interval_is_the_prediction(case):
     assert found.p50_step_s == pytest.approx(step_s(case.plan, MADE_UP), rel=1e-9)
 
 
+@pytest.mark.drawn
 @given(cases())
 @settings(deadline=None, max_examples=20)
 def test_wider_spreads_make_a_wider_interval(case):
@@ -75,6 +78,7 @@ def test_wider_spreads_make_a_wider_interval(case):
     assert widths_s == sorted(set(widths_s))
 
 
+@pytest.mark.drawn
 @given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
 @settings(deadline=None, max_examples=40)
 def test_where_all_speeds_are_one_doubt_the_interval_is_its_spread(case, fraction, n_draws):
@@ -88,6 +92,7 @@ def test_where_all_speeds_are_one_doubt_the_interval_is_its_spread(case, fractio
         assert found.p90_step_s == pytest.approx(alone_s * (1 + fraction), rel=1e-6)
 
 
+@pytest.mark.soak
 def test_the_interval_is_that_of_plain_sampling():
     """Held against independent draws, each a profile written anew as JSON."""
     plan, profile = small_plan()

@@ -56,6 +56,7 @@ def test_levels_in_any_order_grow_to_the_step_and_never_shrink(levels_s, step_s)
     assert sum(grown_s[:-1]) == pytest.approx(min(max(levels_s), step_s), abs=1e-8 * step_s)
 
 
+@pytest.mark.drawn
 @given(cases().filter(lambda case: case.semantics.ranks == 1), machines())
 @settings(deadline=None, max_examples=40)
 def test_what_is_free_has_no_part_in_the_step(case, machine):
@@ -77,6 +78,7 @@ def copying_s(plan, machine):
     return sum(2 * plan.recompute(b, m).copied_bytes / rate for b, m in product(leaving, micro_batches))
 
 
+@pytest.mark.drawn
 @given(cases(), machines())
 @settings(deadline=None, max_examples=40)
 def test_recompute_is_what_is_computed_a_second_time(case, machine):
@@ -97,6 +99,7 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
     assert parts.recompute_s == pytest.approx(again_s, rel=1e-6, abs=NEGLIGIBLE * parts.step_s)
 
 
+@pytest.mark.drawn
 @given(cases().filter(lambda case: case.semantics.ranks == 1), machines())
 @settings(deadline=None, max_examples=40)
 def test_on_a_machine_where_only_computing_takes_time_the_step_is_computing(case, machine):
@@ -191,6 +194,7 @@ def test_where_ops_do_not_contend_no_gain_is_negative_and_none_exceeds_its_tenth
         assert -NEGLIGIBLE <= s.saved_fraction <= 1 - 1 / 1.1 + NEGLIGIBLE
 
 
+@pytest.mark.drawn
 @given(cases(), machines())
 @settings(deadline=None, max_examples=40)
 def test_a_sensitivity_is_the_plan_simulated_again_with_a_tenth_more(case, machine):

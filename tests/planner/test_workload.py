@@ -114,6 +114,7 @@ def mask_of(model: torch.nn.Module, config: dict[str, Any], seq_len: int) -> lis
     return [kwargs["attention_mask"] for _, _, kwargs in layer_calls(model, config["vocab_size"], 1, seq_len)]
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
     [
@@ -155,6 +156,7 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
 # ---- what one forward reads, writes and keeps
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
     for size in SIZES:
@@ -164,6 +166,7 @@ def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> 
             assert block.boundary_bytes == x.numel() * x.element_size()
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_calls_and_traffic_of_a_layer_are_those_of_the_real_one(case: tuple[str, str, str, str]) -> None:
     """Exact for dense layers. A loop over experts also passes over masks of row numbers, which are left out."""
@@ -177,6 +180,7 @@ def test_calls_and_traffic_of_a_layer_are_those_of_the_real_one(case: tuple[str,
             assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.2 if looped else 0.07)
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_a_layers_backward_stays_within_its_transient_bytes_and_not_far_below(case: tuple[str, str, str, str]) -> None:
     for size in SIZES:
@@ -200,6 +204,7 @@ def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
     return [*ways, *(how | fused(case[0]) for how in ways[:3])]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_so_are_those_of_layers_that_are_trained_in_part(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
@@ -208,6 +213,7 @@ def test_so_are_those_of_layers_that_are_trained_in_part(case: tuple[str, str, s
             assert block.kept_bytes == pytest.approx(measured, rel=0.02), (how, block.name)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_their_backward_stays_within_its_transient_bytes_too(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
@@ -218,6 +224,7 @@ def test_their_backward_stays_within_its_transient_bytes_too(case: tuple[str, st
             assert peak * 0.997 <= block.transient_bytes <= most * peak, (how, block.name, peak, block.transient_bytes)
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("overrides", ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", EXPERT_TYPES)
@@ -294,6 +301,7 @@ def tiled_loss(
 WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which lies in an arena
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("tile", [32, 500])

@@ -1,1 +1,1 @@
-"""Are predictions held honestly against what others have published?"""
+"""Tests of the ledgers."""

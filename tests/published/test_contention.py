@@ -92,6 +92,7 @@ def smallest_hiding_batch(profile, model=MODEL, seq_len=1024):
     return high
 
 
+@pytest.mark.soak
 def test_on_a_gh200_the_optimizer_and_not_the_link_sets_the_smallest_batch_that_hides_everything():
     gh200 = read_profile("gh200")
     batch = smallest_hiding_batch(gh200)
@@ -194,6 +195,7 @@ def replay(timeline, demands, region):
     return done_s, most
 
 
+@pytest.mark.drawn
 @given(demanded())
 def test_work_is_conserved_at_every_moment(case):
     """Each op has done its work exactly when it ends, and nothing is ever drawn beyond what there is."""

@@ -70,6 +70,7 @@ def test_every_error_beyond_a_tenth_is_explained(ledger):
     assert missed == set(EXPLANATIONS)
 
 
+@pytest.mark.soak
 def test_a_run_that_the_fit_has_not_seen_is_predicted_within_the_target(published, monkeypatch):
     """Leave-one-out, for two runs that constants rest on, with the stages of their machine; the page holds all."""
     stages = {name: stage for name, stage in STAGES.items() if name in ("serial tail", "eager modules", "mi355x compute")}
@@ -164,6 +165,7 @@ def test_a_machine_is_fitted_from_fewer_runs_than_it_has_wherever_it_has_many(pu
     assert len(used) < len(published)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("checked", ["serial tail", "eager modules", "mi355x compute", "process memory"])
 def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
     """A stage takes the constants of those before it, so each is checked with the shipped ones. These are cheap."""

@@ -1,1 +1,1 @@
-"""Is a plan carried out to the bit, in its memory, whatever befalls it?"""
+"""Tests of the engine: exactness, memory, failures."""

@@ -41,6 +41,7 @@ def possible(policy: Policy, model_type: str, experts: str = "eager") -> Policy:
     return replace(policy, save=save, offload_blocks=tuple(b for b in policy.offload_blocks if b in kept))
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_training_is_the_plain_loop_to_the_bit_wherever_activations_wait(model_type: str, way: str) -> None:
@@ -52,6 +53,7 @@ def test_training_is_the_plain_loop_to_the_bit_wherever_activations_wait(model_t
     assert differences(streamed(tiny_config(model_type), semantics, policy), plain(model_type, semantics)) == []
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_so_are_experts_in_one_call_or_in_a_loop(model_type: str, experts: str) -> None:

@@ -140,6 +140,7 @@ def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
 # ---- what is kept of a forward
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_a_replay_saves_what_the_plan_says_and_gives_the_gradients_of_a_plain_backward(case: Case, dropout: float) -> None:
@@ -301,6 +302,7 @@ EVALUATED = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", EVALUATED)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_an_evaluation_uses_adapters_drops_nothing_and_changes_nothing(model_type: str, way: str) -> None:

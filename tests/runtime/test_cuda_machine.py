@@ -47,6 +47,8 @@ LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_
 HASTE = (0.0, 0.5, 0.9)
 
 
+@pytest.mark.soak_cases("gemma2", "qwen3_moe")
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 @LAW
 @given(data=st.data())
@@ -75,6 +77,7 @@ EDGES = {  # (waiting lane, awaited lane), of all that wait for streams
 }  # fmt: skip
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("waiting", "marking"), sorted(EDGES), ids=str)
 def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
     """The law above can fail: take away what one lane hears of another, let streams dawdle, and it is seen."""
@@ -141,6 +144,7 @@ def test_a_loss_is_waited_for_once():
     assert machine.streams.n_waits == before + 1
 
 
+@pytest.mark.soak
 def test_a_long_run_makes_no_event_and_no_stream_that_a_short_one_does_not():
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), EVERYTHING_SMALL, haste=0.5)
     streams = machine.streams

@@ -191,6 +191,7 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)
 
 
+@pytest.mark.soak
 def test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_would_wait_for():
     """And no plan it finds would be faster with nothing, only the embedding, or everything squared."""
     model, squared, all_squared = read_model("qwen2.5-7b"), {}, {}
@@ -245,6 +246,7 @@ def test_whatever_the_search_has_found_is_tried_with_more_squares_and_with_fewer
         assert tree.best.square_blocks == (0,)
 
 
+@pytest.mark.drawn
 @given(st.data())
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
@@ -293,6 +295,7 @@ def test_the_planner_and_the_runtime_cut_gradients_alike():
 # -- the bits ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("policy", [BARRIER, SPECULATING, EAGER], ids=["barrier", "speculating", "eager"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", STRUCTURES)
@@ -307,6 +310,7 @@ def test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit(model_ty
     assert differences(machine, plain(model_type, semantics, key)) == []
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("policy", [BARRIER, SPECULATING, EAGER], ids=["barrier", "speculating", "eager"])
 def test_the_host_sums_squares_of_nothing_but_tied_weights(policy, tied, monkeypatch):
@@ -348,6 +352,7 @@ class WithoutSecondStep(Hostile):
             super().perform(index, op, step)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("block", [0, 1, 3])
 @pytest.mark.parametrize("policy", [BARRIER, SPECULATING], ids=["barrier", "speculating"])
 def test_a_step_whose_sums_are_not_finite_is_skipped_without_a_trace(policy, block):

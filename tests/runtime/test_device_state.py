@@ -50,6 +50,7 @@ ALL = (0, 1, 2, 3)  # blocks of a model of two layers
 EVERYWHERE = Policy(accumulation_group=4, square_blocks=ALL, device_blocks=ALL, update=Update.DEFERRED)
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_training_is_the_plain_loop_to_the_bit_wherever_state_lies(model_type: str, way: str) -> None:

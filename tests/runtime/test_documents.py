@@ -88,6 +88,7 @@ def plainly(config, semantics, batches) -> reference.Reference:
 WAYS = [*(("llama", name) for name in POLICIES), *zip(TYPES[1:], cycle(["kept", "attention", "products"]))]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("model_type", "name"), WAYS)
 def test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_plain_loop(model_type, name):
     """Other documents in each micro-batch and step; in the second step none, and attention goes across."""
@@ -97,6 +98,7 @@ def test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_p
     assert differences(machine, plainly(config, semantics, batches)) == []
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     "fields", [{"micro_batch": 2}, {"micro_batch": 3}, {"mlp_tile_tokens": 5}, {"compute_dtype": "fp32"}], ids=str
 )
@@ -127,6 +129,7 @@ def test_every_policy_draws_the_same_dropout():
         assert differences(trained(config, semantics, POLICIES[name], batches), expected) == [], name
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("haste", [0.0, 0.7])
 def test_streams_that_dawdle_make_no_difference(haste):
     config, semantics = config_of("llama", num_hidden_layers=4), semantics_of("llama")
@@ -152,6 +155,7 @@ def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.
     return loss.item(), {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
     """The first moment after one step is a tenth of the gradient, or as much as beta1 leaves of it."""
@@ -235,6 +239,7 @@ def on_processor(plan: Plan) -> Plan:
     return replace(plan, profile=plan.profile | {"device": plan.profile["device"] | {"kind": "cpu"}})
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     "way", [Policy(), Policy(save=saves(attention=(1, 2))), Policy(save=saves(products=(1, 2))), Policy(save=saves(all=(1, 2, 3)))]
 )
@@ -301,6 +306,7 @@ def drawn(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1,
     return [*(x.transpose(1, 2) for x in heads[:3]), heads[3]]
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
 def test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_and_gradients_are_the_same_bits(n, dtype):

@@ -45,6 +45,7 @@ from tests.training import (
 LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @LAW
 @given(data=st.data())
@@ -101,6 +102,7 @@ REMEMBERING = [
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", REMEMBERING, ids=asked)
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
 def test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then(model_type, policy):
@@ -163,6 +165,7 @@ DTYPES = [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]  # (compute, mas
 GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("gradient_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("compute_dtype", "master_dtype"), DTYPES)
@@ -193,6 +196,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", UNEVEN, ids=asked)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
@@ -206,6 +210,7 @@ def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
     assert differences(machine, plain(model_type, semantics, tuple(overrides.items()))) == []
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_dropout_is_the_same_whether_kept_recomputed_or_reordered(model_type, attention):
@@ -253,6 +258,7 @@ def test_a_plan_without_a_needed_wait_is_seen_by_poison_and_delay():
     assert isinstance(outcomes[1], str) or not same_bits(outcomes[0], outcomes[1])
 
 
+@pytest.mark.drawn
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.data())
 def test_after_an_op_has_failed_the_same_machine_does_the_step_again_as_if_nothing_had_been(data):

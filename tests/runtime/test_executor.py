@@ -55,6 +55,7 @@ class Jittery(NullMachine):
         self.ended[step, index] = self.tick()
 
 
+@pytest.mark.drawn
 @settings(max_examples=30, deadline=None)
 @given(plans(), st.sampled_from([None, *Lane]))
 def test_every_op_of_every_step_runs_once_after_what_it_waits_for(plan, slow):
@@ -418,6 +419,7 @@ class Asks(Jittery):
             self.stop.request()
 
 
+@pytest.mark.drawn
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.sampled_from([None, *Lane]), st.integers(0, 3), st.data())
 def test_all_lanes_end_after_the_same_step_when_somebody_asks_for_the_end(plan, slow, step, data):

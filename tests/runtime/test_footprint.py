@@ -67,6 +67,7 @@ def start(plan: Plan, device: str) -> None:
         cli_assembly._refuse_what_does_not_fit(plan, device, "auto")
 
 
+@pytest.mark.drawn
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=real_plans() | cases().map(lambda case: case.plan), data=st.data())
 def test_a_plan_that_fits_a_machine_is_accepted_by_a_run_there_and_by_none_with_a_byte_less(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import networkx as nx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +92,7 @@ def test_weights_come_once_a_group_as_they_come_in_training_and_groups_are_as_la
     assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | ({Lane.NET} if plan.semantics.ranks > 1 else set())
 
 
+@pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
 def test_everything_lies_in_the_arenas_of_training_and_fits_there(plan, n):

@@ -79,6 +79,7 @@ def check_all(model_type: str, semantics: Semantics, tried: list[Policy], overri
         assert all(same_bits(before[name], weight) for name, weight in frozen_of(machine).items())
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_streaming_is_the_plain_loop_to_the_bit_whatever_is_trained(model_type: str, way: str) -> None:
@@ -88,6 +89,7 @@ def test_streaming_is_the_plain_loop_to_the_bit_whatever_is_trained(model_type: 
     check_all(model_type, semantics, [POLICIES[number % len(POLICIES)], POLICIES[(number + 2) % len(POLICIES)]])
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["adapters", "norms", "a projection"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_so_it_is_where_what_is_trained_lies_on_the_device(model_type: str, way: str) -> None:
@@ -98,6 +100,7 @@ def test_so_it_is_where_what_is_trained_lies_on_the_device(model_type: str, way:
     check_all(model_type, semantics, [ON_DEVICE[number % 3], ON_DEVICE[(number + 1) % 3]], on_device=True)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("way", [*WAYS, *ENDS])
 def test_every_policy_gives_the_same_bits(way: str, on_device: bool) -> None:
@@ -108,6 +111,7 @@ def test_every_policy_gives_the_same_bits(way: str, on_device: bool) -> None:
         check_all("qwen2", semantics, [policy], overrides, on_device)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", ENDS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -118,6 +122,7 @@ def test_tables_and_heads_are_trained_or_not_tied_or_not(model_type: str, way: s
     check_all(model_type, semantics_of(model_type, train=ENDS[way]), POLICIES[:3], overrides)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -151,6 +156,7 @@ PACKED = [
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("base", ["nf4", "int8", "fp8"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "qwen3_moe"])
@@ -160,6 +166,7 @@ def test_weights_that_come_packed_are_computed_with_as_what_they_mean(model_type
     check_all(model_type, semantics, PACKED, overrides, on_device)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", STRUCTURES)
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

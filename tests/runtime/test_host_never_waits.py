@@ -68,6 +68,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
 REMEMBERING = [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1,))), Policy(boundary_stride=2)]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", REMEMBERING, ids=["boundaries", "kept", "products", "strided"])
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_compute_never_waits_for_the_device_but_where_experts_are_visited_one_by_one(model_type, policy, monkeypatch):
@@ -123,6 +124,7 @@ def test_an_embedding_that_is_more_than_a_look_up_is_always_the_models_own(monke
     assert len(calls) == 8
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_of_every_type_that_we_know_the_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch):
     calls = []
@@ -166,6 +168,7 @@ EVERY_COPY = [
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("policy", EVERY_COPY, ids=["spills", "resident"])
 def test_the_links_lanes_only_copy_between_arenas_and_nobody_waits_for_it(policy, tied):

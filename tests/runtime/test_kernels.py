@@ -71,6 +71,7 @@ def test_a_rotary_embedding_in_one_node_has_the_bits_of_transformers_calls(data:
     assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: str) -> None:
@@ -92,6 +93,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES, ids=asked)
 @pytest.mark.parametrize(("name", "tile"), [("qwen3", None), ("llama", 5), ("gpt_oss", None), ("mixtral", None)])
 def test_any_policy_trains_the_bits_of_the_plain_loop_with_its_kernels(name: str, tile: int | None, policy: Policy) -> None:
@@ -109,6 +111,7 @@ def test_fused_kernels_are_not_eager_ones_by_another_name() -> None:
         assert differences(machine, plain("qwen3", eager)) != [], part
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="on a CPU no compiler before torch 2.13 keeps eager's bits"
 )
@@ -170,6 +173,7 @@ def test_planner_and_runtime_mean_the_same_rows() -> None:
 # -- the same meaning ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
 @pytest.mark.parametrize("model_type", [t for t in STRUCTURES if t != "gemma2"])
 def test_losses_and_norms_are_those_of_eager_kernels_within_rounding(model_type: str, dtype: str, tolerance: float) -> None:
@@ -227,6 +231,7 @@ def test_scores_are_the_losses_to_the_bit(dtype: str) -> None:
 # -- what plans say -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], ids="-".join)
 def test_kept_and_transient_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
     """Of a scale for each row, which a GPU keeps and a CPU does not, two in a hundred are allowed for."""

@@ -154,6 +154,7 @@ if sys.argv[1] == "raising":
 """
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("how", "code"), [("ending", 0), ("raising", 1), ("hanging", 0)])
 def test_no_process_waits_for_such_a_thread_when_it_ends(how, code):
     began_s = time.perf_counter()

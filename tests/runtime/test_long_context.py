@@ -40,6 +40,7 @@ def most_bytes(seq_len: int, inner: int, tile: int | None) -> int:
     return device_bytes(plan_of(config_of(inner), semantics_of(seq_len, tile), LEAN))[1]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seq_len", [LONG, LONGER])
 @pytest.mark.parametrize("tile", [None, 128])
 def test_what_a_long_context_takes_is_what_is_planned_and_not_far_less(seq_len: int, tile: int | None) -> None:
@@ -48,6 +49,7 @@ def test_what_a_long_context_takes_is_what_is_planned_and_not_far_less(seq_len: 
     assert 0.85 * plan.transient_bytes < most_bytes(seq_len, 512, tile) <= plan.transient_bytes
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("seq_len", "tile"), [(LONG, 32), (LONGER, 128)])
 def test_of_a_wider_mlp_by_tiles_a_long_context_feels_only_the_weights(seq_len: int, tile: int) -> None:
     """Not a byte per token. Without tiles nearly all of it is per token."""
@@ -57,6 +59,7 @@ def test_of_a_wider_mlp_by_tiles_a_long_context_feels_only_the_weights(seq_len: 
     assert without - more_weights > seq_len * (512 - 128) * 4  # at least one tensor as wide as the MLP
 
 
+@pytest.mark.soak_cases("4096-12288")
 @pytest.mark.parametrize(("few", "many"), [(1024, LONG), (LONG, LONGER)])
 def test_by_tiles_memory_grows_with_the_context_as_attention_and_one_layers_boundary_do(few: int, many: int) -> None:
     """A dozen tensors as large as a layer's input: norms, queries, keys, values, and their gradients."""
@@ -74,6 +77,7 @@ def test_boundaries_that_spill_take_no_more_of_the_device_for_more_layers() -> N
     assert arenas(4, spill=True) == arenas(40, spill=True) < arenas(4, spill=False) < arenas(40, spill=False) / 5
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_long_context_is_trained_as_a_plain_loop_would_train_it(dtype: str) -> None:
     overrides = (*NARROW.items(), ("intermediate_size", 512))
@@ -83,6 +87,7 @@ def test_a_long_context_is_trained_as_a_plain_loop_would_train_it(dtype: str) ->
     assert machine.results[2].loss < machine.results[0].loss
 
 
+@pytest.mark.soak
 def test_a_searched_plan_trains_a_long_context_on_a_device_that_would_not_hold_a_quarter_of_it() -> None:
     """Tiles and spills are the planner's own choice, and the device's memory is enough for what then really lies there."""
     model, asked = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)

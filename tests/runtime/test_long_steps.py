@@ -73,6 +73,7 @@ def numbered(plan: Plan) -> list[tuple[int, int]]:
     return [*((i, 0) for i in before), *inside, *((i, 0) for i in after)]
 
 
+@pytest.mark.drawn
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(folded(max_repetitions=2), st.sampled_from([None, *Lane]))
 def test_every_repetition_runs_once_after_what_it_waits_for(plan, slow):
@@ -217,6 +218,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name):
@@ -228,6 +230,7 @@ def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name)
     assert differences(machine, plain(model_type, semantics, (("num_hidden_layers", 4),))) == []
 
 
+@pytest.mark.soak
 def test_hundreds_of_micro_batches_are_performed_as_if_written_out():
     config = tiny_config("llama", num_hidden_layers=1, vocab_size=64)
     semantics = semantics_of("llama", batch_size=200, seq_len=4, loss_tile_tokens=4)
@@ -257,6 +260,7 @@ def test_what_repeats_does_not_depend_on_the_number_of_layers():
 # --- as a user does it ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monkeypatch):
     """Begun under the plan that repeats and gone on with under the one that does not, and the other way round: the same files."""
     home = make_home(tmp_path)
@@ -282,6 +286,7 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
         assert done.exit_code == 0, done.output
 
 
+@pytest.mark.soak
 def test_a_run_of_a_long_step_corrects_its_machine(tmp_path, monkeypatch):
     home = make_home(tmp_path)
     monkeypatch.setattr("planner.lower.lower.FEWEST_FOLDED", 10)

@@ -88,6 +88,7 @@ def test_what_is_free_is_less_than_what_there_is():
 # -- a long run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("keep", [(), (1, 2)])
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_a_long_run_holds_no_more_than_a_short_one(model_type, keep):
@@ -133,6 +134,7 @@ def test_what_layers_are_passed_is_held_once_for_all_micro_batches():
     assert all(inputs is first for inputs in machine.compute.passed.inputs.values())
 
 
+@pytest.mark.soak
 def test_memory_does_not_grow_with_the_steps():
     """Autograd's graphs are out of Python's sight: had 20 steps left theirs, the process would hold 20 times `kept_bytes` more."""
     semantics = semantics_of("llama", seq_len=128)

@@ -115,6 +115,7 @@ def tiled_layers(model_type: str, dtype: str, tile: int, shape: dict[str, Any]) 
         yield block, Tiled(layer, x.requires_grad_(), kwargs, tile)
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 @pytest.mark.parametrize("tile", [16, 48, 159])
 def test_the_products_calls_and_traffic_of_a_forward_by_tiles_are_those_of_the_loop(model_type: str, tile: int) -> None:
@@ -131,6 +132,7 @@ def test_the_products_calls_and_traffic_of_a_forward_by_tiles_are_those_of_the_l
             assert block.pointwise_bytes == pytest.approx(work.n_bytes, rel=0.07)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 def test_each_tile_is_computed_again_once_in_backward(model_type: str) -> None:
     for block, loop in tiled_layers(model_type, "fp32", 48, SHAPES[0]):
@@ -145,6 +147,7 @@ def test_each_tile_is_computed_again_once_in_backward(model_type: str) -> None:
         assert once + twice == work.flop
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_a_backward_by_tiles_stays_within_its_transient_bytes_and_not_far_below(model_type: str) -> None:
     for dtype, shape in itertools.product(DTYPES, SHAPES):

@@ -30,6 +30,7 @@ from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
 from tests import reference
 from tests.penstock.training.test_evaluation import OfAnyPlan, Several, sequences
+from tests.penstock.training.test_generation import PROMPTS, resident, said_by_transformers
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.tour import ROOT
@@ -50,7 +51,6 @@ from tests.training import (
 from tests.training import Remembering as RememberingOnTheCpu
 
 from .test_documents import CUTS, OTHERS, config_of, packed_batches
-from tests.penstock.training.test_generation import PROMPTS, resident, said_by_transformers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used

@@ -201,6 +201,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_training_is_the_same_however_many_workers_share_an_op(policy, tied):

@@ -59,6 +59,7 @@ def faults(config, **fields) -> list[str]:
     return found + [name for name, g in theirs.items() if float((ours[name] - g).norm()) > tolerance * max(float(g.norm()), least)]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
 def test_of_every_type_that_is_accepted_loss_and_gradients_are_those_of_transformers_own_forward(model_type, compute_dtype):

@@ -159,11 +159,13 @@ def test_an_op_is_read_back_from_its_line(op: Op) -> None:
     assert "\n" not in str(op)
 
 
+@pytest.mark.drawn
 @given(plans())
 def test_a_plan_is_read_back_from_its_text(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
 
 
+@pytest.mark.drawn
 @given(plan=plans())
 def test_a_plan_is_read_back_from_its_file(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
@@ -171,6 +173,7 @@ def test_a_plan_is_read_back_from_its_file(plan: Plan, tmp_path_factory: pytest.
     assert PlanFile.read(path) == PlanFile(plan, {"step_s": 2.5})
 
 
+@pytest.mark.drawn
 @given(plan=plans())
 def test_text_and_json_hold_the_same_ops(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.json"

@@ -115,6 +115,7 @@ def ways_of(
                     yield block, recompute, Selection(saved, reached), layer, x, kwargs
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(case: Case) -> None:
     """Exact for dense layers; a loop over experts also passes over masks of row numbers, which are left out."""
@@ -140,6 +141,7 @@ def test_what_runs_again_and_what_is_saved_is_what_checkpointing_runs_and_saves(
             assert sum(m.flop for m in ours.matmuls) + squares == work.flop
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_a_backward_with_recompute_stays_within_its_transient_bytes_and_not_far_below(case: Case) -> None:
     for way in ways_of(case, SIZES[1:]):
@@ -167,6 +169,7 @@ def stays_within(
     assert ours.transient_bytes <= block.transient_bytes
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("overrides", ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", EXPERT_TYPES)

@@ -213,6 +213,7 @@ def test_only_long_steps_are_folded() -> None:
     assert lower(MODEL, workload, Semantics(seq_len=4, batch_size=n_long, micro_batch=1), reduced, PROFILE).repeat is None
 
 
+@pytest.mark.drawn
 @law
 @given(folded())
 def test_written_out_it_has_the_ops_of_the_plan_that_was_never_folded(plan: Plan) -> None:
@@ -241,6 +242,7 @@ def test_folded_waits_order_what_waits_derived_from_all_ops_order(plan: Plan) ->
 # --- time -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @law
 @given(folded(), st.sampled_from([None, REGION]), st.data())
 def test_a_repeating_step_takes_as_long_as_the_step_written_out(plan: Plan, region: Region | None, data: st.DataObject) -> None:
@@ -254,6 +256,7 @@ def test_a_repeating_step_takes_as_long_as_the_step_written_out(plan: Plan, regi
         assert found.busy_s(plan)[lane] == pytest.approx(busy_s, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.drawn
 @law
 @given(folded(), st.data())
 def test_the_repetitions_that_a_timeline_keeps_are_those_of_the_step_written_out(plan: Plan, data: st.DataObject) -> None:
@@ -352,6 +355,7 @@ def is_right_written_out(plan: Plan) -> bool:
         return False
 
 
+@pytest.mark.drawn
 @settings(law, max_examples=60)
 @given(folded(max_layers=3, max_repetitions=1), st.sampled_from(sorted(MUTATIONS)), st.randoms(use_true_random=False))
 def test_a_folded_mutant_passes_only_if_it_passes_written_out(plan: Plan, kind: str, rng: Any) -> None:
@@ -370,6 +374,7 @@ PLANS = {
 }
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", sorted(MUTATIONS))
 def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -> None:

@@ -30,6 +30,7 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) 
         return layer(x, **kwargs), replay
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case: Case) -> None:
     """In bytes, calls and gradients, which are those of a plain backward."""
@@ -60,6 +61,7 @@ REMEMBERING = {
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 4}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
 def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
@@ -112,6 +114,7 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     return most_left, peak
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 def test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves(way: str) -> None:
     """No graph, and nothing that was saved for one, outlives its step; speculation leaves nothing either."""

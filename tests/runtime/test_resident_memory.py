@@ -50,6 +50,7 @@ def runtime_bytes() -> int:
     return int(done.stdout) + BEYOND_TORCH_BYTES
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("packing", ["documents", "joined", "one"])
 def test_after_150_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned(tmp_path, packing):
     """Within a tenth, in a process of its own. Without length classes the library that multiplies alone would take twice that."""

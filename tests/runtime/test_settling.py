@@ -76,6 +76,7 @@ SPECULATING = [  # each way in which a state can lie in its slot
 ]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=asked)
 def test_a_speculation_is_taken_by_exchanging_places_or_left_and_either_way_it_is_the_plain_loop(policy, fields):
     semantics = clip_some_steps("llama", semantics_of("llama", **fields))
@@ -113,6 +114,7 @@ class Settling(Hostile):
         self.settled.append((step, op.block, moved))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("block", [0, 1, 3])
 @pytest.mark.parametrize(
     "policy",

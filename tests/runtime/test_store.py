@@ -70,6 +70,7 @@ def machine_of(policy: Policy) -> CpuMachine:
     return machine
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_no_arena_moves_and_copies_and_optimizer_fault_no_page_in_again(policy):
     """In most of 18 steps: a tensor that came and went would be hundreds of pages in each; Python and a busy machine take some."""
@@ -501,6 +502,7 @@ print(held - resident_mib())
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="of the C library here")
 def test_what_computing_frees_is_held_neither_by_holes_nor_after_work_that_is_done_once():
     """Of 40 tensors of 9 MiB in a lane's thread every other is freed; then 100 of 1 MiB, of which one stays."""
@@ -573,6 +575,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
 def test_loading_saving_and_resuming_hold_no_more_than_one_tensor_besides_the_arenas(tmp_path, master_dtype):
     done = subprocess.run(

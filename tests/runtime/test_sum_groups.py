@@ -26,6 +26,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sum_groups", [2, 8])
 @pytest.mark.parametrize("tied", [False, True])

@@ -39,6 +39,8 @@ from .test_replay import REMEMBERING, WIDE, device_bytes, n_tensors
 DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 
 
+@pytest.mark.soak_cases("mistral", "qwen2", "qwen3")
+@pytest.mark.drawn
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
@@ -69,6 +71,7 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit(mo
     assert differences(machine, (kept_whole if dropout else plain)(model_type, how, key)) == []
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1, 2)))], ids=asked)
 def test_of_many_tiles_the_gradients_are_added_in_ascending_order(policy: Policy) -> None:
     """In fp32, where sums of three and more depend on it."""
@@ -76,6 +79,7 @@ def test_of_many_tiles_the_gradients_are_added_in_ascending_order(policy: Policy
     assert differences(streamed(tiny_config("llama"), how, policy), plain("llama", how)) == []
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", test_exactness.REMEMBERING, ids=asked)
 def test_the_backward_of_a_tile_finds_weights_in_whichever_slot_they_are_by_then(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +104,7 @@ def machine_of(plan: Plan) -> CpuMachine:
     return machine
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_the_products_that_are_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) -> None:
@@ -123,6 +128,7 @@ def test_the_products_that_are_run_by_tiles_are_those_of_the_plan(model_type: st
     assert len(checked) == 8
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_a_step_by_tiles_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
@@ -138,6 +144,7 @@ def masks_bytes(model_type: str) -> int:
     return device_bytes(plan_by_tiles(model_type, "boundaries"))[0]
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 def test_a_layers_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) -> None:
     """One more: tiles are put together, then added to the residual, where the plan counts an addition per tile."""
@@ -153,6 +160,7 @@ def test_a_layers_forward_by_tiles_makes_the_calls_that_are_counted(model_type: 
         assert work.n_bytes - 2 * block.boundary_bytes == pytest.approx(block.pointwise_bytes, rel=0.07)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("compute_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_one_tile_for_all_tokens_is_no_tile_to_the_last_bit_and_smaller_ones_only_round(
@@ -175,6 +183,7 @@ def test_one_tile_for_all_tokens_is_no_tile_to_the_last_bit_and_smaller_ones_onl
             assert torch.dist(m, whole[name]) <= tolerance * whole[name].norm(), (tile, name)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["keep", "boundaries", "strided", "products"])
 def test_nothing_of_a_tile_outlives_its_step_even_one_that_fails(way: str) -> None:
     plan = plan_by_tiles("llama", way)

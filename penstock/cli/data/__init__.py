@@ -1,1 +1,1 @@
-"""What is shown of data?"""
+"""`penstock data`."""

@@ -1,1 +1,1 @@
-"""How does a user change what lies in a model's folder?"""
+"""`penstock merge`."""

@@ -1,1 +1,1 @@
-"""Which machine is for which model?"""
+"""`penstock compare`, `fits` and `machines`."""

@@ -1,1 +1,1 @@
-"""Which rows do files hold?"""
+"""Rows of the files that people have: JSON lines, CSV, Parquet, text."""

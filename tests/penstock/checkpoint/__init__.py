@@ -1,1 +1,1 @@
-"""Is what is saved whole, and found again to the bit?"""
+"""Tests of checkpoints."""

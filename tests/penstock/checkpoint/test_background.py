@@ -146,6 +146,7 @@ def n_met(snapshots: Snapshots) -> int:
 SOME = ("deferred", "deferred, one group", "on speculation, in vain")
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), *((way, n_bytes) for way in SOME for n_bytes in (0, 10**9))]
 )
@@ -173,6 +174,7 @@ def on_late_streams(*args) -> Poisoned:
 MACHINES = {"cpu": Slow, "late streams": on_late_streams}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("second", MACHINES)
 @pytest.mark.parametrize("first", MACHINES)
 @pytest.mark.parametrize(
@@ -235,6 +237,7 @@ def test_where_there_is_memory_for_copies_updates_wait_for_one_block_at_most(tmp
     assert snapshots[0].n_copied >= n_blocks - 2
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["barrier", "eager", "on speculation, taken"])
 def test_without_the_gate_the_law_would_be_seen_to_be_broken(tmp_path, monkeypatch, drained, way):
     """What the tests above show, they show of the gate: where updates do not ask, what is written is no state of any step."""
@@ -281,6 +284,7 @@ def test_memory_that_is_short_after_all_makes_updates_wait(tmp_path, monkeypatch
     assert snapshots[0].n_copied == 0 < snapshots[0].n_waited_for
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("n_bytes", [40_000, 160_000, 300_000])
 def test_copies_never_take_more_memory_than_they_may(tmp_path, monkeypatch, n_bytes):
     alive, most, copied = {}, 0, host_state.HostState.copied
@@ -329,6 +333,7 @@ def test_a_checkpoint_gets_its_name_only_when_its_step_is_logged(tmp_path, monke
     assert [step for step, _ in whole(tmp_path)] == list(range(1, N_STEPS + 1))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("n_files", [1, 2, 6, 8])
 def test_a_disk_that_fills_up_meanwhile_puts_the_save_off_and_training_goes_on(tmp_path, monkeypatch, drained, n_files):
     """Nothing half written is left, the room of it is free, and what is saved in the end is the state that it would have been."""

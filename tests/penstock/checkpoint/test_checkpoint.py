@@ -63,6 +63,7 @@ def small(folder: Path, step: int = 3, **changes: Any) -> Path:
 # By transformers
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("model_type", "tied"), TIED)
 def test_transformers_loads_the_checkpoint_of_every_type(tmp_path: Path, model_type: str, tied: bool, dtype: torch.dtype) -> None:

@@ -50,6 +50,7 @@ def test_what_was_set_aside_counts_as_kept_and_goes_first(tmp_path):
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-5", "checkpoint-mine.left"]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("n_removed", range(6))
 def test_a_run_that_is_killed_while_it_deletes_leaves_nothing_that_passes_for_whole(tmp_path, n_removed):
     """At whatever file: what is left of it has another name, and goes at the next start."""

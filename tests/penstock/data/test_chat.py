@@ -55,6 +55,7 @@ def learned(encoder: Encoder, encoded: Encoded) -> list[str]:
     return [tokenizer.decode(encoded.ids[a:b].tolist(), skip_special_tokens=False) for a, b in encoded.runs]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("style", "messages", "text", "answers"),
     [
@@ -366,6 +367,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_one_line(tmp_path, monkeypatch, name):
     source = Path(templates.__file__).read_text().replace("MAX_SECONDS = 20", "MAX_SECONDS = 2").replace("2 * 2**30", "2**28")

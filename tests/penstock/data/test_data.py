@@ -64,6 +64,7 @@ def seen(tokens: MapStyleData, step: int) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.drawn
 @given(documents=texts, seq_len=lengths, batch_size=batches)
 def test_in_order_the_steps_spell_the_documents_epoch_after_epoch(
     tmp_path_factory: pytest.TempPathFactory, documents: list[str], seq_len: int, batch_size: int
@@ -90,6 +91,7 @@ def test_shuffled_every_epoch_holds_every_sequence_once(
         assert sorted(rows[epoch * len(expected) : (epoch + 1) * len(expected)]) == expected[: len(rows)]
 
 
+@pytest.mark.drawn
 @given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds, steps=st.lists(st.integers(0, 99), max_size=9))
 def test_a_step_sees_the_same_whatever_was_asked_before(
     tmp_path_factory: pytest.TempPathFactory,

@@ -73,6 +73,7 @@ def test_every_answer_is_learned_once_an_epoch_and_conversations_taken_apart_are
         read_data(DataSettings(str(path), too_long="refuse", shuffle=False), *model, 60, 1, 3, path.parent / "run" / "tokens")
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_stream_of_them_is_resumed_anywhere(path, model, monkeypatch, shuffle):
     monkeypatch.setattr(Templated, "close", lambda speech: None)  # one process for all

@@ -71,6 +71,7 @@ def at_hand(monkeypatch):
     monkeypatch.setattr(prefetch, "DataLoader", lambda steps, **_: pickle.loads(pickle.dumps(steps)))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("alone")
 def test_workers_change_nothing_nothing_forks_and_one_that_is_killed_is_one_line(path, monkeypatch):
     monkeypatch.setattr(os, "fork", no_fork)
@@ -147,6 +148,7 @@ def test_what_is_wrong_in_the_data_is_said_as_it_would_be_here(path):
     ahead.close()
 
 
+@pytest.mark.soak
 def test_a_stream_is_read_in_a_process_of_its_own_that_ends_when_the_run_is_killed(path):
     code = (
         "import json, os, sys, time\nfrom pathlib import Path\n"

@@ -39,6 +39,7 @@ def keep(cache: Path, documents: list[Encoded], key: str = "key", wide: bool = F
     return cached_tokens(cache, key, source, wide, lambda left_out: rows)
 
 
+@pytest.mark.drawn
 @given(documents=st.lists(encoded, max_size=12), wide=st.booleans(), few_at_once=st.booleans())
 def test_what_is_kept_is_what_was_made(tmp_path_factory, documents, wide, few_at_once):
     size, room.BATCH_TOKENS = room.BATCH_TOKENS, 30 if few_at_once else room.BATCH_TOKENS
@@ -102,6 +103,7 @@ def test_moved_data_has_the_same_tokens_and_changed_data_has_others(folder, tmp_
     assert before.batch(0).n_supervised, "what a run has open stays"
 
 
+@pytest.mark.soak
 def test_another_tokenizer_or_template_makes_other_tokens(tmp_path, made):
     (tmp_path / "chat.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'

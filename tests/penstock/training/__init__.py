@@ -1,1 +1,1 @@
-"""Does a run do between its steps what it was asked to?"""
+"""Tests of the training loop."""

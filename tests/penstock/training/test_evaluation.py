@@ -149,6 +149,7 @@ def test_the_loss_is_that_of_transformers_on_the_same_weights_and_dropout_is_off
     assert found.seconds > 0
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_of_the_same_batch_it_is_the_loss_of_the_training_step_to_the_bit(model_type, policy):
@@ -171,6 +172,7 @@ def test_mlps_that_run_by_tiles_do_so_when_evaluated(monkeypatch):
     assert found.loss == machine.results[0].loss
 
 
+@pytest.mark.soak_cases("gemma2", "mixtral")
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral"])
 @LAW
 @given(data=st.data())
@@ -204,6 +206,7 @@ def test_dropout_draws_the_same_with_evaluations_in_between(policy):
         assert all(same_bits(x[name], y[name]) for name in x)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_streams_that_dawdle_evaluate_and_train_the_same(model_type):
     semantics, key = semantics_of(model_type), (("num_hidden_layers", 4),)

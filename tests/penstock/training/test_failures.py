@@ -88,6 +88,7 @@ def awaited(plan: Plan) -> list[int]:
     return sorted({wait.op for op in plan.ops for wait in op.waits if wait.distance == 0})
 
 
+@pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
 def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path_factory, data):
@@ -128,6 +129,7 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
     assert [line["step"] for line in lines(folder)] == list(range(1, N_STEPS + 1))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("kind", "step"), [(Kind.FORWARD, 3), (Kind.LOSS, 3), (Kind.BACKWARD, 3), (Kind.UPDATE, 2), (Kind.SETTLE, 2)]
 )
@@ -159,6 +161,7 @@ def poisoned(data: st.DataObject, folder: Path, **fields) -> tuple[Training, int
     return training(folder, plan.policy, Strikes, save_every=1, **fields), step
 
 
+@pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
 def test_what_is_not_a_number_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
@@ -175,6 +178,7 @@ def test_what_is_not_a_number_stops_the_run_with_the_name_of_a_parameter(tmp_pat
     assert same_state(run, undisturbed(tmp_path_factory.getbasetemp()))
 
 
+@pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
 def test_what_is_not_a_number_skips_the_step_and_touches_neither_weights_nor_moments_nor_counters(tmp_path_factory, data):
@@ -218,12 +222,14 @@ def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *bef
     return done.stdout
 
 
+@pytest.mark.soak_cases("4-5")
 @pytest.mark.parametrize(("n_trials", "seed"), [(1, 13), (4, 5)])
 def test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one(home, tmp_path, n_trials, seed):
     """By a signal that nobody can catch, in ops and in the midst of a checkpoint's files; and once more after it went on."""
     assert "killed" in befallen(home, tmp_path, "killed", n_trials, seed)
 
 
+@pytest.mark.soak
 def test_a_run_that_is_told_to_end_saves_its_step_exits_with_0_and_the_next_goes_on_to_the_same_bits(home, tmp_path):
     """By SIGTERM, at any moment, as machines that are taken back send it."""
     assert "terminated" in befallen(home, tmp_path, "terminated", 4, 5)
@@ -240,6 +246,7 @@ def can_mount() -> bool:
     return True
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not can_mount(), reason="needs a namespace in which to mount a small disk")
 def test_a_disk_that_is_full_at_any_moment_is_one_line_and_with_room_the_run_goes_on(home, tmp_path):
     """Whether it was a checkpoint, a line of the log or the timeline that found no room."""

@@ -31,6 +31,7 @@ def said_by_transformers(model, prompt: list[int], n: int, end_ids=()) -> list[i
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_likeliest_tokens_are_those_of_transformers(model_type):
     """Windows shorter than the prompts, experts, three sequences a micro-batch: the last one is alone among padding.
@@ -50,6 +51,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(model_type):
     assert len(shorter[2]) == 1
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_every_plan_and_lateness_says_the_same(policy):
     config, semantics = tiny_config("qwen3", num_hidden_layers=3), semantics_of("qwen3", seq_len=80, batch_size=4)
@@ -68,6 +70,7 @@ def test_training_goes_on_as_if_nothing_had_been_said():
     assert differences(machine, plain("gemma2", semantics)) == []
 
 
+@pytest.mark.soak
 def test_drawn_tokens_are_among_the_likeliest_and_come_as_often_as_they_should():
     config, semantics = tiny_config("llama"), exact("llama", seq_len=8)
     machine = machine_of(config, semantics, Policy())

@@ -47,6 +47,7 @@ def look_at(run: Training, step: int) -> None:
         log.write(json.dumps({"step": step, "eval_loss": 1.0}) + "\n")
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(("every", "expected"), [(None, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_lanes_are_drained_to_evaluate_every_so_many_steps_and_at_the_end(tmp_path, every, expected, background):
@@ -150,6 +151,7 @@ def test_each_look_that_is_missing_is_made_up_for_and_no_other(tmp_path):
         said.clear()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("save_every", [None, 2])
 @pytest.mark.parametrize("at", [2, 4])

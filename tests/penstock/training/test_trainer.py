@@ -75,6 +75,7 @@ def test_a_step_that_stops_the_run_leaves_the_state_of_the_step_before(tmp_path)
         assert all(same_bits(x[name], y[name]) for name in x)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("save_every", [1, 2, 5])
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
 def test_a_run_that_is_saved_stopped_and_resumed_under_another_plan_is_the_unbroken_one(tmp_path, save_every, master_dtype):
@@ -174,6 +175,7 @@ class AsksAt(CpuMachine):
             self.stop.request()
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("save_every", [None, 1, 2])
 @pytest.mark.parametrize("at", [(2, Kind.LOAD), (2, Kind.LOSS), (2, Kind.UPDATE), (1, Kind.OFFLOAD_GRADIENT)])
@@ -281,6 +283,7 @@ def test_other_settings_of_the_optimizer_are_refused_with_what_differs_and_what_
     replace(training(tmp_path, Policy()), optimizer=json.loads(json.dumps(was))).resume(load_state(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
