@@ -1,4 +1,4 @@
-"""Does a run with adapters take as long as predicted, and do they become a model?
+"""A run with adapters, measured: step time against the prediction, kill and resume, merge and load.
 
     python -m benchmarks.adapter_run > docs/benchmarks/adapter-run_cpu-2core_DATE.md
 

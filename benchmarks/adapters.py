@@ -1,4 +1,4 @@
-"""What does it take to train adapters beside a model that does not fit, and how fast is it?
+"""Page of predicted LoRA and QLoRA speeds for models that do not fit their GPU.
 
     python -m benchmarks.adapters > docs/benchmarks/adapters_DATE.md
 

@@ -1,4 +1,4 @@
-"""Is any plan faster than a bound says, in thousands of random cases, and how near to the bounds do they come?
+"""Random attack on the bounds: thousands of drawn policies against every lower bound, and how near they come.
 
 Prints a page in markdown: `python -m benchmarks.adversary` from the root of the repository, some twenty minutes on two cores;
 `--cases 500` for fewer. A case is a policy in a cell (model, machine, memory, step) with all bounds that say something of it.

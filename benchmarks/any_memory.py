@@ -1,4 +1,4 @@
-"""What if a machine had other memory than can be bought for it?"""
+"""Profiles with sizes of memory that are not sold for their machine."""
 
 from hwprofiles.schema import Profile
 

@@ -1,6 +1,6 @@
-"""How many wrong plans does the checker refuse, and how long does it take over a right one?
+"""Mutation score of the checker: how many broken plans it refuses, and its time on right ones.
 
-Prints a page in markdown: `python -m benchmarks.check_mutants` from the root of the repository, about two minutes.
+Prints a page in markdown: `python -m benchmarks.check_mutants` from the root of the repository, some minutes.
 """
 
 import time
@@ -8,46 +8,40 @@ from statistics import median
 from typing import Any
 
 from planner.check.check import check
-from planner.lower.lower import lower
-from runtime.plan import Policy, Semantics, Update
-from tests.mutants import sample_plans, table, tally
-from tests.strategies import MODEL, PROFILE, small_workload
+from tests.edits import small
+from tests.mutants import SAMPLES, tally
 
+MOST = 400  # mutants of a mutation and a plan
 N_RUNS = 7
-PLANS: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
-    (24, 1, 1, {}),
-    (80, 8, 8, {}),
-    (80, 8, 1, {}),
-    (80, 64, 8, {}),
-    (120, 64, 64, {}),
-    (120, 64, 64, {"boundary_stride": 11}),
-    (120, 64, 64, {"speculate_blocks": tuple(range(122))}),
+PLANS: tuple[dict[str, Any], ...] = (
+    {"n_layers": 24, "n_micro_batches": 1},
+    {"n_layers": 80, "n_micro_batches": 8, "accumulation_group": 8},
+    {"n_layers": 80, "n_micro_batches": 8},
+    {"n_layers": 80, "n_micro_batches": 64, "accumulation_group": 8},
+    {"n_layers": 120, "n_micro_batches": 64, "accumulation_group": 64},
+    {"n_layers": 120, "n_micro_batches": 64, "accumulation_group": 64, "boundary_stride": 11},
+    {"n_layers": 120, "n_micro_batches": 64, "accumulation_group": 64, "speculate_blocks": tuple(range(122))},
 )
 
 
 def main() -> None:
-    """Every mutant of every sample plan, then the time of the check on growing plans."""
-    counts, survivors, condemned = tally()
-    print(f"Mutants of {len(sample_plans())} plans, all there are:\n\n{table(counts)}\n")
-    print("Survivors, all held harmless by the oracle, by mutation and by the kinds of op concerned:\n")
-    for family, n in sorted(survivors.items(), key=lambda item: (-item[1], item[0])):
-        print(f"- {n} x {family}")
-    for what in condemned:
+    """Mutants of every sample plan, then the time of the check on growing plans."""
+    found = tally(MOST)
+    print(f"Mutants of {len(SAMPLES)} plans, of each mutation and plan at most {MOST}:\n\n{found.table()}\n")
+    for what in found.condemned:
         print(f"- WRONG: {what}")
     print(f"\nTime of one check, median of {N_RUNS} (spread: slowest over fastest):\n")
     print("| layers | micro-batches, group | besides | ops | check_s | spread |\n|---:|---|---|---:|---:|---:|")
-    for n_layers, n_micro_batches, group, besides in PLANS:
-        semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1)
-        policy = Policy(2, 2, 0, group, update=Update.DEFERRED, **besides)
-        plan = lower(MODEL, small_workload(n_layers, tied=True), semantics, policy, PROFILE)
+    for choices in PLANS:
+        plan = small(**{"tied": True, "prefetch_depth": 2, "gradient_slots": 2} | choices)
         times_s = []
         for _ in range(N_RUNS):
             start_s = time.perf_counter()
             check(plan)
             times_s.append(time.perf_counter() - start_s)
-        spread = max(times_s) / min(times_s)
-        knobs = ", ".join(besides) or "nothing"
-        print(f"| {n_layers} | {n_micro_batches}, {group} | {knobs} | {len(plan.ops)} | {median(times_s):.3f} | {spread:.2f} |")
+        sizes = f"{plan.workload.n_layers} | {plan.semantics.n_micro_batches}, {plan.policy.accumulation_group}"
+        besides = ", ".join({*choices} & {"boundary_stride", "speculate_blocks"}) or "nothing"
+        print(f"| {sizes} | {besides} | {len(plan.ops)} | {median(times_s):.3f} | {max(times_s) / min(times_s):.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What does it cost a run to save its state every ten steps?
+"""Cost of writing a checkpoint every ten steps of a run.
 
 `python -m benchmarks.checkpointing HOME` prints a page of Markdown: the demo's model, plan and data, in one process. Every other
 stretch of ten steps begins with a checkpoint that is due, and is held against the stretch without one that follows it: what else

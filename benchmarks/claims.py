@@ -1,4 +1,4 @@
-"""What else was published about these systems, and is it so in our model?
+"""Published claims about other systems, against the same quantities in our model.
 
 Sentences of the sources that give no complete run, so nothing was ever fitted from them: ratios, ablations, limits, and times of
 single copies. Each is computed again with the shipped profiles and held against what the source says, misses included.

@@ -1,4 +1,4 @@
-"""What does a planner lose that thinks nothing is shared?
+"""What ignoring contention costs a planner.
 
 `python -m benchmarks.contention [MACHINE ...]` prints a page of Markdown. For each machine and workload the search runs twice: on
 the machine as its profile has it, and on a twin in which nothing is shared (both directions of the link at once, host DRAM and

@@ -1,4 +1,4 @@
-"""Which plans change when profiles change?
+"""Plans that change when profiles change.
 
     python -m benchmarks.decisions -o after.json            # in this tree; in another one: the same, before.json
     python -m benchmarks.decisions before.json after.json > docs/benchmarks/decisions_DATE.md

@@ -1,4 +1,4 @@
-"""Does the executor keep the time that the simulator predicts, and is the searched plan as much faster as predicted?
+"""Emulated runs against the simulator: step times, and the speed-up of searched plans.
 
 `python -m benchmarks.emulated` prints a page of Markdown: plans of models with 24 to 80 layers, for three machines that are not
 here, performed at their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two quiet cores; `--only` takes some

@@ -1,4 +1,4 @@
-"""What does the executor cost per op?
+"""Overhead of the executor per op.
 
 `python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers performed by a machine that does nothing, in
 turns with bare hand-overs between two threads, which are what waking a lane costs at least. A minute on a quiet computer.

@@ -1,4 +1,4 @@
-"""Does any file make a reader fail?
+"""Fuzzing of every file reader.
 
 `python -m benchmarks.fuzz --minutes 5` from the root of the repository: each format of `tests/fuzz_formats*.py` for so long, in a
 process of its own with a limit of memory, and prints a page in markdown. Inputs are led by coverage where atheris is installed (it

@@ -1,4 +1,4 @@
-"""How near to optimal are the plans, and how much faster than other systems' schedules?
+"""Grid of models, machines and step sizes: optimality gaps, speed-ups over other schedules, search times.
 
     python benchmarks/grid.py > docs/benchmarks/grid_DATE.md
 
@@ -19,13 +19,13 @@ from itertools import product
 
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
-from planner.check.check import check
+from penstock.api import check
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import Answer, search
 from runtime.errors import DoesNotFitError
-from runtime.plan import Semantics
+from runtime.plan import PlanFile, Semantics
 from runtime.units import TB, show_count, show_seconds
 
 MACHINES = ("h200-pcie5", "gh200", "h100-sxm", "rtx4090-server", "rtx4090-desktop", "gb10")
@@ -90,7 +90,7 @@ def searched(name: str, machine: str, n_tokens: int) -> Cell:
     check_s = 0.0
     if not isinstance(answer, str):
         start_s = time.process_time()
-        check(answer.plan, answer.claim())
+        check(PlanFile(answer.plan, answer.claim()))
         check_s = time.process_time() - start_s
     return Cell(name, machine, n_tokens, answer, search_s, check_s)
 

@@ -1,4 +1,4 @@
-"""What do many hosts of eight GPUs do, and where does their network take over?
+"""Predicted scaling over hosts of eight GPUs, and where the network binds.
 
 Prints a page in markdown: `python -m benchmarks.hosts` from the root of the repository, some ten minutes. Plans alone; nothing is
 run. Every GPU has the same tokens of a step (weak scaling); hosts are those of `8xh100`.

@@ -1,4 +1,4 @@
-"""What do fused kernels change in what is planned?
+"""Predicted effect of fused kernels on plans.
 
     python -m benchmarks.kernels > docs/benchmarks/kernels_DATE.md
 

@@ -1,4 +1,4 @@
-"""When is a process killed, and what was it about?
+"""Kills of a run at chosen moments.
 
 A process tells which step it is at; its folder shows what else it is doing. A kill waits for one of these and then a random while,
 so that the short moments in which most can go wrong (a checkpoint that is half written, one that is half deleted) get their share.

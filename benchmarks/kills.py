@@ -1,4 +1,4 @@
-"""Does a run that is killed at any moment go on to the same bits?
+"""A hundred random kills of a run, each resumed to the same bits.
 
 `python -m benchmarks.kills HOME` trains a tiny model on chats in processes of their own, kills them with SIGKILL at random moments,
 again and again, and lets each run go on until it is done. What it leaves must be what a run leaves that nobody disturbed: every

@@ -1,4 +1,4 @@
-"""What is each choice of the search worth?
+"""Ablation: what each choice of the search is worth.
 
     python -m benchmarks.knobs > docs/benchmarks/knobs_DATE.md
 
@@ -22,7 +22,7 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from hwprofiles.schema import read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.search import branch, choices, climb, estimate, loads, space
+from planner.search import branch, choices, climb, estimate, relax, space
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
 from runtime.errors import DoesNotFitError
@@ -79,12 +79,12 @@ def step_s(cell: Cell, knob: str) -> float | None:
         if knob == "offload_blocks":
             ways_of = space.ways_of
             stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
-            for room in (loads, choices):
+            for room in (relax, choices):
                 stack.enter_context(patch.object(room, "ways_of", stay))
             stack.enter_context(patch.object(climb, "AWAY", ()))
             stack.enter_context(patch.object(estimate.Greedy, "_leaving", lambda self, saved: {}))
         if knob == "device_blocks":
-            for room in (loads, choices, climb, estimate):
+            for room in (relax, choices, climb, space):
                 stack.enter_context(patch.object(room, "places_to_stay", lambda plan, profile: []))
         semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
         try:

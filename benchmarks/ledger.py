@@ -1,4 +1,4 @@
-"""How far from the truth are the predictions, and would they be without having seen it?
+"""Errors of predicted published runs, on the fit and on held-out runs.
 
     python benchmarks/ledger.py RUNS.json [-o docs/accuracy.md]
 

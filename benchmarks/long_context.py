@@ -1,4 +1,4 @@
-"""How much device memory does a long context take, planned and measured, with and without tiles and spilled boundaries?
+"""Device memory of a long context, planned and measured, with tiles and spilled boundaries.
 
 `python -m benchmarks.long_context` prints two tables of Markdown: a narrow model trained on this CPU, where every byte that the
 allocator hands to the gpu lane is seen; and what `penstock plan` and `penstock check` say of a large model and half a million

@@ -1,4 +1,4 @@
-"""How long does it take to plan, check and perform a step of thousands of micro-batches?
+"""Planning, checking and performing steps of thousands of micro-batches.
 
 `python -m benchmarks.long_steps` prints two tables of Markdown: what `penstock plan -o` and `penstock check --quick` take for
 steps of one to four million tokens, each in a fresh process, start-up included, with the process's peak memory; and one step of

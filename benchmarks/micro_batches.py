@@ -1,4 +1,4 @@
-"""How fast is a step with the micro-batch that nobody named?
+"""Step time of the chosen micro-batch against all others.
 
     python -m benchmarks.micro_batches > docs/benchmarks/micro-batches_DATE.md
 

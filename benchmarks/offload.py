@@ -1,4 +1,4 @@
-"""What is gained where saved activations may wait on the host, or state is kept on the device?
+"""Gain of activation offload, and of optimizer state on the device.
 
     python -m benchmarks.offload > docs/benchmarks/offload_DATE.md
     python -m benchmarks.offload state > docs/benchmarks/state_DATE.md

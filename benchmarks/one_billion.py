@@ -1,4 +1,4 @@
-"""What does a model of a billion parameters need on a small computer, and how fast does it go?
+"""Memory and speed of a model of a billion parameters on a small computer.
 
 `python -m benchmarks.one_billion` probes this machine, plans a model of 1.1 G parameters (random weights, split masters), takes a
 few steps, and prints a page of Markdown: tokens/s, what binds, and the process's memory, sampled all along, beside the plan's.

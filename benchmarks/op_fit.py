@@ -1,4 +1,4 @@
-"""Which constants of the profiles' laws do published measurements give?
+"""Fit of the profiles' cost laws to published measurements of single ops.
 
 Laws (`hwprofiles/laws.py`) are fitted to the rows of `benchmarks/published_ops.csv` that are marked `fit`, those of one
 architecture together: shapes of curves are an architecture's, rates a GPU's. Least squares over logarithms with a robust loss,

@@ -1,4 +1,4 @@
-"""How far from the truth are the predictions of single ops?
+"""Errors of predicted single ops, by GPU and kind.
 
     python -m benchmarks.op_ledger > docs/ops.md
 

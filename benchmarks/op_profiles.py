@@ -1,4 +1,4 @@
-"""What do profiles hold of what was measured of single ops?
+"""Profiles rebuilt from the fitted laws.
 
     python -m benchmarks.op_profiles            # the laws of products that would be written
     python -m benchmarks.op_profiles --write    # all laws, into hwprofiles/profiles; then: python benchmarks/ledger.py RUNS --write

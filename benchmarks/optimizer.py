@@ -1,4 +1,4 @@
-"""How near does the host's optimizer come to the rate at which memory is copied?
+"""Bandwidth of the host's AdamW against memcpy.
 
 `python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters
 with one worker and more, beside a copy that moves as many bytes with as many threads, measured in turns; the bytes per parameter

@@ -1,4 +1,4 @@
-"""How long does planning take, and how does that grow with the layers of a model?
+"""Planning time against the number of layers.
 
     python benchmarks/planning.py > docs/benchmarks/planning_DATE.md
 

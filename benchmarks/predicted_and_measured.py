@@ -1,4 +1,4 @@
-"""How near is a measured step to the predicted one?
+"""Measured step times on this computer against predictions.
 
 `python -m benchmarks.predicted_and_measured` prints a page of Markdown: the demo's model on this CPU with a profile probed just
 before, other machines' plans performed by the emulator, and two policies whose checkpoints must have the same SHA-256.

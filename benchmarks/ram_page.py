@@ -1,4 +1,4 @@
-"""Which page says what fits the memory that there is?
+"""The page of largest trainable models by host memory.
 
 `penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md`: the page is that command's output, and nothing else.
 """

@@ -1,4 +1,4 @@
-"""How do planned steps grow with the number of GPUs, and does a run keep to what was planned for several?
+"""Predicted step times by number of GPUs, and runs of several ranks against their plans.
 
 Prints a page in markdown: `python -m benchmarks.ranks` from the root of the repository, some five minutes. Every GPU has the same
 tokens of a step (weak scaling), so an efficiency of 100 % means that nothing is lost by sharing the host and by exchanging.

@@ -1,4 +1,4 @@
-"""What do runs tell about a machine that nobody measured?
+"""Fit of a machine's unmeasured rates to published runs.
 
 A fit moves constants from what was believed of them (the prior, with its spread) towards what runs show, by least squares over
 logarithms with a robust loss: one odd run moves little. Few constants, few runs: `STAGES` names every constant that is fitted,

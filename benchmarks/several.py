@@ -1,4 +1,4 @@
-"""What was published of several GPUs, and what does Penstock say of the same machines?
+"""Published runs on several GPUs against predictions.
 
 The section of docs/accuracy.md that `benchmarks/ledger.py` writes: runs of systems that shard (`benchmarks/sharded.py`), layers
 timed one by one, and another system beside our own plan.

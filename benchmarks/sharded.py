@@ -1,4 +1,4 @@
-"""How did systems that shard a model over the GPUs of a host run a step, as they were published?
+"""Schedules of published systems that shard a model over GPUs.
 
 Two that keep a part of the training state on every GPU's side and bring each layer's weights together for every forward and
 every backward of a micro-batch, written down as `benchmarks/published/systems.py` writes down those of one GPU: the tasks of their

@@ -1,4 +1,4 @@
-"""Which small model do benchmarks train, and on which chats?
+"""The small model and the chats that benchmarks train on.
 
 38 million parameters, bytes for tokens; questions and answers made of the docstrings of the standard library.
 """

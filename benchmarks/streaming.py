@@ -1,4 +1,4 @@
-"""What does streaming cost, against the same model resident?
+"""Streaming against the same model resident.
 
 `python -m benchmarks.streaming` prints a page of Markdown: steps of a streamed model and of a plain PyTorch loop that keeps
 everything in memory and checkpoints the same layers, in interleaved pairs on the same cores.

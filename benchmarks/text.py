@@ -1,4 +1,4 @@
-"""Which text do benchmarks train on?"""
+"""The text that benchmarks train on."""
 
 import json
 import sysconfig

@@ -1,4 +1,4 @@
-"""How right are the predictions: of whole runs, published or your own, or of single ops?
+"""Command that predicts published runs or your own, or single ops, and tabulates the errors.
 
 `python -m benchmarks.validate FILE [--json]`
 """

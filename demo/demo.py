@@ -1,4 +1,4 @@
-"""What does Penstock do, in a few minutes on two cores?
+"""Demo: plan, fine-tune a small model on two cores, kill, resume, compare bits, report.
 
 Measures this machine, plans a byte-level model on it with half of the memory its training state needs, teaches it the Zen of
 Python by question and answer, and compares the clock with the plan. The same run is then begun again, killed half-way and resumed:

@@ -242,38 +242,36 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fiel
         raise PlanError(f"{what}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def check(plan: "Planned | PlanFile | Plan | str | Path", quick: bool = False) -> str:
+def check(plan: "Planned | PlanFile | Plan | str | Path", search: bool = False) -> str:
     """Prove a plan right, and true what its file claims; the words say what was not checked. WrongPlanError says what is wrong.
 
-    `quick` leaves out the search, which takes as long as `plan` did. A plan without a claim is proven right, no more.
+    `search`: search again, too, which takes as long as `plan` did. A plan without a claim is proven right, no more.
     """
-    return proven(*_file_of(plan), quick)
+    return proven(*_file_of(plan), search)
 
 
-def proven(where: str, file: "PlanFile", quick: bool) -> str:
+def proven(where: str, file: "PlanFile", search: bool) -> str:
     """What `check` says of a file that was read."""
     from planner.check.check import check as prove
     from planner.check.check import summary
-    from planner.check.claimed import claimed
+    from planner.check.claim import claimed
 
     try:
-        prove(file.plan, file.claim)
-        checked = "nothing is claimed of it" if file.claim is None else _recounted(file.plan, claimed(file.claim, where), quick)
+        prove(file.plan)
+        checked = "nothing is claimed of it" if file.claim is None else _recounted(file.plan, claimed(file.claim, where), search)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     return f"{summary(file.plan)}; {checked}"
 
 
-def _recounted(plan: "Plan", claim: Any, quick: bool) -> str:
+def _recounted(plan: "Plan", claim: Any, search: bool) -> str:
     """What was held to what, and what was not, in words; PlanError for what does not follow."""
-    from planner.check.recount import check_claim, check_origin, check_search, is_by_this_code
+    from planner.check.claim import check_claim, check_origin, check_search
 
-    left = check_origin(plan, is_by_this_code(claim))
-    if quick:
-        left += check_claim(plan, claim)
-        left.append("the search (--quick): policy_bound_s only lies where it must, and n_simulated")
-    else:
-        left += check_search(plan, claim)
+    left = check_origin(plan, claim)
+    left += check_search(plan, claim) if search else check_claim(plan, claim)
+    if not search:
+        left.append("policy_bound_s and n_simulated, for which --search searches again")
     often = claim.certificate.clipped_fraction
     if often and plan.policy.speculate_blocks:
         left.append(f"that {often:.1%} of steps are clipped, as was said")

@@ -98,7 +98,7 @@ class Poisoned(CpuMachine):
 
 def can_be_poisoned(plan: Plan) -> list[int]:
     """Ops all of whose results are read again in the same step, and by nobody later; and which come before the norm's reading."""
-    squared = plan.policy.square_blocks  # on the device: what befalls such a gradient on its way to the host, no norm sees
+    squared = plan.squared  # on the device: what befalls such a gradient on its way to the host, no norm sees
     in_time = [i for i, op in enumerate(plan.ops) if not (op.kind is Kind.OFFLOAD_GRADIENT and op.block in squared)]
     return [i for i in in_time if plan.ops[i].writes and all(slot.arena in PASSING for slot in plan.ops[i].writes)]
 

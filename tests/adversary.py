@@ -26,7 +26,7 @@ from planner.search.relax import Relaxation
 from planner.search.space import Way, eager_is_legal, family_of, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
-from runtime.plan.legality import can_square, refuse_illegal
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.train import parse_train
 from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
@@ -283,9 +283,9 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     def group(rng: random.Random) -> Policy:
         size = rng.choice((1, n, max(1, policy.accumulation_group // 2), min(n, policy.accumulation_group * 2), rng.randint(1, n)))
         size = max(size, s.least_group)
-        whole = {"square_blocks": (), "device_blocks": (), "offload_late_blocks": 0} if size < n else {}
+        whole = {"square_on_device": False, "device_blocks": ()} if size < n else {}
         if not workload.trains_all:
-            whole = {"offload_late_blocks": 0} if size < n else {}
+            whole = {}
         return replace(policy, accumulation_group=size, **whole)
 
     def update(rng: random.Random) -> Policy:
@@ -319,7 +319,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
 
     def elsewhere(rng: random.Random) -> Policy:
         blocks = rng.choice(places_of_mixed(s, workload))
-        return replace(policy, device_blocks=blocks, square_blocks=blocks)
+        return replace(policy, device_blocks=blocks)
 
     yield from (group, update, saving, saving, buffers, buffers)
     if not workload.trains_all:
@@ -327,9 +327,8 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
     if policy.accumulation_group == n and s.ranks == 1:
-        yield toggled("square_blocks", can_square(workload, s))
+        yield lambda rng: replace(policy, square_on_device=not policy.square_on_device)
         yield from (stay, stay)
-        yield lambda rng: replace(policy, offload_late_blocks=rng.randint(0, policy.gradient_slots - 1))
     if policy.update is Update.DEFERRED and of.clipped_fraction is not None:
         yield toggled("speculate_blocks", everything)
 
@@ -382,7 +381,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
         some = [b for b in may if rng.random() < 0.5]
         policy = staying(policy, rng.choice((may, some, may[1:-1], [rng.choice(may)])))
         if rng.random() < 0.5:
-            policy = replace(policy, square_blocks=tuple(can_square(of.workload, of.semantics)))
+            policy = replace(policy, square_on_device=True)
         with suppress(PlanError):
             refuse_illegal(of.workload, of.semantics, policy)
             if of.needs(policy).fits:

@@ -1,24 +1,29 @@
-"""How is a plan made wrong on purpose, and what is said of it?"""
+"""Small plans for tests, and edits that make them wrong."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from planner.check.check import check
 from planner.lower.lower import lower
+from planner.lower.waits import with_waits
 from runtime.errors import PlanError
-from runtime.plan import Plan, Policy, Semantics, Slot, Update
+from runtime.plan import Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
 from tests.strategies import MODEL, PROFILE, small_workload
 
+OF_POLICY = {field.name for field in fields(Policy)}
 
-def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **policy: Any) -> Plan:
-    """A plan of a policy; `ranks`, `train`, `base` and `gradient_dtype` are of its semantics."""
-    eager = policy.get("update") is Update.EAGER
-    meant = {name: policy.pop(name) for name in ("ranks", "train", "base", "gradient_dtype") if name in policy}
-    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, clip_norm=None if eager else 1.0, **meant)
-    workload = small_workload(n_layers, tied, saving="offload_blocks" in policy, train=semantics.train)
-    return lower(MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE)
+
+def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **choices: Any) -> Plan:
+    """A plan of `small_workload`; `choices` are fields of its policy (update deferred, if not said otherwise) and its semantics."""
+    policy = Policy(**{"update": Update.DEFERRED} | {name: value for name, value in choices.items() if name in OF_POLICY})
+    meant: dict[str, Any] = {"clip_norm": None if policy.update is Update.EAGER else 1.0}
+    meant |= {name: value for name, value in choices.items() if name not in OF_POLICY}
+    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, **meant)
+    workload = small_workload(n_layers, tied, saving=bool(policy.offload_blocks), train=semantics.train)
+    return lower(MODEL, workload, semantics, policy, PROFILE)
 
 
 def index(plan: Plan, name: str) -> int:
@@ -26,9 +31,14 @@ def index(plan: Plan, name: str) -> int:
     return next(i for i, op in enumerate(plan.ops) if op.name == name)
 
 
+def at(plan: Plan, i: int, op: Op) -> Plan:
+    """The plan with another op number i."""
+    return replace(plan, ops=(*plan.ops[:i], op, *plan.ops[i + 1 :]))
+
+
 def with_op(plan: Plan, name: str, **changes: Any) -> Plan:
     i = index(plan, name)
-    return replace(plan, ops=(*plan.ops[:i], replace(plan.ops[i], **changes), *plan.ops[i + 1 :]))
+    return at(plan, i, replace(plan.ops[i], **changes))
 
 
 def with_slots(plan: Plan, name: str, **slots: Slot | None) -> Plan:
@@ -38,20 +48,63 @@ def with_slots(plan: Plan, name: str, **slots: Slot | None) -> Plan:
     return with_op(plan, name, operands=tuple((operand, slot) for operand, slot in operands if slot is not None))
 
 
+def under(plan: Plan, **changes: Any) -> Plan:
+    """The same ops under another policy."""
+    return replace(plan, policy=replace(plan.policy, **changes))
+
+
+def with_sizes(plan: Plan, name: str, sizes: Sequence[int]) -> Plan:
+    """The plan with slots of these bytes in an arena."""
+    return replace(plan, arenas=tuple(replace(a, slot_bytes=tuple(sizes)) if a.name == name else a for a in plan.arenas))
+
+
+def sizes_of(plan: Plan, name: str) -> tuple[int, ...]:
+    arena = plan.arena(name)
+    return () if arena is None else arena.slot_bytes
+
+
 def with_profile(plan: Plan, path: str, value: object) -> Plan:
     """The plan with one value of its profile replaced."""
-    first, *rest = path.split(".")
-    return replace(plan, profile=with_value(plan.profile, [first, *rest], value))
+    return replace(plan, profile=with_value(plan.profile, path.split("."), value))
 
 
 def with_value(tree: Any, path: list[str], value: object) -> Any:
     return value if not path else {**tree, path[0]: with_value(tree[path[0]], path[1:], value)}
 
 
-def error_of(plan: Plan, claim: dict[str, Any] | None = None) -> str:
+def reordered(plan: Plan, order: Sequence[int]) -> Plan:
+    """The ops of these numbers, in this order. Waits follow their ops; those for ops that are left out are dropped."""
+    places = {i: place for place, i in enumerate(order)}
+    waits = [tuple(replace(w, op=places[w.op]) for w in plan.ops[i].waits if w.op in places) for i in order]
+    return replace(plan, ops=tuple(replace(plan.ops[i], waits=of) for i, of in zip(order, waits, strict=True)))
+
+
+def rewaited(plan: Plan) -> Plan:
+    """The same ops with the waits that lowering derives from their order: no race, whatever the values."""
+    ops, after = [replace(op, waits=()) for op in plan.ops], dict[int, Wait]()
+    if plan.policy.update is Update.BARRIER:
+        last = {op.kind: i for i, op in enumerate(ops) if op.kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE)}
+        *on_device, final = sorted(last.values(), key=lambda i: ops[i].kind is Kind.UPDATE)
+        after = {next(i for i, op in enumerate(ops) if op.kind is Kind.LOAD): Wait(final, 1)}
+        if on_device:
+            after[final] = Wait(on_device[0])
+    return replace(plan, ops=with_waits(ops, after))
+
+
+def error_of(plan: Plan) -> str:
+    """What the checker says of the plan, in one line."""
     with pytest.raises(PlanError) as caught:
-        check(plan, claim)
+        check(plan)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600
     return message
+
+
+def passes(plan: Plan) -> bool:
+    """Whether the checker lets the plan through; any exception but PlanError is the test's to see."""
+    try:
+        check(plan)
+    except PlanError:
+        return False
+    return True

@@ -16,8 +16,7 @@ from benchmarks.published.validate import validate_file
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.cli.plan import _policy
 from planner.check.check import check
-from planner.check.claimed import claimed
-from planner.check.recount import check_claim, check_origin, is_by_this_code, strangers
+from planner.check.claim import check_claim, check_origin, claimed, strangers
 from planner.lower.lower import lower
 from planner.model.config import read_model, refuse_another
 from planner.model.workload import build_workload
@@ -89,8 +88,8 @@ def sample_plans() -> list[Plan]:
     policies = (
         Policy(),
         Policy(update=Update.DEFERRED, speculate_blocks=(0, 2), accumulation_group=2),
-        Policy(spill_blocks=(0, 1), resident_blocks=(2,), gradient_slots=2, offload_late_blocks=0),
-        Policy(boundary_stride=2, square_blocks=(1, 2), accumulation_group=2),
+        Policy(spill_blocks=(0, 1), resident_blocks=(2,), gradient_slots=2),
+        Policy(boundary_stride=2, square_on_device=True, accumulation_group=2),
     )
     plans = [lower(MODEL, small_workload(3, tied), SEMANTICS, p, PROFILE) for p, tied in zip(policies, (0, 1, 0, 0), strict=True)]
     for model_type in ("qwen3", "gpt_oss"):
@@ -158,7 +157,7 @@ def _read_claim(folder: Path) -> None:
     claim = claimed(file.claim, "plan.json")
     Profile.from_json(file.plan.profile)
     check(file.plan, file.claim)
-    check_origin(file.plan, is_by_this_code(claim))
+    check_origin(file.plan, claim)
     check_claim(file.plan, claim)
     list(strangers(file.plan))
 

@@ -1,7 +1,7 @@
-"""Do two plans train the same, whatever the timing?
+"""The oracle: whether two plans train the same, whatever the timing.
 
-Slow and obvious, and it shares nothing with the checker: reachability in a networkx graph of four steps, and the training state
-of every block written out as a term over everything it came from.
+Slow and obvious, and independent of the checker: reachability in a networkx graph of four steps; the training state of every block
+written out as a term over everything it came from; and the bytes of each operand as the runtime counts them (`Setup`).
 """
 
 from collections import defaultdict
@@ -10,9 +10,11 @@ from typing import Any
 
 import networkx as nx
 
-from runtime.plan import Kind, Plan, Slot, Update
+from runtime.plan import Kind, Op, Plan, Slot, Update
+from runtime.plan.workload import ITEM_BYTES
 
 N_STEPS = 4
+FP32, FP64, ALIGN_BYTES = 4, 8, 256
 Node = tuple[int, int]  # op, step
 
 
@@ -55,7 +57,7 @@ Term = tuple[Any, ...]
 
 
 def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> list[Any]:
-    """What three steps of the plan compute, as terms: state of every block after each update, and the losses.
+    """What the steps of the plan compute, as terms: state of every block after each update, the norms and the losses.
 
     A term says which op made a value from which values; `names` numbers equal terms alike, across plans.
     """
@@ -67,9 +69,6 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
     reduced = plan.policy.accumulation_group > last
     held: dict[Slot, Any] = {plan.source_slot(b): name("initial", b) for b in range(len(blocks))}
     held |= {plan.state_slot(b): name("initial", b, "trained") for b in range(len(blocks))}
-    trained = [b for b, block in enumerate(blocks) if any(not p.frozen for p in block.parameters)]
-    # Of what the device squares only the first block has a norm, which ends the sum.
-    n_norms = sum(b == trained[0] or b not in plan.policy.square_blocks for b in trained)
     results: list[Any] = []
     for node in nx.lexicographical_topological_sort(graph):
         i, step = node
@@ -88,6 +87,8 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
         match op.kind:
             case Kind.LOAD:
                 new["weights"] = name("weights", b, values["state"], values.get("tied"))
+            case Kind.GATHER:
+                new["weights"] = name("gathered", b, values["weights"], values["state"], values.get("tied"))
             case Kind.DEQUANTISE:
                 new["weights"] = name("unpacked", b, values["packed"])
             case Kind.FORWARD | Kind.RECOMPUTE:
@@ -106,6 +107,8 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 total = new["sum"] = name("add", before, term)
                 total = joined(total)
                 new["gradient"] = name("rounded", total) if reduced else total
+            case Kind.EXCHANGE:
+                new = {"received": name("received", b), "gradient": name("of all ranks", b, values["sum"])}
             case Kind.SQUARE:
                 new["squares"] = name("squared", b, values["gradient"])
             case Kind.OFFLOAD_GRADIENT:
@@ -120,57 +123,96 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
                 new["arrived"] = name("add", name("zero") if is_first else values["arrived"], values["staged"])
                 joined(new["arrived"])
             case Kind.NORM:
-                so_far = values["norm"] if isinstance(values["norm"], tuple) and values["norm"][0] == step else (step, frozenset())
-                squares = [held.get(slot, name("garbage", str(slot), step)) for slot in op.every("squares")]
-                new["norm"] = (step, so_far[1] | {name("squares", b, values.get("arrived"), values.get("tied"), *squares)})
-                if len(new["norm"][1]) == n_norms:
-                    results.append(("norm", step, *sorted(new["norm"][1])))
+                new["norm"] = name("squares", b, values["arrived"], values.get("tied"))
+            case Kind.CLIP:
+                squares = [held.get(slot, name("garbage", str(slot), step)) for slot in op.every("norm")]
+                new["clip"] = name("norm of all", *squares)
+                results.append(("norm", step, new["clip"]))
             case Kind.SPECULATE:
                 new["shadow"] = name("speculated", b, *values.items())
             case Kind.UPDATE | Kind.SETTLE | Kind.UPDATE_ON_DEVICE:
                 # Of a settle the term holds what either outcome comes from: the shadow, and the state with its gradient.
                 new = dict.fromkeys(("state", "shadow"), name(op.kind, b, *values.items()))
                 results.append(("state", step, b, new["state"]))
-                if Slot("norm", 0) not in op.reads:  # eager: its own norm comes first, for the log and to stop
-                    results.append(("after norm", step, b, any(plan.ops[k].block == b for k in _norms(plan, graph, node))))
         held.update({slot: new[n] for n, slot in op.operands if n in new})
     return sorted(map(repr, results))
 
 
-def _norms(plan: Plan, graph: "nx.DiGraph[Node]", node: Node) -> list[int]:
-    """The norm ops of the step that are done before the node in every timing."""
-    return [i for i, step in nx.ancestors(graph, node) if step == node[1] and plan.ops[i].kind is Kind.NORM]
+def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
+    """Bytes that the runtime reads or writes in that operand of the op."""
+    b, blocks, item_bytes = op.block, plan.workload.blocks, ITEM_BYTES[plan.semantics.compute_dtype]
+    is_load, ranks = op.kind in (Kind.LOAD, Kind.GATHER), plan.semantics.ranks
+
+    def on_host(block: int) -> int:
+        return plan.frozen_bytes(block) + (0 if block in plan.policy.device_blocks else state_bytes(block))
+
+    def state_bytes(block: int) -> int:
+        return plan.part_elements(block) * sum(plan.state_bytes().values())
+
+    match name:
+        case "weights" if not (is_load and plan.unpacks(b)):
+            return plan.slot_elements(b) * item_bytes
+        case "weights" | "packed":
+            return plan.uploaded(b)[1]
+        case "state":
+            return on_host(b) if slot.arena == "state" else state_bytes(b)
+        case "trained" | "shadow":
+            return state_bytes(b)
+        case "tied" if is_load:
+            return on_host(0)
+        case "x":
+            return blocks[b - 1].boundary_bytes
+        case "y" | "spilled":
+            return blocks[b].boundary_bytes
+        case "saved" | "offloaded":
+            return plan.recompute(b).slot_bytes
+        case "sum":
+            return plan.gradient_elements(b) * ITEM_BYTES["fp32" if plan.sums_in_place(b) else plan.sum_dtype(b)]
+        case "into":
+            return plan.gradient_elements(b) * FP32
+        case "received":
+            return 2 * ranks * plan.exchanged_elements() * FP32
+        case "gradient" | "staged":
+            return plan.gradient_elements(b) // ranks * ITEM_BYTES[plan.gradient_dtype(b)]
+        case "arrived" if op.kind is Kind.OFFLOAD_GRADIENT:
+            return plan.gradient_elements(b) // ranks * ITEM_BYTES[plan.gradient_dtype(b)]
+        case "arrived" | "tied":
+            of = b if name == "arrived" else len(blocks) - 1
+            return plan.gradient_elements(of) // ranks * ITEM_BYTES[plan.host_gradient_dtype(of)]
+        case "squares":
+            return FP64 * len(blocks[b].trained)
+        case "norm":
+            return FP64 * plan.norm_numbers(slot.index)
+        case "clip":
+            return FP64 * (1 if ranks == 1 else ranks * plan.shared_numbers())
+    raise AssertionError(f"{op}: nothing is known of {name}")
 
 
-def _misplaced(original: Plan, mutant: Plan) -> str | None:
-    """A slot that is too small for what goes into it, or that starts where tensors do not."""
-    blocks, group, spill = original.workload.blocks, original.policy.accumulation_group, original.policy.spill_blocks
-    stride, last = original.policy.boundary_stride, len(blocks) - 2
-    again = {i for i in range(last) if i % stride}
-    staying = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i not in {*spill, *again} for _ in range(group)]
-    for k in range(1, stride):
-        staying += [max(blocks[i].boundary_bytes for i in again if i % stride == k)] * group
-    leaving = [b.boundary_bytes for i, b in enumerate(blocks[:-1]) if i in spill for _ in range(group)]
-    ring = [max(leaving)] * (2 * group + 1) if leaving else []
-    squared = [8 * len(blocks[b].trained) for b in original.policy.square_blocks]
-    saved = [original.recompute(b).slot_bytes for b in original.policy.offload_blocks]
-    left = {"offloaded": [n for n in saved for _ in range(group)], "saved": [max(saved, default=0)] * 2}
-    all_squared = [8 * sum(len(b.trained) for b in blocks), *squared]
-    rounded_up = {"activations": staying + ring, "spilled": leaving, "squares": squared, "norm": all_squared, **left}  # originally
-    used = {slot for op in mutant.ops for _, slot in op.operands}
-    for a, b in zip(original.arenas, mutant.arenas, strict=True):
-        starts = [0, *accumulate(b.slot_bytes)]
-        for i, (needed_bytes, n_bytes) in enumerate(zip(a.slot_bytes, b.slot_bytes, strict=True)):
-            if a.name in rounded_up:
-                needed_bytes = rounded_up[a.name][i]
-            if Slot(a.name, i) in used and (n_bytes < needed_bytes or starts[i] % 256):
-                return f"{a.name}[{i}] is too small or not aligned"
+def needed_bytes(plan: Plan, ops: tuple[Op, ...]) -> dict[Slot, int]:
+    """What goes into each slot that these ops of the plan use, at the most."""
+    needed: dict[Slot, int] = defaultdict(int)
+    for op in ops:
+        for name, slot in op.operands:
+            needed[slot] = max(needed[slot], n_bytes(plan, op, name, slot))
+    return needed
+
+
+def misplaced(original: Plan, mutant: Plan) -> str | None:
+    """A slot that is missing, or too small for what goes into it, in another memory, or that starts where tensors do not."""
+    places = {a.name: a.place for a in original.arenas}
+    if any(places.get(a.name, a.place) is not a.place for a in mutant.arenas):
+        return "an arena in another memory"
+    has_bytes = {Slot(a.name, i): n for a in mutant.arenas for i, n in enumerate(a.slot_bytes)}
+    starts = {Slot(a.name, i): at for a in mutant.arenas for i, at in enumerate([0, *accumulate(a.slot_bytes)])}
+    for slot, needed in needed_bytes(original, mutant.ops).items():
+        if has_bytes.get(slot, -1) < needed or starts[slot] % ALIGN_BYTES:
+            return f"{slot} is too small, or not aligned"
     return None
 
 
 def same_training(original: Plan, mutant: Plan) -> str | None:
     """None when the mutant trains exactly as the original for every timing; else why not."""
-    if mutant.arenas != original.arenas and (what := _misplaced(original, mutant)):
+    if what := misplaced(original, mutant):
         return what
     graph, graph_before = unrolled(mutant), unrolled(original)
     if not nx.is_directed_acyclic_graph(graph):

@@ -16,7 +16,7 @@ import torch
 
 from penstock.ranks import free_port
 from penstock.training.crew import WholeState
-from planner.check import arenas
+from planner.check import operands
 from planner.check.check import check
 from runtime.executor import execute
 from runtime.machines.processes import Processes, met
@@ -30,7 +30,7 @@ BY_MEMORY = "RANKS_BY_MEMORY"
 BATCH = 8  # sequences, each a micro-batch, if a case does not say otherwise
 POLICIES = {
     "plain": Policy(),
-    "deferred": Policy(update=Update.DEFERRED, prefetch_depth=2, gradient_slots=2, offload_late_blocks=1),
+    "deferred": Policy(update=Update.DEFERRED, prefetch_depth=2, gradient_slots=2),
     "early": Policy(update=Update.DEFERRED, speculate_blocks=(0, 2, 4), resident_blocks=(0, 1)),
     "spilling": Policy(update=Update.DEFERRED, save=saves(all=(3,)), spill_blocks=(0, 1)),
     "eager": Policy(update=Update.EAGER),
@@ -106,7 +106,7 @@ def every_case(groups: int, batch: int) -> list[str]:
 def main() -> None:
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
-    setup.EXCHANGED_BYTES = arenas.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
+    setup.EXCHANGED_BYTES = operands.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
     found = {}
     here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
     with met("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:

@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "accumulation_group": 4,
         "save": {"all": [11, 12]},
         "speculate_blocks": [2, 5],
-        "square_blocks": [3],
+        "square_on_device": True,
     },
 }
 # What `plan` and `report` say

@@ -1,6 +1,6 @@
-"""What are legal workloads, semantics, policies and plans?
+"""Hypothesis strategies of workloads, semantics, policies and plans, and the small ones that tests use by name.
 
-The grammar of the domain for Hypothesis: each strategy yields only legal things, so that tests need no `assume`.
+Each strategy yields only what is legal, so that tests need no `assume`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.lower.lower import lower
 from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.plan.legality import can_square, can_stay
+from runtime.plan.legality import can_stay
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
@@ -313,18 +313,14 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     one_group = group == of.n_micro_batches
     if trains_all:
         on_device = _some(draw, can_stay(workload, of)) if one_group and update is Update.DEFERRED else ()
-        squared = {*_some(draw, can_square(workload, of)), *on_device} if one_group else set()
     else:
         can_be_apart = of.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, of)}
         on_device = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
-        squared = {*on_device}
     speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
-        # Unreduced gradients leave at once.
-        offload_late_blocks=draw(st.integers(0, gradient_slots - 1)) if one_group else 0,
-        square_blocks=tuple(sorted(squared)),
+        square_on_device=one_group and trains_all and of.ranks == 1 and draw(st.booleans()),
         device_blocks=on_device,
         accumulation_group=group,
         update=update,

@@ -1,1 +1,1 @@
-"""What does a GPU do with penstock, stage by stage, in calls of ten minutes?"""
+"""GPU benchmark, in stages of at most ten minutes."""

@@ -1,4 +1,4 @@
-"""What does a GPU do with penstock?
+"""Command line of the GPU benchmark.
 
     python -m benchmarks.gpu prepare --home FOLDER --machine h100-sxm --device-memory 78GB --host-memory 118GB    # anywhere
     python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do

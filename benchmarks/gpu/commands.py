@@ -1,4 +1,4 @@
-"""What do the project's own commands say here: plan, probe, and the tests?
+"""Stages that run the project's own commands on the GPU machine: plan, probe, tests.
 
 Torch is not needed to plan, so plans for a GPU are made beforehand, anywhere.
 """

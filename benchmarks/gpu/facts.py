@@ -1,4 +1,4 @@
-"""What machine is this?"""
+"""Stage that records hardware and software of the machine."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""How is a stage performed so that it costs the others nothing, whatever it does?
+"""Isolation of a stage: process, time limit, result file.
 
 In a process of its own, in a process group of its own, with a limit. What it notes is in the stream at once; how it ended is a line
 of the same stream, so a later call knows what is left to do. One that failed, or was cut short, is tried again.

@@ -1,4 +1,4 @@
-"""How fast does host memory come, how fast is the link, and how fast is the optimizer beside it?"""
+"""Stages that measure host memory, the link, and the optimizer under copies."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""How fast are the kernels of one layer, eager and fused?
+"""Stage that times the kernels of one layer, eager and fused.
 
 Each is called as torch offers it, whatever the runtime has chosen: what it could choose is to be known.
 """

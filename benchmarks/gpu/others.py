@@ -1,4 +1,4 @@
-"""How fast do other systems train the same model with the states on the host?
+"""Stages that train the same model with other systems' host offload.
 
 PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, each set up as its own documentation or example does it, on one device: bf16
 compute, clipping to the same norm, every layer recomputed from its input. Each is given what suits it: as many of the model's

@@ -1,4 +1,4 @@
-"""What is not installed, and can it be carried?
+"""Missing Python packages, carried as wheels.
 
 Nothing here imports what may be missing.
 """

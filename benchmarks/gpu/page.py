@@ -1,4 +1,4 @@
-"""What was measured, as a page of Markdown?
+"""Markdown page of the GPU benchmark.
 
 Made of the stream of results alone, so it can be made anywhere, of whatever there is.
 """

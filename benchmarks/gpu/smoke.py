@@ -1,4 +1,4 @@
-"""Does any policy change a bit here?
+"""Stage that compares the bits of several policies on the GPU.
 
 Tiny models, eager and with fused kernels, which all add in a fixed order: every policy must end in the bits of the one that keeps
 everything, and fused activations and rotary embeddings in those of eager ones. The tests marked `gpu` say far more; this says it in
@@ -55,8 +55,8 @@ POLICIES = {
     ),
     "every second input": Policy(boundary_stride=2),
     "resident": Policy(resident_blocks=(1, 3), save=saves(all=(2,)), update=Update.DEFERRED, prefetch_depth=2),
-    "squared on the device": Policy(square_blocks=(1, 2), accumulation_group=4),
-    "state on the device": Policy(square_blocks=(1, 2), device_blocks=(1, 2), accumulation_group=4, update=Update.DEFERRED),
+    "squared on the device": Policy(square_on_device=True, accumulation_group=4),
+    "state on the device": Policy(device_blocks=(1, 2), accumulation_group=4, update=Update.DEFERRED),
 }
 
 

@@ -1,4 +1,4 @@
-"""Which stages are there, in which order, how long may each last, and at what sizes?
+"""List of stages: order, time limits, sizes.
 
 All of it is data here. A stage is a plain function `(asked, note)` in a module of this folder, performed in a process of its own;
 it calls `note(what, **values)` with each thing it has learned, as soon as it has.

@@ -1,4 +1,4 @@
-"""How long is a step, against what was predicted for it?
+"""Stage that trains and compares step times with the prediction.
 
 Random weights and tokens: nothing is saved, and only time and memory are looked at.
 """

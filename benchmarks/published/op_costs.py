@@ -1,4 +1,4 @@
-"""What does the cost model say of a single op, copy or collective?
+"""The cost model's price of a single published op, copy or collective.
 
 Each row of measurements is put as what a plan would ask of the same machine: products and pieces of a layer as blocks of nothing
 else, attention as a kernel is asked for it. Ops alone are costed without what a step's load takes from products.

@@ -1,4 +1,4 @@
-"""Which measurements of single ops, copies and collectives does a file hold?
+"""Reader of measurements of single ops, copies and collectives.
 
 A CSV with a row for each, in the columns of `benchmarks/published_ops.csv`. Whether profiles may rest on a row is said by a hash of
 what it measures, so that nobody chooses.

@@ -1,4 +1,4 @@
-"""How right are the predictions of single ops, copies and collectives?
+"""Predictions of published single ops, and their errors.
 
 The op ledger: each measurement of a file is predicted by the cost model that plans are made with, from its machine's profile. What
 the model cannot say stays in the ledger and says why. Ratios are predicted over measured time.

@@ -1,4 +1,4 @@
-"""What did an op of a published system ask of a machine?
+"""Costs of a published system's ops.
 
 A machine's profile says what kernels, copies and the host do alone. What a system's software makes of that is taken to be the
 same on every machine, and stands in `Software`: no number in it belongs to a run or to a model.

@@ -1,4 +1,4 @@
-"""How much memory did the published systems take?"""
+"""Memory of published systems."""
 
 from math import ceil
 

@@ -1,4 +1,4 @@
-"""How long do queues of work take when they share a machine?
+"""Queues of work that share a machine, simulated.
 
 The published systems are programs, not plans: one thread issues copies and kernels to streams, another thread follows. Each
 of these is a queue here. A queue does one task at a time, in the order in which the tasks were issued; a task also waits for

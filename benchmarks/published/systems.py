@@ -1,4 +1,4 @@
-"""How did other systems run a step, as they were published?
+"""Schedules of published systems as they describe them.
 
 Each system's schedule with its own dtypes, buffers and serial tail, written down as the tasks that its threads and streams
 did, in the order in which they were issued; what overlaps is then found by simulation. The facts are those of

@@ -1,4 +1,4 @@
-"""How right are the predictions?
+"""Predictions of published runs, their errors, and fits to them.
 
 The ledger: runs that others published, each predicted from profile, system and model, with nothing of the run itself but its
 name, its batch and its sequence length. A run that cannot be predicted stays in it and says why.

@@ -34,8 +34,7 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     """
     from hwprofiles.schema import Profile
     from planner.check.check import check
-    from planner.check.claimed import claimed
-    from planner.check.recount import check_claim, check_origin, is_by_this_code
+    from planner.check.claim import check_claim, check_origin, claimed
     from runtime.errors import PlanError
     from runtime.plan import PlanFile
 
@@ -47,8 +46,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     claim = None if file.claim is None else claimed(file.claim, str(plan_file))
     Profile.from_json(file.plan.profile, f"{plan_file}: profile")
     try:
-        check(file.plan, file.claim)
-        check_origin(file.plan, is_by_this_code(claim))
+        check(file.plan)
+        check_origin(file.plan, claim)
         if claim is not None:
             check_claim(file.plan, claim)
     except PlanError as error:

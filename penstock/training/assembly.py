@@ -70,15 +70,14 @@ def checked_plan(path: Path) -> "PlanFile":
 def checked(file: "PlanFile", where: str) -> "PlanFile":
     """The plan, proven by the checker, its blocks and arenas those of its model and policy; PlanError names what is wrong."""
     from planner.check.check import check
-    from planner.check.claimed import claimed
-    from planner.check.recount import check_origin, is_by_this_code
+    from planner.check.claim import check_origin, claimed
     from planner.model.config import refuse_another
 
     claim = None if file.claim is None else claimed(file.claim, where)
     try:
-        check(file.plan, file.claim)
+        check(file.plan)
         refuse_another(file.plan.model, file.plan.workload.n_layers)
-        check_origin(file.plan, is_by_this_code(claim))
+        check_origin(file.plan, claim)
     except (PlanError, WorkloadError) as error:
         raise PlanError(f"{where}: refused: {error}") from None
     return file

@@ -1,4 +1,4 @@
-"""Which linear prices of ops, dual prices of the machine's capacity, bound a step under contention?
+"""Facets: linear prices of ops, dual prices of the machine's capacity, that bound a step under contention.
 
 A *facet* prices the work of ops: whatever runs at the same time, the prices of the ops that run, each times its speed, never add
 up to more than one per second. So no stretch of time is shorter than the priced work of the ops that lie in it. Each lane is a
@@ -6,22 +6,23 @@ facet (its ops cost their seconds), each shared resource (ops cost the share of 
 each other down: an op of the first costs its seconds, one of another what it takes away from the first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, product
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from planner.predict.cost import CostModel
-from runtime.plan import LANE_OF, Kind, Lane, Op, Setup
+from runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Setup
+from runtime.plan.ops import Often
 from runtime.plan.region import Demand, Region, Resource, Uses, shares
-from runtime.plan.workload import BlockKind
 
-UPDATES = (Kind.UPDATE, Kind.SETTLE)
+Array = np.ndarray[Any, np.dtype[np.float64]]
 LEAST_PRICE = 0.01  # what takes less away is no facet of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+class Meeting(NamedTuple):
     """Ops of several lanes that slow each other; the first, and those of its lane, are priced in full. `any_of`: those of them that
     a plan has, not only where it has all."""
 
@@ -50,90 +51,51 @@ def _meetings() -> Iterator[Meeting]:
 
 
 MEETINGS = tuple(_meetings())
-_WITH_MICRO_BATCH = (
-    Kind.FORWARD,
-    Kind.LOSS,
-    Kind.BACKWARD,
-    Kind.RECOMPUTE,
-    Kind.OFFLOAD_ACTIVATION,
-    Kind.FETCH_ACTIVATION,
-    Kind.OFFLOAD_SAVED,
-    Kind.FETCH_SAVED,
-    Kind.ACCUMULATE,
-)
-_OF_THE_DEVICE = (Kind.OFFLOAD_SQUARES, Kind.UPDATE_ON_DEVICE)  # which has the state
-_OF_THE_HOST = (Kind.OFFLOAD_GRADIENT, Kind.UPDATE)
-_OF_GRADIENTS = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.UPDATE)
-_NOT_OF = {
-    BlockKind.EMBEDDING: (Kind.LOSS, Kind.RECOMPUTE),
-    BlockKind.LAYER: (Kind.LOSS,),
-    BlockKind.HEAD: (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION),
-}
-KEYS: tuple[Key, ...] = (*Lane, *Resource, *MEETINGS)
 
 
-def nothing() -> dict[Key, float]:
-    """Zero seconds of every facet."""
-    return dict.fromkeys(KEYS, 0.0)
-
-
-def add(total: dict[Key, float], load: Mapping[Key, float], count: float) -> None:
-    """Add the load so many times."""
-    for key, seconds in load.items():
-        total[key] += count * seconds
-
-
-@dataclass(slots=True)
 class Facets:
     """The facets of the first plan, valid for all of them: plans of one workload and semantics, ops not needed."""
 
-    plans: Sequence[Setup]
-    cost: CostModel
-    prices: dict[Kind, list[tuple[Meeting, float]]] = field(init=False)  # of a second of an op
-
-    def __post_init__(self) -> None:
-        region = Region(tuple(self.cost.capacity.items()))
-        uses = {kind: frozenset(d.uses for plan in self.plans for d in _demands(plan, self.cost, kind)) for kind in Kind}
-        self.prices = {kind: [] for kind in Kind}
-        for meeting, prices in _priced(tuple(uses.items()), region):
+    def __init__(self, plans: Sequence[Setup], cost: CostModel) -> None:
+        region = Region(tuple(cost.capacity.items()))
+        uses = {kind: frozenset(d.uses for plan in plans for d in demands_of(plan, cost, kind)) for kind in Kind}
+        priced = _priced(tuple(uses.items()), region)
+        self.keys: tuple[Key, ...] = (*plans[0].lanes, *Resource, *(meeting for meeting, _ in priced))
+        # A lane and a direction of the link may have one name
+        self._of_lane = {lane: i for i, lane in enumerate(plans[0].lanes)}
+        self._of_resource = {resource: len(self._of_lane) + i for i, resource in enumerate(Resource)}
+        self._capacity = cost.capacity
+        self._prices: dict[Kind, list[tuple[int, float]]] = {kind: [] for kind in Kind}  # of a second of an op
+        for i, (_, prices) in enumerate(priced, start=len(self._of_lane) + len(Resource)):
             for kind, price in prices:
-                self.prices[kind].append((meeting, price))
-        self.prices[Kind.SPECULATE] = self.prices[Kind.SETTLE] = self.prices[Kind.UPDATE]
+                self._prices[kind].append((i, price))
+        self._prices[Kind.SPECULATE] = self._prices[Kind.SETTLE] = self._prices[Kind.UPDATE]
 
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        """The facets that cost anything here: lanes, resources, and meetings in which ops slow each other."""
-        met = {meeting for prices in self.prices.values() for meeting, _ in prices}
-        return (*self.plans[0].lanes, *Resource, *(meeting for meeting in MEETINGS if meeting in met))
+    def number(self, lane: Lane) -> int:
+        """The place of a lane in what `of` returns."""
+        return self._of_lane[lane]
 
-    def of(self, kind: Kind, demand: Demand) -> dict[Key, float]:
-        """What one op costs on each facet."""
-        load: dict[Key, float] = {LANE_OF[kind]: demand.uncontended_s}
+    def of(self, kind: Kind, demand: Demand) -> Array:
+        """What one op costs on each facet, in the order of `keys`."""
+        load = np.zeros(len(self.keys))
+        load[self._of_lane[LANE_OF[kind]]] = demand.uncontended_s
         for resource, per_s in demand.uses:
             # Alone, an op may draw more than several get together: then it has the whole.
-            load[resource] = min(1.0, per_s / self.cost.capacity[resource]) * demand.alone_s
-        for meeting, price in self.prices[kind] if demand.uses else ():  # a copy within the device slows nobody
-            load[meeting] = price * demand.alone_s
+            load[self._of_resource[resource]] = min(1.0, per_s / self._capacity[resource]) * demand.alone_s
+        for i, price in self._prices[kind] if demand.uses else ():  # a copy within the device contends for nothing
+            load[i] = price * demand.alone_s
         return load
 
 
-def _demands(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
+def demands_of(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     """One demand of each sort that ops of a kind have in the plan: speculation asks for what updates ask for."""
-    reduced, last = plan.reduced, plan.semantics.n_micro_batches - 1
-    if kind in (Kind.SPECULATE, Kind.SETTLE) or (kind is Kind.ACCUMULATE and reduced):
+    if kind in (Kind.SPECULATE, Kind.SETTLE):
         return
-    if kind in (Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM) and plan.semantics.ranks == 1:
-        return
-    squared, away = set(plan.policy.square_blocks), set(plan.policy.offload_blocks)
-    several = kind in _WITH_MICRO_BATCH or (kind is Kind.OFFLOAD_GRADIENT and not reduced)
-    micro_batches = [m for m, _ in plan.alike(range(last + 1))] if several else [None]
-    for b, block in enumerate(plan.workload.blocks):
-        without = (Kind.SQUARE,) if b not in squared else (Kind.NORM,) if b else ()
-        moved = () if b in away else (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED)
-        elsewhere = _OF_THE_HOST if b in plan.policy.device_blocks else _OF_THE_DEVICE
-        packed = () if plan.unpacks(b) else (Kind.DEQUANTISE,)
-        frozen = () if block.trained else _OF_GRADIENTS
-        if kind not in (*_NOT_OF[block.kind], *without, *moved, *elsewhere, *packed, *frozen):
+    often, n = OPS[kind].often, plan.semantics.n_micro_batches
+    has_several = often is Often.MICRO_BATCH or (often is Often.GRADIENT and not plan.reduced)
+    micro_batches: Iterable[int | None] = [m for m, _ in plan.alike(range(n))] if has_several else [None]
+    for b in plan.blocks_alike():
+        if OPS[kind].where(plan, b) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, b)):
             for micro_batch in micro_batches:
                 demand = cost.demand(plan, Op(kind, b, micro_batch))
                 if demand.uses:

@@ -1,13 +1,16 @@
-"""How is an integer program written down and solved?"""
+"""Integer programs over affine quantities, solved by HiGHS (scipy)."""
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
+
+from .facets import Array
 
 INFEASIBLE = 2  # scipy's status
 MOST_NODES = 2000  # of the solver's tree: a limit in seconds would make the answer depend on the machine
@@ -57,9 +60,46 @@ class Program:
         return float(bound), self.low if found.x is None else [float(x) for x in found.x]
 
 
+class Rows:
+    """Quantities of a family: affine functions of a program's variables, in units of `scale`. The largest of several is a variable
+    of its own, at least each of them."""
+
+    def __init__(self, program: Program, width: int, scale: float) -> None:
+        """`width`: one for the constant, and one for each variable that the program will ever have."""
+        self.program, self.width, self.scale = program, width, scale
+
+    def variable(self, number: int) -> Array:
+        """A variable, in units of `scale`, as a quantity."""
+        found = np.zeros(self.width)
+        found[1 + number] = self.scale
+        return found
+
+    def at_least(self, number: int, quantity: Array) -> None:
+        """variable >= quantity."""
+        row = {int(n): float(quantity[1 + n]) / self.scale for n in np.flatnonzero(quantity[1:])}
+        row[number] = row.get(number, 0.0) - 1.0
+        self.program.at_most(row, -float(quantity[0]) / self.scale)
+
+    def longest(self, quantities: Iterable[Array]) -> Array:
+        number = self.program.variable(0, inf, integer=False)
+        for quantity in quantities:
+            self.at_least(number, quantity)
+        return self.variable(number)
+
+    def positive(self, quantities: Array) -> Array:
+        """Row by row. A row without positive coefficients is at most zero, as variables are not negative, and needs no variable."""
+        found = np.zeros_like(quantities)
+        for i, quantity in enumerate(quantities):
+            if not np.any(quantity[1:]):
+                found[i, 0] = max(0.0, quantity[0])
+            elif np.any(quantity > 0):
+                found[i] = self.longest([quantity])
+        return found
+
+
 @contextmanager
 def _nothing_printed() -> Iterator[None]:
-    """HiGHS prints a line of its own now and then, whatever it is told, in the middle of what `--json` prints."""
+    """Standard output closed: HiGHS prints a line now and then, even with `disp` off, which would damage what `--json` prints."""
     try:
         stdout = os.dup(1)
     except OSError:  # there is none

@@ -1,4 +1,4 @@
-"""What does every schedule need, whatever its policy?"""
+"""Lower bound on every schedule of a machine, whatever the policy."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,9 @@ from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
 from runtime.plan.workload import ITEM_BYTES, BlockKind
 
-from .bounds import FACET, SLACK, Bound, places_to_stay
+from .bounds import SLACK, Bound, places_to_stay
 from .integer import Program
+from .reasons import FACET
 
 
 def machine_bound(plan: Setup, cost: CostModel) -> Bound:

@@ -17,8 +17,8 @@ settle needs a speculate of its own step, so that which way this one went can be
 Why two repetitions prove it for any number: where ops repeat, the plan of a step with two repetitions, written out, is checked
 in its place (`shortened`). Let P be what comes before, S_1 .. S_n the repetitions, E what comes after. `check_repeat` sees to
 it that each S_k has micro-batches of its own, those of S_1 moved on by the same number, and neither the step's first nor its
-last, which alone mean something else than others; and that no wait leads back: of P for S, or of S for E. So P, S_1, .., S_n, E
-is a legal order for every n if it is for two, and every op exists once for every n.
+last, which alone mean something else than others; and in a well-formed plan no wait leads back: of P for S, or of S for E. So
+P, S_1, .., S_n, E is a legal order for every n if it is for two, and every op exists once for every n.
 Values: an op of S_k finds in a slot what the last writer before it left. If S writes the slot at all, that writer is in S_k or
 in S_(k-1), at the same place for every k above 1; and what is asked for and what is there move on together. If S does not, it
 finds what S_1 found, and since S_2 found it right with micro-batches moved on, no micro-batch is asked for. So k = 2 stands for
@@ -31,37 +31,35 @@ repetitions later, because an op's later repetition comes after its earlier one,
 all of them.
 """
 
-from collections import deque
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Op, Place, Plan, Slot, Update
+from runtime.plan import Kind, Lane, Place, Plan, Slot, Update
 from runtime.plan.footprint import device_needs, host_needs
-from runtime.plan.packed import is_packed, packed_bytes
+from runtime.plan.plan import refuse_malformed
 from runtime.plan.repetition import shortened, unrolled
-from runtime.plan.workload import ITEM_BYTES
-from runtime.units import show_bytes, show_seconds
+from runtime.units import show_bytes
 
-from .arenas import FP32, check_arenas
-from .contract import check_ops, check_repeat
+from .contract import check_arenas, check_ops, check_repeat
 from .dataflow import check_data
 from .legality import check_policy, check_workload
 from .shape import AGAIN, Shape, wrong
 
 N_STEPS, N_REPETITIONS = 2, 2  # see above
-ROUNDING = 1 - 1e-9  # a claimed time may miss its bound by this much: sums of floats
 
 
-def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
-    """Raise PlanError with the first thing that is wrong with the plan, or with what is claimed of it; else return.
-
-    `claim` is that of a plan file: `prediction` (seconds, bytes) and `certificate` (seconds).
-    """
+def check(plan: Plan) -> None:
+    """Raise PlanError with the first thing that is wrong with the plan; else return."""
+    try:
+        refuse_malformed(plan)
+    except PlanError as error:
+        raise PlanError(f"{error}; {AGAIN}") from None
     check_workload(plan)
-    shape = Shape.of(plan)
     check_policy(plan)
-    check_arenas(plan, shape)
+    shape = Shape.of(plan)
+    check_arenas(plan)
     if plan.repeat is None:
         _check_step(plan, shape)
     else:
@@ -72,8 +70,6 @@ def check(plan: Plan, claim: dict[str, Any] | None = None) -> None:
         except PlanError as error:  # its ops have other numbers
             raise PlanError(f"with {N_REPETITIONS} of {plan.repeat.times} repetitions written out: {error}") from None
     _check_memory(plan)
-    if claim is not None:
-        _check_claim(plan, shape, claim)
 
 
 def _check_step(plan: Plan, shape: Shape) -> None:
@@ -103,30 +99,16 @@ def _legal_order(plan: Plan) -> list[int]:
 
     Waits for the step before cannot close a cycle: nothing waits for a later step.
     """
-    after: list[list[int]] = [[] for _ in plan.ops]
-    n_before = [0] * len(plan.ops)
-    last_of_lane: dict[Lane, int] = {}
+    before: dict[int, list[int]] = {}
+    last_of_lane: dict[Lane, list[int]] = {}
     for i, op in enumerate(plan.ops):
-        before = [w.op for w in op.waits if w.distance == 0]
-        if op.lane in last_of_lane:
-            before.append(last_of_lane[op.lane])
-        last_of_lane[op.lane] = i
-        n_before[i] = len(before)
-        for j in before:
-            after[j].append(i)
-    ready = deque(i for i, n in enumerate(n_before) if n == 0)
-    order: list[int] = []
-    while ready:
-        i = ready.popleft()
-        order.append(i)
-        for j in after[i]:
-            n_before[j] -= 1
-            if n_before[j] == 0:
-                ready.append(j)
-    if len(order) < len(plan.ops):
-        i = next(i for i, n in enumerate(n_before) if n)
-        raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle")
-    return order
+        before[i] = [w.op for w in op.waits if w.distance == 0] + last_of_lane.get(op.lane, [])
+        last_of_lane[op.lane] = [i]
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError as error:
+        i = min(error.args[1])
+        raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +188,6 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
             if not clocks.ordered(last_update, 0, first_load, 1):
                 what = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
                 raise wrong(first_load, plan.ops[first_load], what)
-    if shape.reduced and policy.offload_late_blocks:
-        # The last micro-batch's backward completes the sum. Vocabulary blocks have a single slot and leave at once, and so
-        # may the bottom layers: no layer follows that they could wait for.
-        late, last, lowest = policy.offload_late_blocks, shape.n_micro_batches - 1, max(shape.first_trained, 1)
-        backward = {op.block: i for i, op in enumerate(plan.ops) if op.kind is Kind.BACKWARD and op.micro_batch == last}
-        for i, op in enumerate(plan.ops):
-            if op.kind is Kind.OFFLOAD_GRADIENT and lowest + late <= op.block < shape.head:
-                j = backward[op.block - late]
-                if not clocks.ordered(j, 0, i, 0):
-                    raise wrong(i, op, f"leaves before op {j} ({plan.ops[j].name})")
     group = 0  # groups one after another: what autograd keeps is then that of one group, as `kept_bytes` counts it
     for i, op in enumerate(plan.ops):
         if op.lane is Lane.GPU and op.micro_batch is not None:
@@ -261,68 +233,3 @@ def _check_memory(plan: Plan) -> None:
                 f"{place} memory: {show_bytes(peak_bytes)} are needed and the machine has {show_bytes(limit_bytes)}; "
                 f"plan for a machine with more {place} memory"
             )
-
-
-def _check_claim(plan: Plan, shape: Shape, claim: dict[str, Any]) -> None:
-    """No time below its own bound or below what the link takes, and the memory that the plan really needs."""
-    step_s = _number(claim, "prediction.step_s", "claim")
-    bound_s = _number(claim, "certificate.machine_bound_s", "claim")
-    if step_s < bound_s * ROUNDING:
-        raise PlanError(
-            f"claim: a step of {show_seconds(step_s)} is shorter than the claimed machine bound of {show_seconds(bound_s)}; {AGAIN}"
-        )
-    for place, peak_bytes in _peaks(plan).items():
-        claimed_bytes = _number(claim, f"prediction.{place}_peak_bytes", "claim")
-        if abs(claimed_bytes - peak_bytes) >= 1:
-            raise PlanError(f"claim: {place}_peak_bytes is {claimed_bytes}, but the plan needs {peak_bytes}; {AGAIN}")
-    # A bound of the checker's own: each direction of the link moves its bytes at the best rate measured.
-    n_trained = [sum(p.n_elements for p in block.trained) for block in plan.workload.blocks]  # without padding
-    for direction, kinds in (
-        ("h2d", (Kind.LOAD, Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)),
-        ("d2h", (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED)),
-    ):
-        n_bytes = 0
-        for i, op in enumerate(plan.ops):
-            if op.kind in (Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION) and op.kind in kinds:
-                n_bytes += plan.often(i) * plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
-            elif op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED) and op.kind in kinds:
-                n_bytes += plan.often(i) * plan.recompute(op.block, op.micro_batch).saved_bytes
-            elif op.kind in kinds:
-                is_there = op.kind is Kind.LOAD and op.block in shape.on_device
-                n_bytes += 0 if is_there else plan.often(i) * n_trained[op.block] * _item_bytes(plan, shape, op)
-                n_bytes += plan.often(i) * _frozen_bytes(plan, op.block) if op.kind is Kind.LOAD else 0
-        least_s = n_bytes / _best_rate(plan, direction)
-        if step_s < least_s * ROUNDING:
-            there = [kind for kind in kinds if any(op.kind is kind for op in plan.ops)]
-            what = f"its {' and '.join(there)} ops alone take {show_seconds(least_s)} for {show_bytes(n_bytes)}"
-            raise PlanError(f"claim: a step of {show_seconds(step_s)}, but {what}; {AGAIN}")
-
-
-def _frozen_bytes(plan: Plan, block: int) -> int:
-    """What a load moves of weights that are not trained."""
-    of, frozen = plan.semantics, [p for p in plan.workload.blocks[block].parameters if p.frozen]
-    packed = [p for p in frozen if p.tied_to is None and is_packed(p.name, p.shape, of.base)]
-    n_as_they_are = sum(p.n_elements for p in frozen) - sum(p.n_elements for p in packed)
-    return sum(packed_bytes(p.shape, of.base) for p in packed) + n_as_they_are * ITEM_BYTES[of.compute_dtype]
-
-
-def _item_bytes(plan: Plan, shape: Shape, op: Op) -> int:
-    """Bytes of one element of what a load or offload moves."""
-    vocab, semantics = shape.vocab(op.block), plan.semantics
-    if op.kind is Kind.OFFLOAD_GRADIENT and vocab and shape.vocab_slot_is_sum:
-        return FP32
-    of_weights = op.kind is Kind.LOAD or not shape.reduced
-    return ITEM_BYTES[semantics.compute_dtype if of_weights else semantics.gradient_dtype]
-
-
-def _best_rate(plan: Plan, direction: str) -> float:
-    """The highest measured rate of one direction of the link, bytes/s."""
-    try:
-        points = plan.profile["link"][direction]["bytes_per_s"]
-    except (KeyError, TypeError):
-        points = None
-    where = f"profile: link.{direction}.bytes_per_s"
-    rates = [_number(point, "rate.value", where) for point in points] if isinstance(points, list) else []
-    if max(rates, default=0) <= 0:
-        raise PlanError(f"{where}: no measured point; {AGAIN}")
-    return max(rates)

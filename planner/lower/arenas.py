@@ -1,9 +1,9 @@
-"""Which memory does a policy need?"""
+"""Arenas of a policy: which slots, how large, on which memory."""
 
 from collections.abc import Iterator, Sequence
 
 from runtime.plan import Arena, Place, Setup, Update
-from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES
+from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_SAVED_SLOTS = 2  # device slots for what layers save, on its way to the host or back: more are worth 0.3 % where all leaves
@@ -44,12 +44,6 @@ def eager_ring(plan: Setup) -> bool:
     return plan.policy.update is Update.EAGER and plan.reduced
 
 
-def _squares_bytes(plan: Setup) -> tuple[int, ...]:
-    """Of the slots for sums of squares, one fp64 per parameter of the block."""
-    blocks = plan.workload.blocks
-    return tuple(_aligned(SQUARE_BYTES * len(blocks[b].trained)) for b in plan.policy.square_blocks)
-
-
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
@@ -77,11 +71,10 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.offload_blocks:
         largest_bytes = max(plan.recompute(b).slot_bytes for b in policy.offload_blocks)
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
-    leaving_layer, leaving_vocab = _largest_gradients(plan, without=policy.device_blocks)
+    leaving = [0 if b in policy.device_blocks else leaving_bytes(plan, b) for b in range(len(blocks))]
     ranks = plan.semantics.ranks
-    of_layers = (leaving_layer // ranks * ITEM_BYTES[plan.gradient_dtype(1)],) * policy.gradient_slots
     kept = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
-    yield Arena("gradients", Place.DEVICE, (*of_layers, leaving_vocab // ranks * ITEM_BYTES[plan.gradient_dtype(0)], *kept))
+    yield Arena("gradients", Place.DEVICE, (*[max(leaving[1:-1])] * policy.gradient_slots, max(leaving[0], leaving[-1]), *kept))
     if policy.device_blocks:
         per_param = sum(plan.state_bytes().values())
         yield Arena("device_state", Place.DEVICE, tuple(blocks[b].state_elements * per_param for b in policy.device_blocks))
@@ -94,14 +87,20 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("sums", Place.DEVICE, tuple(sums))
     if ranks > 1:
         yield Arena("received", Place.DEVICE, (2 * ranks * plan.exchanged_elements() * ITEM_BYTES["fp32"],))
-    if policy.square_blocks:
-        yield Arena("squares", Place.DEVICE, _squares_bytes(plan))
+    if squared := plan.squared:
+        yield Arena("squares", Place.DEVICE, tuple(_aligned(SQUARE_BYTES * len(blocks[b].trained)) for b in squared))
 
 
 def _largest_elements(plan: Setup) -> tuple[int, int]:
     """Of a layer's slot of weights, and of the embedding's or the head's."""
     elements = [plan.slot_elements(b) for b in range(len(plan.workload.blocks))]
     return max(elements[1:-1]), max(elements[0], elements[-1])
+
+
+def leaving_bytes(plan: Setup, block: int) -> int:
+    """Of the device's slot through which a block's gradient leaves, or a rank's part of it."""
+    like = 1 if plan.workload.blocks[block].kind is BlockKind.LAYER else 0
+    return plan.gradient_elements(block) // plan.semantics.ranks * ITEM_BYTES[plan.gradient_dtype(like)]
 
 
 def _largest_gradients(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
@@ -139,6 +138,6 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.spill_blocks:
         sizes = _activation_bytes(plan)
         yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)))
-    n_parameters = sum(len(b.trained) for b in blocks)
-    n_summed = n_parameters if plan.semantics.ranks == 1 else plan.semantics.ranks * plan.shared_numbers()
-    yield Arena("norm", Place.HOST, (_aligned(SQUARE_BYTES * n_summed), *_squares_bytes(plan)))
+    n_numbers = [plan.norm_numbers(b) for b in range(len(blocks))]
+    n_clip = 1 if plan.semantics.ranks == 1 else plan.semantics.ranks * plan.shared_numbers()
+    yield Arena("norm", Place.HOST, tuple(_aligned(SQUARE_BYTES * n) for n in (*n_numbers, n_clip)))

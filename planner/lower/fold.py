@@ -1,4 +1,4 @@
-"""Which part of a step repeats?
+"""Folding of equal repetitions of ops in a long step.
 
 Groups of micro-batches follow one another and do the same, but for the first ones, which find other things in the slots, and the
 last, which completes the gradients. So a step of a few groups shows what a step of many does: three repetitions that are equal, in
@@ -14,9 +14,9 @@ N_SHOWN = 3  # repetitions: the first may wait for what is before them, the othe
 
 
 def fold(short: Plan, start: int, n_ops: int, times: int, micro_batches: int) -> tuple[tuple[Op, ...], Repeat] | None:
-    """The ops of a step with so many repetitions, and which of them repeat; None where repetitions are not alike.
+    """The ops of a step of `times` repetitions, and which of them repeat; None where repetitions are not alike.
 
-    `short`: the plan of a step with three, of `n_ops` ops each from op number `start` on. Each is so many micro-batches further
+    `short`: the plan of a step with three, of `n_ops` ops each from op number `start` on. Each is a group of micro-batches further
     than the one before.
     """
     folding = _Folding(Repeat(start, start + n_ops, N_SHOWN, micro_batches))

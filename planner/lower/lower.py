@@ -1,4 +1,4 @@
-"""Which ops does a policy mean?
+"""Lowering: from a policy to a plan.
 
 First the ops are written down in an order that would be right if they ran one after the other (`passes.py`). Then the waits
 that keep every conflicting pair of that order apart are derived from the slots alone, and those implied by others are left out
@@ -9,8 +9,9 @@ all in the middle (`fold.py`).
 from dataclasses import replace
 from typing import Any
 
-from runtime.plan import MAX_REPETITIONS, Kind, Plan, Policy, Semantics, Wait
+from runtime.plan import MAX_REPETITIONS, OPS, Kind, Plan, Policy, Semantics, Setup, Wait
 from runtime.plan.legality import refuse_illegal
+from runtime.plan.ops import Often
 from runtime.plan.workload import Model, Workload
 
 from .arenas import arenas_of
@@ -20,7 +21,7 @@ from .waits import with_waits
 
 FEWEST_FOLDED_GROUPS = 8  # of micro-batches; a step of fewer is not much longer than what does not repeat of it
 FEWEST_FOLDED = 2000  # micro-batches times blocks, each of which is four ops or more: about the plan that simulates in a second
-MOST_ALIKE_GROUPS = 4  # after so many at most, weights are to lie where they lay
+MOST_ALIKE_GROUPS = 4  # after at most this many, weights must be in the slots in which they were
 FOLDED_GROUPS = 3  # that a folded plan has as a rule: the first, one that repeats, the last
 
 
@@ -37,7 +38,7 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 
 
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
-    """Whether a step has so many groups that what repeats is to be said once."""
+    """Whether a step has enough groups to be folded."""
     n = semantics.n_micro_batches
     if semantics.sum_groups > 1:  # no two groups do the same
         return False
@@ -45,16 +46,18 @@ def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
     return is_worth_it and n <= MAX_REPETITIONS
 
 
-def plan_ops(workload: Workload, semantics: Semantics, policy: Policy) -> int:
-    """About how many ops the plan has that computing asks for, counted before it is made. Of a long step the first groups, one
-    repetition and the last count."""
-    n, group = semantics.n_micro_batches, policy.accumulation_group
-    n_written = min(n, FOLDED_GROUPS * group) if is_long(workload, semantics, policy) else n
-    per_micro_batch = 2 if group >= n else 4  # forward, backward, and where the host adds up gradients, offload and accumulate
-    per_micro_batch += 1 if policy.boundary_stride > 1 else 0
-    n_moved = 2 * (len(policy.spill_blocks) + len(policy.offload_blocks))
-    n_computed = n_written * (per_micro_batch * len(workload.blocks) + n_moved)
-    return n_computed + 2 * -(-n_written // group) * len(workload.blocks)
+def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: int = FOLDED_GROUPS) -> int:
+    """Upper bound on the plan's ops, counted without making it; of a long step, with `n_shown` groups of micro-batches."""
+    if is_long(workload, semantics, policy):
+        n = min(semantics.n_micro_batches, n_shown * policy.accumulation_group)
+        semantics = replace(semantics, batch_size=n * semantics.micro_batch)
+    setup = Setup(semantics, policy, Model({}), workload, ())
+    found = 0
+    for b, blocks in setup.blocks_alike().items():
+        again = setup.uses(b) if setup.n_ops(Kind.RECOMPUTE, b) else 0  # what is recomputed may bring its weights once more
+        of_kind = (setup.n_ops(kind, b) + again * (row.often is Often.USE) for kind, row in OPS.items() if row.where(setup, b))
+        found += len(blocks) * sum(of_kind)
+    return found
 
 
 def lower_written_out(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:

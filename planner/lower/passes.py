@@ -1,4 +1,4 @@
-"""Which ops does a policy mean, concern by concern?
+"""Passes of lowering, one per concern: compute, weights, activations, gradients, squares, updates.
 
 A step begins as what is computed (`computed`), in an order that would be right if ops ran one after the other. Each pass then adds
 what one concern needs: ops of its own and operands of those that are there. Overlap comes last, from the slots alone (`waits.py`).
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
-from runtime.plan import CONTRACT, Kind, Op, Semantics, Setup, Slot, Update
+from runtime.plan import OPS, Kind, Op, Semantics, Setup, Slot, Update
 from runtime.plan.ops import Operand
 from runtime.plan.workload import BlockKind
 
@@ -33,7 +33,7 @@ class Draft:
     block: int
     micro_batch: int | None = None
     operands: list[Operand] = field(default_factory=list)
-    after: "tuple[Draft, int] | None" = None  # what it follows besides what slots ask for, so many steps before
+    after: "tuple[Draft, int] | None" = None  # an op that it follows besides those its slots ask for, and how many steps before
 
     def uses(self, **operands: Slot | None) -> "Draft":
         """Add operands, those that are there."""
@@ -50,7 +50,7 @@ class Draft:
 
     def op(self) -> Op:
         """The op without its waits, operands in the contract's order."""
-        order = CONTRACT[self.kind].names
+        order = OPS[self.kind].names
         return Op(
             self.kind, self.block, self.micro_batch, tuple(sorted(self.operands, key=lambda operand: order.index(operand[0])))
         )
@@ -64,7 +64,7 @@ def drafts(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) ->
     ops = with_activations(plan, ops, rings_go_on)
     ops = with_saved(plan, ops, rings_go_on)
     ops = with_gradients(plan, ops, rings_go_on)
-    for one_pass in (with_squares, with_late_offloads, with_updates, with_barrier):
+    for one_pass in (with_squares, with_updates, with_barrier):
         ops = one_pass(plan, ops)
     return list(ops)
 
@@ -81,8 +81,8 @@ def computed(plan: Setup) -> Iterator[Draft]:
 
 
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
-    """Layers from the last to the first of which anything is trained, each backward; before a run of layers whose inputs did not
-    stay, their recompute."""
+    """Backward through the layers, from the last to the first trained one; before a run of layers whose inputs did not stay, their
+    recompute."""
     stride, top, first = plan.policy.boundary_stride, plan.workload.n_layers, plan.workload.first_trained
     for below in range((top - 1) // stride * stride, -1, -stride):
         if min(below + stride, top) < first:
@@ -324,14 +324,14 @@ def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
 
 def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
     """The device squares a gradient that is whole there; the sums leave with it, or alone where it stays."""
-    place, last = {b: i for i, b in enumerate(plan.policy.square_blocks)}, plan.semantics.n_micro_batches - 1
+    place, last = {b: i for i, b in enumerate(plan.squared)}, plan.semantics.n_micro_batches - 1
     for op in ops:
         b = op.block
         stays = b in plan.policy.device_blocks and op.kind in (Kind.LOSS, Kind.BACKWARD) and op.micro_batch == last
         if b not in place or not (stays or op.kind is Kind.OFFLOAD_GRADIENT):
             yield op
             continue
-        squares, norm = Slot("squares", place[b]), Slot("norm", 1 + place[b])
+        squares, norm = Slot("squares", place[b]), plan.norm_slot(b)
         if stays:
             yield op
         yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("sum" if plan.sums_in_place(b) else "gradient"), squares=squares)
@@ -341,40 +341,10 @@ def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
             yield op.uses(squares=squares, norm=norm)
 
 
-def with_late_offloads(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
-    """A layer's gradient leaves when the backward some layers further on is done; the first layers', who have none, with the
-    embedding's."""
-    late, waiting, last = plan.policy.offload_late_blocks, list[Draft](), plan.semantics.n_micro_batches - 1
-    backward: Draft | None = None
-    for op in ops:
-        if op.kind is Kind.BACKWARD:
-            backward = op
-        if not late or op.kind not in (Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES):
-            yield op
-            is_over = op.kind is Kind.BACKWARD and op.micro_batch == last and not plan.workload.blocks[op.block].trained
-            if is_over and waiting and waiting[0].block - late >= op.block:  # of which no gradient comes
-                waiting[0].after = op, 0
-                yield waiting.pop(0)
-        elif plan.workload.blocks[op.block].kind is BlockKind.LAYER and backward is not None:
-            if op.kind is Kind.OFFLOAD_GRADIENT:
-                waiting.append(op)
-            else:
-                yield op
-            if waiting and waiting[0].block - late >= op.block:
-                waiting[0].after = backward, 0
-                yield waiting.pop(0)
-        else:
-            yield from waiting
-            waiting = []
-            yield op
-    yield from waiting  # of an embedding that is not trained no gradient comes after
-
-
 def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
-    """The norm of each gradient that is whole, and its update: at once, early on a guess, or when all norms are known."""
-    policy, last = plan.policy, plan.semantics.n_micro_batches - 1
-    squared, is_eager, norm = policy.square_blocks, policy.update is Update.EAGER, Slot("norm", 0)
-    last_block = plan.workload.first_trained  # whose gradient is the last to be there
+    """The squares of each gradient that is whole, and the norm of all; updates at once, early on a guess, or after the norm."""
+    policy, trained = plan.policy, [b for b, block in enumerate(plan.workload.blocks) if block.trained]
+    is_eager, last = policy.update is Update.EAGER, plan.semantics.n_micro_batches - 1
     shadows = {b: Slot("state", len(plan.workload.blocks) + i) for i, b in enumerate(policy.speculate_blocks)}
     arrived: dict[int, Slot] = {}  # by block whose gradient goes to the host
     staying: dict[int, Slot] = {}  # by block whose gradient the device keeps
@@ -400,23 +370,21 @@ def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
                 pass
             case _:
                 continue
-        if b not in squared or b == last_block:
-            draft = Draft(Kind.NORM, b) if b in squared else of(Kind.NORM, b)
-            yield draft.uses_all("squares", (Slot("norm", 1 + i) for i in range(len(squared)) if b == last_block)).uses(norm=norm)
-        if b == 0 and plan.semantics.ranks > 1:
-            yield Draft(Kind.SHARE_NORM, b).uses(norm=norm)
+        if not plan.squares(b):
+            yield of(Kind.NORM, b).uses(norm=plan.norm_slot(b))
+        if b == trained[0]:  # whose gradient is the last to be there
+            yield Draft(Kind.CLIP, 0).uses_all("norm", map(plan.norm_slot, trained)).uses(clip=plan.clip_slot)
         if is_eager:
-            own = Slot("norm", 1 + squared.index(b)) if b in squared else None
-            yield of(Kind.UPDATE, b).uses(norm=own, state=Slot("state", b))
+            yield of(Kind.UPDATE, b).uses(norm=plan.norm_slot(b), state=Slot("state", b))
         elif b in shadows:
             yield of(Kind.SPECULATE, b).uses(state=Slot("state", b), shadow=shadows[b])
     for b in policy.device_blocks:
-        yield Draft(Kind.UPDATE_ON_DEVICE, b).uses(gradient=staying[b], norm=norm, state=plan.state_slot(b))
+        yield Draft(Kind.UPDATE_ON_DEVICE, b).uses(gradient=staying[b], clip=plan.clip_slot, state=plan.state_slot(b))
     if not is_eager:
-        for b in range(len(plan.workload.blocks)):  # the order in which the next forward needs them
-            if b not in staying and plan.workload.blocks[b].trained:
+        for b in trained:  # the order in which the next forward needs them
+            if b not in staying:
                 kind = Kind.SETTLE if b in shadows else Kind.UPDATE
-                yield of(kind, b).uses(norm=norm, state=Slot("state", b), shadow=shadows.get(b))
+                yield of(kind, b).uses(clip=plan.clip_slot, state=Slot("state", b), shadow=shadows.get(b))
 
 
 def with_barrier(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:

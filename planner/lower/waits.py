@@ -1,4 +1,4 @@
-"""Which ops must wait for which?"""
+"""Dependencies between lanes, from the slots that ops read and write."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +18,13 @@ def with_waits(ops: Sequence[Op], after: Mapping[int, Wait]) -> tuple[Op, ...]:
 
 
 def waits_of(ops: Sequence[Op], after: Mapping[int, Wait], n_steps: int) -> list[tuple[Wait, ...]]:
-    """The waits of each op in the last of so many steps."""
+    """The waits of each op in the last of `n_steps` steps."""
     n = len(ops)
     numbers: dict[Slot, int] = {}
     reads = [[numbers.setdefault(slot, len(numbers)) for slot in op.reads] for op in ops]
     writes = [[numbers.setdefault(slot, len(numbers)) for slot in op.writes] for op in ops]
     lanes = [LANE_NUMBER[op.lane] for op in ops] * n_steps
-    writer = [-1] * len(numbers)  # ops are counted over all steps; -1: nobody yet
+    writer = [-1] * len(numbers)  # ops are counted over all steps; -1: none yet
     readers: list[list[int]] = [[] for _ in numbers]
     nothing = [-1] * len(LANE_NUMBER)
     done_after: list[list[int]] = []  # once that op is done, the latest op of each lane that is known to be done

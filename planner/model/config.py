@@ -1,4 +1,4 @@
-"""Which models can we read?
+"""Supported model configurations.
 
 A configuration is taken only where we know what transformers makes of it: twelve types, and of their options those that are
 held against the real modules. Nothing of a model is ever executed or downloaded: keys that name code (`auto_map`,

@@ -1,4 +1,4 @@
-"""Which calls does each part of a block consist of?
+"""Calls of each block's forward pass.
 
 Norms, rotary embedding, attention, MLP and experts as transformers writes them, played on a `Tape`.
 """

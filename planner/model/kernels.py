@@ -1,4 +1,4 @@
-"""Which kernels are the fastest that a machine performs?"""
+"""Fastest kernels that a machine supports."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What does one pass through a block compute, keep and compute again?
+"""What autograd saves, computes and recomputes in one pass through a block.
 
 A `Tape` plays a block's forward pass with sizes instead of numbers: one step per library call of the transformers module,
 with what the step reads, what autograd saves of it, and which gradients its backward makes. Everything the planner knows

@@ -1,4 +1,4 @@
-"""Which blocks does a model consist of?
+"""A model as blocks: sizes and work of one micro-batch.
 
 The embedding, the decoder layers and the head, with the weights' names and shapes as transformers has them, and the work
 and memory of one micro-batch. With eager attention `Attention.flop` is still the causal half: the model's work, not the

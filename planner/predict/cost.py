@@ -83,7 +83,7 @@ def loaded_bytes(plan: Setup, block: int) -> int:
 
 
 # Kind, block; whether the micro-batch begins a sum, how many that then joins, whether it is the last; what of the policy matters
-_Key = tuple[Kind, int, bool, int, bool, Saved, bool, bool, bool, bool, bool, bool]
+_Key = tuple[Kind, int, bool, int, bool, Saved, bool, bool, bool, bool, bool]
 
 
 @dataclass(slots=True)
@@ -118,9 +118,8 @@ class CostModel:
         m = op.micro_batch
         policy, b, of = plan.policy, op.block, plan.semantics
         how = (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
-        squared = b in policy.square_blocks, op.kind is Kind.NORM and bool(policy.square_blocks)
         places = b in policy.offload_blocks, b in policy.device_blocks, plan.stays_loaded(b)
-        key = (op.kind, plan.workload.first_alike.get(b, b), *how, policy.saved(b), *places, plan.reduced, *squared)
+        key = (op.kind, plan.workload.first_alike.get(b, b), *how, policy.saved(b), *places, plan.reduced, policy.square_on_device)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)
@@ -150,7 +149,9 @@ class CostModel:
                 moved_bytes += n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
                 return self._exchanged(plan, n_elements, sum_bytes, moved_bytes, n_times)
-            case Kind.SHARE_NORM:
+            case Kind.CLIP if of.ranks == 1:
+                return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
+            case Kind.CLIP:
                 shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
                 rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of)))
                 return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
@@ -159,9 +160,8 @@ class CostModel:
             case Kind.UPDATE_ON_DEVICE:
                 return self._compute(self.update_on_device_s(plan, block), block.n_trained * device_update_bytes_per_param(plan))
             case Kind.OFFLOAD_GRADIENT:
-                with_squares = op.block in plan.policy.square_blocks
                 n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
-                return self._copy("d2h", n_bytes, n_copies=2 if with_squares else 1)
+                return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
             case Kind.OFFLOAD_ACTIVATION:
                 return self._copy("d2h", block.boundary_bytes)
             case Kind.FETCH_ACTIVATION:
@@ -196,13 +196,10 @@ class CostModel:
                 n_bytes = block.trained_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._compute(self.square_s(block, n_bytes), n_bytes)
             case Kind.NORM:
-                ends_sum = op.block == plan.workload.first_trained and plan.policy.square_blocks
-                n_sums = sum(len(b.trained) for b in plan.workload.blocks) if ends_sum else 0
                 # A tied weight has two gradients: the embedding's own, and the head's.
-                n_gradients = 0 if op.block in plan.policy.square_blocks else 2 if op.block == 0 and plan.workload.tied else 1
+                n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
                 n_elements = plan.part_elements(op.block)
-                gradient_bytes = n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)]
-                return self._reduce(gradient_bytes + n_sums * SQUARE_BYTES)
+                return self._reduce(n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places

@@ -87,11 +87,11 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     tiers = [list(_tiers(plan, alone, b, cost)) for b in range(1, len(layers) + 1)]
     fixed = _fixed_bytes(plan, alone, profile)
     room_bytes = int(profile.device.memory_bytes.value) - sum(fixed.values())
-    chosen = fill(tiers, alone.vocab_transient_bytes, room_bytes)
-    shown = chosen or leanest(tiers, alone.vocab_transient_bytes)
+    chosen = fill(tiers, alone.other_transient_bytes, room_bytes)
+    shown = chosen or leanest(tiers, alone.other_transient_bytes)
     needs = fixed | {
         "kept activations": sum(tier.kept_bytes for tier in shown),
-        "block being computed": max(alone.vocab_transient_bytes, *(tier.transient_bytes for tier in shown)),
+        "block being computed": max(alone.other_transient_bytes, *(tier.transient_bytes for tier in shown)),
     }
     step_s = None
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""How is the space of policies searched?
+"""Branch and bound over policies, best bound first.
 
 Branch and bound, best bound first. A node is a family, then a family with its buffers, then one policy. Families and buffers are
 bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and ring
@@ -10,18 +10,17 @@ deterministic.
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import ops_at_least, policy_bound
+from planner.bounds.bounds import busy_s, policy_bound
 from planner.lower.lower import lower, plan_ops
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame, short_of
 from planner.predict.simulate import Prediction, n_simulated, simulate
 from runtime.errors import PlanError
-from runtime.plan import LANE_OF, Lane, Plan, Policy, Semantics, Setup, Update
-from runtime.plan.legality import can_square
+from runtime.plan import Lane, Plan, Policy, Semantics, Setup
 from runtime.plan.workload import Model, Saved, Workload
 
 from .climb import neighbours
@@ -30,7 +29,6 @@ from .remedy import most_ops, shorter, too_long
 from .space import (
     BASELINES,
     GRADIENT_SLOTS,
-    OFFLOAD_LATE_BLOCKS,
     PREFETCH_DEPTHS,
     Family,
     baseline,
@@ -38,7 +36,6 @@ from .space import (
     family_of,
     filled,
     leanest,
-    speculated,
 )
 
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
@@ -50,11 +47,9 @@ LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the 
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
 MOST_CLIMBED_OPS = 2 * MAX_SEARCHED_OPS  # of all plans, when the search for early updates ends wherever it is
-CLIMBED_FRACTION = 0.005  # of a step that may be gained at most where no climb is tried
+CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
 LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
-REFILLED_STEPS = (1, 3, -1)  # so many slots more or fewer, where a climb fills memory anew
-SPECULATION_STARTS = (0.25, 0.5, 0.75)  # of the blocks
-SPECULATION_STRIDES = (8, 4, 2, 1)  # so many blocks more or fewer, until neither is better
+REFILLED_STEPS = (1, 3, -1)  # slots more or fewer, where a climb fills memory anew
 
 
 class Trial:
@@ -64,7 +59,7 @@ class Trial:
         self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, clipped_fraction: float | None
     ) -> None:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.clipped_fraction = clipped_fraction  # of the steps; None: nobody knows, so nothing is updated before the norm is known
+        self.clipped_fraction = clipped_fraction  # of the steps; None: unknown, so no block is updated before the norm
         self.profile_json = profile.to_json()
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
         self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
@@ -81,7 +76,7 @@ class Trial:
         return (1 - often) * step_s + often * self.clipped_step_s(policy)
 
     def adopt(self, plan: Plan) -> None:
-        """Simulate a plan, whoever made it, as the one of its policy."""
+        """Simulate a given plan as the one of its policy."""
         self.n_ops += n_simulated(plan)
         self.tried[plan.policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
 
@@ -93,7 +88,7 @@ class Trial:
         return self.clipped[policy]
 
     def is_too_long(self, policy: Policy) -> bool:
-        """Whether its plan has so many ops that it would take the time of all others: groups too large to repeat often."""
+        """Whether its plan has too many ops to be simulated in a search: groups too large to repeat often."""
         return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
 
     def frame(self, policy: Policy) -> Setup:
@@ -127,8 +122,8 @@ def _essence(policy: Policy) -> Policy:
     counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
     counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
     counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
-    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1, "offload_late_blocks": 0}
-    return replace(policy, **buffers, square_blocks=(), **counts)
+    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1}
+    return replace(policy, **buffers, square_on_device=False, **counts)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -189,21 +184,18 @@ class Tree:
             for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
                 if needs.fits:
                     self._take(plan.policy)
-        self._speculate_more_or_less()
-        self._norm_elsewhere()
         self._climb()
         self._prefetch_less()
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
-        """Push what the relaxation says of a part, which is in one that nothing is below `least_s` in."""
+        """Push a part with the bound of its relaxation, which is at least that of the part around it, `least_s`."""
         relaxed = self.relaxation.solve(family, None, n_slots)
         if relaxed is not None:
             self._push(max(relaxed.bound_s, least_s), family, n_slots)
 
     def _computing_s(self, family: Family) -> float:
         """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
-        ops = ops_at_least(self.trial.frame(family.policy(self.trial.semantics)), self.trial.cost)
-        return sum(demand.uncontended_s * count for kind, _, demand, count in ops if LANE_OF[kind] is Lane.GPU)
+        return busy_s(self.trial.frame(family.policy(self.trial.semantics)), self.trial.cost)[Lane.GPU]
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, or bounds know less, begin with one of each promising family."""
@@ -273,7 +265,7 @@ class Tree:
 
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
         """What is suggested for the first of the usual depths that fits; a climb sees to the others. And what saves and moves
-        nothing, for what moves takes its time, whatever the relaxation thinks of it."""
+        nothing, for copies take longer than a relaxation thinks."""
         for depth in PREFETCH_DEPTHS:
             suggested = list(self._suggested(family, depth, n_slots))
             if suggested:
@@ -287,17 +279,12 @@ class Tree:
         if relaxed is None:
             return
         lean = family.policy(self.trial.semantics)
-        one_group = family.accumulation_group == self.trial.semantics.n_micro_batches
+        buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots)
         found: dict[Policy, None] = {}
-        for late in OFFLOAD_LATE_BLOCKS:
-            if late < gradient_slots and (late == 0 or one_group):
-                buffers = replace(
-                    lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, offload_late_blocks=late
-                )
-                for spread in (False, True):
-                    suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
-                    found[suggested] = None
-                    found[replace(suggested, speculate_blocks=())] = None  # what speculation costs the relaxation may not see
+        for spread in (False, True):
+            suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
+            found[suggested] = None
+            found[replace(suggested, speculate_blocks=())] = None  # what speculation costs the relaxation may not see
         yield from found
 
     def _take(self, policy: Policy) -> None:
@@ -305,51 +292,13 @@ class Tree:
         if self.best is None or step_s < self.trial.step_s(self.best):
             self.best = policy
 
-    def _speculate_more_or_less(self) -> None:
-        """How many blocks to update early depends on what the relaxation leaves out, the order of the host's work: climb. The more
-        are, the more the host gains from norms that it need not make."""
-        n_blocks = len(self.trial.workload.blocks)
-        if self.best is None or self.best.update is Update.BARRIER or self.trial.clipped_fraction is None:
-            return
-        for share, policy in product(SPECULATION_STARTS, (self.best, *self._squared(self.best)[-1:])):
-            self._take_early(policy, round(share * n_blocks))
-        for n in SPECULATION_STRIDES:
-            while (best := self.best).speculate_blocks:
-                for more in (-n, n):
-                    self._take_early(best, len(best.speculate_blocks) + more)
-                if self.best == best:
-                    break
-
-    def _take_early(self, policy: Policy, n_early: int) -> None:
-        """The policy with so many blocks updated before the norm is known, if that fits."""
-        n_blocks = len(self.trial.workload.blocks)
-        of_host = [b for b in range(n_blocks) if b not in policy.device_blocks]
-        if 0 < n_early <= len(of_host) and self.trial.n_ops < MOST_CLIMBED_OPS:
-            early = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
-            if self.trial.fits(early):
-                self._take(early)
-
-    def _norm_elsewhere(self) -> None:
-        """See whether the best plan gains from more norms on the device, or fewer: bounds may not tell them apart."""
-        if self.best is not None:
-            for other in self._squared(self.best):
-                if self.trial.fits(other):
-                    self._take(other)
-
-    def _squared(self, policy: Policy) -> list[Policy]:
-        """The policy with no gradient squared on the device, with the one that comes last, and with all that may be."""
-        can = can_square(self.trial.workload, self.trial.semantics)
-        if policy.accumulation_group < self.trial.semantics.n_micro_batches or not self.trial.workload.trains_all:
-            return []
-        stay = {*policy.device_blocks}
-        return [replace(policy, square_blocks=tuple(sorted({*blocks, *stay}))) for blocks in ((), can[:1], can)]
-
     def _climb(self) -> None:
         """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""
         climbing = True
         while climbing and self.best is not None and self.trial.step_s(self.best) > self.bound_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            for policy in chain(self._refilled(self.best), neighbours(self.trial.frame(self.best), self.trial.profile)):
+            near = neighbours(self.trial.frame(self.best), self.trial.profile, self.trial.clipped_fraction is not None)
+            for policy in chain(self._refilled(self.best), near):
                 if self.trial.n_ops + self.shorter.n_ops >= MOST_CLIMBED_OPS:
                     return
                 if self.trial.is_too_long(policy) or not self.trial.fits(policy) or not self._seems_faster(policy):

@@ -1,160 +1,249 @@
-"""What may the policies of a family choose, as variables of an integer program?
+"""Choices of a family, as variables of an integer program: how many equal blocks are treated in which way.
 
-Counts of equal blocks: which save what, stay resident, spill, are updated on speculation, squared on the device or updated there.
-The rows say what may be chosen together, and what fits device and host memory.
+What a choice asks for is a difference: the work, and the memory, of a policy with one block treated so, less those without
+(`planner/bounds/work.py`, `planner/predict/memory.py`). A new way to treat a block is a line here.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 
-from hwprofiles.schema import Profile
-from planner.bounds.bounds import SLACK, early_fetches, places_to_stay
+from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.integer import Program
-from planner.bounds.phases import least_slots
-from planner.lower.arenas import N_SAVED_SLOTS, spill_ring_slots
-from planner.predict.memory import footprint
-from runtime.plan import Setup, Update
+from planner.bounds.work import early_fetches, least_slots
+from planner.lower.arenas import N_SAVED_SLOTS, leaving_bytes
+from planner.predict.cost import CostModel
+from planner.predict.memory import footprint, frame
+from runtime.plan import Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
-from runtime.plan.setup import DEVICE_UPDATE_SCRATCH_BYTES
-from runtime.plan.workload import SLOT_ALIGN_BYTES, BlockKind, Saved
+from runtime.plan.workload import BlockKind, Model, Saved, Workload
 
-from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, ways_of
+from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
+Treated = Callable[[Policy, Sequence[int]], Policy]
+
+
+class Frames:
+    """Policies of one workload, with their arenas and without ops."""
+
+    def __init__(self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel) -> None:
+        self.model, self.workload, self.semantics, self.cost = model, workload, semantics, cost
+        self._known: dict[Policy, Setup] = {}
+
+    def of(self, policy: Policy) -> Setup:
+        if policy not in self._known:
+            self._known[policy] = frame(self.model, self.workload, self.semantics, policy)
+        return self._known[policy]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Equal blocks, any number of which may be treated in one way instead of another."""
+
+    name: str
+    blocks: Sequence[int]
+    treated: Treated
+    instead: Treated  # of the policy's own: as they are
+    count: int  # the variable
+    used: int  # whether any is
+
+
+def _as_they_are(policy: Policy, blocks: Sequence[int]) -> Policy:
+    return policy
+
+
+def _added(name: str) -> Treated:
+    """Blocks are named in a list of the policy."""
+
+    def treated(policy: Policy, blocks: Sequence[int]) -> Policy:
+        return replace(policy, **{name: tuple(sorted({*getattr(policy, name), *blocks}))})  # type: ignore[arg-type]
+
+    return treated
+
+
+def _saving(way: Way) -> Treated:
+    return lambda policy, blocks: with_ways(policy, dict.fromkeys(blocks, way))
+
+
+def _stay(policy: Policy, blocks: Sequence[int]) -> Policy:
+    return staying(policy, {*policy.device_blocks, *blocks})
+
+
+def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
+    return replace(policy, square_on_device=True)
 
 
 class Choices:
-    """The variables of a program, by number; its cost is the step, of which `clipped_fraction` redo what was speculated on."""
+    """The variables of a program. Its cost is the mean step: `clipped_fraction` of steps repeat their early updates."""
 
     def __init__(
-        self, plan: Setup, family: Family, prefetch_depth: int | None, clipped_fraction: float | None, profile: Profile
+        self, frames: Frames, lean: Policy, family: Family, prefetch_depth: int | None, clipped_fraction: float | None
     ) -> None:
-        self.plan, self.workload, self.group = plan, plan.workload, family.groups[-1]
-        self.n_groups = -(-plan.semantics.n_micro_batches // family.accumulation_group)
-        self.classes = self.workload.classes
-        kinds = [self.workload.blocks[blocks[0]].kind for blocks in self.classes]
-        self.layers = [i for i, kind in enumerate(kinds) if kind is BlockKind.LAYER]  # the classes that are layers
-        p, n_layers = Program(), self.workload.n_layers
-        self.program, often = p, clipped_fraction
+        self.frames, self.lean, self.plan, self.group = frames, lean, frames.of(lean), family.groups[-1]
+        self.workload, self.classes = frames.workload, frames.workload.classes
+        self.n_groups = -(-frames.semantics.n_micro_batches // family.accumulation_group)
+        self.layers = [i for i, b in enumerate(self.classes) if self.workload.blocks[b[0]].kind is BlockKind.LAYER]
+        p, n_layers, often = Program(), self.workload.n_layers, clipped_fraction
+        self.program = p
         self.step = p.variable(0, inf, integer=False, cost=1 - (often or 0.0))
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
         is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
-        self.spared = p.variable(0, inf, integer=False)  # loads that a turn of the walk saves
-        self.transient = p.variable(0, inf, integer=False)  # in shares of device memory
-        self.saved_slots = p.variable(0, inf, integer=False)  # in such shares too
-        may_spill = family.boundary_stride == 1
+        self.spared = p.variable(0, inf, integer=False)  # loads that turns of the walk over the layers save
         self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
         self.early_saved = p.variable(0, N_SAVED_SLOTS, integer=False)  # what layers saved that is
-        self.n_spilled, self.spills = p.variable(0, len(can_spill(self.workload)) * may_spill), p.variable(0, int(may_spill))
-        # By class and way, how many save so, and whether any does.
-        self.saving = {
-            (i, way): (p.variable(0, len(self.classes[i])), p.variable(0, 1))
-            for i in self.layers
-            for way in self._ways_of(self.classes[i][0], family.boundary_stride)
-        }
-        # Phases of all groups: `bounds.Phases` has them as up, back, around, home and the last of these.
-        self.up, self.back, self.around, self.left, self.last = (p.variable(0, inf, integer=False) for _ in range(5))
-        self.resident = [p.variable(0, len(blocks)) for blocks in self.classes]
-        speculates = family.update is Update.DEFERRED and often is not None and self.workload.trains_all
-        self.speculate = [p.variable(0, len(blocks) if speculates else 0) for blocks in self.classes]
-        squares = plan.reduced and self.workload.trains_all
-        self.can_square = can_square(self.workload, plan.semantics) if squares else range(0)
-        self.square = [p.variable(0, len(blocks) if blocks[0] in self.can_square else 0) for blocks in self.classes]
-        self.can_stay = places_to_stay(plan, profile) if family.update is Update.DEFERRED else []
-        self.stay = [p.variable(0, len(blocks) if blocks[0] in self.can_stay else 0) for blocks in self.classes]
+        self.squares = p.variable(0, 1)  # whether the device squares all gradients that are whole there
+        # By way and class: to save so, stay loaded, spill the output, be updated early, be squared, keep the state.
+        self.saving: dict[tuple[int, Way], Choice] = {}
+        self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
+        trains_all, deferred = self.workload.trains_all, family.update is Update.DEFERRED
+        may_square = can_square(self.workload, frames.semantics) if self.plan.reduced and trains_all else range(0)
+        self.may_stay = places_to_stay(self.plan, frames.cost.profile) if deferred else []
+        spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
+        for i, blocks in enumerate(self.classes):
+            b = blocks[0]
+            for way in self._ways_of(b, family.boundary_stride) if i in self.layers else ():
+                self.saving[i, way] = self._choice(f"{way}", blocks, _saving(way))
+            self.resident[i] = self._choice("resident", blocks, _added("resident_blocks"))
+            if can := [b for b in blocks if b in spills]:
+                self.spilled[i] = self._choice("spill", can, _added("spill_blocks"))
+            if deferred and often is not None and trains_all:
+                self.early_updated[i] = self._choice("speculate", blocks, _added("speculate_blocks"))
+            if b in may_square:
+                self.squared[i] = self._choice("square", blocks, _squared)
+            if b in self.may_stay:
+                self.staying[i] = self._choice("stay", blocks, _stay, instead=_squared)
+
+    def _choice(self, name: str, blocks: Sequence[int], treated: Treated, instead: Treated = _as_they_are) -> Choice:
+        p = self.program
+        return Choice(name, blocks, treated, instead, p.variable(0, len(blocks)), p.variable(0, 1))
 
     def _ways_of(self, block: int, boundary_stride: int) -> list[Way]:
         """How a layer may save its activations, if a backward comes to it."""
         return ways_of(self.workload.blocks[block], boundary_stride) if block >= self.workload.first_trained else [Way(Saved.INPUT)]
 
+    def all(self) -> Iterator[Choice]:
+        yield from self.saving.values()
+        for of_classes in (self.resident, self.spilled, self.early_updated, self.squared, self.staying):
+            yield from of_classes.values()
+
     def together(self) -> None:
         """Rows for what may be chosen together."""
         p, n_layers = self.program, self.workload.n_layers
+        for choice in self.all():
+            p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)
         for i in self.layers:
-            of_class = [variables for (j, _), variables in self.saving.items() if j == i]
-            n_blocks = len(self.classes[i])
+            of_class = {choice.count: 1.0 for (j, _), choice in self.saving.items() if j == i}
             for sign in (1.0, -1.0):  # each layer saves in one way
-                p.at_most({n: sign for n, _ in of_class}, sign * n_blocks)
-            for n, used in of_class:
-                p.at_most({n: 1.0, used: -float(n_blocks)}, 0.0)
-        p.at_most({self.n_spilled: 1.0, self.spills: -float(n_layers)}, 0.0)
-        p.at_most({self.early: 1.0, self.spills: -float(early_fetches(self.group, n_layers))}, 0.0)
-        p.at_most({self.early: 1.0, self.n_spilled: -float(self.group)}, 0.0)
-        away = {n: -float(self.group) for (_, way), (n, _) in self.saving.items() if way.away}
+                p.at_most({n: sign * one for n, one in of_class.items()}, sign * len(self.classes[i]))
+        spilled = {choice.count: 1.0 for choice in self.spilled.values()}
+        kept = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
+        p.at_most({**spilled, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
+        # As many activations may be back early as have a slot
+        p.at_most({self.early: 1.0}, early_fetches(self.group, n_layers))
+        p.at_most({self.early: 1.0, **dict.fromkeys(spilled, -float(self.group))}, 0.0)
+        away = {choice.count: -float(self.group) for (_, way), choice in self.saving.items() if way.away}
         p.at_most({self.early_saved: 1.0, **away}, 0.0)
-        kept = {n: 1.0 for (_, way), (n, _) in self.saving.items() if way.saved is Saved.ALL}
-        p.at_most({self.n_spilled: 1.0, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
-        for i, blocks in enumerate(self.classes):  # what stays is squared there, and on the host neither waits nor is guessed
-            p.at_most({self.stay[i]: 1.0, self.square[i]: -1.0}, 0.0)
-            p.at_most({self.stay[i]: 1.0, self.speculate[i]: 1.0}, float(len(blocks)))
-            p.at_most({self.stay[i]: 1.0, self.resident[i]: 1.0}, float(len(blocks)))
-        n_turns = 2 * self.n_groups - 1  # of the walk over the layers
-        # One more slot than are prefetched, or two
+        for i, squared in self.squared.items():  # what stays is squared on the device, and all else if anything is
+            n, stays = float(len(squared.blocks)), {self.staying[i].count: 1.0} if i in self.staying else {}
+            p.at_most({**stays, squared.count: -1.0}, 0.0)
+            p.at_most({squared.count: 1.0, **dict.fromkeys(stays, -1.0), self.squares: -n}, 0.0)
+            p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
+        for i, stays_of in self.staying.items():  # on the host it neither waits nor is guessed
+            for others in (self.early_updated, self.resident):
+                if i in others:
+                    p.at_most({stays_of.count: 1.0, others[i].count: 1.0}, float(len(stays_of.blocks)))
+        n_turns = 2 * self.n_groups - 1  # of the walk over the layers; one more slot than are prefetched, or two
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns * least_slots(self.plan)))
-        streamed = {n: float(n_turns) for i in self.layers for n in (self.resident[i], self.stay[i])}
-        p.at_most({self.spared: 1.0, **streamed}, float(n_turns * n_layers))
+        on_device = [of[i].count for of in (self.resident, self.staying) for i in self.layers if i in of]
+        p.at_most({self.spared: 1.0, **dict.fromkeys(on_device, float(n_turns))}, float(n_turns * n_layers))
 
-    def within_memory(self, profile: Profile) -> None:
+    def within_memory(self) -> None:
         """A row for the device and one for the host, each in shares of what the machine has."""
-        p, blocks, group = self.program, self.workload.blocks, self.plan.policy.accumulation_group
+        p, profile, blocks = self.program, self.frames.cost.profile, self.workload.blocks
         needs = footprint(self.plan, profile)
-        weights, streamed = self.plan.arena("weights"), self.plan.arena("packed") or self.plan.arena("weights")
-        assert weights is not None
-        assert streamed is not None
-        device_bytes, host_bytes = float(needs.device_memory_bytes), float(needs.host_memory_bytes)
-        boundary_bytes = group * -(-blocks[0].boundary_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
-        item = weights.slot_bytes[0] / max(b.slot_elements for b in blocks[1:-1])
-        device = {self.depth: streamed.slot_bytes[0], self.transient: device_bytes, self.saved_slots: device_bytes}
-        host: dict[int, float] = {self.n_spilled: boundary_bytes}
-        device |= {self.n_spilled: -boundary_bytes, self.spills: spill_ring_slots(group) * boundary_bytes / group}
-        for i, of_class in enumerate(self.classes):
-            device[self.resident[i]] = blocks[of_class[0]].slot_elements * item
-        for (i, way), (n, used) in self.saving.items():
+        has = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
+        rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
+
+        def add(number: int, n_bytes: Sequence[float]) -> None:
+            for row, n, of in zip(rows, n_bytes, has, strict=True):
+                row[number] = row.get(number, 0.0) + n / of
+
+        def largest(of: Iterable[tuple[int, float]], least_bytes: float = 0.0) -> None:
+            """Device memory for the largest of those that are used, at least so much."""
+            room = p.variable(0, inf, integer=False)
+            for used, n_bytes in of:
+                p.at_most({used: n_bytes / has[0], room: -1.0}, 0.0)
+            p.at_most({room: -1.0}, -least_bytes / has[0])
+            add(room, (has[0], 0.0))
+
+        def peaks(policy: Policy) -> tuple[int, int]:
+            """Bytes but for those of the block being computed, and of the slots through which gradients leave."""
+            plan = self.frames.of(policy)
+            found, gradients = footprint(plan, profile), plan.arena("gradients")
+            assert gradients is not None
+            leaving = gradients.slot_bytes[: policy.gradient_slots + 1]
+            return found.device_peak_bytes - plan.transient_bytes - sum(leaving), found.host_peak_bytes
+
+        def more(policy: Policy, than: Policy) -> list[int]:
+            return [b - a for a, b in zip(peaks(than), peaks(policy), strict=True)]
+
+        per_slot = more(replace(self.lean, prefetch_depth=self.lean.prefetch_depth + 1), self.lean)
+        add(self.depth, per_slot)
+        add(self.squares, more(_squared(self.lean, ()), self.lean))
+        away = [choice for (_, way), choice in self.saving.items() if way.away]
+        sharing = [away, [*self.spilled.values()]]  # choices whose blocks share slots on the device
+        sharing += [[choice] for choice in self.all() if choice not in chain(*sharing, self.squared.values())]
+        for group in sharing:
+            slots: list[tuple[int, float]] = []
+            for choice in group:
+                lean, first = choice.instead(self.lean, choice.blocks[:1]), choice.blocks[:1]
+                there, then = choice.treated(lean, first), choice.blocks[1:2]  # slots are there, and one more block needs no more
+                if not then:
+                    there, then = lean, first
+                    for other in group:
+                        there = other.treated(there, other.blocks[:1]) if other.blocks != choice.blocks else there
+                each = more(choice.treated(there, then), there)
+                add(choice.count, each)
+                slots.append((choice.used, more(choice.treated(lean, first), lean)[0] - each[0]))
+            largest(slots)
+        staying_one = [(choice.used, choice.treated(self.lean, choice.blocks[:1])) for choice in self.staying.values()]
+        transients = [(used, float(self.frames.of(policy).other_transient_bytes)) for used, policy in staying_one]
+        for (i, way), choice in self.saving.items():
             again = blocks[self.classes[i][0]].recompute(way.saved)
             assert again is not None, "a way is one that the block has"
-            if way.away:
-                slot_bytes = -(-again.slot_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
-                host[n] = group * slot_bytes
-                p.at_most({used: N_SAVED_SLOTS * slot_bytes / device_bytes, self.saved_slots: -1.0}, 0.0)
-            else:
-                device[n] = group * again.saved_bytes
-            p.at_most({used: again.transient_bytes / device_bytes, self.transient: -1.0}, 0.0)
-        p.at_most({self.transient: -1.0}, -self.plan.vocab_transient_bytes / device_bytes)
-        device |= {stay: self.plan.staying_bytes(self.classes[i][0]) for i, stay in enumerate(self.stay)}
-        device |= self._empty_slots(device_bytes)
-        fixed_bytes = needs.device_peak_bytes - self.plan.transient_bytes - streamed.slot_bytes[0]
-        p.at_most({v: n / device_bytes for v, n in device.items()}, 1 - fixed_bytes / device_bytes + SLACK)
-        per_param = sum(self.plan.state_bytes().values())
-        for i, of_class in enumerate(self.classes):
-            host[self.speculate[i]] = blocks[of_class[0]].host_elements * per_param
-            host[self.stay[i]] = -self.plan.staying_bytes(of_class[0])
-        p.at_most({v: n / host_bytes for v, n in host.items()}, 1 - needs.host_peak_bytes / host_bytes + SLACK)
+            transients.append((choice.used, float(again.transient_bytes)))
+        largest(transients, self.plan.other_transient_bytes)
+        for of_layers in (True, False):
+            largest(self._leaving(of_layers))
+        for row, n_bytes, of_slot, of in zip(rows, peaks(self.lean), per_slot, has, strict=True):
+            p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / of + SLACK)
 
-    def _empty_slots(self, device_bytes: float) -> dict[int, float]:
-        """Where anything stays, its update takes room for a moment; where all layers do, or the whole vocabulary, the slots through
-        which their gradients leave are empty."""
-        p, gradients = self.program, self.plan.arena("gradients")
-        assert gradients is not None
-        if not self.can_stay:
-            return {}
-        any_stays, n_blocks = p.variable(0, 1), len(self.workload.blocks)
-        p.at_most({**dict.fromkeys(self.stay, 1.0), any_stays: -float(n_blocks)}, 0.0)
-        p.at_most({any_stays: DEVICE_UPDATE_SCRATCH_BYTES / device_bytes, self.transient: -1.0}, 0.0)
-        of_layers = [self.stay[i] for i in self.layers]
-        of_vocab = [stay for stay in self.stay if stay not in of_layers]
-        empty: dict[int, float] = {}
-        for stay, slots in ((of_layers, gradients.slot_bytes[:-1]), (of_vocab, gradients.slot_bytes[-1:])):
-            all_stay, n = p.variable(0, 1), 2 if stay is of_vocab else self.workload.n_layers
-            p.at_most({all_stay: float(n), **dict.fromkeys(stay, -1.0)}, 0.0)
-            empty[all_stay] = -sum(slots)
-        return empty
+    def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:
+        """What the slots need through which gradients of layers, or of the vocabulary, leave: by class, unless all of it stay."""
+        p, n_slots = self.program, self.plan.policy.gradient_slots if of_layers else 1
+        for i, blocks in enumerate(self.classes):
+            if (i in self.layers) is of_layers and blocks[0] not in self.lean.device_blocks:
+                leaves = p.variable(0, 1)
+                stay = {self.staying[i].count: -1.0} if i in self.staying else {}
+                p.at_most({leaves: -float(len(blocks)), **stay}, -float(len(blocks)))
+                yield leaves, float(n_slots * leaving_bytes(self.plan, blocks[0]))
 
     def fill(self, x: list[float]) -> Fill:
         """What a solution chooses."""
-        counts = {key: round(x[n]) for key, (n, _) in self.saving.items()}
-        ways = {way: tuple(counts.get((i, way), 0) for i in range(len(self.classes))) for way in RICHER_WAYS}
-        resident, speculate, square, stay = (
-            tuple(round(x[n]) for n in numbers) for numbers in (self.resident, self.speculate, self.square, self.stay)
+
+        def counts(of: dict[int, Choice]) -> tuple[int, ...]:
+            return tuple(round(x[of[i].count]) if i in of else 0 for i in range(len(self.classes)))
+
+        ways = {way: counts({i: choice for (i, w), choice in self.saving.items() if w == way}) for way in RICHER_WAYS}
+        return Fill(
+            ways,
+            counts(self.resident),
+            counts(self.early_updated),
+            round(x[self.squares]) == 1,
+            counts(self.staying),
+            sum(counts(self.spilled)),
         )
-        return Fill(ways, resident, speculate, square, stay, round(x[self.n_spilled]))

@@ -1,4 +1,4 @@
-"""Which policies does a local search try around this one?
+"""Neighbours of a policy, for the local search.
 
 What a relaxation would choose leaves out order, and the best of those is not always the best of their neighbourhood. The neighbours
 come in the order in which they are most likely to gain: buffers, sizes of groups, everything of one sort, then block by block.
@@ -11,20 +11,22 @@ from hwprofiles.schema import Profile
 from planner.bounds.bounds import places_to_stay
 from runtime.errors import PlanError
 from runtime.plan import Policy, Setup, Update
-from runtime.plan.legality import can_square, refuse_illegal
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
-from .space import Way, eager_is_legal, evenly, groups_alike, staying, with_ways
+from .space import Way, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 
 AWAY = (Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
-STEPS = (1, -1, 2, -2, 4)  # so many slots more, or fewer
+STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
+EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
 
 
-def neighbours(plan: Setup, profile: Profile) -> Iterator[Policy]:
-    """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at."""
+def neighbours(plan: Setup, profile: Profile, speculates: bool = False) -> Iterator[Policy]:
+    """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at.
+    `speculates`: how often steps are clipped is known, so that blocks may be updated early."""
     seen = {plan.policy}
-    for policy in _near(plan, profile):
+    for policy in _near(plan, profile, speculates):
         if policy not in seen:
             seen.add(policy)
             try:
@@ -34,7 +36,9 @@ def neighbours(plan: Setup, profile: Profile) -> Iterator[Policy]:
             yield policy
 
 
-def _near(plan: Setup, profile: Profile) -> Iterator[Policy]:
+def _near(plan: Setup, profile: Profile, speculates: bool) -> Iterator[Policy]:
+    if speculates:
+        yield from _early(plan.policy, len(plan.workload.blocks))
     yield from _buffers(plan.policy)
     yield from _groups(plan)
     may_stay = places_to_stay(plan, profile)
@@ -42,13 +46,22 @@ def _near(plan: Setup, profile: Profile) -> Iterator[Policy]:
     yield from _blocks(plan, may_stay)
 
 
+def _early(policy: Policy, n_blocks: int) -> Iterator[Policy]:
+    """Other numbers of early updates: a relaxation forgets the order of host work. The more there are, the more the host gains
+    from norms that it need not make."""
+    of_host, n = [b for b in range(n_blocks) if b not in policy.device_blocks], len(policy.speculate_blocks)
+    for square in (policy.square_on_device, not policy.square_on_device):
+        for n_early in dict.fromkeys((*(n + more for more in EARLY_STEPS if n), *(round(of * n_blocks) for of in EARLY_SHARES))):
+            if 0 <= n_early <= len(of_host):
+                early = speculated(n_early, of_host)
+                yield replace(policy, update=Update.DEFERRED, speculate_blocks=early, square_on_device=square)
+
+
 def _buffers(policy: Policy) -> Iterator[Policy]:
-    """Other numbers of slots, and gradients that leave sooner or later."""
+    """Other numbers of slots."""
     for more in STEPS:
         yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
         yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
-    for late in (0, 1):
-        yield replace(policy, offload_late_blocks=late)
 
 
 def _groups(plan: Setup) -> Iterator[Policy]:
@@ -56,7 +69,7 @@ def _groups(plan: Setup) -> Iterator[Policy]:
     policy, n = plan.policy, plan.semantics.n_micro_batches
     size = policy.accumulation_group
     alike = groups_alike(size, n)
-    one_group = {"offload_late_blocks": 0} | ({"square_blocks": (), "device_blocks": ()} if plan.workload.trains_all else {})
+    one_group = {"square_on_device": False, "device_blocks": ()} if plan.workload.trains_all else {}
     for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= other <= n and other != size:
             yield replace(policy, accumulation_group=other, **({} if other == n else one_group))  # type: ignore[arg-type]
@@ -73,10 +86,9 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     for way in (*map(Way, Saved), *AWAY):
         yield _saving(policy, layers, way)
     yield from _more_or_less_away(policy, layers)
-    unhurried = replace(policy, speculate_blocks=(), square_blocks=policy.device_blocks)
+    unhurried = replace(policy, speculate_blocks=(), square_on_device=False)
     yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
-    for squared in ((), can_square(plan.workload, plan.semantics)):
-        yield replace(policy, square_blocks=tuple(squared))
+    yield replace(policy, square_on_device=not policy.square_on_device)
     for stay in ([], may_stay, [b for b in may_stay if 0 < b <= n_layers]):
         yield staying(policy, stay)
     if eager_is_legal(plan.semantics):
@@ -90,7 +102,7 @@ def _blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         for way in (*map(Way, RICHER), Way(Saved.INPUT), *AWAY):
             yield _saving(policy, (b,), way)
     everything = range(n_layers + 2)
-    choices = {"resident_blocks": everything, "spill_blocks": range(n_layers), "square_blocks": everything}
+    choices = {"resident_blocks": everything, "spill_blocks": range(n_layers)}
     for name, blocks in choices.items():
         for b in blocks:
             changed = {*getattr(policy, name)} ^ {b}
@@ -100,7 +112,7 @@ def _blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 
 def _more_or_less_away(policy: Policy, layers: Sequence[int]) -> Iterator[Policy]:
-    """More layers, or fewer, of which what they save is on the host, evenly among those that save nothing on the device."""
+    """More layers, or fewer, with activation offload, evenly among those that save nothing on the device."""
     free = [b for b in layers if policy.saved(b) is Saved.INPUT or b in policy.offload_blocks]
     for way in AWAY:
         n_away = sum(policy.saved(b) is way.saved for b in policy.offload_blocks)

@@ -1,4 +1,4 @@
-"""About how fast is a step, before any search?
+"""Greedy policies and quick estimates of their step times.
 
 A greedy plan: two buffers each way, all micro-batches in one group or as many as fit, or one by one; boundaries on the device or on
 the host; and memory filled with what saves most recompute per byte. Its bounds take milliseconds, its simulation some more, and a
@@ -11,12 +11,12 @@ from itertools import islice, product
 from types import MappingProxyType
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import ops_at_least, policy_bound
+from planner.bounds.bounds import busy_s, policy_bound
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import n_simulated, simulate
-from runtime.plan import LANE_OF, Kind, Lane, Op, Policy, Semantics, Setup, Update
+from runtime.plan import Kind, Op, Policy, Semantics, Setup, Update
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
 
@@ -40,11 +40,11 @@ FEW_MICRO_BATCHES = 12  # a step of more is told from steps of fewer
 SHORTER = (4, 6)  # micro-batches of these, where all go through a layer together
 SHORTER_GROUPS = (2, 3)
 # Where a step is bound by more than its busiest lane by this, uploads that come again for every group may be worth more than what
-# is saved of activations: then one in so many blocks has its weights on the device before anything else is.
+# is saved of activations: then one block in eight, or in four, has its weights on the device before memory goes to anything else.
 MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
 # Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
 MOST_LEAVING = 12
-FEWER_LEAVING = (2, 4, 8)  # one layer in so many
+FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
 GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
 
 
@@ -136,7 +136,7 @@ class Greedy:
         return list(found)
 
     def _may_stay(self) -> Sequence[int]:
-        """As many blocks as the device has room for the state of, beside a lean policy: the first ones."""
+        """The first blocks, as many as leave their state room on the device under a lean policy."""
         whole = self._frame(Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED))
         return most_on_device(whole, self.profile)[0].policy.device_blocks
 
@@ -165,10 +165,7 @@ class Greedy:
     def lanes_s(self, policy: Policy) -> float:
         """No step is shorter than the ops of its busiest lane, one after the other."""
         if policy not in self._lanes_s:
-            busy_s = dict.fromkeys(Lane, 0.0)
-            for kind, _, demand, count in ops_at_least(self._frame(policy), self.cost):
-                busy_s[LANE_OF[kind]] += count * demand.uncontended_s
-            self._lanes_s[policy] = max(busy_s.values())
+            self._lanes_s[policy] = max(busy_s(self._frame(policy), self.cost).values())
         return self._lanes_s[policy]
 
     def bound_s(self, policy: Policy) -> float:

@@ -1,4 +1,4 @@
-"""How many sequences and tokens are computed at a time, when the user does not say?"""
+"""Choice of micro-batch and tile sizes where the user leaves them free."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from .space import leanest
 
 LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
 MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a smaller tile
-# Into how many parts a batch is cut: between two neighbours nothing is much faster than both. Into more only
+# Numbers of equal parts of a batch: no size between two neighbours is much faster than both. Into more only
 # where fewer do not fit, for then a plan is long, and what a part loses by being small is a small share of the step.
 N_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MORE_PARTS = tuple(1 << n for n in range(9, 31))
@@ -36,7 +36,7 @@ SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fie
 
 
 def shared_step(asked: Semantics, gpus: int, has_groups: bool) -> Semantics:
-    """Each one's part of a step. Where no sum groups were asked for, as many as usual if the step can be cut into so many."""
+    """Each rank's part of a step. Where no sum groups were asked for, the usual number, if the step can be cut so."""
     if not has_groups:
         n = asked.n_micro_batches
         fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
@@ -156,7 +156,7 @@ def estimated(model: Model, sizes: Sequence[tuple[Semantics, Workload]], profile
 
 
 def _worth_looking_at(sizes: Sequence[tuple[Semantics, Workload]]) -> Sequence[tuple[Semantics, Workload]]:
-    """Those of which a plan can be written; where there are none, just the one that needs least, and the user is told."""
+    """The sizes whose plans are short enough to write; where there are none, the one that needs least, and the user is told."""
     return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
 
 

@@ -1,4 +1,4 @@
-"""What is the smallest change that makes it fit?"""
+"""Smallest changes with which a model fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.lower.lower import MOST_ALIKE_GROUPS, is_long
+from planner.lower.lower import MOST_ALIKE_GROUPS, plan_ops
 from planner.model.workload import build_workload
 from planner.predict.memory import Footprint, footprint, frame, short_of
 from runtime.errors import DoesNotFitError, PlanError
@@ -27,16 +27,8 @@ MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a lar
 
 
 def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = None) -> int:
-    """More ops than the policy's plan has; without one, than the plan of one micro-batch after another, which is the shortest.
-
-    Of a block, for each micro-batch that is written down: two loads, forward, recompute or spill and fetch, backward, offload,
-    accumulate; for each chunk of it, of which every parameter may be one: two loads, offload, norm (of all chunks a square), two of
-    updating.
-    """
-    policy, n_written = policy or Policy(), semantics.n_micro_batches
-    if is_long(workload, semantics, policy):
-        n_written = min(n_written, (2 * MOST_ALIKE_GROUPS + 1) * policy.accumulation_group)
-    return sum(8 * n_written + 6 * len(block.parameters) for block in workload.blocks)
+    """More ops than the policy's plan has; without one, than the plan of one micro-batch after another, which is the shortest."""
+    return plan_ops(workload, semantics, policy or Policy(), 2 * MOST_ALIKE_GROUPS + 1)
 
 
 def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> int | None:

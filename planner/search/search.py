@@ -1,4 +1,4 @@
-"""Which plan should we run?
+"""Search of the best plan, with its certificate.
 
 The answer to that: the best plan that branch and bound found (`branch.py`), what a step of it takes, and a certificate of how far
 from optimal it can be.
@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import FACET, LANE_NAME, policy_bound
+from planner.bounds.bounds import policy_bound
 from planner.bounds.machine import machine_bound
+from planner.bounds.reasons import FACET, LANE_NAME
 from planner.predict.arithmetic import arithmetic
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint, frame
@@ -42,7 +43,7 @@ class Certificate:
     binding: str
     n_families: int  # that the bound covers; 0: it is that of the one policy asked for
     n_simulated: int
-    # With what the claim can be made again: the share of steps that are clipped (None: nobody said), the draws of the interval,
+    # With what the claim can be made again: the share of steps that are clipped (None: not said), the draws of the interval,
     # and the code that did the arithmetic.
     clipped_fraction: float | None
     n_draws: int
@@ -114,14 +115,14 @@ def search(
     """The fastest plan found, with its certificate; with a `fixed` policy, that one.
 
     DoesNotFitError when no policy fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
-    them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: nobody knows, so nothing is updated before
+    them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: unknown, so no block is updated before
     the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have.
     """
     refuse_illegal(workload, semantics, fixed or Policy(accumulation_group=semantics.least_group))
     if clipped_fraction is None and eager_is_legal(semantics):
-        clipped_fraction = 0.0  # nothing is ever clipped or skipped
+        clipped_fraction = 0.0  # no step is clipped or skipped
     if not semantics.train.all:
-        clipped_fraction = None  # nothing is updated before the norm is known
+        clipped_fraction = None  # no block is updated before the norm
     trial = Trial(model, workload, semantics, profile, clipped_fraction)
     request = Request(model, semantics, profile, fixed, free)
     known = trial.baselines()
@@ -149,7 +150,7 @@ def search(
 
 
 def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known: dict[str, dict[str, Any]]) -> Answer:
-    """What is known of a policy that was tried, where no other one of `n_families` is below the bound."""
+    """Prediction and certificate of a simulated policy; no other one of `n_families` families is below the bound."""
     plan, prediction = trial.tried[best]
     step_s, profile = trial.step_s(best), trial.profile
     machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)

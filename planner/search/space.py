@@ -1,4 +1,4 @@
-"""Which policies are there to choose from?
+"""Space of policies: families, ways to save activations, baselines of other systems.
 
 The space is cut into *families*: when the host updates, how many micro-batches go through a layer at a time, how many layers
 share a boundary. Inside a family the rest is free: buffers, and block by block what is saved, spilled, resident, updated on
@@ -24,9 +24,8 @@ from runtime.plan.workload import Block, Model, Saved, Workload
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried
 GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last stands for more, too
-OFFLOAD_LATE_BLOCKS = (0, 1)
-STRIDES = (1, 2, 4)
 MEGATRAIN_STRIDE = 4  # of its layers share a boundary
+STRIDES = (1, MEGATRAIN_STRIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ class Family:
             update=self.update,
             boundary_stride=self.boundary_stride,
             device_blocks=self.mixed_blocks,
-            square_blocks=self.mixed_blocks,
         )
 
 
@@ -75,7 +73,7 @@ class Fill:
     ways: Mapping[Way, tuple[int, ...]]  # to save more than the input
     resident: tuple[int, ...]
     speculate: tuple[int, ...]
-    square: tuple[int, ...]
+    square: bool  # all gradients that are whole on the device
     stay: tuple[int, ...]  # masters and moments on the device, whose gradients are squared there too
     n_spilled: int
 
@@ -140,7 +138,7 @@ def family_of(policy: Policy, semantics: Semantics) -> Family:
 
 
 def group_sizes(n_micro_batches: int) -> list[range]:
-    """From layer-major to row-major, for every number of groups that there can be, the sizes that make so many."""
+    """For every possible number of groups, fewest first (layer-major to row-major), the group sizes that give it."""
     found = [groups_alike(n_micro_batches, n_micro_batches)]
     while found[-1][0] > 1:
         found.append(groups_alike(found[-1][0] - 1, n_micro_batches))
@@ -206,7 +204,6 @@ def staying(policy: Policy, blocks: Collection[int]) -> Policy:
         policy,
         update=Update.DEFERRED if blocks else policy.update,
         device_blocks=tuple(sorted(blocks)),
-        square_blocks=tuple(sorted({*policy.square_blocks, *blocks})),
         resident_blocks=tuple(b for b in policy.resident_blocks if b not in blocks),
         speculate_blocks=tuple(b for b in policy.speculate_blocks if b not in blocks),
     )
@@ -215,11 +212,11 @@ def staying(policy: Policy, blocks: Collection[int]) -> Policy:
 def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Policy:
     """The policy with memory used as `fill` says. Packed: activations of the last layers, which are needed first, and weights of
     the first. `spread`: evenly over the layers, so that uploads between them are spaced. What goes to the host is always spread, so
-    that the link has it one by one. Squared are the first layers: their gradients come last, when the step waits for the norm."""
+    that the link has it one by one."""
     classes = workload.classes
     place = _spread if spread else _packed
     ways: dict[int, Way] = {}
-    resident, square, stay = list[int](), list[int](), list[int]()
+    resident, stay = list[int](), list[int]()
     for i, blocks in enumerate(classes):
         away = [way for way, counts in fill.ways.items() if way.away for _ in range(counts[i])]
         here = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
@@ -229,12 +226,11 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         stay += blocks[: fill.stay[i]]
         others = [b for b in blocks if b not in stay]
         resident += _spread(others, fill.resident[i]) if spread else others[: fill.resident[i]]
-        square += blocks[: fill.square[i]]
     kept_inputs = {b - 1 for b, way in ways.items() if way.saved is Saved.ALL}
     return replace(
         with_ways(policy, ways),
         resident_blocks=tuple(sorted(resident)),
-        square_blocks=tuple(sorted({*square, *stay, *policy.square_blocks})),
+        square_on_device=fill.square,
         device_blocks=tuple(sorted({*stay, *policy.device_blocks})),
         speculate_blocks=speculated(sum(fill.speculate), [b for b in range(len(workload.blocks)) if b not in stay]),
         spill_blocks=tuple([b for b in can_spill(workload) if b not in kept_inputs][: fill.n_spilled]),

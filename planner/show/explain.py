@@ -203,21 +203,18 @@ def _clipped(answer: Answer, clipped_step_s: float) -> str:
 
 def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
     """What the schedule does, a clause per topic; no clause where it does the usual thing."""
-    n_late, n_slots = policy.offload_late_blocks, counted(policy.gradient_slots, "gradient slot")
     traits = {
         "order": _order(policy, plan.semantics.n_micro_batches),
         "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
-        "gradients": n_slots + (f", each leaving when {counted(n_late, 'more layer')} is computed" if n_late else ""),
+        "gradients": counted(policy.gradient_slots, "gradient slot"),
         "activations": _saved(policy, plan.workload.n_layers),
     }
     if policy.resident_blocks:
         traits["resident"] = f"weights of {counted(len(policy.resident_blocks), 'block')} stay on the device"
     if policy.spill_blocks:
         traits["spilled"] = f"layer inputs of {counted(len(policy.spill_blocks), 'block')} wait on the host (activation offload)"
-    if policy.square_blocks:
-        traits["norm"] = (
-            f"gradients of {counted(len(policy.square_blocks), 'block')} squared on the device, for the norm that clips"
-        )
+    if policy.square_on_device:
+        traits["norm"] = "gradients squared on the device, for the norm that clips"
     if policy.device_blocks:
         traits["state"] = f"optimizer states of {counted(len(policy.device_blocks), 'block')} on the device, which updates them"
     early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""

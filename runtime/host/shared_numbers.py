@@ -33,10 +33,6 @@ class SharedNumbers:
         self._n_numbers, self._n_micro_batches = plan.shared_numbers(), plan.semantics.n_micro_batches
         # Of each rank's row the parameter that each tile is of, block by block
         self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]
-        at, self._begins = 0, list[int]()  # of each block's tiles in this rank's row
-        for of_block in self._tiles[ranks.rank]:
-            self._begins.append(at)
-            at += len(of_block)
         assert all(sum(map(len, of)) + self._n_micro_batches + 1 <= self._n_numbers for of in self._tiles)
         self._row = torch.zeros(self._n_numbers, dtype=torch.float64)
 
@@ -52,15 +48,12 @@ class SharedNumbers:
                         of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
             yield of_block
 
-    def put(self, block: int, squares: Sequence[float]) -> None:
-        """This rank's tiles of a block."""
-        assert len(squares) == len(self._tiles[self._ranks.rank][block])
-        begin = self._begins[block]
-        self._row[begin : begin + len(squares)] = torch.tensor(squares, dtype=torch.float64)
-
-    def learned(self, rows: torch.Tensor, losses: Sequence[float], is_asked: bool) -> Learned:
-        """What all ranks learn. `rows`: memory for all rows, fp64; `is_asked`: whether this one is asked to end."""
-        n = self._n_micro_batches
+    def learned(self, rows: torch.Tensor, squares: Sequence[torch.Tensor], losses: Sequence[float], is_asked: bool) -> Learned:
+        """What all ranks learn. `rows`: memory for all rows, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether
+        this one is asked to end."""
+        n, mine = self._n_micro_batches, self._tiles[self._ranks.rank]
+        parts = [of_block[: len(tiles)] for of_block, tiles in zip(squares, mine, strict=True)]
+        torch.cat(parts, out=self._row[: sum(map(len, mine))])
         self._row[-n:] = torch.tensor(losses, dtype=torch.float64)
         self._row[-n - 1] = is_asked
         rows = rows[: self._ranks.n * self._n_numbers].view(self._ranks.n, self._n_numbers)

@@ -4,6 +4,9 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+
+import torch
 
 from runtime.errors import PenstockError
 from runtime.executor import AgreedStop
@@ -42,10 +45,8 @@ class Updates:
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
-        self._tensor_number = {p.name: i for i, p in enumerate(p for b in range(len(blocks)) for p in state.owned(b))}
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
-        self._last_norm = max((i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM), default=None)
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
         self._n_changed = 0  # by the step in progress
         self._one_at_a_time = threading.Lock()  # of what the lanes that change the state share
@@ -94,54 +95,45 @@ class Updates:
         other = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), shape, before)
         return SummedGradient((other, own), dtype)
 
-    def norm(self, index: int, op: Op, step: int) -> None:
-        if self._shared is not None:
-            self._norm_of_part(self._shared, op)
-            return
-        sums = self.arenas.view(op["norm"], "fp64")
-        squares = {p: square for slot in op.every("squares") for p, square in self._squared(slot)}
-        if op.block not in self.plan.policy.square_blocks:
-            owned = self.state.owned(op.block)
-            shared = [squares_tasks(self._gradient(op, p), self._cuts[op.block][p.name]) for p in owned]
-            done = iter(self.workers.run([task for tasks in shared for task in tasks]))
-            for p, tasks in zip(owned, shared, strict=True):
-                squares[p] = added(chunk for _ in tasks for chunk in next(done))
-        for p, square in squares.items():
-            self._refuse_infinite(p, square, step)
-            sums[self._tensor_number[p.name]] = square
-        if index == self._last_norm:
-            self._norms[step] = math.sqrt(added(sums[: len(self._tensor_number)].tolist()))
-
-    def _norm_of_part(self, shared: SharedNumbers, op: Op) -> None:
-        """The squares of what this rank has of a block's gradient, tile by tile."""
-        tasks = []
+    def norm(self, op: Op) -> None:
+        """Sums of squares of a block's gradient: one for each parameter; of several ranks, for each tile of this rank's part."""
+        of_parameters: list[list[Callable[[Scratch], list[float]]]] = []
         for p in self.state.owned(op.block):
             here = self.state.part(p)
             cuts = [range(cut.start - here.start, cut.stop - here.start) for cut in self._cuts[op.block][p.name]]
             cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= here.stop - here.start]
-            tasks += squares_tasks(self._gradient(op, p), cuts)
-        shared.put(op.block, [chunk for done in self.workers.run(tasks) for chunk in done])
+            of_parameters.append(squares_tasks(self._gradient(op, p), cuts))
+        done = iter(self.workers.run([task for tasks in of_parameters for task in tasks]))
+        tiles = [[square for _ in tasks for square in next(done)] for tasks in of_parameters]
+        sums = [added(of) for of in tiles] if self._shared is None else list(chain.from_iterable(tiles))
+        self._squares(op["norm"])[: len(sums)] = torch.tensor(sums, dtype=torch.float64)
 
-    def share_norm(self, op: Op, step: int, losses: Callable[[], list[float]]) -> None:
-        """The norm of what all ranks have, and all losses."""
-        assert self._shared is not None
-        is_asked = self.agreed is not None and self.agreed.asked.is_requested
-        learned = self._shared.learned(self.arenas.view(op["norm"], "fp64"), losses(), is_asked)
-        if self.agreed is not None:
-            self.agreed.hear(step, learned.is_asked)
-        for p, square in learned.squares:
+    def clip(self, op: Op, step: int, losses: Callable[[], list[float]]) -> None:
+        """The norm of all gradients, by which updates are clipped; of several ranks, what all of them have, and all losses."""
+        of_norm = self._squares(op["clip"])
+        if self._shared is None:
+            squares = [found for slot in op.every("norm") for found in self._squared(slot)]
+        else:
+            is_asked = self.agreed is not None and self.agreed.asked.is_requested
+            learned = self._shared.learned(of_norm, [self._squares(slot) for slot in op.every("norm")], losses(), is_asked)
+            if self.agreed is not None:
+                self.agreed.hear(step, learned.is_asked)
+            squares, self._losses[step] = learned.squares, learned.losses
+        for p, square in squares:
             self._refuse_infinite(p, square, step)
-        self._norms[step] = math.sqrt(added(square for _, square in learned.squares))
-        self._losses[step] = learned.losses
+        of_norm[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
+
+    def _squares(self, slot: Slot) -> torch.Tensor:
+        return self.arenas.view(slot, "fp64")
+
+    def _squared(self, slot: Slot) -> Iterator[tuple[Parameter, float]]:
+        """The parameters of whose gradients a slot holds sums of squares, and these."""
+        owned = self.state.owned(slot.index)
+        yield from zip(owned, self._squares(slot)[: len(owned)].tolist(), strict=True)
 
     def loss_of_all(self, step: int) -> float:
         """Over all ranks' micro-batches, in order."""
         return added(self._losses.pop(step))
-
-    def _squared(self, slot: Slot) -> Iterator[tuple[Parameter, float]]:
-        """The parameters of whose gradients the device has put sums of squares there, and these."""
-        owned = self.state.owned(self.plan.policy.square_blocks[slot.index - 1])
-        yield from zip(owned, self.arenas.view(slot, "fp64", (len(owned),)).tolist(), strict=True)
 
     def _refuse_infinite(self, p: Parameter, square: float, step: int) -> None:
         if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
@@ -177,8 +169,7 @@ class Updates:
             gate.step_is_done(step)
 
     def update(self, op: Op, step: int) -> None:
-        own = op.get("norm")
-        if own is not None and own.index:  # of an eager update, which comes before the norm of all
+        if (own := op.get("norm")) is not None:  # of an eager update, which comes before the norm of all
             for p, square in self._squared(own):
                 self._refuse_infinite(p, square, step)
         with self.changing(op.block, step, self.workers):

@@ -103,7 +103,9 @@ class TrainingOps:
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)
             case Kind.NORM:
-                self._updates.norm(index, op, step)
+                self._updates.norm(op)
+            case Kind.CLIP:
+                self._updates.clip(op, step, lambda: [loss.item() for loss in self._compute.losses[step].each])
             case Kind.UPDATE:
                 self._updates.update(op, step)
             case Kind.SPECULATE:
@@ -113,8 +115,6 @@ class TrainingOps:
             case Kind.GATHER | Kind.EXCHANGE:
                 assert self._collectives is not None
                 self._collectives.perform(op)
-            case Kind.SHARE_NORM:
-                self._updates.share_norm(op, step, lambda: [loss.item() for loss in self._compute.losses[step].each])
             case _:
                 assert_never(op.kind)
 

@@ -1,14 +1,14 @@
 """The plan language: ops, policy and semantics, arenas, and the memory they ask for."""
 
-from .ops import CONTRACT, LANE_OF, MAX_REPETITIONS, Kind, Lane, Op, Repeat, Slot, Wait
+from .ops import LANE_OF, MAX_REPETITIONS, OPS, Kind, Lane, Op, Repeat, Slot, Wait
 from .plan import Plan, PlanFile
 from .policy import AttentionKernel, Kernel, Policy, Semantics, Update, saves
 from .setup import Arena, Place, Setup
 
 __all__ = [
-    "CONTRACT",
     "LANE_OF",
     "MAX_REPETITIONS",
+    "OPS",
     "Arena",
     "AttentionKernel",
     "Kernel",

@@ -1,4 +1,4 @@
-"""What memory does a plan ask of a machine?
+"""Memory that a plan takes on device and host, by use.
 
 One account for everybody: what the planner books is what the checker adds up and what a run asks for before it starts. It leaves
 out what a process has before a plan is begun: a GPU's context, and Python with its libraries.

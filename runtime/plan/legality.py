@@ -1,4 +1,4 @@
-"""Which policies may a workload have under some semantics?"""
+"""Combinations of model, semantics and policy that are refused."""
 
 from runtime.errors import PlanError
 
@@ -42,9 +42,9 @@ def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> 
         raise PlanError(f"--train {semantics.train}: several GPUs, or sum groups, train whole models only; use one GPU")
     if policy.update is Update.EAGER or policy.speculate_blocks:
         raise PlanError("where weights are frozen nothing is updated before the norm is known: update barrier or deferred")
-    if policy.device_blocks not in ((), workload.mixed) or policy.square_blocks != policy.device_blocks:
+    if policy.device_blocks not in ((), workload.mixed) or policy.square_on_device:
         raise PlanError(
-            "where weights are frozen, device_blocks and square_blocks are all blocks that are trained in part, or none"
+            "where weights are frozen, device_blocks are all blocks that are trained in part, or none; leave out square_on_device"
         )
     if policy.device_blocks and semantics.gradient_dtype != "fp32":
         raise PlanError("what is trained of a frozen block on the device is summed there in fp32: use --gradient-dtype fp32")
@@ -63,8 +63,8 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
         raise PlanError("several ranks cut a tied weight as it is cut in its own block, where it must be alone; use one GPU")
     if policy.accumulation_group < semantics.n_micro_batches:
         raise PlanError("several ranks exchange whole sums: all micro-batches of a rank must be in one accumulation_group")
-    if policy.square_blocks or policy.device_blocks:
-        raise PlanError("with several ranks a gradient is whole nowhere on a device; leave out square_blocks and device_blocks")
+    if policy.square_on_device or policy.device_blocks:
+        raise PlanError("with several ranks a gradient is whole nowhere on a device; leave out square_on_device and device_blocks")
 
 
 def can_square(workload: Workload, semantics: Semantics) -> range:
@@ -86,19 +86,13 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
     """How gradients move must suit the groups of micro-batches."""
     if policy.accumulation_group > semantics.n_micro_batches:
         raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
-    if policy.gradient_slots <= policy.offload_late_blocks:
-        raise PlanError(
-            f"gradients leave {policy.offload_late_blocks} blocks late, so {policy.gradient_slots} gradient slots are too few"
-        )
-    if policy.accumulation_group < semantics.n_micro_batches:
-        if policy.offload_late_blocks:
-            raise PlanError("gradients that are summed on the host leave at once; late ones need all micro-batches in one group")
-        if {*policy.square_blocks}.difference(workload.mixed):
-            raise PlanError("gradients that are summed on the host are only whole there; square_blocks need them in one group")
+    is_whole_there = policy.accumulation_group == semantics.n_micro_batches
+    if not is_whole_there and (policy.square_on_device or {*policy.device_blocks}.difference(workload.mixed)):
+        raise PlanError("square_on_device and device_blocks need all micro-batches in one group: else the host sums gradients")
     if policy.device_blocks and workload.trains_all and policy.update is not Update.DEFERRED:
         raise PlanError("device_blocks are updated on the device as soon as the norm is known; they need update deferred")
-    if not {*policy.device_blocks} <= {*policy.square_blocks} - {*policy.speculate_blocks}:
-        raise PlanError("device_blocks have no gradient on the host: name them in square_blocks too, and not in speculate_blocks")
+    if not {*policy.device_blocks}.isdisjoint(policy.speculate_blocks):
+        raise PlanError("device_blocks have no gradient on the host: leave them out of speculate_blocks")
 
 
 def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
@@ -108,7 +102,6 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
         ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
         ("speculate_blocks", policy.speculate_blocks, range(n_layers + 2)),
         ("spill_blocks", policy.spill_blocks, range(n_layers)),
-        ("square_blocks", policy.square_blocks, can_square(workload, semantics)),
         ("device_blocks", policy.device_blocks, can_square(workload, semantics)),
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):

@@ -1,25 +1,28 @@
-"""What is one instruction of a plan?
+"""Ops, the instructions of a plan, and the table of their kinds.
 
-An op, with the slots it reads and writes, by name, and the ops it waits for. CONTRACT says for each kind where it runs and what its
-operands are. A plan may name ops once that a step performs many times: its `Repeat`.
+An op names the slots that it reads and writes, and the ops of other lanes that it waits for. The table, `OPS`, says of each kind
+its lane, its operands, which blocks have it, how often, and its phase of a step. Lowering, costs, bounds and counts read it; the
+checker has a table of its own of which blocks have an op and how often. A `Repeat` names once what a step performs many times.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from runtime.errors import PlanError
 
-from .workload import FILE
+from .policy import Policy, Semantics
+from .workload import FILE, BlockKind, Workload
 
 MAX_REPETITIONS = 10**6  # of a step; a billion tokens in micro-batches of a thousand
 
 
 class Lane(StrEnum):
-    """A queue that does one op at a time, in order."""
+    """A queue that does one op at a time, in order: a stream or a thread."""
 
     __hash__ = str.__hash__  # a tenth of the time of an enumeration's own; so below
 
@@ -31,7 +34,7 @@ class Lane(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an op does; CONTRACT says where, and what it reads and writes."""
+    """What an op does; `OPS` says the rest."""
 
     __hash__ = str.__hash__
 
@@ -42,6 +45,7 @@ class Kind(StrEnum):
     OFFLOAD_GRADIENT = "offload_gradient"
     ACCUMULATE = "accumulate"
     NORM = "norm"
+    CLIP = "clip"
     UPDATE = "update"
     OFFLOAD_ACTIVATION = "offload_activation"
     FETCH_ACTIVATION = "fetch_activation"
@@ -55,64 +59,185 @@ class Kind(StrEnum):
     UPDATE_ON_DEVICE = "update_on_device"
     GATHER = "gather"
     EXCHANGE = "exchange"
-    SHARE_NORM = "share_norm"
     DEQUANTISE = "dequantise"
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """The lane of a kind of op, and its operands by name. What it reads and writes it changes in place.
+class Often(StrEnum):
+    """How many ops of a kind a step has for a block that has any."""
 
-    Of some an op has none (`x?`) or any number (`squares*`): docs in `plan.py` say when.
+    USE = "one whenever its weights are needed and are in no slot"
+    MICRO_BATCH = "one for each micro-batch"
+    GRADIENT = "one, where the device sums micro-batches, else one for each micro-batch"
+    STEP = "one"
+
+
+class Phase(StrEnum):
+    """Which part of a step an op belongs to (docs/bounds.md, "Phases")."""
+
+    LOADING = "loads"
+    UNPACKING = "dequantisation, before forward and before backward"
+    UP = "forward"
+    LEAVING = "activation offload during forward"
+    LOSS = "loss"
+    COMING = "prefetch of offloaded activations during backward"
+    DOWN = "backward"
+    GRADIENTS = "gradients on their way to the host"
+    NORM = "the global gradient norm"
+    UPDATE = "the host optimizer, once the norm is known"
+    EARLY_UPDATE = "the host optimizer, before the norm is known"
+    DEVICE_UPDATE = "the device's optimizer"
+
+
+class Subject(Protocol):
+    """What the table asks of a plan: a `Setup`."""
+
+    @property
+    def semantics(self) -> Semantics: ...
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def reduced(self) -> bool: ...
+    def unpacks(self, block: int) -> bool: ...
+    def squares(self, block: int) -> bool: ...
+
+
+Where = Callable[[Subject, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A kind of op. An operand that is read and written is changed in place.
+
+    Of an optional operand (`x?`) an op has none or one, of a repeated one (`into*`) any number; `plan.py` says when.
     """
 
     lane: Lane
     reads: frozenset[str]
     writes: frozenset[str]
-    names: tuple[str, ...]  # of all, in the order in which an op has them
+    names: tuple[str, ...]  # of all operands, in the order in which an op has them
     required: frozenset[str]
     repeated: frozenset[str]
-
-    @staticmethod
-    def of(lane: Lane, reads: str, writes: str) -> "Signature":
-        every = [*reads.split(), *writes.split()]
-        return Signature(
-            lane,
-            frozenset(name.rstrip("?*") for name in reads.split()),
-            frozenset(name.rstrip("?*") for name in writes.split()),
-            tuple(dict.fromkeys(name.rstrip("?*") for name in every)),
-            frozenset(name for name in every if name[-1] not in "?*"),
-            frozenset(name[:-1] for name in every if name[-1] == "*"),
-        )
+    often: Often
+    where: Where  # which blocks have it
+    phase: Phase
 
 
-# What ranks do together (gather, exchange, share_norm) begins when the last of them has come to it.
-# x is what a block computes from, y what it computes; backward finds the gradient of y in y's place and puts that of x in x's.
-CONTRACT = {
-    Kind.LOAD: Signature.of(Lane.H2D, "state tied?", "weights"),
-    Kind.DEQUANTISE: Signature.of(Lane.GPU, "packed", "weights"),
-    Kind.FORWARD: Signature.of(Lane.GPU, "weights trained? x?", "y? saved?"),
-    Kind.RECOMPUTE: Signature.of(Lane.GPU, "weights trained? x", "y"),
-    Kind.LOSS: Signature.of(Lane.GPU, "weights trained? x sum? into*", "x sum? into* gradient?"),
-    Kind.BACKWARD: Signature.of(Lane.GPU, "weights? trained? y x? saved? sum? into*", "x? sum? into* gradient?"),
-    Kind.SQUARE: Signature.of(Lane.GPU, "gradient", "squares"),
-    Kind.OFFLOAD_ACTIVATION: Signature.of(Lane.D2H, "y", "spilled"),
-    Kind.FETCH_ACTIVATION: Signature.of(Lane.H2D, "spilled", "y"),
-    Kind.OFFLOAD_SAVED: Signature.of(Lane.D2H, "saved", "offloaded"),
-    Kind.FETCH_SAVED: Signature.of(Lane.H2D, "offloaded", "saved"),
-    Kind.OFFLOAD_GRADIENT: Signature.of(Lane.D2H, "gradient squares?", "arrived norm?"),
-    Kind.OFFLOAD_SQUARES: Signature.of(Lane.D2H, "squares", "norm"),
-    Kind.UPDATE_ON_DEVICE: Signature.of(Lane.GPU, "gradient norm state", "state"),
-    Kind.ACCUMULATE: Signature.of(Lane.CPU, "staged arrived into*", "arrived into*"),
-    Kind.NORM: Signature.of(Lane.CPU, "arrived? tied? squares* norm", "norm"),
-    Kind.SPECULATE: Signature.of(Lane.CPU, "arrived tied? state", "shadow"),
-    Kind.UPDATE: Signature.of(Lane.CPU, "arrived tied? norm? state", "state"),
-    Kind.SETTLE: Signature.of(Lane.CPU, "arrived tied? norm state shadow", "state shadow"),
-    Kind.GATHER: Signature.of(Lane.NET, "state tied? weights", "weights"),
-    Kind.EXCHANGE: Signature.of(Lane.NET, "sum", "received gradient"),
-    Kind.SHARE_NORM: Signature.of(Lane.CPU, "norm", "norm"),
+def _row(lane: Lane, operands: str, often: Often, where: Where, phase: Phase) -> Row:
+    """`operands`: the names of those read, `>`, and of those written, each with its `?` or `*`."""
+    reads, writes = (side.split() for side in operands.split(">"))
+    every = [*reads, *writes]
+    return Row(
+        lane,
+        frozenset(name.rstrip("?*") for name in reads),
+        frozenset(name.rstrip("?*") for name in writes),
+        tuple(dict.fromkeys(name.rstrip("?*") for name in every)),
+        frozenset(name for name in every if name[-1] not in "?*"),
+        frozenset(name[:-1] for name in every if name[-1] == "*"),
+        often,
+        where,
+        phase,
+    )
+
+
+def _every(s: Subject, b: int) -> bool:
+    return True
+
+
+def _is_head(s: Subject, b: int) -> bool:
+    return s.workload.blocks[b].kind is BlockKind.HEAD
+
+
+def _has_forward(s: Subject, b: int) -> bool:
+    return not _is_head(s, b)
+
+
+def _has_backward(s: Subject, b: int) -> bool:
+    return not _is_head(s, b) and b >= s.workload.first_trained
+
+
+def _is_recomputed(s: Subject, b: int) -> bool:
+    """Whether the layer's output shares a slot, and a backward comes to the last layer of its run."""
+    stride, top = s.policy.boundary_stride, s.workload.n_layers
+    is_inside = s.workload.blocks[b].kind is BlockKind.LAYER and b % stride > 0 and b != top
+    return is_inside and min(b - b % stride + stride, top) >= s.workload.first_trained
+
+
+def _is_trained(s: Subject, b: int) -> bool:
+    return bool(s.workload.blocks[b].trained)
+
+
+def _on_host(s: Subject, b: int) -> bool:
+    """Whether the block's gradient goes to the host, which updates it."""
+    return _is_trained(s, b) and b not in s.policy.device_blocks
+
+
+def _on_device(s: Subject, b: int) -> bool:
+    return b in s.policy.device_blocks
+
+
+def _speculates(s: Subject, b: int) -> bool:
+    return b in s.policy.speculate_blocks
+
+
+def _of_ranks(s: Subject, b: int) -> bool:
+    return s.semantics.ranks > 1
+
+
+# Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
+# x is the input of a block, y its output; in backward their gradients take their places.
+OPS = {
+    Kind.LOAD: _row(Lane.H2D, "state tied? > weights", Often.USE, _every, Phase.LOADING),
+    Kind.GATHER: _row(Lane.NET, "state tied? weights > weights", Often.USE, _of_ranks, Phase.LOADING),
+    Kind.DEQUANTISE: _row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
+    Kind.FORWARD: _row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, _has_forward, Phase.UP),
+    Kind.OFFLOAD_ACTIVATION: _row(
+        Lane.D2H, "y > spilled", Often.MICRO_BATCH, lambda s, b: b in s.policy.spill_blocks, Phase.LEAVING
+    ),
+    Kind.OFFLOAD_SAVED: _row(
+        Lane.D2H, "saved > offloaded", Often.MICRO_BATCH, lambda s, b: b in s.policy.offload_blocks, Phase.LEAVING
+    ),
+    Kind.LOSS: _row(Lane.GPU, "weights trained? x sum? into* > x sum? into* gradient?", Often.MICRO_BATCH, _is_head, Phase.LOSS),
+    Kind.FETCH_ACTIVATION: _row(Lane.H2D, "spilled > y", Often.MICRO_BATCH, lambda s, b: b in s.policy.spill_blocks, Phase.COMING),
+    Kind.FETCH_SAVED: _row(
+        Lane.H2D, "offloaded > saved", Often.MICRO_BATCH, lambda s, b: b in s.policy.offload_blocks, Phase.COMING
+    ),
+    Kind.RECOMPUTE: _row(Lane.GPU, "weights trained? x > y", Often.MICRO_BATCH, _is_recomputed, Phase.DOWN),
+    Kind.BACKWARD: _row(
+        Lane.GPU,
+        "weights? trained? y x? saved? sum? into* > x? sum? into* gradient?",
+        Often.MICRO_BATCH,
+        _has_backward,
+        Phase.DOWN,
+    ),
+    Kind.EXCHANGE: _row(
+        Lane.NET, "sum > received gradient", Often.STEP, lambda s, b: _of_ranks(s, b) and _is_trained(s, b), Phase.GRADIENTS
+    ),
+    Kind.SQUARE: _row(Lane.GPU, "gradient > squares", Often.STEP, lambda s, b: s.squares(b), Phase.DOWN),
+    Kind.OFFLOAD_GRADIENT: _row(Lane.D2H, "gradient squares? > arrived norm?", Often.GRADIENT, _on_host, Phase.GRADIENTS),
+    Kind.OFFLOAD_SQUARES: _row(Lane.D2H, "squares > norm", Often.STEP, _on_device, Phase.NORM),
+    Kind.ACCUMULATE: _row(
+        Lane.CPU,
+        "staged arrived into* > arrived into*",
+        Often.MICRO_BATCH,
+        lambda s, b: _on_host(s, b) and not s.reduced,
+        Phase.GRADIENTS,
+    ),
+    Kind.NORM: _row(Lane.CPU, "arrived tied? > norm", Often.STEP, lambda s, b: _is_trained(s, b) and not s.squares(b), Phase.NORM),
+    Kind.CLIP: _row(Lane.CPU, "norm* > clip", Often.STEP, lambda s, b: b == 0, Phase.NORM),
+    Kind.SPECULATE: _row(Lane.CPU, "arrived tied? state > shadow", Often.STEP, _speculates, Phase.EARLY_UPDATE),
+    Kind.SETTLE: _row(Lane.CPU, "arrived tied? clip state shadow > state shadow", Often.STEP, _speculates, Phase.UPDATE),
+    Kind.UPDATE: _row(
+        Lane.CPU,
+        "arrived tied? norm? clip? state > state",
+        Often.STEP,
+        lambda s, b: _on_host(s, b) and not _speculates(s, b),
+        Phase.UPDATE,
+    ),
+    Kind.UPDATE_ON_DEVICE: _row(Lane.GPU, "gradient clip state > state", Often.STEP, _on_device, Phase.DEVICE_UPDATE),
 }
-LANE_OF = {kind: signature.lane for kind, signature in CONTRACT.items()}
+LANE_OF = {kind: row.lane for kind, row in OPS.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,9 +260,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Start only after op number `op` of the plan is done: of this step (distance 0) or of the one before (1).
+    """Start only after op number `op` of the plan is done: in this step (distance 0) or in the one before (1).
 
-    Between ops that repeat: in the same repetition (back 0) or in the one before (1).
+    Between ops that repeat: in the same repetition (back 0) or in the one before (1). Written `12`, `12@1`, `12~1`.
     """
 
     op: int
@@ -188,12 +313,12 @@ class Op:
 
     @property
     def reads(self) -> tuple[Slot, ...]:
-        names = CONTRACT[self.kind].reads
+        names = OPS[self.kind].reads
         return tuple([slot for name, slot in self.operands if name in names])
 
     @property
     def writes(self) -> tuple[Slot, ...]:
-        names = CONTRACT[self.kind].writes
+        names = OPS[self.kind].writes
         return tuple([slot for name, slot in self.operands if name in names])
 
     def get(self, name: str) -> Slot | None:
@@ -237,12 +362,12 @@ class Op:
 
 
 def _refuse_operands(kind: Kind, names: list[str], line: str) -> None:
-    """The operands are those of the kind, in the contract's order."""
-    contract = CONTRACT[kind]
-    in_order = [known for known in contract.names for name in names if name == known]
+    """The operands are those of the kind, in the table's order."""
+    row = OPS[kind]
+    in_order = [known for known in row.names for name in names if name == known]
     twice = {name for name in names if names.count(name) > 1}
-    if names != in_order or not contract.required <= {*names} or not twice <= contract.repeated:
-        raise PlanError(f"{line[:120]!r}: operands of {kind} are {', '.join(contract.names)}, in this order")
+    if names != in_order or not row.required <= {*names} or not twice <= row.repeated:
+        raise PlanError(f"{line[:120]!r}: operands of {kind} are {', '.join(row.names)}, in this order")
 
 
 def _op_from_line(value: object) -> object:
@@ -258,7 +383,7 @@ OpLine = Annotated[Op, BeforeValidator(_op_from_line), PlainSerializer(str)]
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Ops start..end-1 are performed `times` times in a step, each time with micro-batches that are so many further.
+    """Ops start..end-1 are performed `times` times in a step, each time with micro-batches that are `micro_batches` further.
 
     Written `repeat 453-911 x1022 m+1`.
     """
@@ -274,7 +399,7 @@ class Repeat:
 
     @staticmethod
     def parse(text: str) -> dict[str, int]:
-        """The fields of what was written, as yet unproven."""
+        """The fields of a written one, not yet validated."""
         match = re.fullmatch(r"repeat ([0-9]{1,9})-([0-9]{1,9}) x([0-9]{1,9}) m\+([0-9]{1,9})", text)
         if match is None:
             raise PlanError(f"{text[:80]!r} is not what repeats; write for example: repeat 453-911 x1022 m+1")

@@ -1,4 +1,4 @@
-"""What does an optimizer ask of a run?"""
+"""Hyperparameters of AdamW."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated

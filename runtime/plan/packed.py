@@ -1,4 +1,4 @@
-"""How many bytes does a weight take that is packed?
+"""Layout and size of packed weights: nf4, int8, fp8.
 
 A packed weight is its codes, then its fp32 scales, each part from a multiple of 256 bytes on:
 

@@ -1,133 +1,119 @@
-"""What is a plan?
+"""A plan: the ops of one steady-state training step, as text, JSON and values.
 
-A plan is the list of ops of one steady-state training step, each on a lane, with the slots it reads and writes and the
-ops of other lanes it waits for. Each lane performs its ops in plan order, step after step; step n of a lane may run
-while another lane is still in step n-1, as far as the waits allow.
+A plan lists the ops of one steady-state step. Each op runs on a lane (a CUDA stream or a thread), reads and writes slots of memory,
+and waits for ops of other lanes. A lane performs its ops in plan order, step after step; step n of a lane may run while another
+lane is still in step n-1, as far as the waits allow.
 
-`CONTRACT` in `ops.py` says for each kind of op on which lane it runs and what it reads and writes, by name. Slots are
-`arena[index]`. Below, b is the block, m the micro-batch, L the number of decoder layers; block 0 is the embedding, blocks 1..L the
-layers, block L+1 the head (final norm and output matrix).
+Ops. `OPS` in `ops.py` says for each kind its lane, its operands by name, which blocks have it and how often. A slot is written
+`arena[index]`. Below, b is the block, m the micro-batch and L the number of decoder layers: block 0 is the embedding, blocks 1..L
+are the layers, block L+1 is the head (final norm and output matrix).
 
-    load b                  the `state` of b, wherever it is, that of block 0 too where b uses a weight tied to it (`tied`), into
-                            `weights`; or, if it comes packed, into a slot of `packed`
-    dequantise b            what is `packed` is unpacked into `weights`
-    forward b m             `weights`, what of b is `trained` apart, the activation x of b-1 (not for block 0): the activation y
-                            of b; what it saves (`saved`) has a slot where that goes to the host, and else lies in the allocator
-    loss b m                the head, forward and backward. x becomes its gradient
-    backward b m            y holds its gradient; `saved` is back, if it was away. x becomes its gradient (block 0 has no x,
-                            and needs no weights). So of every block from the first on of which anything is trained
-    recompute b m           forward once more, of an activation whose slot was given to another
+    load b                  the weights of b go from its `state` to `weights`, or to `packed` if they come packed. A head that uses
+                            the embedding's weight reads the state of block 0 too (`tied`)
+    gather b                ranks: an all-gather, in place, of the parts of `weights` that each has loaded, from their devices or
+                            from their host memory (`state`)
+    dequantise b            `packed` is unpacked into `weights`
+    forward b m             the output y of b, from its input x (the y of b-1; block 0 has none), `weights`, and what of b is
+                            `trained` on the device while the rest is frozen. What autograd saves has a slot (`saved`) if it is
+                            offloaded; otherwise the allocator has it
     offload_activation b m  y goes to the host (`spilled`)
-    fetch_activation b m    y comes back, to where backward b+1 m finds it as its x
-    offload_saved b m       what the layer saves, but for its input, goes to the host (`offloaded`)
-    fetch_saved b m         it comes back
-    square b                the squares of a gradient, summed
-    offload_gradient b      the gradient goes to the host. Where the host adds up (with m) it arrives in a slot of `staging`
-    accumulate b m          what is `staged` is added to `arrived` (fp32, ascending m), and that `into` earlier sums
-    norm b                  the squares of what has arrived join the `norm`. The first block that is trained, which comes last,
-                            ends the sum
-    speculate b             the update, as if the norm asked for no clipping, into the block's `shadow`
-    update b                AdamW on the block's `state`
-    offload_squares b       the squares of a gradient that stays go to the host alone
-    update_on_device b      AdamW on a `state` that is on the device, by the gradient that stayed there
-    gather b                ranks: the parts of `weights` that all have loaded come together, in place; from where those are on
-                            their devices, or from where they are on the host, `state`
-    exchange b              ranks: each gets from all what they have in `sum` of its part, `received`; these are added up by a
-                            balanced binary tree, in ranks' order, and rounded into its `gradient`
-    share_norm 0            ranks: the squares of all parts, of which the `norm` is made
-    settle b                where the clip factor is one, the shadow becomes the state, the state the next shadow; else the update
+    offload_saved b m       what the layer saves besides its input goes to the host (`offloaded`)
+    loss b m                forward and backward of the head: the gradient of x replaces x
+    fetch_activation b m    y comes back, to the slot that backward b+1 m reads as its x
+    fetch_saved b m         what the layer saves comes back
+    recompute b m           forward once more, of a y whose slot other blocks have used since
+    backward b m            y holds the gradient of y; the gradient of x replaces x (block 0 has no x, and needs no weights)
+    exchange b              ranks: a reduce-scatter of `sum`. Each receives its part from all (`received`), adds these up by a
+                            balanced binary tree in order of ranks, and rounds the result into its `gradient`
+    square b                the device sums the squares of a gradient
+    offload_gradient b      the gradient goes to the host, with its sums of squares if the device made them (`norm`). Where the host
+                            accumulates, that of each m goes to a slot of `staging`
+    accumulate b m          the host adds what is `staged` to the sum `arrived` (fp32, ascending m), and that `into` earlier sums
+    offload_squares b       the sums of squares of a gradient that stays on the device go to the host
+    norm b                  the host sums the squares of a gradient that has arrived
+    clip 0                  the norm of all gradients, from every trained block's `norm`: by it updates are clipped. Ranks
+                            all-gather what each has of it
+    speculate b             AdamW as if nothing were clipped, from `state` into `shadow`
+    settle b                where nothing is clipped the shadow becomes the state, and the state the next shadow; else AdamW
+    update b                AdamW on `state`, by the step's `clip`; an eager update, by the block's own `norm`, which must be finite
+    update_on_device b      AdamW on a state that the device holds, with the gradient that stays there
 
-An arena is a role, and its slots have sizes of their own, in this order:
+Arenas. An arena is a role. Its slots have sizes of their own, each starts on a multiple of 256 bytes, and they come in this order:
 
-    weights         prefetch_depth + 1 slots for layers, or a single one if any comes packed; one for the embedding or the head,
-                    one for each block of resident_blocks (loaded once a step, before its first use)
-    packed          if any layer comes packed, prefetch_depth + 1, each as large as the most that is uploaded of a layer
-    activations     for each block 0..L that does not spill, one per micro-batch of a group: i * group + m % group for the i-th;
-                    then, if any block spills, a ring of 2 * group + 1
-    saved           some, if any layer is in offload_blocks
+    weights         prefetch_depth + 1 for layers, or one if any layer comes packed; one for the embedding or the head; one for each
+                    block of resident_blocks (loaded once a step, before its first use)
+    packed          if any layer comes packed, prefetch_depth + 1, each as large as the most that is loaded of a layer
+    activations     for the i-th block of 0..L that does not spill, i * group + m % group; then, if any block spills, a ring of
+                    2 * group + 1
+    saved           two, if any layer is in offload_blocks
     gradients       gradient_slots for layers, one for the embedding or the head, one for each block of device_blocks
-    sums            fp32: one for layers (several micro-batches in one group), one for the embedding or the head (unless its slot
-                    of `gradients` is the sum); of each as many as there are sums at a time (`Semantics.n_sums`), first the layers'
-    received        ranks: one, fp32, for some of every rank's part of a sum (`Setup.exchanged_elements`): received, then sent
-    squares         one for each block of square_blocks, of one fp64 per trained parameter
-    device_state    one for each block of device_blocks, as `state` has them, of what is trained
-    state           one per block (for one of device_blocks what is frozen of it), then one per block of speculate_blocks: its
-                    shadow. A slot holds what is uploaded, first; then, of what is trained, what a split master lacks
-                    (`Semantics.splits_masters`), 16 bits per element; then the two moments
-    host_gradients  one per block (empty for one of device_blocks); with eager updates in one group: the embedding's, two for
-                    layers, the head's. Where the host sums, so many per block as there are sums at a time: after all firsts all
-                    seconds
+    sums            fp32: one for layers, if the device sums several micro-batches; one for the embedding or the head, unless its
+                    slot of `gradients` is the sum. Of each as many as there are sums at a time (`Semantics.n_sums`), layers first
+    received        ranks: one, fp32, for a piece of every rank's part (`Setup.exchanged_elements`): received, then sent
+    squares         one for each block whose gradient the device squares (`Setup.squared`): an fp64 for each trained parameter
+    device_state    one for each block of device_blocks: what `state` would have of its trained weights
+    state           one for each block (of device_blocks, its frozen weights alone), then a shadow for each block of
+                    speculate_blocks. First what is loaded; then, of what is trained, the 16 bits per element that a split master
+                    lacks (`Semantics.splits_masters`); then the two moments
+    host_gradients  one for each block (empty for one of device_blocks); with eager updates in one group the embedding's, two for
+                    layers, and the head's. Where the host accumulates, `n_sums` for each block: all firsts, then all seconds
     staging         two for layers, one for the embedding or the head
-    spilled         for the i-th block that spills, i * group + m % group
+    spilled         for the i-th block of spill_blocks, i * group + m % group
     offloaded       for the i-th layer of offload_blocks, i * group + m % group
-    norm            one fp64 per trained parameter of the model (ranks: what all of them share of a step, `Setup.shared_numbers`
-                    of each), then for each block of square_blocks one per trained parameter of its own
+    norm            one for each block, of `Setup.norm_numbers` fp64; then one for the norm of all (ranks: of what all have to share
+                    of a step, `Setup.shared_numbers` each)
 
-With `policy.boundary_stride` s above 1 only the activations of blocks 0, s, 2s, .. and L have slots of their own (in order, one per
-micro-batch of a group); after them come (s - 1) * group slots that the others share: that of block b, micro-batch m is number
-(b % s - 1) * group + m % group of these. In backward, before layers ks+1 .. min((k+1)s, L), highest first, all but the highest of
-them are computed again: recompute ks+1, ks+2, .. Such a plan keeps nothing else and spills nothing. A block whose input spills
-cannot keep its activations.
+Activations. With `policy.boundary_stride` s above 1 only the outputs of blocks 0, s, 2s, .. and L have slots of their own. After
+these come (s - 1) * group slots that the others share: that of block b, micro-batch m is number (b % s - 1) * group + m % group of
+them. Before the backward of layers ks+1 .. min((k+1)s, L), all but the highest of them are computed again, lowest first. Such a
+plan saves nothing but inputs, and spills nothing. A layer whose input spills cannot save all that autograd keeps.
 
-"The gradient": with every micro-batch in one group, the fp32 `sum` lives in `sums`: the first micro-batch begins it, each adds to
-it, and the last rounds it into its `gradient`. With a single micro-batch a layer, and the embedding, have a gradient and no sum.
-With smaller groups each micro-batch has a gradient of its own and the host accumulates. With `sum_groups` above 1 a micro-batch
-joins the sum numbered `sum_level(m)`, which the first of a sum group begins; after the last, that sum is added to the one before it
-(`into`), and so on for each that is then whole, as far as sum 0, which is rounded when all are in it. The embedding's or the head's
-slot of `gradients` is fp32, and is itself sum 0, when the weight is tied; and fp32, when groups are smaller than the step. What has
-arrived of a tied weight's gradient is whole with the head's part (`tied`).
+Gradients. With every micro-batch in one group the device sums in fp32: the first micro-batch begins the `sum`, each adds to it, and
+the last rounds it into the `gradient`. With a single micro-batch a layer, and the embedding, have a gradient and no sum. With
+smaller groups each micro-batch has a gradient of its own, and the host accumulates. With `sum_groups` above 1 a micro-batch joins
+sum number `sum_level(m)`, which the first of a sum group begins; after the last, that sum is added to the one before it (`into`),
+and so on while sums are whole, until all are in sum 0. The slot of `gradients` for the embedding or the head is fp32 where groups
+are smaller than the step, and where their weight is tied; of one rank it is then sum 0 itself. The gradient of a tied weight is
+what has arrived of both blocks (`tied`).
 
-A block in `policy.speculate_blocks` (updates deferred) is settled, not updated. Its gradient's `norm` is followed by `speculate`.
+Updates. A block of speculate_blocks (updates deferred) is settled, not updated. Under `policy.square_on_device` the device sums the
+squares of every gradient that is whole there: all micro-batches must be in one group, and the two blocks of a tied weight are not
+among them. All other gradients have a `norm`. A block of device_blocks (updates deferred, all micro-batches in one group) has its
+state on the device; its gradient stays in a slot of its own and is squared there. After `clip` the device updates such blocks, in
+order, to the bits that the host would give them; their loads are copies within the device.
 
-Of a block in `policy.square_blocks` the device sums the squares of the gradient, once that is whole: all micro-batches must be in
-one group, and where the vocabulary's weight is tied, neither of its blocks can be among them, for the host adds up its gradient.
-The sums leave with the gradient, to a slot of `norm`. The block has no `norm`, and is speculated on, or updated eagerly, when its
-gradient has arrived; an eager update reads its own sums as its norm, and stops at what is not finite. There is a norm 0 all the
-same: it reads what has arrived of block 0 unless that is squared, then all those `squares`, then `norm[0]`. An eager update whose
-squares the host sums has no norm to read.
+Frozen weights (`Parameter.frozen`, as `semantics.train` says) are only read. In a slot they come after what is trained. Gradients,
+sums, squares, norms, masters and moments are of trained weights alone, and a block without any has no op for these. No backward
+goes below the first block that is trained, and no output is computed again for a run of layers that ends below it. Frozen weights
+of layers may come packed (`semantics.base`, `packed.py`): what is loaded of a layer waits in a slot of `packed` and is unpacked
+into `weights`, where it stays until another layer needs that slot, in backward as in forward. A block of device_blocks that is
+trained in part has what is trained in `device_state` (`trained` of the ops that compute), and what is frozen in `state`, from where
+it is loaded. Its slot of `gradients` is fp32 and is the sum of all micro-batches, whatever the groups. Where anything is frozen
+there are one rank and one sum group, no eager updates and no shadows; device_blocks are all blocks that are trained in part, or
+none, also under barrier and in groups of any size.
 
-A block in `policy.device_blocks` (updates deferred, all micro-batches in one group) has its state on the device. It is in
-`square_blocks` too, as its gradient stays in a slot of its own; only the squares leave. Once norm 0 has ended the sum, the device
-updates such blocks, in order, to the bits that the host would give them; their loads are copies within the device.
+Ranks (`semantics.ranks`) perform one plan, each on its own device with its own micro-batches, the first rank with the step's first.
+A block's elements are cut into as many equal parts as there are ranks, each of whole pieces (`Semantics.n_pieces`, multiples of 128
+elements; the last may be padding). Slots of `state`, `gradients` and `host_gradients` are of a part, those of `weights` and `sums`
+of the whole. Layers have two first sums, for even and for odd blocks: while one is exchanged the other is begun. Gather, exchange
+and clip are collectives, which begin when every rank has come to them. A gather may read what another rank has on the host, and
+which that one does not update before both have exchanged its gradient. As all ranks have one plan, and the collectives of a lane
+come in its order, the plan of all ranks, where a collective is a single op, has a circle of waits only if that of one rank has one.
+All micro-batches of a rank are in one group, and no gradient is squared, or state held, on a device. With a single micro-batch a
+rank's sum of a layer is that gradient, in the compute dtype.
 
-Weights may be frozen (`Parameter.frozen`, as `semantics.train` says): they are read, and nothing else is done to them. In a slot
-what is trained comes first. Gradients, their sums, squares and norms, masters and moments are of trained weights alone; a block
-without any has none of the ops for these. No backward goes below the first block that is trained, nor the recompute of layers that
-end below it; where block 0 is named above, for the norm that ends the sum, that block is meant. Frozen weights of layers may come
-packed (`semantics.base`, `packed.py`): all that is uploaded of a layer waits as it comes in a slot of `packed`, until it is
-unpacked into `weights`; there the layer stays until another one needs the slot, in backward as in forward. A block of
-device_blocks that is trained in part has its state apart: what is trained in `device_state`, which whatever computes with the
-block reads as `trained`, what is frozen in `state`, which its load reads. Its slot of `gradients` is fp32, and is itself the sum
-of all micro-batches, whatever the groups; so nothing of it leaves but squares. Where anything is frozen there are one rank and one
-sum group, no eager updates and no shadows; device_blocks are all blocks that are trained in part, under barrier too and in groups
-of any size, or none.
-
-Several ranks (`semantics.ranks`) perform one plan, each on a device of its own, with its own micro-batches: the first rank's are
-the step's first. A block's elements are cut into as many equal parts as there are ranks, of whole pieces each
-(`Semantics.n_pieces`, multiples of 128 elements; the last may be padding), and so are the slots of `state`, `gradients` and
-`host_gradients`; those of `weights` and `sums` are of the whole. A rank loads, updates and squares its part. Of layers' sums there
-are two that end whole, of even and of odd blocks: while one is exchanged the other is begun. A gather, exchange or share_norm
-begins when every rank has come to it; a gather may read what another rank has on the host, which that one does not update before
-both have exchanged the gradient of it. As all have one plan, and each lane's meetings come in its order, no rank ever waits for
-another that waits for it: the plan of all ranks, with each meeting drawn as a single op, has no circle where that of one has none.
-All micro-batches of a rank are in one group, and no gradient is squared, or state held, on a device. Where a rank has a single
-micro-batch, a layer's sum is that gradient, in the dtype of computing: added to zero it is the same number.
-
-Where micro-batches do not divide the batch the last one has what is left: it uses the beginning of its slots, and of what spills
+The last micro-batch is smaller where the others do not divide the batch. It uses the beginning of its slots, and of what spills
 only that moves.
 
-A long step names ops once that it performs many times: with `repeat`, ops start..end-1 (the section) are performed `times` times,
-one repetition after another, each with micro-batches that are `micro_batches` further. What comes before them (the prologue) and
-after them (the epilogue) is performed once. Of one repeated op for another, a wait means the same repetition, or with `~1` the one
-before; before a step's first repetition comes the last one of the step before. Every other wait for a repeated op means its last
-repetition. No op waits for what comes in a later of the three parts of its step. Whole groups repeat: the prologue has the
-micro-batches before them, the step's first among them, the epilogue those after, among them the last. What such a plan means is the
-plan without `repeat` that `repetition.py` makes of it.
+Repeats. A long step names once what it performs many times: with `repeat`, ops start..end-1 are performed `times` times, each time
+with micro-batches that are `micro_batches` further; the ops before them (the prologue) and after them (the epilogue) once. Between
+ops that repeat, a wait means the same repetition, or with `~1` the one before, which for a step's first repetition is the last of
+the step before. Every other wait for an op that repeats means its last repetition. No op waits for a later one of the three parts
+of its step. Whole groups repeat; the step's first is in the prologue, its last in the epilogue. Such a plan means what
+`repetition.unrolled` makes of it.
 
-Every slot starts on a multiple of 256 bytes in its arena.
-
-A forward plan (`forward_plan.py`) is no training step: it has only loads and forwards, in the same arenas, and there the head
-too has `forward`, which writes nothing.
+A forward plan (`forward_plan.py`) is no training step: it has only loads and forwards, in the same arenas, and its head has a
+`forward` too, which writes nothing.
 """
 
 import json
@@ -149,7 +135,7 @@ from .ops import OpLine, Repeat
 from .setup import Setup
 from .workload import FILE, BlockKind
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_PLAN_FILE_BYTES = 128 * 2**20  # more than twice the longest plan that is made, of 500,000 ops; its tree takes twenty times that
 MAX_BLOCKS = 10_002  # of the deepest model that is read, with embedding and head
 MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has some twenty
@@ -165,7 +151,7 @@ class Plan(Setup):
 
     profile: dict[str, Any]
     ops: tuple[OpLine, ...]
-    format_version: Literal[2] = 2
+    format_version: Literal[3] = 3
     repeat: Repeat | None = None  # None: every op is performed once a step
     __pydantic_config__ = FILE
 
@@ -304,50 +290,57 @@ def _validated(adapter: TypeAdapter[Plan], text: str, where: str) -> Plan:
         place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
         problem = first["msg"].removeprefix("Value error, ")[:160]
         raise PlanError(f"{where}: {place}: {problem}; make it again with `penstock plan`") from None
-    sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
-    if len(sizes) != len(plan.arenas):
-        raise PlanError(f"{where}: two arenas have the same name; make it again with `penstock plan`")
-    if len(plan.workload.blocks) > MAX_BLOCKS or any(len(b.parameters) > MAX_PARAMETERS for b in plan.workload.blocks):
-        raise PlanError(f"{where}: more than {MAX_BLOCKS} blocks, or than {MAX_PARAMETERS} weights in one of them")
-    if len(plan.workload.blocks) < 3 or plan.semantics.batch_size < plan.semantics.micro_batch:
-        raise PlanError(f"{where}: fewer than three blocks, or a batch that is smaller than its micro-batch")
     try:
-        refuse_sum_groups(plan.semantics)
+        refuse_malformed(plan)
     except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
-    if len(plan.workload.smaller) != (len(plan.workload.blocks) if plan.semantics.n_left else 0):
-        raise PlanError(f"{where}: blocks of a smaller micro-batch must be there just where the last one is smaller")
-    kinds = [b.kind for b in plan.workload.blocks]
-    if kinds != [BlockKind.EMBEDDING, *[BlockKind.LAYER] * (len(kinds) - 2), BlockKind.HEAD]:
-        raise PlanError(f"{where}: blocks are not embedding, layers, head in this order")
-    for i, op in enumerate(plan.ops):
-        if op.block >= len(kinds) or (op.micro_batch or 0) >= plan.semantics.n_micro_batches:
-            raise PlanError(f"{where}: op {i} ({op.name}): no such block or micro-batch")
-        for _, slot in op.operands:
-            if slot.index >= sizes.get(slot.arena, 0):
-                raise PlanError(f"{where}: op {i} ({op.name}): slot {slot} does not exist")
-        for wait in op.waits:
-            if wait.op >= len(plan.ops) or plan.ops[wait.op].lane is op.lane:
-                raise PlanError(f"{where}: op {i} ({op.name}): wait {wait} names no op of another lane")
-    _refuse_repeat(plan, where)
+        raise PlanError(f"{where}: {error}; make it again with `penstock plan`") from None
     return plan
 
 
-def _refuse_repeat(plan: Plan, where: str) -> None:
+def refuse_malformed(plan: Plan) -> None:
+    """PlanError, in a line, unless the plan is well-formed: blocks in their order, arenas of different names, and every block,
+    micro-batch, slot and op that an op or `repeat` refers to exists."""
+    blocks, n_micro_batches = plan.workload.blocks, plan.semantics.n_micro_batches
+    sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
+    if len(sizes) != len(plan.arenas):
+        raise PlanError("two arenas have the same name")
+    if len(blocks) > MAX_BLOCKS or any(len(b.parameters) > MAX_PARAMETERS for b in blocks):
+        raise PlanError(f"more than {MAX_BLOCKS} blocks, or than {MAX_PARAMETERS} weights in one of them")
+    if len(blocks) < 3 or plan.semantics.batch_size < plan.semantics.micro_batch:
+        raise PlanError("fewer than three blocks, or a batch that is smaller than its micro-batch")
+    refuse_sum_groups(plan.semantics)
+    if len(plan.workload.smaller) != (len(blocks) if plan.semantics.n_left else 0):
+        raise PlanError("blocks of a smaller micro-batch must be there just where the last one is smaller")
+    if [b.kind for b in blocks] != [BlockKind.EMBEDDING, *[BlockKind.LAYER] * (len(blocks) - 2), BlockKind.HEAD]:
+        raise PlanError("blocks are not embedding, layers, head in this order")
+    for i, op in enumerate(plan.ops):
+        if not (0 <= op.block < len(blocks) and 0 <= (op.micro_batch or 0) < n_micro_batches):
+            raise PlanError(f"op {i} ({op.name}): no such block or micro-batch")
+        for _, slot in op.operands:
+            if not 0 <= slot.index < sizes.get(slot.arena, 0):
+                raise PlanError(f"op {i} ({op.name}): slot {slot} does not exist")
+        for wait in op.waits:
+            is_one = 0 <= wait.op < len(plan.ops) and 0 <= wait.distance <= 1 and 0 <= wait.back <= 1
+            if not is_one or plan.ops[wait.op].lane is op.lane:
+                raise PlanError(f"op {i} ({op.name}): wait {wait} names no op of another lane")
+    _refuse_repeat(plan)
+
+
+def _refuse_repeat(plan: Plan) -> None:
     """What repeats lies among the plan's ops, its last micro-batch exists, and no op waits for a later part of its step."""
     repeat = plan.repeat
     if repeat is not None and not 0 < repeat.start < repeat.end < len(plan.ops):
-        raise PlanError(f"{where}: {repeat}: not ops of the plan with others before and after them")
+        raise PlanError(f"{repeat}: not ops of the plan with others before and after them")
     ends = () if repeat is None else (repeat.start, repeat.end)
     for i, op in enumerate(plan.ops):
         repeats = repeat is not None and i in repeat
         if repeats and (repeat.op(op, repeat.times - 1).micro_batch or 0) >= plan.semantics.n_micro_batches:  # type: ignore[union-attr]
-            raise PlanError(f"{where}: op {i} ({op.name}): {repeat}: no such micro-batch in its last repetition")
+            raise PlanError(f"op {i} ({op.name}): {repeat}: no such micro-batch in its last repetition")
         for wait in op.waits:
             is_later = not wait.distance and any(i < end <= wait.op for end in ends)
             is_astray = wait.back and (wait.distance or not repeats or wait.op not in repeat)  # type: ignore[operator]
             if is_later or is_astray:
-                raise PlanError(f"{where}: op {i} ({op.name}): wait {wait} names no op of this part of the step or an earlier one")
+                raise PlanError(f"op {i} ({op.name}): wait {wait} names no op of this part of the step or an earlier one")
 
 
 def _runs(sizes: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""What may be chosen, and by whom?
+"""Semantics, which decide the bits, and policy, which decides time and memory.
 
 Semantics decide what is computed, to the last bit: they are the user's. A policy decides when, where and from what memory: it is
 the planner's, and changes no bit.
@@ -188,9 +188,6 @@ class Policy:
 
     prefetch_depth: Slots = 1  # weight slots ahead of the block being computed
     gradient_slots: Slots = 1  # device slots for gradients of layers
-    offload_late_blocks: Natural = (
-        0  # a layer's gradient leaves when the backward this many layers further on is done, if there is one
-    )
     accumulation_group: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     save: Save = ()  # of each layer from the first on, what is saved for its backward; of the others their input
     offload_blocks: tuple[Natural, ...] = ()  # layers of which what they save, but for their input, is on the host until backward
@@ -199,7 +196,7 @@ class Policy:
     spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward
     boundary_stride: Count = 1  # of so many layers only the last one's output stays; the others' are computed again in backward
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
-    square_blocks: tuple[Natural, ...] = ()  # blocks of whose gradients the device sums the squares for the norm
+    square_on_device: bool = False  # the device sums the squares of every gradient that is whole there, for the global norm
     device_blocks: tuple[Natural, ...] = ()  # blocks whose masters and moments are on the device, which updates them
     __pydantic_config__ = FILE
 

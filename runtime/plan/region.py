@@ -1,4 +1,4 @@
-"""How do ops that run at the same time share a machine?
+"""Contention: max-min fair speeds of ops that share link, host memory and cores.
 
 A fluid model. An op is a fixed overhead, during which it uses nothing, then work. At full speed the work lasts `alone_s`
 and draws on resources at constant rates. Ops that work at the same time run at speeds in (0, 1] that are max-min fair:

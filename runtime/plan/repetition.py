@@ -1,4 +1,4 @@
-"""What does a plan mean in which ops repeat?
+"""Plans with repeated ops, unrolled or shortened.
 
 The obvious answer: the plan with every repetition written out. A plan of a few repetitions is written out to be looked at; one of
 thousands is performed, simulated and checked as it is.

@@ -1,4 +1,4 @@
-"""What is a plan about?
+"""A plan without its ops: model, semantics, policy, arenas, and the sizes that follow.
 
 A model cut into blocks, what is to be computed, how it is scheduled, and the memory that follows from these. Everything but the
 ops: sizes, bounds and legality ask for no more.
@@ -11,7 +11,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .ops import Lane, Slot
+from .legality import can_square
+from .ops import OPS, Kind, Lane, Often, Slot
 from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
 from .policy import Policy, Semantics
 from .workload import (
@@ -191,13 +192,78 @@ class Setup:
         tied = self.regions(block)[1][0]
         return of.offsets(owned_only=True)[0] | {p.name: tied for p in of.parameters if p.tied_to is not None}
 
+    # -- the global gradient norm -------------------------------------------------------------------------------------
+
+    def squares(self, block: int) -> bool:
+        """Whether the device sums the squares of the block's gradient."""
+        is_whole_there = self.policy.square_on_device and block in can_square(self.workload, self.semantics)
+        return is_whole_there or block in self.policy.device_blocks
+
+    @property
+    def squared(self) -> list[int]:
+        """The blocks of whose gradients the device sums the squares."""
+        return [b for b in range(len(self.workload.blocks)) if self.squares(b)]
+
+    def norm_slot(self, block: int) -> Slot:
+        """Where the host has the sums of squares of a block's gradient."""
+        return Slot("norm", block)
+
+    @property
+    def clip_slot(self) -> Slot:
+        """Where the host has the norm of all gradients."""
+        return Slot("norm", len(self.workload.blocks))
+
+    def norm_numbers(self, block: int) -> int:
+        """Sums of squares of a block's gradient: one for each trained parameter; of several ranks, one for each tile of a rank's
+        part, of which each parameter and each piece may have a shorter one."""
+        of = self.workload.blocks[block]
+        if self.semantics.ranks == 1:
+            return len(of.trained)
+        return self.part_elements(block) // NORM_TILE_ELEMENTS + len(of.parameters) + self.semantics.sum_groups
+
     def shared_numbers(self) -> int:
-        """How many numbers of a rank all others learn in a step, at the most: a sum of squares of each tile of its part, of which
-        each parameter and each piece may have a shorter one, its micro-batches' losses, and whether it is asked to end."""
-        n_tiles = 0
-        for b, block in enumerate(self.workload.blocks):
-            n_tiles += self.part_elements(b) // NORM_TILE_ELEMENTS + len(block.parameters) + self.semantics.sum_groups
-        return n_tiles + self.semantics.n_micro_batches + 1
+        """How many numbers of a rank all others learn in a step, at the most: sums of squares, its micro-batches' losses, and
+        whether it is asked to end."""
+        return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
+
+    # -- counts -------------------------------------------------------------------------------------------------------
+
+    def n_ops(self, kind: Kind, block: int) -> int:
+        """How many ops of a kind a step has for a block. Of what brings weights one for each of `uses`: there are fewer where
+        they are still in their slot, and one more for each group whose outputs are computed again."""
+        row, n = OPS[kind], self.semantics.n_micro_batches
+        if not row.where(self, block):
+            return 0
+        match row.often:
+            case Often.STEP:
+                return 1
+            case Often.MICRO_BATCH:
+                return n
+            case Often.GRADIENT:
+                return 1 if self.reduced else n
+            case Often.USE:
+                return 1 if block in self.policy.resident_blocks else self.uses(block)
+
+    def blocks_alike(self) -> dict[int, list[int]]:
+        """Blocks that differ in nothing but names and to which the policy does the same, by the first of them."""
+        policy, found = self.policy, dict[object, list[int]]()
+        lists = [
+            frozenset(blocks)
+            for blocks in (
+                *(policy.offload_blocks, policy.resident_blocks, policy.spill_blocks),
+                *(policy.speculate_blocks, policy.device_blocks),
+            )
+        ]
+        for b, first in self.workload.first_alike.items():
+            is_again = policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, b)
+            found.setdefault((first, policy.saved(b), is_again, *[b in blocks for blocks in lists]), []).append(b)
+        return {blocks[0]: blocks for blocks in found.values()}
+
+    def uses(self, block: int) -> int:
+        """How many runs of micro-batches compute with a block's weights: each group's forward, and a layer's backward."""
+        is_layer = self.workload.blocks[block].kind is BlockKind.LAYER
+        n_groups = -(-self.semantics.n_micro_batches // self.policy.accumulation_group)
+        return n_groups * (1 + (is_layer and block >= self.workload.first_trained))
 
     def source_slot(self, block: int) -> Slot:
         """Where a block's weights are uploaded from."""
@@ -269,15 +335,16 @@ class Setup:
     def transient_bytes(self) -> int:
         """Peak of the block being computed, in the allocator."""
         layers = range(1, self.workload.n_layers + 1)
-        updated = DEVICE_UPDATE_SCRATCH_BYTES if self.policy.device_blocks else 0
-        unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
-        return max(self.vocab_transient_bytes, updated, unpacked, *(self.recompute(b).transient_bytes for b in layers))
+        return max(self.other_transient_bytes, *(self.recompute(b).transient_bytes for b in layers))
 
     @property
-    def vocab_transient_bytes(self) -> int:
-        """Peak of the embedding or the head. Where the host sums micro-batches, the device has no sum of earlier ones."""
+    def other_transient_bytes(self) -> int:
+        """The same without layers: embedding, head, an update, unpacking. Where the host sums micro-batches, the device has no sum
+        of the head's earlier ones."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
-        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes))
+        updated = DEVICE_UPDATE_SCRATCH_BYTES if self.policy.device_blocks else 0
+        unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
+        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), updated, unpacked)
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
         """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is

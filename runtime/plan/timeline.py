@@ -1,4 +1,4 @@
-"""When did each op run?"""
+"""Timelines: when each op ran, predicted or measured."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which weights are trained?
+"""Trained weights: all, adapters (LoRA), by name, or by layer; the rest is frozen.
 
 All of them; adapters beside them (LoRA); those of some names; or those of some layers. What is not trained is frozen: it is read,
 and nothing else is ever done to it.

@@ -1,4 +1,4 @@
-"""What does a model ask of a machine, block by block?
+"""Blocks of a model: parameters, FLOP and bytes of one micro-batch.
 
 Sizes and work only: names, shapes, FLOP and bytes of one micro-batch. The planner counts them, plans carry them.
 """

@@ -21,7 +21,7 @@ from setuptools import find_packages
 
 from penstock.cli.main import ELSEWHERE, cli
 from planner.model.config import ARCHITECTURES
-from runtime.plan import CONTRACT, Kind, Op, Policy
+from runtime.plan import OPS, Kind, Op, Policy
 from tests.tour import PAGE, READING, ROOT, first_line, sources, tour
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
@@ -42,7 +42,7 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room, the same numbers as in the house's rules; `models` are the planner's, which are to be traced.
-MOST_LINES = {"runtime": 9_300, "planner": 10_310, "hwprofiles": 3_260, "penstock": 11_200, "tests": 38_600}
+MOST_LINES = {"runtime": 9_400, "planner": 9_460, "hwprofiles": 3_260, "penstock": 11_200, "tests": 38_600}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -53,7 +53,7 @@ HOME = {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
         *(f"hwprofiles/{name}.py" for name in ("quantity", "laws", "refusal")),
         *(
-            "planner/check/claimed.py",
+            "planner/check/claim.py",
             "penstock/api.py",
             "penstock/cli/plan.py",
             "penstock/cli/run_files.py",
@@ -75,7 +75,7 @@ HOME = {
     "pyarrow": {"penstock/data/token_cache.py", "penstock/data/files"},
     "yaml": {"penstock/run_config.py"},
     **{library: {"penstock/training/monitors.py"} for library in ("tensorboard", "wandb", "mlflow")},
-    "numpy": {"penstock/data", "planner/bounds/integer.py"},
+    "numpy": {"penstock/data", "planner/bounds", "planner/search/relax.py"},
 }
 
 IMPORTED_AS = {"PyYAML": "yaml"}  # where a distribution has another name than its module
@@ -280,7 +280,7 @@ def test_folders_are_small_and_so_is_the_house() -> None:
 
 def test_a_policy_has_few_knobs_and_the_language_few_kinds_of_op() -> None:
     assert len(fields(Policy)) <= MOST_KNOBS
-    assert len(CONTRACT) == len(Kind) <= MOST_KINDS
+    assert len(OPS) == len(Kind) <= MOST_KINDS
 
 
 def test_every_third_party_library_has_a_home(trees: dict[Path, ast.Module]) -> None:
@@ -479,7 +479,8 @@ _FIGURE = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens
 
 def test_every_number_in_the_readme_links_to_the_page_that_made_it() -> None:
     places = re.split(r"\n\n|\n(?=\|)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [place for place in places if _FIGURE.search(place) and "](docs/" not in place] == []
+    others = [place for place in places if "\n$ penstock " not in place]  # tests/house/test_docs.py runs these
+    assert [place for place in others if _FIGURE.search(place) and "](docs/" not in place] == []
     assert all(
         _FIGURE.search(text) for text in ("1.3x faster", "a step of 2.9 s", "within 5 %", "900 tokens/s", "80 GB", "2 TFLOP/s")
     )

@@ -20,7 +20,7 @@ from tests.chats import write_talker
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
-PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md")
+PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "../README.md")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -82,7 +82,7 @@ def what_readers_have(folder: Path) -> None:
     shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
 
 
-@pytest.mark.soak_cases("change-the-planner.md", "fine-tune-32b.md", "which-machine.md")
+@pytest.mark.soak_cases("change-the-planner.md", "fine-tune-32b.md", "which-machine.md", "../README.md")
 @pytest.mark.parametrize(
     ("page", "part"),
     [*(pytest.param(page, slice(None), id=page) for page in PAGES), pytest.param(PAGES[2], slice(3, 6), id="by hand")],

@@ -193,7 +193,6 @@ POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
     "prefetch_depth": 2,
     "gradient_slots": 2,
-    "offload_late_blocks": 1,
     "accumulation_group": 2,
     "save": saves(products=(1,)),
     "offload_blocks": (1,),
@@ -202,7 +201,7 @@ OTHER_POLICY = {
     "spill_blocks": (0,),
     "boundary_stride": 2,
     "speculate_blocks": (1,),
-    "square_blocks": (1,),
+    "square_on_device": True,
     "device_blocks": (1,),
 }
 
@@ -227,10 +226,7 @@ def test_every_field_of_the_semantics_is_read(name):
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Policy)])
 def test_every_field_of_the_policy_is_read(name):
-    # Late gradients need a second slot to wait in.
-    policy = replace(POLICY, gradient_slots=2) if name == "offload_late_blocks" else POLICY
-    policy = replace(policy, save=saves(products=(1,))) if name == "offload_blocks" else policy
-    policy = replace(policy, square_blocks=(1,)) if name == "device_blocks" else policy
+    policy = replace(POLICY, save=saves(products=(1,))) if name == "offload_blocks" else POLICY
     assert asdict(policy)[name] != OTHER_POLICY[name]
     other = replace(policy, **{name: OTHER_POLICY[name]})
     assert planned("llama", semantics_of("llama"), policy) != planned("llama", semantics_of("llama"), other)

@@ -83,8 +83,8 @@ def test_a_schedule_changes_no_bit_of_an_adapter(home):
     policies = [
         {"accumulation_group": 1, "update": "deferred"},
         {"accumulation_group": 2, "save": {"all": [2]}, "resident_blocks": [0, 1]},
-        {"accumulation_group": 1, "device_blocks": [1, 2, 3], "square_blocks": [1, 2, 3], "update": "deferred"},
-        {"accumulation_group": 2, "device_blocks": [1, 2, 3], "square_blocks": [1, 2, 3], "resident_blocks": [1, 2, 3, 4]},
+        {"accumulation_group": 1, "device_blocks": [1, 2, 3], "update": "deferred"},
+        {"accumulation_group": 2, "device_blocks": [1, 2, 3], "resident_blocks": [1, 2, 3, 4]},
     ]
     for base in ("bf16", "int8"):
         found = []

@@ -250,7 +250,6 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
         "[]",
         "{",
         '{"update": "eager"}',
-        '{"gradient_slots": 1, "offload_late_blocks": 1}',
         '{"save": {"all": [99]}}',
         '{"save": {"all": [0]}}',
         '{"save": {"all": [9007199254740991]}}',

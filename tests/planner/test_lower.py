@@ -1,42 +1,52 @@
-"""Does a plan have the ops and the waits that are needed, and no more?"""
+"""Lowering: the ops, slots and waits of a policy, and no more than it needs."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from planner.lower.lower import lower
 from planner.lower.passes import (
     computed,
     with_activations,
     with_barrier,
     with_gradients,
-    with_late_offloads,
     with_saved,
     with_squares,
     with_updates,
     with_weights,
 )
 from planner.lower.waits import waits_of
-from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Policy, Semantics, Slot, Update, Wait, saves
-from tests.strategies import MODEL, PROFILE, cases, small_workload
+from runtime.plan import Kind, Op, Plan, Semantics, Slot, Update, Wait
+from runtime.plan.packed import packed_bytes
+from runtime.plan.train import Train
+from tests.edits import rewaited, sizes_of, small
+from tests.mutants import ADAPTED
+from tests.strategies import Case, cases
+
+law = settings(deadline=None)
+PACKED = ADAPTED | {"base": "int8", "device_blocks": (1, 2, 3)}
 
 
+# -- waits ---------------------------------------------------------------------------------------------------------------------
+
+
+@law
 @given(cases())
-@settings(deadline=None)
-def test_the_waits_of_the_second_step_are_those_of_every_later_one(case):
+def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> None:
     plan = case.plan
     after = {}
     if plan.policy.update is Update.BARRIER:
         after[next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)] = Wait(len(plan.ops) - 1, 1)
     second, third = (waits_of(plan.ops, after, n_steps) for n_steps in (2, 3))
     assert second == third
+    assert rewaited(plan) == plan
 
 
-def test_an_op_waits_for_the_last_writer_and_a_writer_for_all_readers_once_each():
+def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
     a, b = Slot("a", 0), Slot("b", 0)
     ops = [
         Op(Kind.LOAD, 0, None, (("weights", a),)),
@@ -54,27 +64,7 @@ def test_an_op_waits_for_the_last_writer_and_a_writer_for_all_readers_once_each(
     ]
 
 
-@pytest.mark.parametrize("name", ["boundary_stride", "square_blocks", "speculate_blocks", "save"])
-def test_what_does_not_go_together_is_refused_in_one_line(name):
-    workload, semantics = small_workload(4, tied=False), Semantics(seq_len=4, batch_size=2, micro_batch=1)
-    wrong = {
-        "boundary_stride": Policy(boundary_stride=2, save=saves(all=(1,))),
-        "square_blocks": Policy(square_blocks=(1,)),  # micro-batches one after another
-        "speculate_blocks": Policy(speculate_blocks=(1,)),  # barrier
-        "save": Policy(save=saves(all=(5,))),  # of four layers
-    }[name]
-    with pytest.raises(PlanError) as raised:
-        lower(MODEL, workload, semantics, wrong, PROFILE)
-    assert name in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_every_block_has_a_slot_of_its_own_for_its_state_and_after_them_every_shadow():
-    workload, semantics = small_workload(4, tied=False), Semantics(seq_len=4, batch_size=1, micro_batch=1)
-    plan = lower(MODEL, workload, semantics, Policy(update=Update.DEFERRED, speculate_blocks=(1, 3)), PROFILE)
-    assert {op.block: op["state"] for op in plan.ops if op.get("state")} == {b: Slot("state", b) for b in range(6)}
-    assert {op.block: op["shadow"] for op in plan.ops if op.get("shadow")} == {1: Slot("state", 6), 3: Slot("state", 7)}
-
+# -- ops -----------------------------------------------------------------------------------------------------------------------
 
 PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
     (with_weights, {Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
@@ -86,19 +76,18 @@ PASSES = [  # each with the ops that it adds, or moves, and the operands that it
         {"sum", "into", "gradient"},
     ),
     (with_squares, {Kind.SQUARE, Kind.OFFLOAD_SQUARES}, {"squares", "norm"}),
-    (with_late_offloads, {Kind.OFFLOAD_GRADIENT}, set()),
-    (with_updates, {Kind.NORM, Kind.SHARE_NORM, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
+    (with_updates, {Kind.NORM, Kind.CLIP, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
     (with_barrier, set(), set()),
 ]
 
 
 @pytest.mark.drawn
+@law
 @given(cases())
-@settings(deadline=None)
-def test_a_pass_adds_what_it_is_for_and_leaves_all_else_as_it_was(case):
+def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
     plan = case.plan
 
-    def written(ops, without=frozenset()):
+    def written(ops: list[Any], without: Collection[str] = ()) -> list[Any]:
         return [(op.kind, op.block, op.micro_batch, *(o for o in op.op().operands if o[0] not in without)) for op in ops]
 
     ops = list(computed(plan))
@@ -113,9 +102,26 @@ def test_a_pass_adds_what_it_is_for_and_leaves_all_else_as_it_was(case):
 
 
 @pytest.mark.drawn
+@law
 @given(cases())
-@settings(deadline=None)
-def test_dtypes_decide_how_large_slots_are_and_never_which_ops_there_are(case):
+def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
+    """Of what brings weights at most so many: what is still in its slot is not loaded again. To compute outputs again, one more."""
+    plan = case.plan
+    found = Counter((op.kind, op.block) for op in plan.ops)
+    n_groups = -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group)
+    for kind in Kind:
+        for b in range(len(plan.workload.blocks)):
+            n = plan.n_ops(kind, b)
+            if kind in (Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE):
+                assert min(n, 1) <= found[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
+            else:
+                assert found[kind, b] == n
+
+
+@pytest.mark.drawn
+@law
+@given(cases())
+def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
     for dtypes in (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "fp32", "fp32")):
         compute, gradient, master = dtypes
         if case.policy.device_blocks and not case.workload.trains_all:
@@ -124,12 +130,94 @@ def test_dtypes_decide_how_large_slots_are_and_never_which_ops_there_are(case):
         assert replace(case, semantics=semantics).plan.ops == case.plan.ops
 
 
-def test_a_layer_whose_input_did_not_stay_is_computed_again_just_before_it_is_needed():
-    workload, semantics = small_workload(5, tied=False), Semantics(seq_len=4, batch_size=1, micro_batch=1)
-    plan = lower(MODEL, workload, semantics, Policy(boundary_stride=2), PROFILE)
-    walk = [(str(op.kind), op.block) for op in plan.ops if op.kind in (Kind.RECOMPUTE, Kind.BACKWARD)]
-    assert walk == [
+def walk(plan: Plan, *kinds: Kind) -> list[tuple[str, int]]:
+    return [(str(op.kind), op.block) for op in plan.ops if op.kind in kinds]
+
+
+def test_an_output_is_computed_again_just_before_it_is_needed() -> None:
+    assert walk(small(n_layers=5, boundary_stride=2), Kind.RECOMPUTE, Kind.BACKWARD) == [
         ("backward", 5),
         ("recompute", 3), ("backward", 4), ("backward", 3),
         ("recompute", 1), ("backward", 2), ("backward", 1), ("backward", 0),
     ]  # fmt: skip
+
+
+def test_no_backward_and_no_recompute_go_below_what_is_trained() -> None:
+    """Runs of two layers: of (1, 2) the second is trained, of (3, 4) both."""
+    for first, again in ((1, {1, 3}), (2, {3})):
+        plan = small(n_layers=5, train=Train(layers=(first, 4)), boundary_stride=2)
+        assert {b for _, b in walk(plan, Kind.RECOMPUTE)} == again
+        assert {b for _, b in walk(plan, Kind.BACKWARD)} == {*range(first + 1, 6)}
+
+
+def test_a_layer_that_comes_packed_is_unpacked_where_it_is_used() -> None:
+    plan = small(**PACKED, prefetch_depth=2)
+    assert (len(sizes_of(plan, "packed")), len(sizes_of(plan, "weights"))) == (3, 2)  # one for layers, one for the vocabulary
+    assert walk(plan, Kind.DEQUANTISE, Kind.FORWARD, Kind.BACKWARD) == [
+        ("forward", 0),
+        ("dequantise", 1), ("forward", 1), ("dequantise", 2), ("forward", 2), ("dequantise", 3), ("forward", 3),
+        ("backward", 3), ("dequantise", 2), ("backward", 2), ("dequantise", 1), ("backward", 1),
+    ]  # fmt: skip
+
+
+def test_layers_that_cannot_be_packed_come_as_they_are() -> None:
+    """nf4 packs whole blocks of 64 numbers: of three layers of 8 x 100, 8 x 150 and 8 x 200 numbers the last alone."""
+    assert {b for _, b in walk(small(**PACKED | {"base": "nf4"}), Kind.DEQUANTISE)} == {3}
+
+
+# -- slots ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_block_has_a_slot_of_state_and_then_every_shadow() -> None:
+    plan = small(n_layers=4, speculate_blocks=(1, 3))
+    assert {op.block: op["state"] for op in plan.ops if op.get("state")} == {b: Slot("state", b) for b in range(6)}
+    assert {op.block: op["shadow"] for op in plan.ops if op.get("shadow")} == {1: Slot("state", 6), 3: Slot("state", 7)}
+
+
+def test_outputs_between_two_that_stay_share_slots() -> None:
+    """Five layers, a stride of three, groups of two: blocks 0, 3 and 5 have two slots each, 1 and 4 share two, 2 has the last."""
+    plan = small(n_layers=5, n_micro_batches=2, accumulation_group=2, boundary_stride=3)
+    slots = {op.name: op["y"].index for op in plan.ops if op.kind is Kind.FORWARD}
+    assert [slots[f"forward gpu b{b} m1"] for b in range(6)] == [1, 7, 9, 3, 7, 5]
+
+
+def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
+    """Rank 8 beside 8 x 100 (or 150, 200) numbers: A of 8 x 100, B of 8 x 8, each padded to whole units of 128; the norm has 8."""
+    trained = [896 + 128, 1280 + 128, 1664 + 128]  # of 800, 1200 and 1600, and 64 each
+    packed = [packed_bytes((8, n), "int8") for n in (100, 150, 200)]
+    assert packed == [1024 + 256, 1280 + 256, 1792 + 256]
+    frozen = [n + 256 for n in packed]
+    vocabulary = (40 * 8 + 64) * 2, (128 + 40 * 8 + 64) * 2  # embedding; norm and head: nothing of them is trained
+    plan = small(**PACKED)
+    assert sizes_of(plan, "device_state") == tuple(12 * n for n in trained)
+    assert sizes_of(plan, "state") == (vocabulary[0], *frozen, vocabulary[1])
+    assert sizes_of(plan, "packed") == (2 * trained[2] + frozen[2],) * 2
+    assert sizes_of(plan, "gradients") == (0, 0, *(4 * n for n in trained))
+    assert sizes_of(plan, "host_gradients") == (0,) * 5
+    on_host = small(train=plan.semantics.train, base="int8")
+    state = [12 * n + f for n, f in zip(trained, frozen, strict=True)]
+    assert sizes_of(on_host, "state") == (vocabulary[0], *state, vocabulary[1])
+    assert sizes_of(on_host, "host_gradients") == (0, *(2 * n for n in trained), 0)
+
+
+@law
+@given(cases().filter(lambda case: not case.workload.trains_all and case.semantics.train.lora is None))
+def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:
+    """On the host and on the way there, beyond what training the same model whole would."""
+    if case.policy.device_blocks:
+        return
+
+    def thawed(blocks: Any) -> Any:
+        return tuple(replace(b, parameters=tuple(replace(p, frozen=False) for p in b.parameters)) for b in blocks)
+
+    workload = replace(case.workload, blocks=thawed(case.workload.blocks), smaller=thawed(case.workload.smaller))
+    plan, whole = case.plan, replace(case, workload=workload, semantics=replace(case.semantics, train=Train(), base="bf16")).plan
+    assert plan.host_arena_bytes <= whole.host_arena_bytes
+    for kind in (Kind.OFFLOAD_GRADIENT, Kind.BACKWARD):
+        assert len(walk(plan, kind)) <= len(walk(whole, kind))
+
+
+def test_a_single_micro_batch_needs_no_sum_but_in_the_head() -> None:
+    plan = small()
+    assert {op.block for op in plan.ops if op.get("sum")} == {4}
+    assert Semantics(4, 1, 1).n_sums == len(sizes_of(plan, "sums"))

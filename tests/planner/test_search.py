@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
-from planner.bounds.bounds import ops_at_least, policy_bound
+from planner.bounds.bounds import policy_bound
 from planner.bounds.machine import machine_bound
+from planner.bounds.work import ops_of, spared_ops
 from planner.check.check import check
+from planner.check.claim import check_claim, claimed
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -30,7 +32,7 @@ from planner.search.search import search
 from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, family_of, leanest, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.plan.legality import can_square, can_stay
+from runtime.plan.legality import can_stay
 from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
 from tests.strategies import with_smaller
 
@@ -159,14 +161,13 @@ def members(draw, family, s, workload):
     policy = Policy(
         prefetch_depth=draw(st.integers(1, 5)),
         gradient_slots=n_slots,
-        offload_late_blocks=draw(st.integers(0, n_slots - 1)) if one_group else 0,
         accumulation_group=family.accumulation_group,
         update=family.update,
         resident_blocks=some(range(n_layers + 2)) if draw(st.booleans()) else (),
         spill_blocks=spilled,
         boundary_stride=family.boundary_stride,
         speculate_blocks=some(range(n_layers + 2)) if family.update is Update.DEFERRED and draw(st.booleans()) else (),
-        square_blocks=some(can_square(workload, s)) if one_group and draw(st.booleans()) else (),
+        square_on_device=one_group and draw(st.booleans()),
     )
     return with_ways(policy, dict(enumerate(saving, 1)))
 
@@ -196,8 +197,12 @@ def test_bounds_count_no_more_ops_than_the_plan_has(case):
     in_plan: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
     for op, demand in zip(plan.ops, cost.demands(plan), strict=True):
         in_plan[op.kind] += demand.uncontended_s
-    for kind, _, demand, count in ops_at_least(frame(NOBODY, workload, s, policy), cost):
-        in_plan[kind] -= count * demand.uncontended_s
+    setup = frame(NOBODY, workload, s, policy)
+    for b in range(len(workload.blocks)):
+        for kind, demand, count in ops_of(setup, cost, b):
+            in_plan[kind] -= count * demand.uncontended_s
+    for kind, demand, count in spared_ops(setup, cost):
+        in_plan[kind] += count * demand.uncontended_s
     total = sum(d.uncontended_s for d in cost.demands(plan))
     for kind, left_s in in_plan.items():
         if kind is Kind.LOAD:
@@ -283,11 +288,10 @@ def every_policy(s, workload, profile, ways_of_layers):
             may_stay = tuple(can_stay(workload, s))
             on_device |= {may_stay, tuple(b for b in may_stay if b in layers), may_stay[:1]}
         ways = product(ways_of_layers if family.boundary_stride == 1 else [Way(Saved.INPUT)], repeat=len(layers))
-        for saving, resident, late in product(ways, (False, True), (0, 1)):
-            if late < n_slots and (late == 0 or one_group):
-                policy = with_ways(lean, dict(enumerate(saving, start=1)))
-                policy = replace(policy, offload_late_blocks=late, resident_blocks=tuple(layers) if resident else ())
-                yield from (staying(policy, blocks) for blocks in on_device if not (resident and blocks))
+        for saving, resident in product(ways, (False, True)):
+            policy = with_ways(lean, dict(enumerate(saving, start=1)))
+            policy = replace(policy, resident_blocks=tuple(layers) if resident else ())
+            yield from (staying(policy, blocks) for blocks in on_device if not (resident and blocks))
 
 
 def test_the_machine_bound_names_what_is_slow():
@@ -335,7 +339,8 @@ def test_the_answer_passes_the_checker_with_its_claim_and_is_the_same_twice(name
     model, profile = read_model(name), read_profile(machine)
     s, workload = with_micro_batch(model, Semantics(seq_len, batch_size, 1), profile)
     first, second = (search(model, workload, s, profile) for _ in range(2))
-    check(first.plan, first.claim())
+    check(first.plan)
+    assert check_claim(first.plan, claimed(first.claim(), "")) == []
     assert (first.plan, first.claim()) == (second.plan, second.claim())
     assert first.p10_step_s <= first.prediction.step_s <= first.p90_step_s
     c = first.certificate

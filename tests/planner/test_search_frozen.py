@@ -55,7 +55,7 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
 
 def test_adapters_that_are_updated_on_the_device_ask_for_nothing_of_the_host():
     model, workload, semantics = asked("llama", "lora:r=8")
-    policy = Policy(device_blocks=workload.mixed, square_blocks=workload.mixed, update=Update.DEFERRED)
+    policy = Policy(device_blocks=workload.mixed, update=Update.DEFERRED)
     found = search(model, workload, semantics, MACHINE, policy)
     kinds = {str(op.kind) for op in found.plan.ops}
     assert kinds.isdisjoint({"offload_gradient", "accumulate", "update", "speculate", "settle"})
@@ -72,7 +72,7 @@ def test_what_is_saved_leaves_beside_loads_and_its_bound_says_so():
     layers, on_device = tuple(range(1, workload.n_layers + 1)), workload.mixed
     policy = Policy(
         save=(Saved.PRODUCTS,) * len(layers), offload_blocks=layers, spill_blocks=(0, *layers[:-1]), prefetch_depth=2,
-        device_blocks=on_device, square_blocks=on_device, update=Update.DEFERRED,
+        device_blocks=on_device, update=Update.DEFERRED,
     )  # fmt: skip
     plan = lower(model, workload, semantics, policy, {})
     simulated = simulate(plan, cost.demands(plan), region_of(cost.profile))

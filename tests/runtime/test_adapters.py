@@ -184,7 +184,7 @@ def test_what_is_dropped_is_the_same_whatever_is_kept_and_wherever_adapters_lie(
     config, expected = tiny_config("qwen3"), kept_whole("qwen3", semantics)
     mixed = build_workload(Model(config), semantics).mixed
     for policy in DROPPING:
-        policy = replace(policy, device_blocks=mixed, square_blocks=mixed) if fields else policy
+        policy = replace(policy, device_blocks=mixed) if fields else policy
         assert differences(streamed(config, semantics, policy, delay_seed=2), expected) == []
     without = streamed(config, replace(semantics, train=Train(lora=LORA)), Policy())
     assert without.results[0].loss != expected.losses[0], "dropout did nothing: the test would prove nothing"
@@ -312,7 +312,7 @@ def test_an_evaluation_uses_adapters_drops_nothing_and_changes_nothing(model_typ
     without = semantics_of(model_type, train=Train(lora=LORA), **fields)
     semantics = replace(without, train=Train(lora=replace(LORA, dropout=0.4)))
     mixed = build_workload(Model(config), semantics).mixed if "device" in way else ()
-    policy = replace(policy, device_blocks=mixed, square_blocks=mixed)
+    policy = replace(policy, device_blocks=mixed)
     machine, batch = machine_of(config, semantics, policy, HostileToBoth), batches_of(config["vocab_size"], 4, 16)[0]
     begin(machine)
     found = Evaluator(machine, Several(batch), 4).run()
@@ -332,7 +332,7 @@ def test_a_run_that_stops_goes_on_from_its_masters_and_moments(on_device: bool) 
     """On another machine, whose plan is another one."""
     config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA), gradient_dtype="fp32")
     mixed = build_workload(Model(config), semantics).mixed
-    policies = [Policy(), Policy(accumulation_group=4, device_blocks=mixed, square_blocks=mixed)]
+    policies = [Policy(), Policy(accumulation_group=4, device_blocks=mixed)]
     whole = streamed(config, semantics, policies[on_device])
     first, second = (machine_of(config, semantics, policy) for policy in (policies[on_device], policies[not on_device]))
     begin(first)
@@ -359,7 +359,7 @@ def machine_of(config: dict[str, Any], semantics: Semantics, policy: Policy, mac
 def test_a_copy_of_a_block_has_its_adapters_and_nothing_that_is_frozen(on_device: bool) -> None:
     config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA), gradient_dtype="fp32")
     mixed = build_workload(Model(config), semantics).mixed if on_device else ()
-    machine = streamed(config, semantics, Policy(device_blocks=mixed, square_blocks=mixed))
+    machine = streamed(config, semantics, Policy(device_blocks=mixed))
     host, block = machine.host, machine.plan.workload.blocks[1]
     copy = host.copied(1, machine._workers)
     assert copy.numel() == 12 * block.state_elements == host.n_bytes(1)

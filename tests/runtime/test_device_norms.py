@@ -17,12 +17,8 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.cost import NORM_CHUNK_ELEMENTS, CostModel, region_of
 from planner.predict.memory import frame
 from planner.predict.simulate import simulate
-from planner.search.branch import Tree, Trial
-from planner.search.micro_batch import with_micro_batch
 from planner.search.relax import Relaxation
-from planner.search.search import search
 from planner.search.space import Family, family_of
-from planner.show.explain import clauses
 from runtime.errors import PenstockError, PlanError
 from runtime.executor import execute
 from runtime.host import updates
@@ -49,15 +45,14 @@ from tests.training import (
     streamed,
 )
 
-ALL, ALL_OF_SMALL = (0, 1, 2, 3), (0, 1, 2, 3, 4)  # blocks of a model of two layers, and of one of three
-BARRIER = Policy(square_blocks=ALL, accumulation_group=4, gradient_slots=2, offload_late_blocks=1)
+BARRIER = Policy(square_on_device=True, accumulation_group=4, gradient_slots=2)
 SPECULATING = Policy(
-    square_blocks=ALL,
+    square_on_device=True,
     accumulation_group=4,
     update=Update.DEFERRED,
     speculate_blocks=(0, 2, 3),
 )
-EAGER = Policy(square_blocks=ALL, accumulation_group=4, update=Update.EAGER, gradient_slots=2)
+EAGER = Policy(square_on_device=True, accumulation_group=4, update=Update.EAGER, gradient_slots=2)
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -65,80 +60,59 @@ EAGER = Policy(square_blocks=ALL, accumulation_group=4, update=Update.EAGER, gra
 
 @pytest.mark.parametrize("update", list(Update))
 def test_each_gradient_is_squared_once_it_is_whole_and_the_sums_leave_with_it(update):
-    plan = small(n_micro_batches=2, accumulation_group=2, update=update, gradient_slots=2, square_blocks=ALL_OF_SMALL)
+    plan = small(n_micro_batches=2, accumulation_group=2, update=update, gradient_slots=2, square_on_device=True)
     check(plan)
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind in (Kind.BACKWARD, Kind.LOSS)}
     for b in range(5):
         (square,) = (i for i, op in enumerate(plan.ops) if (op.kind, op.block) == (Kind.SQUARE, b))
         assert square == last[b] + 1
         (offload,) = (op for op in plan.ops if (op.kind, op.block) == (Kind.OFFLOAD_GRADIENT, b))
-        assert (offload["squares"], offload["norm"]) == (Slot("squares", b), Slot("norm", 1 + b))
+        assert (offload["squares"], offload["norm"]) == (Slot("squares", b), Slot("norm", b))
         assert plan.ops[square]["squares"] == offload["squares"]
         assert plan.ops[square]["gradient"] == offload["gradient"]
-    norms = [op for op in plan.ops if op.kind is Kind.NORM]
-    assert [op.block for op in norms] == [0]
-    assert {slot.arena for _, slot in norms[0].operands} == {"norm"}
+    assert not any(op.kind is Kind.NORM for op in plan.ops)
+    (clip,) = (op for op in plan.ops if op.kind is Kind.CLIP)
+    assert clip.every("norm") == tuple(Slot("norm", b) for b in range(5))
 
 
 def test_a_tied_weight_is_normed_where_its_gradient_is_made_whole_on_the_host():
-    plan = small(tied=True, square_blocks=(1, 2, 3))
+    plan = small(tied=True, square_on_device=True)
     check(plan)
     assert [op.block for op in plan.ops if op.kind is Kind.SQUARE] == [3, 2, 1]
     head, zero = (op for op in plan.ops if op.kind is Kind.NORM)
-    assert str(replace(head, waits=())) == "norm cpu b4 arrived=host_gradients[4] norm=norm[0]"
-    squares = "squares=norm[1] squares=norm[2] squares=norm[3]"
-    assert str(replace(zero, waits=())) == f"norm cpu b0 arrived=host_gradients[0] tied=host_gradients[4] {squares} norm=norm[0]"
+    assert str(replace(head, waits=())) == "norm cpu b4 arrived=host_gradients[4] norm=norm[4]"
+    assert str(replace(zero, waits=())) == "norm cpu b0 arrived=host_gradients[0] tied=host_gradients[4] norm=norm[0]"
 
 
 def test_a_gradient_that_the_host_sums_is_not_whole_on_the_device():
     plan = small(n_micro_batches=2)
-    policy = replace(plan.policy, square_blocks=(1,))
-    with pytest.raises(PlanError, match="square_blocks need them in one group"):
+    policy = replace(plan.policy, square_on_device=True)
+    with pytest.raises(PlanError, match="square_on_device and device_blocks need all micro-batches in one group"):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "square_blocks need them in one group" in error_of(replace(plan, policy=policy))
-
-
-@pytest.mark.parametrize(("tied", "blocks"), [(True, (0,)), (True, (1, 4)), (False, (5,)), (False, (1, 1)), (False, (2, 1))])
-def test_blocks_are_squared_whose_gradients_are_whole_each_named_once(tied, blocks):
-    plan = small(tied=tied)
-    policy = replace(plan.policy, square_blocks=blocks)
-    with pytest.raises(PlanError, match="square_blocks must be blocks"):
-        lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "policy: square_blocks must be blocks" in error_of(replace(plan, policy=policy))
-
-
-def test_a_block_is_normed_on_one_side_of_the_link_and_the_embeddings_norm_ends_the_sum():
-    plan = small(square_blocks=(2, 4))
-    check(plan)
-    assert [op.block for op in plan.ops if op.kind is Kind.NORM] == [3, 1, 0]
-    ends = replace(plan.ops[index(plan, "norm cpu b0")], waits=())
-    assert str(ends) == "norm cpu b0 arrived=host_gradients[0] squares=norm[1] squares=norm[2] norm=norm[0]"
+    assert "square_on_device and device_blocks need all micro-batches in one group" in error_of(replace(plan, policy=policy))
 
 
 def test_what_is_squared_too_soon_or_left_behind_is_refused_and_named():
-    plan = small(n_micro_batches=2, accumulation_group=2, square_blocks=ALL_OF_SMALL, gradient_slots=2)
+    plan = small(n_micro_batches=2, accumulation_group=2, square_on_device=True, gradient_slots=2)
     square, backward = index(plan, "square gpu b2"), index(plan, "backward gpu b2 m1")
     waits = tuple(replace(w, op=backward) if w.op == square else w for w in plan.ops[index(plan, "offload_gradient d2h b2")].waits)
     assert "a race for squares[2]" in error_of(with_op(plan, "offload_gradient d2h b2", waits=waits))
     waits = (Wait(index(plan, "offload_gradient d2h b1")),)
-    message = error_of(with_op(plan, "norm cpu b0", waits=waits))  # whichever of what came with it is seen first
-    assert "a race for norm[1]" in message or "a race for host_gradients[0]" in message
-    assert "must use squares=norm[1] squares=norm[2]" in error_of(
-        with_op(plan, "norm cpu b0", operands=(("norm", Slot("norm", 0)),))
-    )
+    assert "a race for" in error_of(with_op(plan, "clip cpu b0", waits=waits))
+    few = (("norm", Slot("norm", 0)), ("clip", Slot("norm", 5)))
+    assert "must use norm=norm[0] norm=norm[1]" in error_of(with_op(plan, "clip cpu b0", operands=few))
     square = plan.ops[index(plan, "square gpu b2")]
     other = plan.ops[index(plan, "square gpu b3")]["gradient"]
     assert other != square["gradient"]
     message = error_of(with_slots(plan, "square gpu b2", gradient=other))
     assert "holds the gradient of block 3, step 0, not the gradient of block 2" in message or "a race" in message
     assert "twice" in error_of(replace(plan, ops=(*plan.ops, square)))
-    missing = replace(plan, policy=replace(plan.policy, square_blocks=()))
-    assert "squares" in error_of(missing)
+    assert "has no such op" in error_of(replace(plan, policy=replace(plan.policy, square_on_device=False)))
 
 
 def test_a_square_of_a_sum_that_is_not_complete_is_refused():
     """Of the head, whose gradient lies where the last micro-batch rounds it."""
-    plan = small(n_micro_batches=2, accumulation_group=2, square_blocks=ALL_OF_SMALL)
+    plan = small(n_micro_batches=2, accumulation_group=2, square_on_device=True)
     loss, square = index(plan, "loss gpu b4 m1"), index(plan, "square gpu b4")
     order = [i for i in range(len(plan.ops)) if i != square]
     order.insert(loss, square)
@@ -149,13 +123,13 @@ def test_a_square_of_a_sum_that_is_not_complete_is_refused():
 
 
 def test_an_eager_update_needs_the_sums_of_its_own_block():
-    plan = small(update=Update.EAGER, square_blocks=ALL_OF_SMALL)
+    plan = small(update=Update.EAGER, square_on_device=True)
     check(plan)
     update = plan.ops[index(plan, "update cpu b2")]
-    assert update["norm"] == Slot("norm", 3)
-    for norm in (None, Slot("norm", 2), Slot("norm", 0)):
+    assert update["norm"] == Slot("norm", 2)
+    for norm in (None, Slot("norm", 1), Slot("norm", 5)):
         message = error_of(with_slots(plan, "update cpu b2", norm=norm))
-        assert "must use arrived=host_gradients[any] norm=norm[3] state=state[2]" in message
+        assert "must use arrived=host_gradients[any] norm=norm[2] state=state[2]" in message
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -170,7 +144,7 @@ def test_the_host_reads_no_gradient_twice(tied):
     assert workload.tied == tied
     drawn, seconds = {}, {}
     for squares in (False, True):
-        policy = Policy(accumulation_group=2, square_blocks=tuple(can_square(workload, semantics)) if squares else ())
+        policy = Policy(accumulation_group=2, square_on_device=squares)
         plan = lower(model, workload, semantics, policy, {})
         demands = CostModel(profile).demands(plan)
         drawn[squares] = sum(dict(d.uses).get(Resource.DRAM, 0.0) * d.alone_s for d in demands)
@@ -179,9 +153,8 @@ def test_the_host_reads_no_gradient_twice(tied):
         }
     elements = sum(b.slot_elements for b in workload.blocks[1:-1])
     elements += 0 if tied else workload.blocks[0].slot_elements + workload.blocks[-1].slot_elements
-    n_tensors = sum(len(b.parameters) for b in workload.blocks)
-    assert drawn[False] - drawn[True] == pytest.approx(2 * elements - 8 * n_tensors, rel=1e-6)
-    saved_s = (2 * elements - 8 * n_tensors) / profile.host.reduce_bytes_per_s.value
+    assert drawn[False] - drawn[True] == pytest.approx(2 * elements, rel=1e-6)
+    saved_s = 2 * elements / profile.host.reduce_bytes_per_s.value
     assert seconds[False][Lane.CPU] - seconds[True][Lane.CPU] == pytest.approx(saved_s, rel=1e-6)
     # The device reads it once, at its own rate; besides there is a kernel or two per tensor, and a few per block.
     more_s = seconds[True][Lane.GPU] - seconds[False][Lane.GPU]
@@ -189,26 +162,6 @@ def test_the_host_reads_no_gradient_twice(tied):
     n_kernels = (more_s - read_s) / profile.device.kernel_overhead_s.value
     n_tensors = sum(len(workload.blocks[b].parameters) for b in can_square(workload, semantics))
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)
-
-
-@pytest.mark.soak
-def test_the_search_squares_all_where_the_host_binds_and_else_what_the_step_would_wait_for():
-    """And no plan it finds would be faster with nothing, only the embedding, or everything squared."""
-    model, squared, all_squared = read_model("qwen2.5-7b"), {}, {}
-    for machine, tokens, clip in (("gh200", 4096, None), ("h200-pcie5", 16384, 1.0)):
-        profile = read_profile(machine)
-        s, workload = with_micro_batch(model, Semantics(4096, tokens // 4096, 1, clip_norm=clip), profile)
-        answer = search(model, workload, s, profile)
-        policy = answer.plan.policy
-        all_squared[machine] = len(policy.square_blocks)
-        squared[machine] = len({*policy.square_blocks}.difference(policy.device_blocks))
-        assert policy.accumulation_group == s.n_micro_batches
-        for blocks in ((), (0,), tuple(can_square(workload, s))):
-            other = lower(model, workload, s, replace(policy, square_blocks=tuple(sorted({*blocks, *policy.device_blocks}))), {})
-            other_s = simulate(other, CostModel(profile).demands(other), region_of(profile)).step_s
-            assert answer.prediction.step_s <= other_s
-    assert all_squared["gh200"] > model.config["num_hidden_layers"] // 2
-    assert squared["h200-pcie5"] <= 1
 
 
 @given(st.data())
@@ -235,17 +188,6 @@ def test_the_machine_bound_is_the_least_of_any_shares_squared_and_updated_on_the
     assert bound.binding in host
 
 
-def test_whatever_the_search_has_found_is_tried_with_more_squares_and_with_fewer():
-    model, profile = read_model("qwen2.5-7b"), read_profile("h200-pcie5")
-    s, workload = with_micro_batch(model, Semantics(4096, 2, 1), profile)
-    policy = Policy(prefetch_depth=2, gradient_slots=2, update=Update.DEFERRED)
-    for blocks in ((), (0,), (3, 4, 5), tuple(can_square(workload, s))):
-        tree = Tree(Trial(model, workload, s, profile, None))
-        tree._take(replace(policy, square_blocks=blocks))
-        tree._norm_elsewhere()
-        assert tree.best.square_blocks == (0,)
-
-
 @pytest.mark.drawn
 @given(st.data())
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -255,7 +197,6 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
         data.draw(semantics().filter(lambda of: of.ranks == 1)), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"]))
     )
     workload = data.draw(workloads(s, most_layers=3))
-    legal = can_square(workload, s)
     machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
     n = s.n_micro_batches
@@ -265,7 +206,7 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
         family.policy(s),
         prefetch_depth=data.draw(st.integers(1, 3)),
         gradient_slots=data.draw(st.integers(1, 2)),
-        square_blocks=tuple(data.draw(st.sampled_from([legal, legal[:1], legal[1:]]))),
+        square_on_device=data.draw(st.booleans()),
         speculate_blocks=tuple(range(workload.n_layers + 2)) if speculates else (),
     )
     cost = CostModel(machine)
@@ -277,15 +218,6 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
         assert relaxed is not None
         if prediction.periodic:
             assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, buffers)
-
-
-def test_a_plan_says_in_words_whose_gradients_are_squared_where():
-    said = {n: clauses(plan.policy, plan).get("norm") for n in (0, 1, 3) for plan in [small(square_blocks=tuple(range(n)))]}
-    assert said == {
-        0: None,
-        1: "gradients of 1 block squared on the device, for the norm that clips",
-        3: "gradients of 3 blocks squared on the device, for the norm that clips",
-    }
 
 
 def test_the_planner_and_the_runtime_cut_gradients_alike():
@@ -305,7 +237,6 @@ def test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit(model_ty
     semantics = semantics_of(model_type, clip_norm=None)
     if policy.update is not Update.EAGER:
         semantics = clip_some_steps(model_type, semantics, key)
-    policy = replace(policy, square_blocks=(1, 2) if tied else ALL)
     machine = streamed(tiny_config(model_type, **dict(key)), semantics, policy, delay_seed=3)
     assert differences(machine, plain(model_type, semantics, key)) == []
 
@@ -323,7 +254,6 @@ def test_the_host_sums_squares_of_nothing_but_tied_weights(policy, tied, monkeyp
 
     monkeypatch.setattr(updates, "squares_tasks", listening)
     semantics = semantics_of("llama", clip_norm=None)
-    policy = replace(policy, square_blocks=(1, 2) if tied else ALL)
     machine = streamed(tiny_config("llama", tie_word_embeddings=tied), semantics, policy)
     vocab = {p.n_elements for b in (0, 3) for p in machine.host.owned(b)}
     assert set(summed) == (vocab if tied else set())

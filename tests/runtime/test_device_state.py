@@ -25,21 +25,19 @@ from tests.training import differences, plain, plan_of, semantics_of, streamed
 CPU = torch.device("cpu")
 LAYERS = (1, 2)
 WAYS = {
-    "layers": Policy(accumulation_group=4, square_blocks=LAYERS, device_blocks=LAYERS),
+    "layers": Policy(accumulation_group=4, device_blocks=LAYERS),
     "one layer, the others speculate": Policy(
         accumulation_group=4,
-        square_blocks=LAYERS,
+        square_on_device=True,
         device_blocks=(2,),
         speculate_blocks=(1,),
         update=Update.DEFERRED,
         gradient_slots=2,
     ),
-    "late offloads, weights that stay": Policy(
-        accumulation_group=4, square_blocks=(2,), device_blocks=(2,), resident_blocks=(1,), offload_late_blocks=1, gradient_slots=2
-    ),
+    "weights that stay": Policy(accumulation_group=4, device_blocks=(2,), resident_blocks=(1,), gradient_slots=2),
     "activations away": Policy(
         accumulation_group=4,
-        square_blocks=LAYERS,
+        square_on_device=True,
         device_blocks=(1,),
         save=saves(products=(2,)),
         offload_blocks=(2,),
@@ -47,7 +45,7 @@ WAYS = {
     ),
 }
 ALL = (0, 1, 2, 3)  # blocks of a model of two layers
-EVERYWHERE = Policy(accumulation_group=4, square_blocks=ALL, device_blocks=ALL, update=Update.DEFERRED)
+EVERYWHERE = Policy(accumulation_group=4, device_blocks=ALL, update=Update.DEFERRED)
 
 
 @pytest.mark.fast("values")

@@ -1,4 +1,4 @@
-"""Does a forward plan compute the forward, whatever the timing, in the memory that training has?"""
+"""Forward plans compute the forward, whatever the timing, in the arenas of training."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ COUNTS = st.integers(1, 9)
 
 
 def wrong_value(plan: Plan, order) -> str | None:
-    """The first op that finds in its slots something else than a forward needs, in one order of three steps' ops."""
+    """The first op that finds another value in its slots than a forward needs, in one order of three steps' ops."""
     weights: dict[Slot, int | None] = {}  # of which block
     parts: dict[Slot, int] = {}  # of several ranks: of which block its own part
     held: dict[Slot, tuple] = {}
@@ -47,7 +47,7 @@ def wrong_value(plan: Plan, order) -> str | None:
 
 @given(plan=plans(), n=COUNTS)
 @LAW
-def test_every_block_of_every_micro_batch_is_computed_from_the_right_values_whatever_the_timing(plan, n):
+def test_every_forward_finds_its_values_whatever_the_timing(plan, n):
     forward = forward_plan(plan, n)
     graph = unrolled(forward, 3)
     assert nx.is_directed_acyclic_graph(graph)
@@ -59,7 +59,7 @@ def test_every_block_of_every_micro_batch_is_computed_from_the_right_values_what
 
 @given(plan=plans(), n=COUNTS)
 @LAW
-def test_the_waits_are_those_that_are_derived_for_any_number_of_lanes(plan, n):
+def test_the_waits_are_those_that_lowering_derives(plan, n):
     forward = forward_plan(plan, n)
     bare = [replace(op, waits=()) for op in forward.ops]
     assert forward.ops == with_waits(bare, {})
@@ -78,7 +78,7 @@ def test_no_wait_can_be_left_out(plan, data):
 
 @given(plan=plans(), n=COUNTS)
 @LAW
-def test_weights_come_once_a_group_as_they_come_in_training_and_groups_are_as_large_as_the_activations_allow(plan, n):
+def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
     forward = forward_plan(plan, n)
     group = min(n, len(plan.arena("activations").slot_bytes) // 2)
     n_groups = -(-n // group)
@@ -95,7 +95,7 @@ def test_weights_come_once_a_group_as_they_come_in_training_and_groups_are_as_la
 @pytest.mark.drawn
 @given(plan=plans(), n=COUNTS)
 @LAW
-def test_everything_lies_in_the_arenas_of_training_and_fits_there(plan, n):
+def test_a_forward_plan_fits_the_arenas_of_training(plan, n):
     forward = forward_plan(plan, n)
     assert forward.arenas == plan.arenas
     sizes = {Slot(a.name, i): n_bytes for a in plan.arenas for i, n_bytes in enumerate(a.slot_bytes)}
@@ -135,7 +135,7 @@ def test_the_head_only_reads():
 
 @given(plan=plans(), n=COUNTS)
 @LAW
-def test_a_forward_follows_from_what_a_plan_is_about_whatever_its_ops(plan, n):
+def test_a_forward_plan_does_not_depend_on_the_ops_of_training(plan, n):
     """A block that a plan never loads is loaded all the same."""
     less = replace(plan, ops=tuple(op for op in plan.ops if op.kind is not Kind.LOAD or op.block != 1), repeat=None)
     assert forward_plan(less, n) == forward_plan(plan, n)

@@ -34,9 +34,7 @@ POLICIES = [
     Policy(),
     Policy(accumulation_group=4, prefetch_depth=2, save=saves(products=(1, 2)), update=Update.DEFERRED),
     Policy(accumulation_group=2, boundary_stride=2, resident_blocks=(1,)),
-    Policy(
-        accumulation_group=4, save=saves(all=(1,), attention=(2,)), spill_blocks=(0, 1), offload_late_blocks=1, gradient_slots=2
-    ),
+    Policy(accumulation_group=4, save=saves(all=(1,), attention=(2,)), spill_blocks=(0, 1), gradient_slots=2),
     Policy(accumulation_group=3, save=saves(products=(1,), attention=(2,)), offload_blocks=(1, 2), spill_blocks=(1,)),
 ]
 ON_DEVICE = [
@@ -64,7 +62,7 @@ def fitting(policy: Policy, workload: Workload, semantics: Semantics, on_device:
         offload_blocks=tuple(b for b in policy.offload_blocks if b in left),
         spill_blocks=tuple(b for b in policy.spill_blocks if b >= first - 1 and b not in staying and b < workload.n_layers),
     )
-    return replace(policy, device_blocks=workload.mixed, square_blocks=workload.mixed) if on_device else policy
+    return replace(policy, device_blocks=workload.mixed) if on_device else policy
 
 
 def check_all(model_type: str, semantics: Semantics, tried: list[Policy], overrides: tuple = (), on_device: bool = False) -> None:

@@ -12,7 +12,7 @@ import penstock
 from hwprofiles.schema import Profile, read_profile
 from hwprofiles.several import on_network, shared_by
 from planner.check.check import check
-from planner.check.recount import check_origin, strangers
+from planner.check.claim import check_origin, strangers
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.errors import PlanError
@@ -128,8 +128,8 @@ def test_ranks_that_cannot_share_a_step_are_refused(of, ranks, said):
     ("policy", "said"),
     [
         ({"accumulation_group": 1}, "exchange whole sums"),
-        ({"square_blocks": (1,)}, "square_blocks"),
-        ({"square_blocks": (1,), "device_blocks": (1,), "update": Update.DEFERRED}, "device_blocks"),
+        ({"square_on_device": True}, "square_on_device"),
+        ({"device_blocks": (1,), "update": Update.DEFERRED}, "device_blocks"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(policy, said):
@@ -148,9 +148,9 @@ def ranked(**policy):
 def test_a_plan_of_ranks_brings_weights_together_and_exchanges_sums():
     plan = ranked()
     check(plan)
-    n = {kind: sum(op.kind is kind for op in plan.ops) for kind in (Kind.LOAD, Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM)}
+    n = {kind: sum(op.kind is kind for op in plan.ops) for kind in (Kind.LOAD, Kind.GATHER, Kind.EXCHANGE, Kind.CLIP)}
     assert n[Kind.GATHER] == n[Kind.LOAD]
-    assert (n[Kind.EXCHANGE], n[Kind.SHARE_NORM]) == (5, 1)
+    assert (n[Kind.EXCHANGE], n[Kind.CLIP]) == (5, 1)
     assert {op.lane for op in plan.ops} == set(Lane)
     assert Lane.NET not in small().lanes
 
@@ -167,7 +167,7 @@ def test_weights_of_the_block_after_next_are_gathered_before_a_sum_is_exchanged(
         assert begins_anew < exchange
 
 
-@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM])
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.CLIP])
 def test_a_meeting_that_is_left_out_is_noticed(kind):
     """Ops that waited for it wait for what comes before it."""
     plan = ranked()
@@ -180,11 +180,11 @@ def test_a_meeting_that_is_left_out_is_noticed(kind):
     assert error_of(replace(plan, ops=(*ops[:at], *ops[at + 1 :])))
 
 
-@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.SHARE_NORM])
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE])
 def test_one_rank_meets_nobody(kind):
     plan, of_ranks = small(n_layers=3, n_micro_batches=2, accumulation_group=2), ranked()
     op = next(op for op in of_ranks.ops if op.kind is kind)
-    assert "no rank has such an op" in error_of(replace(plan, ops=(*plan.ops, replace(op, waits=()))))
+    assert "has no such op" in error_of(replace(plan, ops=(*plan.ops, replace(op, waits=()))))
 
 
 def test_a_sum_that_is_begun_while_it_is_exchanged_is_a_race():
@@ -225,10 +225,10 @@ def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_i
 def test_hosts_that_have_not_as_many_ranks_are_refused(n_hosts):
     box, sizes = read_profile("8xh100"), {"seq_len": 64, "batch_size": 8, "micro_batch": 1, "gpus": 4, "hosts": 2}
     plan = penstock.plan("qwen2.5-0.5b", box, policy="megatrain", **sizes).plan
-    check_origin(plan, True)
+    check_origin(plan)
     network = plan.profile["network"] | {"n_hosts": n_hosts}
     with pytest.raises(PlanError, match=f"{n_hosts} hosts cannot have equally many of 8 ranks"):
-        check_origin(replace(plan, profile=plan.profile | {"network": network}), True)
+        check_origin(replace(plan, profile=plan.profile | {"network": network}))
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -1,4 +1,4 @@
-"""Do gradients that are summed in groups give the bits of a tree of groups, whatever the policy?"""
+"""Gradients summed in groups have the bits of a balanced tree of groups, whatever the policy."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.training import differences, plain, semantics_of, streamed
 POLICIES = {
     "a micro-batch after the other": Policy(accumulation_group=1, update=Update.DEFERRED),
     "groups across the sums'": Policy(accumulation_group=3),
-    "all in one, in a few slots": Policy(accumulation_group=8, update=Update.DEFERRED, spill_blocks=(0, 1), square_blocks=(1, 2)),
+    "all in one, in a few slots": Policy(accumulation_group=8, update=Update.DEFERRED, spill_blocks=(0, 1), square_on_device=True),
 }
 
 
@@ -61,7 +61,7 @@ def test_a_sum_waits_for_its_right_part_and_no_longer(log_groups, of_a_group):
         assert semantics.n_joined(m) == len(together) - 1
         assert shape.summed_with(m) == together
     assert stack == [range(semantics.n_micro_batches)]
-    assert semantics.n_sums == shape.n_sums >= most
+    assert semantics.n_sums >= most
 
 
 @pytest.mark.parametrize("n", [3, 8, 6])
@@ -70,7 +70,7 @@ def test_groups_that_make_no_tree_are_refused(n):
         lower(MODEL, small_workload(1, tied=False), Semantics(4, 12, 1, sum_groups=n), Policy(), PROFILE)
 
 
-def test_a_run_is_planned_checked_and_resumed_with_groups_and_by_none_with_others(tmp_path):
+def test_a_run_is_resumed_with_the_same_sum_groups_only(tmp_path):
     home = make_home(tmp_path)
     plan, other = (plan_in(home, "--policy", "megatrain", "--micro-batch", 1, "--sum-groups", n, name=f"{n}.json") for n in (4, 2))
     assert penstock("check", plan).exit_code == 0
@@ -100,24 +100,12 @@ def test_groups_that_a_step_cannot_have_are_one_line(tmp_path, asked):
 
 def test_a_size_is_chosen_that_makes_the_groups(tmp_path):
     home = make_home(tmp_path)
-    done = penstock(
-        "plan",
-        home / "model",
-        "--machine",
-        "cpu-2core",
-        "--seq-len",
-        32,
-        "--batch-size",
-        24,
-        "--sum-groups",
-        8,
-        "--policy",
-        "megatrain",
-    )
+    sizes = ("--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 24, "--sum-groups", 8)
+    done = penstock("plan", home / "model", *sizes, "--policy", "megatrain")
     assert "in 8 sum groups" in done.output
 
 
-def test_a_plan_file_of_groups_that_no_step_has_is_refused_by_whoever_reads_it(tmp_path):
+def test_a_plan_file_of_impossible_sum_groups_is_refused(tmp_path):
     home = make_home(tmp_path)
     plan = plan_in(home)
     fields = json.loads(plan.read_text())

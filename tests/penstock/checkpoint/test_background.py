@@ -40,10 +40,10 @@ WAYS = {
     "barrier, one group": ("llama", Policy(accumulation_group=4), {}),
     "layers on speculation, taken": ("llama", replace(ONE_GROUP, speculate_blocks=(1, 2)), {"clip_norm": 100.0}),
     "tied": ("gemma2", Policy(update=Update.DEFERRED, accumulation_group=4), {}),
-    "state on the device": ("llama", replace(ONE_GROUP, square_blocks=(1, 2), device_blocks=(1, 2)), {}),
+    "state on the device": ("llama", replace(ONE_GROUP, device_blocks=(1, 2)), {}),
     "one layer's, the other on speculation": (
         "llama",
-        replace(ONE_GROUP, square_blocks=(1,), device_blocks=(1,), speculate_blocks=(2,)),
+        replace(ONE_GROUP, device_blocks=(1,), speculate_blocks=(2,)),
         {"clip_norm": 100.0},
     ),
     "bf16 master": ("llama", ONE_GROUP, {"master_dtype": "bf16"}),

@@ -49,7 +49,7 @@ POLICIES = {
     "kept": Policy(save=saves(all=(1,)), accumulation_group=4, resident_blocks=(0, 2)),
     "one group": Policy(accumulation_group=4, prefetch_depth=2),
     "strided": Policy(accumulation_group=2, boundary_stride=2, update=Update.DEFERRED),
-    "state on the device": Policy(accumulation_group=4, square_blocks=(1, 2), device_blocks=(1, 2), update=Update.DEFERRED),
+    "state on the device": Policy(accumulation_group=4, device_blocks=(1, 2), update=Update.DEFERRED),
     "spilled": Policy(accumulation_group=2, spill_blocks=(0, 1), resident_blocks=(3,)),
 }
 LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

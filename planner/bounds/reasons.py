@@ -1,0 +1,192 @@
+"""Reasons why a step cannot be shorter, each told once; docs/bounds.md argues them.
+
+They are inequalities about quantities that are numbers, for a policy, or affine functions of what a family may choose (`work.py`).
+The largest of several quantities is a number (`Numbers`), or a variable of an integer program (`integer.py`).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from runtime.plan import LANE_OF, Kind, Lane, Update
+from runtime.plan.region import Resource
+
+from .facets import Array, Facets
+from .work import COMING, LEAVING, Buffers, Groups, Work
+
+FACET = {
+    Resource.H2D: "link to the device",
+    Resource.D2H: "link to the host",
+    Resource.DUPLEX: "link in both directions",
+    Resource.DRAM: "host DRAM",
+    Resource.CORES: "host cores",
+}
+LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer", Lane.NET: "exchange"}
+MEETING = "copies and host work that slow each other"
+TURNS = "groups of micro-batches that take turns"
+UPDATED = "updates that the next forward waits for"
+
+
+class Algebra(Protocol):
+    """The largest of some quantities."""
+
+    def longest(self, quantities: Iterable[Array]) -> Array:
+        """A quantity that is at least each of them, and no larger than it must be."""
+
+    def positive(self, quantities: Array) -> Array:
+        """The same, row by row, of each of them and zero."""
+
+
+class Numbers:
+    """Of a policy, whose quantities are numbers."""
+
+    def longest(self, quantities: Iterable[Array]) -> Array:
+        found: Array = np.max(np.stack(list(quantities)), axis=0)
+        return found
+
+    def positive(self, quantities: Array) -> Array:
+        return np.maximum(quantities, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the reasons are about: a policy, or a family."""
+
+    update: Update
+    trains_all: bool
+    groups: Groups
+    buffers: Buffers
+    n_loads: Array  # layers whose weights may be on the device when a way begins
+    # With a single gradient slot a layer's backward and the way home of its gradient take turns. Where weights are frozen the last
+    # of these may end in the next step: there is no such bound.
+    takes_turns: bool
+    head_missing: tuple[Array, Array]  # minus one: the head's last gradient may leave after those of layers, but for those in slots
+    may_stay: bool  # whether state may be on the device
+    work: Work
+    early_fetches: Array  # of every facet: activations that may be back before the first loss
+    one_block: list[Array]  # of each block: updates up to it and its load, less first forwards of earlier blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How long phases take: of all groups together, were every group as the mean of them."""
+
+    up: Array  # the ways up the layers
+    back: Array  # from the last losses to the ends of the embedding's last backwards
+    left: Array  # from the last losses until the embedding's last gradient has left
+
+    def around(self, algebra: Algebra) -> Array:
+        """From the last losses of groups to the first losses of the groups that follow."""
+        return algebra.longest([self.back + self.up, self.left])
+
+    def after_first_way_up(self, of: Subject, algebra: Algebra) -> Array:
+        """From the first loss of the step to the norm."""
+        loss, groups, around = of.work.scalars["loss"], of.groups, self.around(algebra)
+        if groups.equal:
+            last = algebra.longest([self.back, self.left])
+            return loss + (1 - 1 / groups.n) * around + last / groups.n
+        # Of every sum over the groups but the first, or but the last and smallest, at least this share is left.
+        others = 1 - groups.first_fraction
+        return loss + algebra.longest([self.back + others * self.up, others * around])
+
+
+def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
+    """On the compute lane a group's ops come in four phases: up the layers, the loss, down the layers, the embedding's backward."""
+    work, groups, buffers = of.work, of.groups, of.buffers
+    scalars, largest, n_slips = work.scalars, work.largest, groups.n_slips
+
+    def lifted(numbers: Array) -> Array:
+        found = np.zeros_like(work["total"])
+        found[:, 0] = numbers
+        return found
+
+    def way(computing: str, loads: str, passing: tuple[Kind, Kind]) -> Array:
+        """Computing; loads that lie wholly within the ways; and activations that leave, or come back."""
+        own = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer's weights may have been unpacked before
+        loading = algebra.positive(work[loads] - np.outer(largest["load"], of.n_loads))
+        moving = [work[kind] - lifted(n_slips * buffers.n_passing[kind] * largest[kind]) for kind in passing]
+        return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
+
+    def leaving(n_slots: int, head_missing: Array) -> Array:
+        """Gradients that leave before the last backwards end, all but those in slots; those on the host are still to be added."""
+        slipping = n_slots * largest["leaving"] + buffers.n_staged * largest["staged"]
+        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], head_missing)
+        return algebra.positive(work["leaving"] + groups.n * head - lifted(n_slips * slipping))
+
+    up = algebra.longest(way("up", "loads_up", LEAVING))
+    down = way("down", "loads_down", COMING)
+    computed = [algebra.longest(down + leaving(buffers.n_slots, of.head_missing[0]))]
+    left = [algebra.longest(down + leaving(0, of.head_missing[1]))]
+    if of.takes_turns:
+        turns, late_s = scalars["backwards_in_turn"], n_slips * largest["leaving"][facets.number(LANE_OF[Kind.OFFLOAD_GRADIENT])]
+        late = np.zeros_like(turns)
+        late[0] = late_s
+        computed.append(turns - late)
+        left.append(turns)
+    back = [algebra.longest(computed) + scalars["embedding"]]
+    all_left = algebra.longest(left)
+    if np.any(scalars["embedding_alone"]):
+        back.append(all_left + scalars["embedding_alone"])
+    return Phases(up, algebra.longest(back), all_left + scalars["embedding_home"])
+
+
+def reasons(of: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str, str, Array]]:
+    """Every reason: its name, what binds where it is the largest, and the least that a step then takes."""
+    work, scalars = of.work, of.work.scalars
+    gpu = facets.number(Lane.GPU)
+    for i, key in enumerate(facets.keys):
+        name = f"lane {key}" if isinstance(key, Lane) else f"resource {key}" if isinstance(key, Resource) else "meeting"
+        of_key = LANE_NAME[key] if isinstance(key, Lane) else FACET[key] if isinstance(key, Resource) else MEETING
+        yield name, of_key, work["total"][i]
+    found = phases(of, facets, algebra)
+    all_phases = scalars["loss"] + found.around(algebra)
+    if not of.trains_all or of.update is not Update.DEFERRED:
+        yield "phases", TURNS, all_phases
+    if not of.trains_all:  # no load of weights waits for an update
+        return
+    home, computing = scalars["home"], work["total"][gpu] - work["on_device"][gpu]
+    match of.update:
+        case Update.BARRIER:  # between the last update and the next first one is everything else
+            rest = {
+                "computing": scalars["load_of_embedding"] + work["total"][gpu] + home,
+                "phases": all_phases,
+                "shared": algebra.longest(work["total"] - work["updates"]),
+            }
+            for name, quantity in rest.items():
+                why = "computing, then updating: the barrier between them"
+                yield f"barrier, {name}", why, scalars["update"] + quantity
+        case Update.EAGER:
+            ring = scalars["load_of_embedding"] + work["total"][gpu] + home + scalars["update_of_embedding"]
+            yield "eager", "the way home of the last gradient", ring
+        case Update.DEFERRED:
+            yield "deferred, on the device", UPDATED, work["total"][gpu] + home
+            for quantity in of.one_block:  # computed after the updates up to it, with only forwards of earlier blocks before
+                yield "deferred, one block", UPDATED, quantity + computing + home
+            yield from _deferred(of, facets, algebra, found)
+
+
+def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> Iterator[tuple[str, str, Array]]:
+    """The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
+    after that comes all that is neither these nor a first forward, nor an activation that is back early."""
+    work, scalars, gpu = of.work, of.work.scalars, facets.number(Lane.GPU)
+    first_share = of.groups.smallest_first / of.groups.largest
+    way_up = algebra.longest([scalars["forwards"] * first_share, found.up / of.groups.n])
+    before = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"] + of.early_fetches
+    computing = work["total"][gpu] - work["on_device"][gpu] - work["first_forwards"][gpu] + scalars["home"]
+    on_lanes = algebra.longest([computing, found.after_first_way_up(of, algebra)])
+    arriving = algebra.longest(work["arriving"])
+    shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
+    until = algebra.longest(
+        [
+            scalars["update_of_embedding"] + scalars["load_of_embedding"] + way_up,
+            scalars["update"] + scalars["load_of_head"],
+            algebra.longest(work["updates"] + work["first_loads"]),
+        ]
+    )
+    yield "deferred, until the first loss, then all else", UPDATED, until + algebra.longest([on_lanes, shared])
+    if of.may_stay:  # the device's updates do not wait for the last speculation, as the host's first update does
+        on_device = scalars["update_on_device"] + way_up
+        guessed = algebra.longest([on_lanes, shared - scalars["guess_of_embedding"]])
+        yield "deferred, on the device, then all else", UPDATED, on_device + guessed

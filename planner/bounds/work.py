@@ -1,0 +1,311 @@
+"""Work: what a step asks of lanes and shared resources, block by block, counted and not read off ops.
+
+A quantity is a number of seconds: for a policy one number; for a family of policies an affine function of how many blocks are
+treated in each way. Both are arrays whose last axis holds the constant and, of a family, a coefficient for each variable, so that
+every inequality about them is written once (`reasons.py`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.lower.arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
+from planner.predict.cost import CostModel
+from runtime.plan import OPS, Kind, Lane, Op, Setup
+from runtime.plan.ops import Often, Phase
+from runtime.plan.region import Demand
+from runtime.plan.workload import BlockKind
+
+from .facets import Array, Facets
+
+# Of every facet, in seconds:
+VECTORS = (
+    "total",
+    "updates",  # the host's, once the norm is known
+    "on_device",  # the device's own updates
+    "first_loads",  # one of each block
+    "first_forwards",  # of the step's first group, and what leaves after them
+    "arriving",  # all that is done with gradients after the first, the head's, has left
+    "up",  # of layers, here and below: forward, by all groups
+    "down",  # backward, by all groups
+    "loads_up",  # of those that stream, once: one way of one group
+    "loads_down",
+    "leaving",  # gradients on their way to the host, and into the host's sums
+    "head_leaving",  # the head's last gradient of one group
+    Kind.OFFLOAD_ACTIVATION,  # by all groups, and so the next three
+    Kind.OFFLOAD_SAVED,
+    Kind.FETCH_ACTIVATION,
+    Kind.FETCH_SAVED,
+)
+# Of every facet, of the op that asks for most of it:
+LARGEST = ("load", "gather", "unpacking", "leaving", "staged", *VECTORS[-4:], "early_fetch_activation", "early_fetch_saved")
+# In seconds on lanes, ops one after the other:
+SCALARS = (
+    "forwards",  # of the first group
+    "update",
+    "update_of_embedding",
+    "load_of_embedding",
+    "load_of_head",
+    "guess_of_embedding",  # its update on speculation
+    "update_on_device",
+    "home",  # the way of the last gradient, or of its squares, to the norm
+    "backwards_in_turn",  # of layers with the micro-batches that complete gradients, and these on their way home
+    "loss",  # of groups: from the first loss to the end of the last
+    "embedding",  # from the embedding's first backward to the end of its last
+    "embedding_alone",  # from when all gradients of layers have left to the end of the embedding's last backward
+    "embedding_home",  # and to when the last of its gradients has left
+    "first_gradient",  # from the first loss to the head's first gradient on the host
+)
+LEAVING, COMING = (Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED), (Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)
+_SUMMING = (Kind.LOSS, Kind.BACKWARD, Kind.ACCUMULATE)  # a micro-batch that ends a sum takes longer
+_ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)
+
+
+@dataclass(slots=True)
+class Work:
+    """What some blocks ask for; sums and multiples of such work are work, but for the largest ops."""
+
+    vectors: dict[str, Array]
+    scalars: dict[str, Array]
+    largest: dict[str, Array] = field(default_factory=dict)
+
+    @staticmethod
+    def none(n_facets: int, width: int = 1) -> "Work":
+        return Work(
+            {name: np.zeros((n_facets, width)) for name in VECTORS},
+            {name: np.zeros(width) for name in SCALARS},
+            {name: np.zeros(n_facets) for name in LARGEST},
+        )
+
+    def add(self, other: "Work", times: float, column: int = 0) -> None:
+        """Add a policy's work `times` times: to the constants, or as the coefficient of a variable. The largest ops are those of
+        either."""
+        for name, vector in other.vectors.items():
+            self.vectors[name][:, column] += times * vector[:, 0]
+        for name, scalar in other.scalars.items():
+            self.scalars[name][column] += times * scalar[0]
+        for name, largest in other.largest.items():
+            np.maximum(self.largest[name], largest, out=self.largest[name])
+
+    def __getitem__(self, name: str) -> Array:
+        return self.vectors[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of micro-batches, of any of some sizes that make equally many."""
+
+    n: int
+    largest: int
+    smallest_first: int  # micro-batches of the first group, at least
+    first_fraction: float  # of the step's work that the first group, the largest, has at most
+    equal: bool  # all are as large
+    n_alone: int  # of the smallest group: gradients of a vocabulary block that leave one after another
+
+    @staticmethod
+    def of(plan: Setup, sizes: range) -> "Groups":
+        n = plan.semantics.n_micro_batches
+        largest, n_groups, n_whole = sizes[-1], -(-n // sizes[-1]), n - bool(plan.semantics.n_left)
+        # The last group joins more sums of the host's than those before it.
+        equal = n_groups * largest == n_whole and (plan.reduced or plan.semantics.sum_groups == 1)
+        smallest = min(n % size or size for size in sizes)
+        return Groups(n_groups, largest, sizes[0], min(1.0, largest / max(1, n_whole)), equal, smallest)
+
+    @property
+    def n_slips(self) -> float:
+        """How often what may slip from one phase to the next is to be taken off the sum over all groups, so that every share of it
+        that is asked for (`first_fraction`) is at most the sum over the other groups."""
+        others = 1 - self.first_fraction
+        return self.n if self.equal or others <= 0 else max(self.n, (self.n - 1) / others)
+
+
+def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Demand, int]]:
+    """What a block has of ops: kind, demand, how often. Of what brings weights, before any load is spared."""
+    n = plan.semantics.n_micro_batches
+    for kind, row in OPS.items():
+        if (n_ops := plan.n_ops(kind, block)) == 0:
+            continue
+        if row.often is Often.MICRO_BATCH and kind in _SUMMING:
+            added = Counter[Demand]()  # most micro-batches add alike, the first of them least
+            for m, count in plan.alike(range(n)):
+                added[cost.demand(plan, Op(kind, block, m))] += count
+            yield from ((kind, demand, count) for demand, count in added.items())
+        elif row.often is Often.MICRO_BATCH:
+            yield from ((kind, cost.demand(plan, Op(kind, block, m)), count) for m, count in of_each_size(plan, n))
+        else:
+            one_of_many = 0 if row.often is Often.GRADIENT and not plan.reduced else None
+            yield kind, cost.demand(plan, Op(kind, block, one_of_many)), n_ops
+
+
+def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
+    """One of each size among the first n micro-batches, and how many of them have it."""
+    n_smaller = int(plan.semantics.is_smaller(n - 1))
+    return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
+
+
+def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Groups) -> Work:
+    """Of one block."""
+    work, of = Work.none(len(facets.keys)), plan.workload.blocks[block]
+    is_layer, is_resident = of.kind is BlockKind.LAYER, block in plan.policy.resident_blocks
+    comes_back = block >= plan.workload.first_trained
+    n_left = dict.fromkeys((Kind.FORWARD, *LEAVING), groups.largest)  # of the first group, not yet counted
+    of_kind: dict[Kind, list[tuple[float, int]]] = {}  # seconds of one op, how many
+
+    def add(name: str, load: Array, times: float = 1) -> None:
+        work.vectors[name][:, 0] += times * load
+
+    def take(name: str, load: Array) -> None:
+        np.maximum(work.largest[name], load, out=work.largest[name])
+
+    for kind, demand, count in ops_of(plan, cost, block):
+        load, seconds = facets.of(kind, demand), demand.uncontended_s
+        of_kind.setdefault(kind, []).append((seconds, count))
+        add("total", load, count)
+        if kind in _ARRIVING:
+            add("arriving", load, count - ((kind, of.kind) == (Kind.OFFLOAD_GRADIENT, BlockKind.HEAD)))
+        if kind in n_left:  # the larger micro-batches come first
+            n_first = min(count, n_left[kind])
+            n_left[kind] -= n_first
+            add("first_forwards", load, n_first)
+            work.scalars["forwards"] += n_first * seconds * (kind is Kind.FORWARD)
+        match OPS[kind].phase:
+            case Phase.LOADING:
+                add("first_loads", load)
+                if kind is Kind.LOAD and is_layer and not is_resident:
+                    add("loads_up", load)
+                    add("loads_down", load, comes_back)
+                    take("load", load)
+                elif is_layer and not is_resident:
+                    take("gather", load)
+            case Phase.UNPACKING:
+                add("first_loads", load)
+                if is_layer and not is_resident:
+                    add("up", load, groups.n)
+                    add("down", load, groups.n * comes_back)
+                    take("unpacking", load)
+            case Phase.UP if is_layer:
+                add("up", load, count)
+            case Phase.DOWN if is_layer:
+                add("down", load, count)
+            case Phase.LEAVING | Phase.COMING:
+                if is_layer:
+                    add(kind, load, count)
+                    take(kind, load)
+                if OPS[kind].phase is Phase.COMING:
+                    take(f"early_{kind}", load)
+            case Phase.GRADIENTS if kind is not Kind.EXCHANGE and is_layer:
+                add("leaving", load, count)
+                work.largest["leaving"] += load
+                work.largest["staged"] += load * (kind is Kind.ACCUMULATE)
+            case Phase.GRADIENTS if kind is not Kind.EXCHANGE and block and len(of_kind[kind]) == 1:  # the head's least
+                add("head_leaving", load)
+            case Phase.UPDATE:
+                add("updates", load, count)
+                work.scalars["update"] += count * seconds
+            case Phase.DEVICE_UPDATE:
+                add("on_device", load, count)
+                work.scalars["update_on_device"] += count * seconds
+            case _:
+                pass
+    of_block = {kind: sum(seconds * count for seconds, count in found) for kind, found in of_kind.items()}
+    if is_layer:
+        work.scalars["backwards_in_turn"] += _in_turn_s(plan, cost, block, of_block)
+        return work
+    _add_vocabulary(work, plan, facets, block, groups, of_kind)
+    return work
+
+
+def _in_turn_s(plan: Setup, cost: CostModel, block: int, of_block: dict[Kind, float]) -> float:
+    """Of a layer whose gradient goes to the host: the backwards that complete gradients, and these on their way."""
+    if Kind.OFFLOAD_GRADIENT not in of_block:
+        return 0.0
+    last = cost.demand(plan, Op(Kind.BACKWARD, block, plan.semantics.n_micro_batches - 1)).uncontended_s
+    backwards_s = last if plan.reduced else of_block[Kind.BACKWARD]
+    return backwards_s + of_block.get(Kind.SQUARE, 0.0) + of_block[Kind.OFFLOAD_GRADIENT]
+
+
+def _add_vocabulary(
+    work: Work, plan: Setup, facets: Facets, block: int, groups: Groups, of_kind: dict[Kind, list[tuple[float, int]]]
+) -> None:
+    """What the embedding or the head adds to the ring, and how long its gradients take turns: the next is computed when the last
+    has left, leaves when that has been added, and is added when it has left."""
+    scalars = work.scalars
+    first_s = {kind: found[0][0] for kind, found in of_kind.items()}
+    shortest_s = {kind: min(seconds for seconds, _ in found) for kind, found in of_kind.items()}
+    computing = Kind.LOSS if block else Kind.BACKWARD
+    n = sum(count for _, count in of_kind.get(computing, ()))  # none, of an embedding that is not trained
+    total_s, one_s = sum(seconds * count for seconds, count in of_kind.get(computing, ())), shortest_s.get(computing, 0.0)
+    is_added = Kind.ACCUMULATE in of_kind
+    left_s, added_s = (shortest_s[kind] if is_added else 0.0 for kind in (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE))
+    takes_turns = is_added and groups.n_alone > 1
+    adding_s = (n - 2 * groups.n) * added_s + 2 * groups.n * one_s if takes_turns else 0.0
+    computed_s = (n - groups.n) * left_s + max(total_s, adding_s)
+    if is_added:  # lanes idle meanwhile: none has an op in between
+        for lane, idle_s in ((Lane.GPU, left_s), (Lane.D2H, added_s), (Lane.CPU, left_s)):
+            for name in ("total", "arriving"):
+                work.vectors[name][facets.number(lane)] += (n - groups.n) * idle_s
+    if block:
+        scalars["load_of_head"] += first_s[Kind.LOAD]
+        scalars["loss"] += computed_s
+        scalars["first_gradient"] += (total_s if plan.reduced else one_s) + shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)
+        return
+    scalars["embedding"] += computed_s
+    scalars["load_of_embedding"] += first_s[Kind.LOAD]
+    scalars["update_of_embedding"] += sum(first_s.get(kind, 0.0) for kind in (Kind.UPDATE, Kind.SETTLE))
+    scalars["guess_of_embedding"] += first_s.get(Kind.SPECULATE, 0.0)
+    way = (Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.OFFLOAD_SQUARES, Kind.NORM, Kind.CLIP)
+    scalars["home"] += sum(of_kind[kind][-1][0] for kind in way if kind in of_kind)
+    if takes_turns:
+        between_s = (n - 2 * groups.n) * max(one_s, added_s)
+        scalars["embedding_alone"] += (n - groups.n) * left_s + between_s + groups.n * one_s
+    if is_added:
+        scalars["embedding_home"] += n * left_s + (n - groups.n) * max(one_s, added_s)
+    else:
+        scalars["embedding_home"] += groups.n * shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)
+
+
+def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int]]:
+    """The loads that are spared at turns of the walk over the layers, up and down for each group: at each turn at most as many as
+    there are slots, of the heaviest layers for safety, which copies within the device are not."""
+    on_device = {b for b in plan.policy.device_blocks if not plan.is_apart(b)}
+    layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
+    layers.sort(key=lambda b: (b in on_device, -plan.workload.blocks[b].slot_elements, b))
+    n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
+    n_slots = plan.policy.prefetch_depth + least_slots(plan)
+    for kind, n_held in ((Kind.LOAD, n_slots), (Kind.GATHER, n_slots), (Kind.DEQUANTISE, min(n_slots, plan.n_streaming))):
+        n_left = n_turns * n_held
+        for b in layers:
+            n_spared = min(n_left, plan.n_ops(kind, b) - 1)
+            if n_spared > 0:
+                n_left -= n_spared
+                yield kind, cost.demand(plan, Op(kind, b)), n_spared
+
+
+def least_slots(plan: Setup) -> int:
+    """Layers whose weights may be on the device besides those that are prefetched: the one that is computed; and where it is
+    unpacked, another that is packed."""
+    return 2 if plan.packed_slots else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """How much of one phase's work may be done before it begins or after it ends."""
+
+    n_slots: int  # gradients of layers in device slots
+    n_staged: int  # and on the host, waiting to be added
+    n_passing: dict[Kind, int]  # activations in the slots that ops of this kind share
+
+    @staticmethod
+    def of(plan: Setup, gradient_slots: int, group: int) -> "Buffers":
+        """Of several ranks, gradients of layers may also wait for the others', as sums."""
+        n_slots = gradient_slots + (n_whole_sums(plan) if plan.semantics.ranks > 1 else 0)
+        passing = dict.fromkeys((Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION), spill_ring_slots(group))
+        passing |= dict.fromkeys((Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED), N_SAVED_SLOTS)
+        return Buffers(n_slots, 0 if plan.reduced else N_STAGING_SLOTS, passing)
+
+
+def early_fetches(group: int, n_spilled: float) -> float:
+    """Boundaries that may be back on the device before the first loss, at most: each has a slot of the ring from then on."""
+    return min(float(spill_ring_slots(group)), group * n_spilled)

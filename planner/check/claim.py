@@ -1,0 +1,222 @@
+"""The claim of a plan file: its fields, and whether they follow from the plan's own ops on its own profile.
+
+The checker (`check.py`) proves a plan right as it stands, without the planner. Here the planner is asked again: blocks
+are built from the model, arenas from the policy, the step is simulated and bounded, and what is claimed is compared. What another
+version of the planner works out otherwise is told, not refused. A search takes as long as `plan` did, and is done where it is asked
+for.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from hwprofiles.several import BYTES_PER_GBIT, name_of_shared, on_network, shared_by
+from planner.bounds.bounds import policy_bound
+from planner.lower.arenas import arenas_of
+from planner.model.config import shipped_model, shipped_models
+from planner.model.workload import build_workload
+from planner.predict.arithmetic import arithmetic
+from planner.search.branch import Trial
+from planner.search.search import Answer, answer_of, search
+from planner.search.space import families
+from runtime.errors import PenstockError, PlanError
+from runtime.plan import Lane, Plan
+from runtime.plan.workload import FILE, Block, Count, Natural, Workload
+from runtime.units import on_one_line
+
+from .shape import AGAIN
+
+SAME_FRACTION = 1e-9  # two times that differ by less are one: sums of floats
+MAX_NAME = 80  # characters, of what binds and of the code that claimed it
+# Fields of a block that say how long it takes, and nothing of what it is or needs: another version may count them otherwise.
+_OF_TIME: dict[str, Any] = {"matmuls": (), "attention": None, "tiers": ()} | dict.fromkeys(
+    ("pointwise_bytes", "fused_bytes", "norm_bytes", "n_kernels", "tile_sum_bytes"), 0
+)
+
+Time = Annotated[float, Field(gt=0, lt=1e15)]
+Busy = Annotated[float, Field(ge=0, lt=1e15)]
+Rate = Annotated[float, Field(gt=0, lt=1e30)]
+Gap = Annotated[float, Field(ge=-SAME_FRACTION, lt=1e15)]  # a step at its bound may miss it by rounding
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a step is to take."""
+
+    step_s: Time
+    p10_step_s: Time
+    p90_step_s: Time
+    tokens_per_s: Rate
+    model_flop_per_s: Rate
+    device_peak_bytes: Natural
+    host_peak_bytes: Natural
+    busy_s: dict[Lane, Busy]
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """How far from the best the plan can be, and with what that can be worked out again: older files do not say it all."""
+
+    policy_bound_s: Time
+    machine_bound_s: Time
+    gap_fraction: Gap
+    binding: Name
+    n_families: Natural
+    n_simulated: Count
+    clipped_fraction: Fraction | None = None
+    n_draws: Count | None = None
+    seed: Natural | None = None
+    arithmetic: Name | None = None
+    __pydantic_config__ = FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A claim whose every field is there and of its kind."""
+
+    prediction: Predicted
+    certificate: Certified
+    __pydantic_config__ = FILE
+
+    @property
+    def by_this_code(self) -> bool:
+        """Whether it was worked out by the code at hand."""
+        return self.certificate.arithmetic == arithmetic()
+
+
+_CLAIM = TypeAdapter(Claimed)
+
+
+def claimed(fields: dict[str, Any] | None, where: str) -> Claimed:
+    """The claim in a plan file; PlanError names the first field that is missing, unknown or no number of its kind."""
+    if fields is None:
+        said = "`claim` is null: it promises nothing that could be held to"
+        raise PlanError(f"{where}: {said}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
+    try:
+        return _CLAIM.validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = on_one_line(".".join(map(str, ("claim", *first["loc"]))), 120)
+        raise PlanError(f"{where}: {place}: {first['msg'][:160]}; {AGAIN}") from None
+
+
+def check_origin(plan: Plan, claim: Claimed | None = None) -> list[str]:
+    """PlanError where blocks or arenas are not those of the plan's model, semantics and policy, or hosts share the ranks unequally;
+    else what was not held to: with a claim of other code, what only costs rest on."""
+    n_hosts = _profile_of(plan).n_hosts
+    if plan.semantics.ranks % n_hosts:
+        raise PlanError(f"profile: {n_hosts} hosts cannot have equally many of {plan.semantics.ranks} ranks; {AGAIN}")
+    try:
+        built = build_workload(plan.model, plan.semantics)
+    except PenstockError as error:
+        raise PlanError(f"model: {error}") from None
+    is_other, is_by_this = plan.workload != built, claim is None or claim.by_this_code
+    if is_other and (is_by_this or _sizes(plan.workload) != _sizes(built)):
+        raise PlanError(f"workload: its blocks are not those of the model and the semantics; {AGAIN}")
+    if sorted(plan.arenas, key=lambda arena: arena.name) != sorted(arenas_of(plan), key=lambda arena: arena.name):
+        raise PlanError(f"arenas: they are not those of the policy; {AGAIN}")
+    return ["what blocks take, which another version counted"] if is_other else []
+
+
+def _sizes(workload: Workload) -> list[Block]:
+    return [replace(block, **_OF_TIME) for block in (*workload.blocks, *workload.smaller)]
+
+
+def check_claim(plan: Plan, claim: Claimed) -> list[str]:
+    """PlanError where a claim does not follow from the plan; else what was not held to, and why. Everything but the search: a bound
+    on all policies is taken as it is claimed."""
+    proof = claim.certificate
+    trial = Trial(plan.model, plan.workload, plan.semantics, _profile_of(plan), proof.clipped_fraction)
+    trial.adopt(plan)
+    bound_s, n_families = policy_bound(plan, trial.cost).seconds, 0
+    if proof.n_families:
+        bound_s, n_families = proof.policy_bound_s, len(families(plan.semantics, plan.workload))
+    return _held(claim, answer_of(trial, plan.policy, bound_s, n_families, {}), "certificate.n_simulated")
+
+
+def check_search(plan: Plan, claim: Claimed) -> list[str]:
+    """The same; and searching again, as it was searched, finds this plan, and for all others the bound that is claimed."""
+    proof = claim.certificate
+    fixed = None if proof.n_families else plan.policy  # whose bound is its own, and depends on its ops
+    try:
+        found = search(plan.model, plan.workload, plan.semantics, _profile_of(plan), fixed, clipped_fraction=proof.clipped_fraction)
+    except PenstockError as error:
+        raise PlanError(f"claim: searching again fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
+    if found.plan == plan:
+        return _held(claim, found)
+    left = check_claim(plan, claim)
+    if found.plan.policy == plan.policy or claim.by_this_code:
+        return left + _held(claim, found)
+    return [*left, "the search, which finds another plan in this version"]
+
+
+def _held(claim: Claimed, answer: Answer, *unheld: str) -> list[str]:
+    """PlanError at a difference of a claim from the answer; of another version's claim that difference is told."""
+    said, found = (dict(_leaves("", fields)) for fields in (_CLAIM.dump_python(claim, mode="json"), answer.claim()))
+    for place in found:
+        unsaid = said.get(place) is None and not claim.by_this_code  # an older file does not know the field
+        if place in unheld or place == "certificate.arithmetic" or unsaid or _same(said.get(place), found[place]):
+            continue
+        what = f"claim: {place} is {said.get(place)}, not {found[place]} as the plan on its profile has it"
+        if claim.by_this_code:
+            raise PlanError(f"{on_one_line(what, 300)}; {AGAIN}")
+        return [f"{what}, but it was claimed by another version"]
+    return []
+
+
+def _leaves(place: str, fields: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(fields, Mapping):
+        for key, value in fields.items():
+            yield from _leaves(f"{place}.{key}" if place else str(key), value)
+    else:
+        yield place, fields
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are one, but for rounding of numbers."""
+    if isinstance(a, float | int) and isinstance(b, float | int):
+        return abs(a - b) <= SAME_FRACTION * max(abs(a), abs(b))
+    return bool(a == b)
+
+
+def strangers(plan: Plan) -> Iterator[str]:
+    """Where a model or a machine bears the name of one that comes with Penstock, and is not that."""
+    if plan.model.name in shipped_models():
+        shipped = shipped_model(plan.model.name).config
+        if {key: plan.model.config.get(key) for key in shipped} != shipped:
+            yield f"the model is called {plan.model.name} as a shipped one is, but its configuration is another"
+    profile, ranks = _profile_of(plan), plan.semantics.ranks
+    n_hosts = profile.n_hosts if ranks % profile.n_hosts == 0 else 1
+    here = ranks // n_hosts
+    of = profile.name.removesuffix(name_of_shared("", here, n_hosts))
+    if of in shipped_profiles():
+        wanted = shared_by(_as_given(profile, read_profile(of), here), here, n_hosts)
+        said, known = dict(_leaves("", profile.to_json())), dict(_leaves("", wanted.to_json()))
+        for place in known | said:
+            if not _same(said.get(place), known.get(place)):
+                yield f"the machine is called {profile.name} as a shipped one is, but {place} is another"
+                break
+
+
+def _profile_of(plan: Plan) -> Profile:
+    return Profile.from_json(plan.profile, "profile")
+
+
+def _as_given(profile: Profile, shipped: Profile, here: int) -> Profile:
+    """A shipped machine with what a user gave: memory of a device, and of the host, of which each of so many ranks has a part;
+    and a network."""
+    sizes = [
+        int(has.value * times) if has.source.startswith("user_") else None
+        for has, times in ((profile.device.memory_bytes, 1), (profile.host.memory_bytes, here))
+    ]
+    network = profile.network
+    is_given = network is not None and network.bytes_per_s.source.startswith("user_")
+    gbit = network.bytes_per_s.value / BYTES_PER_GBIT if network is not None and is_given else None
+    return on_network(shipped.with_memory(*sizes), gbit)

@@ -1,0 +1,85 @@
+"""Memory rows of the relaxation against footprints: what an integer program takes for the peaks is what plans need."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from planner.predict.cost import CostModel
+from planner.search.choices import Choices, Frames
+from runtime.plan import Policy
+from tests.adversary import Cell, cell, drawn_policy, family_of
+
+CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4
+WITHIN_FRACTION = 5e-6  # of what the machine has: the solver's tolerance, and squares of gradients that stay
+
+
+def choices_of(of: Cell, policy: Policy) -> Choices | None:
+    """The choices of the family that has this policy as a member, if its state on the device is one."""
+    family, group = family_of(policy, of.semantics), policy.accumulation_group
+    family = replace(family, accumulation_group=group, largest_group=group)
+    lean = replace(family.policy(of.semantics), gradient_slots=policy.gradient_slots)
+    frames = Frames(of.model, of.workload, of.semantics, CostModel(of.profile))
+    found = Choices(frames, lean, family, policy.prefetch_depth, of.clipped_fraction)
+    may_stay = {*lean.device_blocks}.union(*(choice.blocks for choice in found.staying.values()))
+    can_be_early = of.clipped_fraction is not None or not policy.speculate_blocks
+    return found if may_stay.issuperset(policy.device_blocks) and can_be_early else None
+
+
+def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
+    """The values of the program's variables that mean this policy."""
+    named = (
+        (choices.resident, policy.resident_blocks),
+        (choices.spilled, policy.spill_blocks),
+        (choices.early_updated, policy.speculate_blocks),
+        (choices.staying, policy.device_blocks),
+    )
+    chosen = {choices.depth: float(policy.prefetch_depth), choices.squares: float(policy.square_on_device)}
+    counts = [(choice, sum(b in blocks for b in choice.blocks)) for of, blocks in named for choice in of.values()]
+    for (_, way), choice in choices.saving.items():
+        ways = [(policy.saved(b), b in policy.offload_blocks) for b in choice.blocks]
+        counts.append((choice, ways.count((way.saved, way.away))))
+    for choice, count in counts:
+        chosen |= {choice.count: float(count), choice.used: float(count > 0)}
+    return chosen
+
+
+def peaks(choices: Choices, policy: Policy) -> list[float]:
+    """The least that the rows for device and host can be of this policy, in shares of what the machine has."""
+    program = choices.program
+    n_rows = len(program.rows)
+    choices.within_memory()
+    rows, limits = program.rows[-2:], program.limits[-2:]
+    program.rows, program.limits = program.rows[n_rows:-2], program.limits[n_rows:-2]
+    for variable, value in as_chosen(choices, policy).items():
+        program.low[variable] = program.high[variable] = value
+    found = []
+    for row, limit in zip(rows, limits, strict=True):
+        program.cost = [row.get(variable, 0.0) for variable in range(len(program.cost))]
+        solution = program.solve()
+        assert solution is not None
+        found.append(solution[0] + 1 - limit)
+    return found
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("first", CELLS[::N_PER_TEST])
+def test_memory_rows_are_the_footprint(first):
+    n_held = 0
+    for number in range(first, first + N_PER_TEST):
+        of, rng = cell(number), random.Random(number)
+        for policy in [drawn_policy(rng, of) for _ in range(N_POLICIES)]:
+            choices = choices_of(of, policy)
+            if choices is None:
+                continue
+            device, host = peaks(choices, policy)
+            needs, n_held = of.needs(policy), n_held + 1
+            of_device, of_host = (
+                needs.device_peak_bytes / needs.device_memory_bytes,
+                needs.host_peak_bytes / needs.host_memory_bytes,
+            )
+            assert host == pytest.approx(of_host, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
+            assert device <= of_device * (1 + WITHIN_FRACTION) + WITHIN_FRACTION, (number, policy)
+            if of.workload.trains_all:  # of a part, the update of what is always on the device may be left out
+                assert device == pytest.approx(of_device, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
+    assert n_held > N_PER_TEST

@@ -1,0 +1,136 @@
+"""Tests of claims: an honest one holds, a changed one is refused, one of another version is told."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import penstock
+from penstock.cli.main import cli
+from planner.check.claim import Certified, check_claim, check_origin, check_search, claimed, strangers
+from planner.predict.arithmetic import arithmetic
+from planner.search.search import Certificate
+from runtime.errors import PlanError
+from runtime.plan import Plan, PlanFile
+
+ASKED = {"machine": "rtx4090-server", "seq_len": 512, "batch_size": 4}
+WAYS = {
+    "searched": {},
+    "a baseline": {"policy": "slideformer"},
+    "recomputed boundaries": {"policy": "megatrain"},
+    "clipped steps": {"clipped_steps": 0.3},
+    "less memory": {"device_memory": "20GB", "host_memory": "256GB"},
+    "no clipping": {"clip_norm": None},
+    "a bf16 master": {"master": "bf16"},
+    "fp32": {"compute": "fp32", "gradient_dtype": "fp32"},
+}
+
+
+def planned(path: Path, **asked: object) -> PlanFile:
+    given = {f"--{name.replace('_', '-')}": "none" if value is None else str(value) for name, value in asked.items()}
+    words = [word for flag in given.items() for word in flag]
+    done = CliRunner().invoke(cli, ["plan", "qwen2.5-0.5b", *words, "-o", str(path)])
+    assert done.exit_code == 0, done.stderr
+    return PlanFile.read(path)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> PlanFile:
+    return planned(tmp_path_factory.mktemp("plan") / "plan.json", **ASKED)
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("way", WAYS)
+def test_an_honest_claim_holds_search_and_all(way: str, tmp_path: Path) -> None:
+    file = planned(tmp_path / "plan.json", **(ASKED | WAYS[way]))
+    claim = claimed(file.claim, "plan.json")
+    assert check_origin(file.plan, claim) == check_claim(file.plan, claim) == check_search(file.plan, claim) == []
+    assert list(strangers(file.plan)) == []
+    assert "claim recomputed" in penstock.check(file)
+
+
+def changed(claim: dict, place: str, by: float) -> dict:
+    part, name = place.split(".")
+    return claim | {part: claim[part] | {name: claim[part][name] * by}}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(f"prediction.{name}" for name in ("step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s")),
+        *(f"certificate.{name}" for name in ("machine_bound_s", "gap_fraction")),
+    ],
+)
+def test_a_changed_number_is_refused_by_its_place(honest: PlanFile, place: str) -> None:
+    claim = changed(honest.claim, place, 1 + 1e-6)
+    with pytest.raises(PlanError, match=place):
+        check_claim(honest.plan, claimed(claim, "plan.json"))
+    check_claim(honest.plan, claimed(changed(honest.claim, place, 1 + 1e-12), "plan.json"))  # sums of floats
+    other = claim | {"certificate": claim["certificate"] | {"arithmetic": "0" * 16}}
+    assert "claimed by another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
+
+
+def test_a_bound_on_all_policies_is_refused_by_a_search(honest: PlanFile) -> None:
+    claim = changed(honest.claim, "certificate.policy_bound_s", 1.001)
+    with pytest.raises(PlanError, match=r"policy_bound_s|gap_fraction"):
+        check_search(honest.plan, claimed(claim, "plan.json"))
+
+
+def test_a_slower_policy_that_is_claimed_to_be_the_best_is_refused_by_a_search(honest: PlanFile, tmp_path: Path) -> None:
+    slower = planned(tmp_path / "slower.json", **(ASKED | {"policy": "zero3-offload"}))
+    proof = slower.claim["certificate"] | {"n_families": honest.claim["certificate"]["n_families"]}
+    with pytest.raises(PlanError):
+        check_search(slower.plan, claimed(slower.claim | {"certificate": proof}, "plan.json"))
+
+
+def tampered(plan: Plan) -> dict[str, Plan]:
+    blocks = plan.workload.blocks
+    smaller = replace(blocks[1], kept_bytes=blocks[1].kept_bytes - 256)
+    quicker = replace(blocks[1], n_kernels=blocks[1].n_kernels - 1)
+    arenas = (replace(plan.arenas[0], slot_bytes=(*plan.arenas[0].slot_bytes, 256)), *plan.arenas[1:])
+    return {
+        "what a layer keeps": replace(plan, workload=replace(plan.workload, blocks=(blocks[0], smaller, *blocks[2:]))),
+        "what a layer computes": replace(plan, workload=replace(plan.workload, blocks=(blocks[0], quicker, *blocks[2:]))),
+        "an arena": replace(plan, arenas=arenas),
+        "the model": replace(plan, model=replace(plan.model, config=plan.model.config | {"num_hidden_layers": 1})),
+    }
+
+
+@pytest.mark.parametrize("what", ["what a layer keeps", "what a layer computes", "an arena", "the model"])
+def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile, what: str) -> None:
+    claim, plan = claimed(honest.claim, "plan.json"), tampered(honest.plan)[what]
+    with pytest.raises(PlanError):
+        check_origin(plan, claim)
+    older = replace(claim, certificate=replace(claim.certificate, arithmetic=None))
+    if what == "what a layer computes":  # another version may count it otherwise
+        assert check_origin(plan, older)
+    else:
+        with pytest.raises(PlanError):
+            check_origin(plan, older)
+
+
+def test_a_claim_that_is_none_is_refused_by_its_field(honest: PlanFile) -> None:
+    for claim, said in (
+        (None, "`claim` is null"),
+        ({}, "claim.prediction"),
+        (honest.claim | {"more": 1}, "claim.more"),
+        (changed(honest.claim, "prediction.step_s", -1), "claim.prediction.step_s"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            claimed(claim, "plan.json")
+
+
+def test_a_shipped_name_that_means_something_else_is_told(honest: PlanFile) -> None:
+    profile = json.loads(json.dumps(honest.plan.profile))
+    profile["host"]["dram_bytes_per_s"]["value"] *= 2
+    model = replace(honest.plan.model, config=honest.plan.model.config | {"rope_theta": 1})
+    (machine,) = strangers(replace(honest.plan, profile=profile))
+    assert "dram_bytes_per_s" in machine
+    assert [said for said in strangers(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in said]
+
+
+def test_every_field_of_a_certificate_is_claimed_and_code_has_a_fingerprint() -> None:
+    assert [f.name for f in fields(Certified)] == [f.name for f in fields(Certificate)]
+    assert len(arithmetic()) == 16
