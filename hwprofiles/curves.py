@@ -1,8 +1,7 @@
-"""What is a rate between the measured points?
+"""Rates between measured points: interpolation that keeps more work taking longer.
 
-Rates over size are points of a measured grid. Between points they are interpolated in log space, so that more work takes longer
-wherever it does at the points themselves, which `check_rising` holds. Outside the points the nearest one holds, and the answer
-says that it was outside.
+Rates are interpolated in log space, so that more work takes longer wherever it does at the points, which `check_rising` holds.
+Outside the points the nearest one holds, and the answer says that it was outside.
 """
 
 import math
@@ -32,17 +31,11 @@ def rows_of(points: Iterable[tuple[float, float, float]]) -> list[Row]:
 def interpolated(rows: list[Row], x: float, y: float) -> Rate:
     """Log-linear along y in the rows around x, then between the two rows; the nearest point outside."""
     value = along([(row_x, along(row, y)) for row_x, row in rows], x)
-    near = [row for row_x, row in rows if row_x in _around([r[0] for r in rows], x)]
-    inside = rows[0][0] <= x <= rows[-1][0] and all(row[0][0] <= y <= row[-1][0] for row in near)
-    return Rate(value, inside)
-
-
-def _around(xs: Sequence[float], x: float) -> tuple[float, float]:
-    """The two neighbours that x lies between; twice the same one where x is one of them or outside."""
-    if x in xs:
-        return x, x
+    xs = [row_x for row_x, _ in rows]
     i = bisect_right(xs, x)
-    return xs[max(i - 1, 0)], xs[min(i, len(xs) - 1)]
+    near = [x] if x in xs else xs[max(i - 1, 0) : i + 1]
+    inside = xs[0] <= x <= xs[-1] and all(row[0][0] <= y <= row[-1][0] for row_x, row in rows if row_x in near)
+    return Rate(value, inside)
 
 
 def along(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -55,17 +48,14 @@ def along(points: Sequence[tuple[float, float]], x: float) -> float:
     return math.exp((1 - share) * math.log(v0) + share * math.log(v1))
 
 
-def check_rising(rows: list[Row], y_power: int, where: str) -> None:
-    """More work takes longer, along every row and from row to row: log-linear interpolation keeps what its corners hold.
+def check_rising(rows: list[Row], y_power: int) -> None:
+    """ValueError where more work takes less time, along a row or from row to row: interpolation keeps what its corners hold.
 
-    Work grows as x, and as y to the power `y_power`. ValueError names, after `where`, the first points that contradict it.
+    Work grows as x, and as y to the power `y_power`.
     """
-    for x, row in rows:
-        for (y0, rate0), (y1, rate1) in pairwise(row):
-            if y1**y_power / rate1 <= y0**y_power / rate0:
-                raise ValueError(f"{where}: more work takes less time between {y0:.6g} and {y1:.6g} at {x:.6g}; measure again")
     ys = sorted({y for _, row in rows for y, _ in row})
-    for (x0, row0), (x1, row1) in pairwise(rows):
-        for y in ys:
-            if x1 / along(row1, y) <= x0 / along(row0, y):
-                raise ValueError(f"{where}: more work takes less time between {x0:.6g} and {x1:.6g} at {y:.6g}; measure again")
+    along_y = [(x, y0, y1, y0**y_power / r0, y1**y_power / r1) for x, row in rows for (y0, r0), (y1, r1) in pairwise(row)]
+    along_x = [(y, x0, x1, x0 / along(row0, y), x1 / along(row1, y)) for (x0, row0), (x1, row1) in pairwise(rows) for y in ys]
+    for at, less, more, less_s, more_s in (*along_y, *along_x):
+        if more_s <= less_s:
+            raise ValueError(f"more work takes less time between {less:.6g} and {more:.6g} at {at:.6g}; measure again")

@@ -1,7 +1,7 @@
-"""How long do a product, attention and a collective take, by a few constants of a device?
+"""Laws of products, attention and collectives: their seconds by a few constants of a device.
 
-Each law is a formula whose constants `benchmarks/op_fit.py` finds by least squares from published measurements
-(`benchmarks/published_ops.csv`). Its errors on rows left out are on docs/ops.md. More work never takes less time in any of them.
+`benchmarks/op_fit.py` fits the constants by least squares to published measurements (`benchmarks/published_ops.csv`); errors on
+rows left out are on docs/ops.md. More work never takes less time in any law.
 """
 
 import math
@@ -25,7 +25,7 @@ Range = tuple[Size, Size]
 
 
 class ProductLaw(Part):
-    """Products by tiles, waves and memory: of all tile sizes and splits of k the fastest is taken."""
+    """Products by tiles, waves and memory: the fastest of all tile sizes and splits of k."""
 
     flop_per_s: Quantity  # of all multiprocessors on endless tiles
     n_processors: Size
@@ -65,12 +65,11 @@ class PassLaw(Part):
     """One direction of attention. FLOP count the causal half, those of a backward 2.5 times the forward's."""
 
     flop_per_s: Quantity  # of heads WIDE wide, over endless sequences
-    short_tokens: Natural  # over so many tokens half of that is reached
+    short_tokens: Natural  # sequence length at which half of that is reached
     unmasked: Fraction  # of `short_tokens`, where nothing is masked
     narrow: Positive  # the rate of heads half as wide, over that of wide ones
     grouped: Positive  # the rate where several heads share keys and values, over that where each has its own
-    # Times that keys and values go through memory on their way into a serving engine's paged cache, which published rows include
-    paged_passes: Natural = 0.0
+    paged_passes: Natural = 0.0  # of keys and values through memory into a serving engine's paged cache, in published rows
 
     def rate(self, seq_len: int, head_dim: int, grouped: bool, causal: bool = True) -> float:
         """FLOP a second over sequences of that length."""
@@ -80,11 +79,11 @@ class PassLaw(Part):
 
 
 class AttentionLaw(Part):
-    """A kernel of attention. `deterministic_fraction`: of its backward's rate, when sums have a fixed order."""
+    """A kernel of attention."""
 
     forward: PassLaw
     backward: PassLaw
-    deterministic_fraction: Quantity | None = None
+    deterministic_fraction: Quantity | None = None  # of the backward's rate that is left when its sums have a fixed order
     seq_len: Range  # what it was fitted to
 
     def pass_of(self, backward: bool) -> PassLaw:
@@ -95,12 +94,12 @@ class AttentionLaw(Part):
 
 
 class CollectiveLaw(Part):
-    """What a library takes for one collective among the devices of a host; bytes as nccl-tests counts its size."""
+    """One collective among the devices of a host; bytes as nccl-tests counts its size."""
 
     latency_s: Quantity  # of two devices
     growth: Natural  # of the latency, with each further device
     fill_s: Natural  # by which large messages are later: the protocol that carries most begins slowly
-    fill_bytes: Positive  # a message of so many has two thirds of that
+    fill_bytes: Positive  # size of a message that has two thirds of that
     fill_growth: float  # the power of the number of devices that it grows with
     bytes_per_s: Quantity  # that cross to other devices, between two
     crowding: Natural  # it falls as the number of others to this power, where they share what joins them

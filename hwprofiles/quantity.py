@@ -1,4 +1,4 @@
-"""What is a number of a profile, and where does it come from?"""
+"""Quantity of a profile: a number with its spread and the source that it rests on."""
 
 from collections.abc import Iterator
 from datetime import date
@@ -31,35 +31,29 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Quantity(Part):
-    """A number above zero in the unit of its key, how far it may be off, and where it comes from."""
-
-    value: Annotated[float, Field(ge=1e-15, le=1e30)]
-    spread_fraction: Annotated[float, Field(ge=0, le=10)]
-    source: Text
-
-
 class Share(Part):
-    """A quantity that may be zero."""
+    """A number in the unit of its key, how far it may be off, and where it comes from; it may be zero."""
 
     value: Annotated[float, Field(ge=0, le=1e30)]
     spread_fraction: Annotated[float, Field(ge=0, le=10)]
     source: Text
 
 
-class Source(Part):
-    """Where numbers come from. Only what `penstock probe` measured is `measured`.
+class Quantity(Share):
+    """A number above zero."""
 
-    `device`: what was measured; None: nothing was, or many. `scaled`: that is another device than the profile's, of which
-    datasheets or single measurements gave the ratio.
-    """
+    value: Annotated[float, Field(ge=1e-15, le=1e30)]
+
+
+class Source(Part):
+    """Where numbers come from. Only what `penstock probe` measured is `measured`."""
 
     kind: SourceKind
     detail: Text
     date: Day | None
-    device: Text | None
+    device: Text | None  # that was measured; None: none was, or many
     driver: Text | None
-    scaled: bool = False
+    scaled: bool = False  # another device's than the profile's, by a ratio from datasheets or single measurements
 
     @model_validator(mode="after")
     def _names_what_was_measured(self) -> "Source":
@@ -75,19 +69,17 @@ class Source(Part):
         return "this device" if self.kind == "user" or (self.device is not None and not self.scaled) else "another device"
 
 
-def quantities(place: str, part: object) -> Iterator[tuple[str, Quantity | Share]]:
+def quantities(place: str, part: object) -> Iterator[tuple[str, Share]]:
     """The quantities below a part of a profile, each with its place."""
     match part:
-        case Quantity() | Share():
-            yield place.lstrip("."), part
+        case Share():
+            yield place, part
         case BaseModel():
             for key in type(part).model_fields:
-                yield from quantities(f"{place}.{key}", getattr(part, key))
+                yield from quantities(f"{place}.{key}".lstrip("."), getattr(part, key))
         case dict():
             for key, item in part.items():
                 yield from quantities(f"{place}.{key}", item)
         case tuple():
             for i, item in enumerate(part):
                 yield from quantities(f"{place}.{i}", item)
-        case _:
-            pass

@@ -1,44 +1,46 @@
-"""What does a hardware profile hold?
+"""Hardware profiles: what a machine can do, as JSON whose every number has a unit in its key, a spread and a source.
 
-A profile is JSON. Every number is a quantity: a value in the unit that its key names, a spread (half the width, as a
-fraction of the value, that covers about 80 % of what one would see), and the key of the source it rests on. Rates over
-size are measured points, of which `curves.py` says what holds between them, or one of the laws of `laws.py`.
+A spread is half the width, as a fraction of the value, of what one would see in four of five cases. Rates over size are measured
+points, between which `curves.py` interpolates, or one of the laws of `laws.py`.
 """
 
-import difflib
 import errno
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from runtime.errors import ProfileError
 from runtime.files import read_whole
-from runtime.units import MiB, show_bytes
+from runtime.units import MiB, on_one_line, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
 from .laws import AttentionLaw, CollectiveLaw, ProductLaw
 from .quantity import SOURCE_KINDS, Day, Dtype, Part, Quantity, Share, Size, Source, Text, quantities
-from .refusal import LAW, POINTS, explain, plain
 
 FOLDER = Path(__file__).parent / "profiles"
 MAX_PROFILE_FILE_BYTES = 8 * MiB
 
 Direction = Literal["h2d", "d2h"]
-AttentionKernel = Literal["flash", "cudnn", "fa3", "aiter"]
+AttentionKernel = Literal["flash", "cudnn", "fa3", "aiter"]  # `flash`: torch's FlashAttention-2; in fp32 its memory-efficient one
 NormKernel = Literal["torch-fused", "torch-compile"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
 FORMAT_VERSION = 2
 ITEM_BYTES: dict[Dtype, int] = {"bf16": 2, "fp32": 4}
+FORMS = ("points", "law")  # of a rate over size, which are no keys of a file
 BACKWARD_ATTENTION = 2.5  # the convention of all rates here: five products of the backward against two of the forward
 # Of the rate of FlashAttention-2's backward when its sums have a fixed order: 166 TFLOP/s (Dao-AILab/flash-attention#1893, H100,
-# head width 128, 8k tokens, causal) of 290; where nobody measured a device's own.
+# head width 128, 8k tokens, causal) of 290; for devices whose own is not known.
 DETERMINISTIC_FRACTION = 0.57
+
+_plain = partial(on_one_line, longest=200)  # for a line of a terminal, whatever a file holds
 
 
 class MatmulPoint(Part):
@@ -63,6 +65,78 @@ class AttentionPoint(Part):
     watts: float | None = None
 
 
+class CopyPoint(Part):
+    """Rate of one copy of n_bytes, the latency not counted."""
+
+    n_bytes: Size
+    rate: Quantity
+
+
+class OptimizerPoint(Part):
+    """AdamW over fp32 masters, gradients widened, weights rounded; alone and while both links are busy."""
+
+    threads: Size
+    params_per_s: Quantity
+    params_per_s_under_copies: Quantity
+
+
+def _matmul_rows(points: Sequence[MatmulPoint]) -> list[Row]:
+    return rows_of((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in points)
+
+
+def _attention_rows(points: Sequence[AttentionPoint], backward: bool) -> list[Row]:
+    return rows_of((p.head_dim, p.seq_len, (p.backward_flop_per_s if backward else p.forward_flop_per_s).value) for p in points)
+
+
+def _rising_products(points: tuple[MatmulPoint, ...]) -> tuple[MatmulPoint, ...]:
+    check_rising(_matmul_rows(points), y_power=2)
+    return points
+
+
+def _rising_attention(points: tuple[AttentionPoint, ...]) -> tuple[AttentionPoint, ...]:
+    for backward in (False, True):
+        check_rising(_attention_rows(points, backward), y_power=2)
+    return points
+
+
+def _rising_copies(points: tuple[CopyPoint, ...]) -> tuple[CopyPoint, ...]:
+    if any(after.n_bytes <= before.n_bytes for before, after in pairwise(points)):
+        raise ValueError("sort the points by rising n_bytes")
+    check_rising([(1.0, [(p.n_bytes, p.rate.value) for p in points])], y_power=1)
+    return points
+
+
+def _rising_threads(points: tuple[OptimizerPoint, ...]) -> tuple[OptimizerPoint, ...]:
+    if any(after.threads <= before.threads for before, after in pairwise(points)):
+        raise ValueError("sort the points by rising `threads`")
+    return points
+
+
+def _in_both_dtypes(found: dict[Dtype, Any]) -> dict[Dtype, Any]:
+    if missing := [dtype for dtype in get_args(Dtype) if dtype not in found]:
+        raise ValueError(f"no {' and no '.join(missing)}; give points or a law for each")
+    return found
+
+
+def _with_flash(found: dict[AttentionKernel, Any]) -> dict[AttentionKernel, Any]:
+    _in_both_dtypes(found.get("flash", {}))
+    return found
+
+
+AtLeastOne = Field(min_length=1)
+POINTS_OR_LAW = Discriminator(lambda value: FORMS[not isinstance(value, list | tuple)])
+Matmuls = Annotated[
+    Annotated[tuple[MatmulPoint, ...], AtLeastOne, AfterValidator(_rising_products), Tag(FORMS[0])]
+    | Annotated[ProductLaw, Tag(FORMS[1])],
+    POINTS_OR_LAW,
+]
+Attentions = Annotated[
+    Annotated[tuple[AttentionPoint, ...], AtLeastOne, AfterValidator(_rising_attention), Tag(FORMS[0])]
+    | Annotated[AttentionLaw, Tag(FORMS[1])],
+    POINTS_OR_LAW,
+]
+
+
 class AttentionCall(NamedTuple):
     """Attention as a kernel is asked for it; `grouped`: several heads share keys and values."""
 
@@ -74,30 +148,14 @@ class AttentionCall(NamedTuple):
 
 
 class NormRates(Part):
-    """An RMS norm in one kernel: bytes of its input and output a second, each read or written once; the backward counts twice as
-    many, and takes longer for each: it also sums the gradient of the weight."""
+    """An RMS norm in one kernel: bytes of its input and output a second; the backward, which also sums, counts twice as many."""
 
     forward_bytes_per_s: Quantity
     backward_bytes_per_s: Quantity
 
 
-def _points_or_law(value: object) -> str:
-    return POINTS if isinstance(value, list | tuple) else LAW
-
-
-Products = Annotated[
-    Annotated[tuple[MatmulPoint, ...], Tag(POINTS)] | Annotated[ProductLaw, Tag(LAW)], Discriminator(_points_or_law)
-]
-AttentionRates = Annotated[
-    Annotated[tuple[AttentionPoint, ...], Tag(POINTS)] | Annotated[AttentionLaw, Tag(LAW)], Discriminator(_points_or_law)
-]
-
-
 class Device(Part):
-    """What computes: a GPU, or the cores of a CPU that the gpu lane uses, with its own arena.
-
-    `attention` by kernel: `flash` is torch's own (FlashAttention-2 in bf16, the memory-efficient one in fp32).
-    """
+    """What computes: a GPU, or the cores of a CPU that the gpu lane uses, with its own arena."""
 
     name: Text
     kind: Literal["cuda", "cpu"]
@@ -109,28 +167,18 @@ class Device(Part):
     kernel_overhead_s: Quantity
     op_overhead_s: Quantity
     compute_threads: Size | None
-    workspace_bytes: Share | None = None  # what kernels and libraries take beside the context once they have been used
-    matmul: dict[Dtype, Products]
-    attention: dict[AttentionKernel, dict[Dtype, AttentionRates]]
+    workspace_bytes: Share | None = None  # what kernels and libraries take besides the context once they have been used
+    matmul: Annotated[dict[Dtype, Matmuls], AfterValidator(_in_both_dtypes)]
+    attention: Annotated[dict[AttentionKernel, dict[Dtype, Attentions]], AfterValidator(_with_flash)]
     norms: dict[NormKernel, NormRates] = {}
     pool_bytes: Quantity | None = None  # soldered memory of which the device's and the host's are parts; None: each has its own
 
 
-class CopyPoint(Part):
-    """Rate of one copy of n_bytes, the latency not counted."""
-
-    n_bytes: Size
-    rate: Quantity
-
-
 class CopyCurve(Part):
-    """One direction of the link: seconds = latency_s + n_bytes / rate.
-
-    Beside these, where they were measured: what it carries while the other direction is busy, and while the optimizer works.
-    """
+    """One direction of the link: seconds = latency_s + n_bytes / rate; and its rates while other lanes work, where measured."""
 
     latency_s: Quantity
-    bytes_per_s: tuple[CopyPoint, ...]
+    bytes_per_s: Annotated[tuple[CopyPoint, ...], AtLeastOne, AfterValidator(_rising_copies)]
     pageable_bytes_per_s: Quantity
     duplex_bytes_per_s: Quantity | None = None
     under_optimizer_bytes_per_s: Quantity | None = None
@@ -146,14 +194,6 @@ class Link(Part):
     dram_bytes_per_byte: Annotated[float, Field(ge=0, le=100)]
 
 
-class OptimizerPoint(Part):
-    """AdamW over fp32 masters, gradients widened, weights rounded; alone and while both links are busy."""
-
-    threads: Size
-    params_per_s: Quantity
-    params_per_s_under_copies: Quantity
-
-
 class Host(Part):
     """What holds the training state and updates it."""
 
@@ -161,36 +201,31 @@ class Host(Part):
     runtime_bytes: Quantity
     n_cores: Size
     dram_bytes_per_s: Quantity
-    optimizer: tuple[OptimizerPoint, ...]
+    optimizer: Annotated[tuple[OptimizerPoint, ...], AtLeastOne, AfterValidator(_rising_threads)]
     reduce_bytes_per_s: Quantity
     page_fault_bytes_per_s: Quantity
     soldered_bytes: Quantity | None = None  # all that a run can have, where no module can be added
 
 
 class Peers(Part):
-    """The other devices of the host, each at work on its part of a step.
+    """The other devices of the host, each at work on its part of a step."""
 
-    `latency_s`: until devices that have come to an op know it. `through_host`: what is exchanged goes by way of host memory, as
-    where devices do not reach each other's: at what rate is a property of the host's topology, not of the devices.
-    """
-
-    n_devices: Size | None = None  # of the host; None: nobody said, and any number may be asked for
-    latency_s: Quantity
+    n_devices: Size | None = None  # of the host; None: any number may be asked for
+    latency_s: Quantity  # until devices that have come to an op know it
     collectives: dict[Collective, CollectiveLaw]
-    through_host: bool = False
+    through_host: bool = False  # no peer access: the host's topology decides at what rate they exchange
 
 
 class Network(Part):
-    """Between hosts. `bytes_per_s`: what each host sends, and receives at the same time, for all its devices when all exchange
-    something; `latency_s`: from one host to the next. `n_hosts`: that share a step."""
+    """Between hosts."""
 
-    bytes_per_s: Quantity
-    latency_s: Quantity
-    n_hosts: Size = 1
+    bytes_per_s: Quantity  # that each host sends, and receives at the same time, for all its devices
+    latency_s: Quantity  # from one host to the next
+    n_hosts: Size = 1  # that share a step
 
 
 class Price(Part):
-    """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought beside it where it has a price."""
+    """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought besides where it has a price."""
 
     usd_per_hour: Quantity | None
     usd: Quantity | None = None
@@ -211,7 +246,7 @@ class Profile(Part):
     link: Link
     host: Host
     price: Price
-    peers: Peers | None = None  # None: nobody said
+    peers: Peers | None = None  # None: not known
     network: Network | None = None
 
     @model_validator(mode="after")
@@ -219,41 +254,17 @@ class Profile(Part):
         for key, quantity in self.quantities():
             if quantity.source not in self.sources:
                 raise ValueError(f"{key}: source {quantity.source!r} is not in `sources`; add it there")
-        for dtype in get_args(Dtype):
-            for grid, has in (("matmul", self.device.matmul), ("attention.flash", self.device.attention.get("flash", {}))):
-                if not has.get(dtype):
-                    raise ValueError(f"device.{grid}.{dtype}: no point; give at least one")
-            if not isinstance(products := self.device.matmul[dtype], ProductLaw):
-                check_rising(_matmul_rows(products), 2, f"device.matmul.{dtype}")
-        for kernel, of in self.device.attention.items():
-            for dtype, rates in of.items():
-                if not isinstance(rates, AttentionLaw):
-                    _check_attention(rates, f"device.attention.{kernel}.{dtype}")
-        for direction, curve in (("h2d", self.link.h2d), ("d2h", self.link.d2h)):
-            _check_curve(curve.bytes_per_s, f"link.{direction}.bytes_per_s")
-        self._holds_its_memory()
-        threads = [p.threads for p in self.host.optimizer]
-        if not threads or threads != sorted(set(threads)):
-            raise ValueError("host.optimizer: give at least one point, with `threads` rising")
-        return self
-
-    def _holds_its_memory(self) -> None:
-        """ValueError where more memory is given out than there is soldered."""
-        device_bytes, host_bytes = self.device.memory_bytes.value, self.host.memory_bytes.value
-        most = self.most_host_bytes
+        device_bytes, host_bytes, most = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
         if most is None or host_bytes <= most:
-            return
+            return self
+        why = "are soldered and none can be added"
         if (pool := self.device.pool_bytes) is not None:
-            raise ValueError(
-                f"{show_bytes(device_bytes)} for the device and {show_bytes(host_bytes)} for the host are more than the one pool "
-                f"of {show_bytes(pool.value)} that they share; give --device-memory and --host-memory of no more in all"
-            )
-        said = f"host memory of {show_bytes(host_bytes)}, but {show_bytes(most)} are soldered and none can be added"
-        raise ValueError(f"{said}; give --host-memory up to that")
+            why = f"are left of the one pool of {show_bytes(pool.value)} by {show_bytes(device_bytes)} for the device"
+        raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(most)} {why}; give --host-memory up to that")
 
     @property
     def most_host_bytes(self) -> int | None:
-        """What the host's memory can be at most, beside that of the device; None: more can be bought."""
+        """What the host's memory can be at most, besides that of the device; None: more can be bought."""
         if (pool := self.device.pool_bytes) is not None:
             return int(pool.value - self.device.memory_bytes.value)
         return None if self.host.soldered_bytes is None else int(self.host.soldered_bytes.value)
@@ -270,34 +281,26 @@ class Profile(Part):
 
     @property
     def meets_on_host(self) -> bool:
-        """Whether devices that share a step reach each other by way of their one host alone, as far as anybody says."""
+        """Whether devices that share a step reach each other by way of their one host alone, as far as is known."""
         return self.n_hosts == 1 and (self.peers is None or self.peers.through_host)
 
     @staticmethod
-    def from_json(fields: dict[str, Any], where: str = "profile") -> "Profile":
+    def from_json(fields: object, where: str = "profile") -> "Profile":
         """The profile that `to_json` wrote; ProfileError names the first thing wrong with it in one line."""
-        try:
-            return Profile.model_validate_json(json.dumps(_upgraded(fields)))
-        except ValidationError as error:
-            raise ProfileError(f"{plain(where)}: {explain(error, Profile)}") from None
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ProfileError(f"{plain(where)}: not JSON ({plain(str(error))}); make it again with `penstock probe`") from None
+        return _parsed(json.dumps(fields), where)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON values, without what is as it is where nothing is said."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None) -> "Profile":
-        """The same machine with memory sizes that its user gave; None leaves one as it is. ProfileError for zero or less, and for
-        more than is soldered."""
-        for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes)):
-            if n_bytes is not None and n_bytes <= 0:
+        """The same machine with the user's memory sizes, if not None. ProfileError for zero or less, or more than is soldered."""
+        sizes = {"device": device_memory_bytes, "host": host_memory_bytes}
+        given = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
+        for place, n_bytes in given.items():
+            if n_bytes <= 0:
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
-        return self._given(
-            (place, "memory_bytes", n_bytes, f"{place} memory of {show_bytes(n_bytes)}")
-            for place, n_bytes in (("device", device_memory_bytes), ("host", host_memory_bytes))
-            if n_bytes is not None
-        )
+        return self._given((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items())
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""
@@ -310,8 +313,8 @@ class Profile(Part):
         for part, key, value, words in changes:
             source = f"user_{part}_{key.removesuffix('_bytes')}"
             fields[part][key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
-            detail = f"{words} as given by the user"
-            fields["sources"][source] = {"kind": "user", "detail": detail, "date": None, "device": None, "driver": None}
+            given = {"kind": "user", "detail": f"{words} as given by the user", "date": None, "device": None, "driver": None}
+            fields["sources"][source] = given
         return Profile.from_json(fields, self.name)
 
     def quantities(self) -> Iterator[tuple[str, Quantity | Share]]:
@@ -332,10 +335,7 @@ class Profile(Part):
         return Rate(2 * m * k * n / seconds, products.covers(m, k, n))
 
     def attention_rate(self, call: AttentionCall, backward: bool, kernel: AttentionKernel = "flash") -> Rate:
-        """FLOP/s of attention, of the backward pass if asked; FLOP as in `AttentionPoint`.
-
-        Where that kernel was not measured in that dtype `flash` stands in, and the answer says that it is outside.
-        """
+        """FLOP/s of attention; of a kernel that was not measured in that dtype those of `flash`, flagged as outside."""
         own = self.device.attention.get(kernel, {}).get(call.dtype)
         rates = own or self.device.attention["flash"][call.dtype]
         if not isinstance(rates, AttentionLaw):
@@ -348,28 +348,32 @@ class Profile(Part):
     def deterministic_fraction(self, kernel: AttentionKernel, dtype: Dtype) -> float:
         """Of the backward's rate that is left when its sums have a fixed order; 1 where the kernel has no other."""
         rates = self.device.attention.get(kernel, {}).get(dtype)
-        found = rates.deterministic_fraction if isinstance(rates, AttentionLaw) else None
-        if found is None:
-            return 1.0 if self.device.kind == "cpu" else DETERMINISTIC_FRACTION
-        return found.value
+        if isinstance(rates, AttentionLaw) and rates.deterministic_fraction is not None:
+            return rates.deterministic_fraction.value
+        return 1.0 if self.device.kind == "cpu" else DETERMINISTIC_FRACTION
 
     def copy_s(self, direction: Direction, n_bytes: float) -> float:
         """Seconds of one pinned copy with nothing else on the link."""
-        return self._copies(direction).latency_s.value + n_bytes / self.copy_bytes_per_s(direction, n_bytes)
+        curve = self.link.h2d if direction == "h2d" else self.link.d2h
+        return curve.latency_s.value + n_bytes / self.copy_bytes_per_s(direction, n_bytes)
 
     def copy_bytes_per_s(self, direction: Direction, n_bytes: float) -> float:
         """Rate of one pinned copy of this size, the latency not counted."""
-        return along([(p.n_bytes, p.rate.value) for p in self._copies(direction).bytes_per_s], max(n_bytes, 1.0))
-
-    def _copies(self, direction: Direction) -> CopyCurve:
-        return self.link.h2d if direction == "h2d" else self.link.d2h
+        curve = self.link.h2d if direction == "h2d" else self.link.d2h
+        return along([(p.n_bytes, p.rate.value) for p in curve.bytes_per_s], max(n_bytes, 1.0))
 
     def optimizer_params_per_s(self, threads: float, under_copies: bool = False) -> float:
         """Parameters updated per second by `threads` of them; fewer than measured: in proportion; more: no faster."""
-        curve = [
-            (float(p.threads), (p.params_per_s_under_copies if under_copies else p.params_per_s).value) for p in self.host.optimizer
-        ]
+        points = self.host.optimizer
+        curve = [(float(p.threads), (p.params_per_s_under_copies if under_copies else p.params_per_s).value) for p in points]
         return along(curve, threads) * min(1.0, threads / curve[0][0])
+
+
+def _parsed(text: str | bytes, where: str) -> Profile:
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        raise ProfileError(f"{_plain(where)}: {_explained(error)}") from None
 
 
 def shipped_profiles() -> list[str]:
@@ -379,67 +383,49 @@ def shipped_profiles() -> list[str]:
 
 def read_profile(name_or_path: str) -> Profile:
     """The shipped profile of that name, or the one in that file; ProfileError says in one line what is wrong."""
-    shipped = shipped_profiles()
+    shipped, where = shipped_profiles(), _plain(name_or_path)
     path = FOLDER / f"{name_or_path}.json" if name_or_path in shipped else Path(name_or_path)
-    where = plain(name_or_path)
     try:
-        if not path.exists():
-            asked = name_or_path.lower()
-            of_one_first = sorted(shipped, key=lambda name: name[0].isdigit())
-            near = [name for name in of_one_first if asked and asked in name][:3] or difflib.get_close_matches(asked, shipped, n=1)
-            meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ProfileError(f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`")
-        fields = json.loads(read_whole(path, MAX_PROFILE_FILE_BYTES).decode("utf-8"))
+        text = read_whole(path, MAX_PROFILE_FILE_BYTES)
+    except (FileNotFoundError, ValueError):  # a name that no file can have
+        asked = name_or_path.lower()
+        of_one_first = sorted(shipped, key=lambda name: name[0].isdigit())
+        near = [name for name in of_one_first if asked and asked in name][:3] or get_close_matches(asked, shipped, n=1)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        said = f"no machine {where!r}: {meant}shipped are {', '.join(shipped)}; or give a file of `penstock probe`"
+        raise ProfileError(said) from None
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise ProfileError(f"{where}: larger than any profile; give a file written by `penstock probe -o`") from None
-        raise ProfileError(f"{where}: cannot be read ({error.strerror}); make one with `penstock probe -o FILE`") from None
-    except ProfileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{where}: not JSON ({plain(str(error))}); make it again with `penstock probe -o FILE`") from None
-    if not isinstance(fields, dict):
-        raise ProfileError(f"{where}: not a profile but a JSON {type(fields).__name__}; make one with `penstock probe -o FILE`")
-    return Profile.from_json(fields, name_or_path)
+        why = "larger than any profile" if error.errno == errno.EFBIG else f"cannot be read ({error.strerror})"
+        raise ProfileError(f"{where}: {why}; make one with `penstock probe -o FILE`") from None
+    return _parsed(text, where)
 
 
-def _upgraded(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a profile of version 1 as version 2 has them: attention by kernel, an exchange by collective."""
-    if fields.get("format_version") != 1 or not isinstance(device := fields.get("device"), dict):
-        return fields
-    attention = {"flash": device.get("attention"), "cudnn": device.get("cudnn_attention")}
-    kept = {key: value for key, value in device.items() if key != "cudnn_attention"}
-    device = kept | {"attention": {kernel: of for kernel, of in attention.items() if of}}
-    peers = fields.get("peers")
-    if isinstance(peers, dict) and "bytes_per_s" in peers:
-        plain_law = {"growth": 0.0, "fill_s": 0.0, "fill_bytes": 1.0, "fill_growth": 0.0, "crowding": 0.0, "here": 0.0}
-        law = {"latency_s": peers.get("latency_s"), "bytes_per_s": peers["bytes_per_s"], **plain_law}
-        peers = {key: value for key, value in peers.items() if key != "bytes_per_s"}
-        peers["collectives"] = dict.fromkeys(get_args(Collective), law)
-    return fields | {"format_version": FORMAT_VERSION, "device": device, "peers": peers}
+def _explained(error: ValidationError) -> str:
+    """The key, what is wrong with it, and what to do. A misspelled key is worth more than the one it leaves missing."""
+    errors = error.errors(include_url=False)
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    place = _plain(".".join(str(key) for key in first["loc"] if key not in FORMS))
+    match first["type"]:
+        case "extra_forbidden":
+            *above, key = first["loc"]
+            missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(above)]
+            near = get_close_matches(str(key), missing, 1, 0.4) or get_close_matches(str(key), {*_keys(Part)} - {key})
+            return f"{place}: unknown key; {f'write {near[0]}' if near else 'remove it'}"
+        case "missing":
+            return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
+        case "literal_error" if place == "format_version":
+            return f"of format {first['input']!r:.20}, which is not read any more; make it again with `penstock probe -o FILE`"
+        case "json_invalid":
+            return f"not JSON ({_plain(first['msg'])}); make it again with `penstock probe -o FILE`"
+        case "value_error":
+            problem = _plain(first["msg"].removeprefix("Value error, "))
+            return f"{place}: {problem}" if place else problem
+        case _ if not place:
+            return "not a profile, which is a JSON object; make one with `penstock probe -o FILE`"
+        case _:
+            return f"{place}: {_plain(first['msg'])}; correct it, in the unit of its name"
 
 
-def _matmul_rows(points: Sequence[MatmulPoint]) -> list[Row]:
-    return rows_of((p.m, math.sqrt(p.k * p.n), p.flop_per_s.value) for p in points)
-
-
-def _attention_rows(points: Sequence[AttentionPoint], backward: bool) -> list[Row]:
-    return rows_of((p.head_dim, p.seq_len, (p.backward_flop_per_s if backward else p.forward_flop_per_s).value) for p in points)
-
-
-def _check_attention(points: Sequence[AttentionPoint], where: str) -> None:
-    if not points:
-        raise ValueError(f"{where}: no point; give at least one")
-    for backward in (False, True):
-        check_rising(_attention_rows(points, backward), 2, where)
-
-
-def _check_curve(points: tuple[CopyPoint, ...], where: str) -> None:
-    """Points by rising size, and more bytes take longer; ValueError names the first two that do not."""
-    if not points:
-        raise ValueError(f"{where}: no point; give at least one")
-    for p0, p1 in pairwise(points):
-        if p1.n_bytes <= p0.n_bytes:
-            raise ValueError(f"{where}: {p1.n_bytes} bytes after {p0.n_bytes}; sort the points by n_bytes")
-        if p1.n_bytes / p1.rate.value <= p0.n_bytes / p0.rate.value:
-            raise ValueError(f"{where}: {p1.n_bytes} bytes take less time than {p0.n_bytes}; measure again")
+def _keys(part: type[Part]) -> list[str]:
+    """The keys of all parts of a profile."""
+    return [key for below in part.__subclasses__() for key in (*below.model_fields, *_keys(below))]

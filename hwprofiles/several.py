@@ -1,4 +1,4 @@
-"""What does each of several devices have of a machine, or of several machines?
+"""Part of a profile that each of several devices has: of one machine, or of several.
 
 A profile says what one device does, and what the host has in all. Who plans for several gives each an equal part of the host.
 """
@@ -12,15 +12,15 @@ NETWORK_LATENCY_S = 2e-5  # assumed of a network of which its user says no more 
 
 
 def part_of(profile: Profile, n: int, n_hosts: int = 1, gbit_per_s: float | None = None) -> Profile:
-    """What each device has of what a user asks for: n devices, on each of so many hosts, between which each has so many Gbit/s."""
+    """One device's part of n devices on each of `n_hosts` hosts, each of which sends `gbit_per_s` to the others."""
     if gbit_per_s is not None and n_hosts == 1:
         raise ProfileError("--network-gbit is between hosts, and one is asked for; say how many with --hosts, of --gpus each")
     return shared_by(on_network(profile, gbit_per_s), n, n_hosts)
 
 
 def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
-    """What one of n devices has of the machine, or of each of so many such machines: a device and its link, and an equal part of
-    its host. Prices become those of all: a profile's are of one device, a user's of the whole."""
+    """One device's part of n devices, of one machine or of each of `n_hosts`: a device and its link, and an equal part of its
+    host. Prices become those of all: a profile's are of one device, a user's of the whole."""
     has = None if profile.peers is None else profile.peers.n_devices
     if has is not None and n > has:
         raise ProfileError(f"{profile.name}: has {has} devices, not {n}; choose --gpus {has} or fewer")
@@ -30,16 +30,13 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
         return profile
     fields = profile.to_json()
     host, price = fields["host"], fields["price"]
-    for key in ("memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s"):
-        host[key]["value"] /= n
     host["n_cores"] = max(1, host["n_cores"] // n)
-    if "soldered_bytes" in host:
-        host["soldered_bytes"]["value"] /= n
+    for key in {"memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s", "soldered_bytes"} & host.keys():
+        host[key]["value"] /= n
     for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
-        if price.get(key) is None:
-            continue
-        if key == "ram_usd_per_gb" or profile.sources[price[key]["source"]].kind != "user":  # memory is priced by the part
-            price[key]["value"] *= n * n_hosts
+        quantity = price.get(key)
+        if quantity and (key == "ram_usd_per_gb" or profile.sources[quantity["source"]].kind != "user"):  # memory: by the part
+            quantity["value"] *= n * n_hosts
     if profile.network is not None:
         fields["network"]["n_hosts"] = n_hosts
     return Profile.from_json(fields | {"name": name_of_shared(profile.name, n, n_hosts)}, profile.name)
@@ -57,9 +54,9 @@ def on_network(profile: Profile, gbit_per_s: float | None) -> Profile:
         return profile
     rate = {"value": gbit_per_s * BYTES_PER_GBIT, "spread_fraction": 0.0, "source": "user_network"}
     latency = {"value": NETWORK_LATENCY_S, "spread_fraction": 0.5, "source": "network_latency"}
-    nobody = {"date": None, "device": None, "driver": None}
+    undated = {"date": None, "device": None, "driver": None}
     fields = profile.to_json()
     fields["network"] = {"bytes_per_s": rate, "latency_s": latency}
-    fields["sources"]["user_network"] = {"kind": "user", "detail": f"{gbit_per_s:g} Gbit/s as given by the user", **nobody}
-    fields["sources"]["network_latency"] = {"kind": "assumed", "detail": "from one host to the next", **nobody}
+    fields["sources"]["user_network"] = {"kind": "user", "detail": f"{gbit_per_s:g} Gbit/s as given by the user", **undated}
+    fields["sources"]["network_latency"] = {"kind": "assumed", "detail": "from one host to the next", **undated}
     return Profile.from_json(fields, profile.name)

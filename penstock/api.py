@@ -125,14 +125,14 @@ def probe(
     report: "Callable[[str, float], None]" = lambda what, fraction: None,
 ) -> "Profile":
     """The profile of this machine, measured in 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` hears how far it is."""
-    from hwprofiles.probe import measure
-    from hwprofiles.probe.cuda import open_cuda
-    from hwprofiles.probe.gpu import QUICK_GPU, THOROUGH_GPU, probe_gpu
+    from hwprofiles.probe import cpu, cuda, measurements
+    from hwprofiles.probe.probe import probed
     from runtime.machines.streams import has_cuda
 
-    if device == "cpu" or (device == "auto" and not has_cuda()):
-        return measure.probe_cpu(measure.QUICK if quick else measure.THOROUGH, report, name)
-    return probe_gpu(open_cuda(gpu), measure.host_beside_gpu(quick), QUICK_GPU if quick else THOROUGH_GPU, report, name)
+    is_cpu = device == "cpu" or (device == "auto" and not has_cuda())
+    effort = measurements.CPU if is_cpu else measurements.GPU
+    found = cpu.CpuDevice() if is_cpu else cuda.CudaDevice(gpu)
+    return probed(found, effort.quick() if quick else effort, report, name)
 
 
 def plan(

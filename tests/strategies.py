@@ -29,7 +29,7 @@ def _rates(*values: float) -> list[dict[str, Any]]:
 
 
 PROFILE: dict[str, Any] = {
-    "format_version": 1,
+    "format_version": 2,
     "name": "made-up",
     "summary": "a machine for tests, with memory for anything",
     "sources": {"made_up": {"kind": "assumed", "detail": "round numbers", "date": None, "device": None, "driver": None}},
@@ -44,8 +44,10 @@ PROFILE: dict[str, Any] = {
         "compute_threads": None,
         "matmul": {dtype: [{"m": 64, "k": 64, "n": 64, "flop_per_s": _q(1e12)}] for dtype in ITEM_BYTES},
         "attention": {
-            dtype: [{"seq_len": 64, "head_dim": 64, "forward_flop_per_s": _q(1e12), "backward_flop_per_s": _q(1e12)}]
-            for dtype in ITEM_BYTES
+            "flash": {
+                dtype: [{"seq_len": 64, "head_dim": 64, "forward_flop_per_s": _q(1e12), "backward_flop_per_s": _q(1e12)}]
+                for dtype in ITEM_BYTES
+            }
         },
     },
     "link": {

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-from hwprofiles.probe.instruments import on_cores
-from hwprofiles.probe.works import UPDATE_PARAMS, Work, walking_updates
+from hwprofiles.probe.cpu import CpuDevice
+from hwprofiles.probe.device import Ready
+from hwprofiles.probe.works import updates
 from runtime.host.slabs import host_slab, register_for_dma, touch, unregister
 from runtime.units import MiB
 
@@ -26,7 +27,6 @@ PIECE_BYTES = 4 * 10**9  # of it touched at a time
 LEAST_FREE_BYTES = 3 * 10**9
 GROWS_S = 3.0  # how long memory may take to grow
 WORKERS = (8, 14, 15)
-LANE_PARAMS = 8 * 2**20  # of each worker's own state: beyond any cache
 UPDATE_S = 1.5
 
 
@@ -103,36 +103,23 @@ def _copied(lanes: Sequence[tuple[torch.cuda.Stream, Callable[[], int]]]) -> lis
 
 def _optimizer(asked: Asked, note: Note, cores: list[int], slab: torch.Tensor | None) -> None:
     """Parameters per second with some counts of workers, alone and beside copies both ways."""
+    seconds = 0.1 if asked.tiny else UPDATE_S
     for n_workers in (2,) if asked.tiny else [n for n in WORKERS if n < max(len(cores), min(WORKERS) + 1)]:
-        host_cores = cores[-min(n_workers, len(cores)) :]
-        works = on_cores(
-            cores,
-            len(cores),
-            lambda n=n_workers: walking_updates(UPDATE_PARAMS * 2 if asked.tiny else LANE_PARAMS, UPDATE_PARAMS, n),
-        )
-        seconds = 0.1 if asked.tiny else UPDATE_S
-        alone = _updated(works, host_cores, seconds)
-        beside = None
-        if slab is not None:
-            with _copying(slab):
-                beside = _updated(works, host_cores, seconds)
+        host = CpuDevice(lambda all_cores, n=n_workers: (all_cores, cores[-min(n, len(cores)) :]))  # type: ignore[misc]
+        with host.prepared(updates(n_workers)) as ready:
+            alone = _updated(host, ready, seconds)
+            beside = None
+            if slab is not None:
+                with _copying(slab):
+                    beside = _updated(host, ready, seconds)
         note("optimizer", n_workers=n_workers, params_per_s=alone, beside_copies_params_per_s=beside)
 
 
-def _updated(works: Sequence[Work], cores: list[int], seconds: float) -> float:
-    start = threading.Barrier(len(works), timeout=30)
-
-    def lane(work: Work) -> float:
-        work()
-        start.wait()
-        began_s, n = time.perf_counter(), 0
-        while time.perf_counter() - began_s < seconds:
-            work()
-            n += 1
-        return n * UPDATE_PARAMS / (time.perf_counter() - began_s)
-
-    with ThreadPoolExecutor(len(works)) as pool:
-        return sum(pool.map(lambda work: on_cores(cores, 1, lambda: lane(work)), works))
+def _updated(host: CpuDevice, ready: Ready, seconds: float) -> float:
+    """Parameters per second, by the wall clock."""
+    one = host.run(ready, 1).seconds
+    n = max(1, round(seconds / one))
+    return n * ready.work.amount / host.run(ready, n).seconds
 
 
 @contextmanager

@@ -1,200 +1,285 @@
-"""Which pieces of work stand for training?
+"""Pieces of training that a probe times: how much each does, and the torch calls that do it.
 
-Each function makes a piece of work: a function of no arguments, over tensors of its own, that does the same amount of it at
-every call. What is computed is what the runtime computes: transformers' calls, the runtime's copies and its own optimizer. Data
-are random, because zeros run faster on some machines.
+What is computed is what a run computes: transformers' calls and the runtime's own optimizer. Operands are normal random numbers,
+for zeros draw less power, and rotate through more memory than a cache holds: in training no call finds the tensors of the last.
 """
 
-# T tokens, H width, I width inside the MLP, D width of a head
+# T tokens, H width, I width inside the MLP
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles.quantity import Dtype
+from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
+from runtime.host import optimizer
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, ParamState, Scratch, SplitMaster, adamw_, sum_of_squares
-from runtime.host.slabs import host_slab
-from runtime.units import KiB
+from runtime.plan import Lane
+from runtime.units import KiB, MiB
 
-Work = Callable[[], object]
+Call = Callable[[], object]  # does a work once; on a stream it returns at once
+Task = Callable[[optimizer.Scratch], object]  # a part of a work that threads of the host share
+Make = Callable[[torch.device, int], Call]  # on a device, with operands that rotate through that many bytes
+Place = Literal["pinned", "pageable"]
 
-SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
+SETTINGS = optimizer.AdamW(lr=1e-5, weight_decay=0.1)
 CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
-UPDATE_PARAMS = 16 * CHUNK_ELEMENTS  # of one call of the optimizer, where nothing else is asked for
-COPY_ALIGN_BYTES = 64  # of a tensor in an arena
+COLD_BYTES = 256 * MiB  # of host memory, far above a cache
+TRAFFIC_BYTES = 8 * MiB  # of one copy within host memory
+STRIDE_BYTES = 64 * KiB  # at least, from one copy's place to the next one's
+TASKS_PER_THREAD = 16  # enough that the uneven end of them matters little
+# Left to itself torch takes cuDNN's attention where it thinks it faster, and a run takes the one that it is told to.
+BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+}
 
 
-CPU = torch.device("cpu")
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A work; the slowdown of one beside other lanes widens the spread of all of its kind."""
+
+    kind: str
+    name: str
+    make: Make | None = None  # None: tasks, a copy or a hand-over
+    lane: Lane = Lane.GPU
+    amount: float = 1.0  # FLOP, bytes, parameters or calls, as the numbers of a profile count them
+    point: Mapping[str, int] = field(default_factory=dict)  # where it is in a grid of the profile
+    size: tuple[float, float] = (0.0, 0.0)  # larger in one and not smaller in the other: it takes longer
+    n_bytes: int = 0  # of device memory: one set of operands, and what autograd keeps
+    n_calls: int = 1  # library calls, copies or hand-overs in it, each of which takes a time of its own to begin
+    place: Place | None = None  # of the host's side of a copy
+    node: int | None = None  # the memory node that it is on; None: any
+    tasks: Callable[[], list[Task]] | None = None  # in which threads of the host do it
+    n_threads: int = 1
+    is_on_all_cores: bool = False  # these threads are, not on the cores of their lane alone
 
 
-def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[torch.Tensor]]:
-    """The tensors and copies of them, together about `working_bytes`, to be used in turn: in training no call finds the tensors of
-    the call before, which a cache may still hold."""
-    n_copies = max(1, working_bytes // sum(tensor.nbytes for tensor in tensors))
-    copies = ([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(n_copies - 1))
-    return [list(tensors), *copies]
+HANDOVER = Work("hand-over", "hand-over between lanes", lane=Lane.CPU, n_calls=2)  # there and back
 
 
-def products(dtype: Dtype, m: int, k: int, n: int, device: torch.device = CPU, working_bytes: int = 0) -> Work:
-    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work. On as many sets of
-    tensors as `working_bytes` hold, used in turn; 0: on one."""
-    x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
-    turns = cycle(in_turn([x, w, dy, torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)], working_bytes))
+def copy(direction: Direction, n_bytes: int, place: Place = "pinned", node: int | None = None) -> Work:
+    """A copy of `n_bytes`, which steps through more memory than a cache holds."""
+    name, lane, point = f"{place} {direction} copies of {n_bytes} bytes", Lane(direction), {"n_bytes": n_bytes}
+    return Work("copies", name, lane=lane, amount=n_bytes, point=point, size=(n_bytes, 0.0), place=place, node=node)
 
-    def work() -> None:
-        x, w, dy, y, dx, dw = next(turns)
-        torch.mm(x, w.t(), out=y)
-        torch.mm(dy, w, out=dx)
-        torch.mm(dy.t(), x, out=dw)
 
-    return work
+def product(dtype: Dtype, m: int, k: int, n: int) -> Work:
+    """A linear layer, (m, k) @ (k, n), and its backward: three products of equal work."""
+
+    def make(device: torch.device, working_bytes: int) -> Call:
+        x, w, dy = (torch.randn(*shape, dtype=DTYPE[dtype], device=device) for shape in ((m, k), (n, k), (m, n)))
+        turns = cycle(in_turn([x, w, dy, torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)], working_bytes))
+
+        def call() -> None:
+            x, w, dy, y, dx, dw = next(turns)
+            torch.mm(x, w.t(), out=y)
+            torch.mm(dy, w, out=dx)
+            torch.mm(dy.t(), x, out=dw)
+
+        return call
+
+    name, point, size = f"{dtype} product ({m}, {k}) @ ({k}, {n})", {"m": m, "k": k, "n": n}, (m, math.sqrt(k * n))
+    n_bytes = 2 * ITEM_BYTES[dtype] * (m * k + k * n + m * n)
+    return Work(f"{dtype} products", name, make, amount=3 * 2 * m * k * n, point=point, size=size, n_bytes=n_bytes)
 
 
 def attention(
-    dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, device: torch.device = CPU
-) -> tuple[Work, Work]:
-    """Causal attention's forward, and its backward; heads lie next to each other in memory, as projections leave them."""
+    dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel = "flash"
+) -> dict[str, Work]:
+    """Causal attention by one kernel, forward and backward; heads are next to each other in memory, as projections leave them."""
     shape = (n_sequences, seq_len, n_heads, head_dim)
-    q, k, v, do = (torch.randn(shape, dtype=DTYPE[dtype], device=device).transpose(1, 2) for _ in range(4))
-    for x in (q, k, v):
-        x.requires_grad_()
 
-    def forward() -> torch.Tensor:
-        with torch.enable_grad():
+    def operands(device: torch.device) -> list[torch.Tensor]:
+        return [torch.randn(shape, dtype=DTYPE[dtype], device=device).transpose(1, 2) for _ in range(4)]
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(BACKENDS[kernel]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    out = forward()
-    return forward, lambda: torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
+    name = f"{dtype} attention{'' if kernel == 'flash' else f' by {kernel}'} over {seq_len} tokens"
+    n_flop = 4 * n_sequences * n_heads * head_dim * (seq_len * (seq_len + 1) // 2)  # two products over the causal half
+    # Query, key, value, output, their gradients, and what a backward keeps in fp32.
+    common = {"point": {"seq_len": seq_len, "head_dim": head_dim}, "n_bytes": 12 * ITEM_BYTES[dtype] * math.prod(shape)}
+    return _passes(f"{dtype} attention", name, operands, call, n_flop, BACKWARD_ATTENTION, size=(head_dim, seq_len), **common)
 
 
-def norm(n_tokens: int, width: int, device: torch.device = CPU, working_bytes: int = 0) -> tuple[Work, Work]:
-    """An RMS norm in one kernel, in bf16: forward, and backward. On as many sets of tensors as `working_bytes` hold, in turn."""
-    x, dy = (torch.randn(n_tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
-    w = torch.randn(width, dtype=torch.bfloat16, device=device)
-    sets = in_turn([x.requires_grad_(), w.requires_grad_(), dy], working_bytes)
+def norm(n_tokens: int, width: int) -> dict[str, Work]:
+    """An RMS norm in one kernel, in bf16, forward and backward: bytes of input and output, for the backward twice as many."""
 
-    def forward_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def operands(device: torch.device) -> list[torch.Tensor]:
+        shapes = (n_tokens, width), (width,), (n_tokens, width)
+        return [torch.randn(*shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (width,), w, 1e-6)
+
+    return _passes("memory traffic", "fused norm", operands, call, 2 * n_tokens * width * ITEM_BYTES["bf16"], 2.0)
+
+
+def _passes(
+    kind: str,
+    name: str,
+    operands: Callable[[torch.device], list[torch.Tensor]],
+    call: Callable[..., torch.Tensor],
+    amount: float,
+    backward_factor: float,
+    **common: Any,
+) -> dict[str, Work]:
+    """Forward and backward of a call as works of their own; its last operand is the gradient of what it returns."""
+
+    def forward(*leaves: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
-            return F.rms_norm(x, (width,), w, 1e-6)
+            return call(*leaves)
 
-    turns, done = cycle(sets), cycle([(forward_of(x, w), (x, w), dy) for x, w, dy in sets])
+    def make(is_backward: bool, device: torch.device, working_bytes: int) -> Call:
+        *leaves, gradient = operands(device)
+        sets = in_turn([*(leaf.requires_grad_() for leaf in leaves), gradient], working_bytes)
+        turns = cycle(sets)
+        if not is_backward:
+            return lambda: forward(*next(turns)[:-1])
+        done = cycle([(forward(*leaves), leaves, gradient) for *leaves, gradient in sets])
+        return lambda: torch.autograd.grad(*next(done), retain_graph=True)
 
-    def backward() -> None:
-        y, leaves, dy = next(done)
-        torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    return {
+        "forward": Work(kind, f"{name}, forward", partial(make, False), amount=amount, **common),
+        "backward": Work(kind, f"{name}, backward", partial(make, True), amount=amount * backward_factor, **common),
+    }
 
-    return lambda: forward_of(*next(turns)[:2]), backward
 
+def eager(n_tokens: int, width: int, inner: int, is_rotated: bool = True) -> Work:
+    """What a decoder layer does in bf16 besides products, one library call each, forward and backward.
 
-def pointwise(n_tokens: int, width: int, inner: int, working_bytes: int = 0, device: torch.device = CPU) -> tuple[Work, int, int]:
-    """What a decoder layer does in bf16 besides products, forward and backward; its traffic in bytes and its library calls.
-
-    The backward counts twice the forward, as in the planner's cost model. On as many sets of inputs as `working_bytes` hold, used
-    in turn; 0: on one.
+    The backward counts twice the forward, as in the planner's cost model.
     """
-    bf16 = torch.bfloat16
-    trained = [torch.randn(n_tokens, w, device=device).to(bf16).requires_grad_() for w in (width, inner, inner)]
-    others = [torch.randn(n_tokens, w, device=device).to(bf16) for w in (width, width, width, inner)]
-    weight_H = torch.randn(width, device=device).to(bf16).requires_grad_()
-    copies = in_turn([*trained, *others], working_bytes)
-    turns, results = cycle(copies), deque[tuple[torch.Tensor, ...]](maxlen=len(copies))
 
-    def work() -> None:
-        hidden_TH, gate_TI, up_TI, cos_TH, sin_TH, d_TH, d_TI = next(turns)
-        with torch.enable_grad():
-            wide_TH = hidden_TH.float()
-            scale_T1 = torch.rsqrt(wide_TH.pow(2).mean(-1, keepdim=True) + 1e-6)
-            normed_TH = weight_H * (wide_TH * scale_T1).to(bf16)
-            turned_TH = torch.cat((-normed_TH[:, width // 2 :], normed_TH[:, : width // 2]), -1)
-            sum_TH = normed_TH * cos_TH + turned_TH * sin_TH + hidden_TH
-            act_TI = F.silu(gate_TI) * up_TI
-        results.append(torch.autograd.grad((sum_TH, act_TI), (hidden_TH, weight_H, gate_TI, up_TI), (d_TH, d_TI)))
+    def make(device: torch.device, working_bytes: int) -> Call:
+        def random(width: int) -> torch.Tensor:
+            return torch.randn(n_tokens, width, device=device).bfloat16()
 
-    for _ in range(2 * len(copies)):  # until new results find the memory of old ones
-        work()
+        tensors = [*(random(w).requires_grad_() for w in (width, inner, inner)), *map(random, (width, width, width, inner))]
+        weight_H = torch.randn(width, device=device).bfloat16().requires_grad_()
+        sets = in_turn(tensors, working_bytes if is_rotated else 0)
+        turns, results = cycle(sets), deque[tuple[torch.Tensor, ...]](maxlen=len(sets))
+
+        def call() -> None:
+            hidden_TH, gate_TI, up_TI, cos_TH, sin_TH, d_TH, d_TI = next(turns)
+            with torch.enable_grad():
+                wide_TH = hidden_TH.float()
+                scale_T1 = torch.rsqrt(wide_TH.pow(2).mean(-1, keepdim=True) + 1e-6)
+                normed_TH = weight_H * (wide_TH * scale_T1).bfloat16()
+                turned_TH = torch.cat((-normed_TH[:, width // 2 :], normed_TH[:, : width // 2]), -1)
+                sum_TH = normed_TH * cos_TH + turned_TH * sin_TH + hidden_TH
+                act_TI = F.silu(gate_TI) * up_TI
+            results.append(torch.autograd.grad((sum_TH, act_TI), (hidden_TH, weight_H, gate_TI, up_TI), (d_TH, d_TI)))
+
+        for _ in range(2 * len(sets)):  # until new results find the memory of old ones
+            call()
+        return call
 
     # Bytes per element of what each call reads and writes, in the order of the calls above.
     item, wide = 2, 4
-    norm = (item + wide) + 2 * wide + wide + 2 * wide + (wide + item) + 2 * item
-    rotate_and_add = 2 * item + item + 2 * item + 2 * item + 3 * item + 3 * item
-    n_bytes = n_tokens * (width * (norm + rotate_and_add) + inner * 5 * item)
-    n_calls = 8 + 6 + 2  # norm, rotation and sum, activation
-    return work, 3 * n_bytes, 3 * n_calls
+    normed = (item + wide) + 2 * wide + wide + 2 * wide + (wide + item) + 2 * item
+    rotated_and_added = 2 * item + item + 2 * item + 2 * item + 3 * item + 3 * item
+    n_bytes = 3 * n_tokens * (width * (normed + rotated_and_added) + inner * 5 * item)
+    n_calls = 3 * (8 + 6 + 2)  # norm, rotation and sum, activation
+    return Work("memory traffic", f"eager calls on {n_tokens} tokens", make, amount=n_bytes, n_calls=n_calls)
 
 
-def product_stream() -> Work:
-    """An fp32 product that fits a core's cache, to load compute cores with."""
-    x = torch.randn(512, 512)
-    return lambda: x @ x
+def pointwise(n_bytes: int) -> Work:
+    """One kernel that reads and writes `n_bytes` in all, far more than a cache holds."""
+
+    def make(device: torch.device, _: int) -> Call:
+        n_elements = max(1, n_bytes // (3 * torch.bfloat16.itemsize))  # two are read, one is written
+        x, y, out = (torch.randn(n_elements, dtype=torch.bfloat16, device=device) for _ in range(3))
+        return lambda: torch.add(x, y, out=out)
+
+    return Work("memory traffic", f"pointwise kernel on {n_bytes} bytes", make, amount=n_bytes)
+
+
+def library_calls(is_cpu: bool) -> Work:
+    """Calls on almost no data: on a CPU those of a layer, which autograd makes dearer; on a GPU one kernel."""
+    return replace(eager(1, 32, 64, is_rotated=False) if is_cpu else pointwise(1), kind="calls")
+
+
+# -- what threads of the host do, on more memory than a cache holds ----------------------------------------------------
+
+
+def updates(n_threads: int) -> Work:
+    """AdamW on split masters and bf16 gradients."""
+
+    def tasks() -> list[Task]:
+        gradient, values, moment = (_cold_elements(n_threads) for _ in range(3))
+        master = optimizer.SplitMaster(torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16))
+        master.cut(slice(None), values)
+        state = optimizer.ParamState(master, moment * 1e-3, moment.square() * 1e-6)
+        summed = optimizer.SummedGradient((gradient.bfloat16(),), torch.bfloat16)
+        return [*optimizer.adamw_tasks(state, summed, CLIP_FACTOR, 10, SETTINGS)]
+
+    return _of_threads("optimizer", "optimizer", tasks, optimizer.TASK_ELEMENTS, n_threads)
+
+
+def squares(n_threads: int) -> Work:
+    """The sum of squares of the gradient norm, over bf16 gradients."""
+
+    def tasks() -> list[Task]:
+        return [*optimizer.squares_tasks(optimizer.SummedGradient((_cold_elements(n_threads).bfloat16(),), torch.bfloat16))]
+
+    return _of_threads("host memory", "sum of squares", tasks, optimizer.TASK_ELEMENTS * ITEM_BYTES["bf16"], n_threads)
+
+
+def traffic(n_cores: int) -> Work:
+    """Copies within host memory by all cores; each byte is read and written."""
+
+    def tasks() -> list[Task]:
+        pieces = filled(max(COLD_BYTES, 8 * n_cores * TRAFFIC_BYTES)).split(TRAFFIC_BYTES)
+        calls = [partial(to.copy_, source) for to, source in zip(pieces[::2], pieces[1::2], strict=True)]
+        return [lambda _, call=call: call() for call in calls]  # type: ignore[misc]
+
+    return replace(_of_threads("host memory", "host copies", tasks, 2 * TRAFFIC_BYTES, n_cores), is_on_all_cores=True)
+
+
+def first_touch() -> Work:
+    """Fresh memory, written for the first time."""
+    n_bytes = COLD_BYTES // 2  # so large that the allocator has none that was touched before
+    return Work("host memory", "first touch", lane=Lane.CPU, amount=n_bytes, tasks=lambda: [lambda _: filled(n_bytes)])
+
+
+def _of_threads(kind: str, name: str, tasks: Callable[[], list[Task]], amount: float, n_threads: int) -> Work:
+    """`amount`: of each task. They are repeated until each thread has `TASKS_PER_THREAD`."""
+    n_tasks, name = TASKS_PER_THREAD * n_threads, f"{name} on {n_threads} threads"
+    common: dict[str, Any] = {"amount": n_tasks * amount, "point": {"threads": n_threads}, "n_threads": n_threads}
+    return Work(kind, name, lane=Lane.CPU, tasks=lambda: list(islice(cycle(tasks()), n_tasks)), **common)
+
+
+def _cold_elements(n_threads: int) -> torch.Tensor:
+    """Normal random numbers for `n_threads` threads: together far above a cache, and a few tasks for each."""
+    return torch.randn(optimizer.TASK_ELEMENTS).repeat(max(COLD_BYTES // 32 // optimizer.TASK_ELEMENTS, 4 * n_threads))
+
+
+def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[torch.Tensor]]:
+    """The tensors and copies of them, together about `working_bytes`, at least one set."""
+    n_copies = max(1, working_bytes // sum(tensor.nbytes for tensor in tensors)) - 1
+    copies = ([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(n_copies))
+    return [list(tensors), *copies]
 
 
 def filled(n_bytes: int) -> torch.Tensor:
-    """Memory that was written to, so that every page of it is there."""
+    """Memory of the allocator, every page of it written."""
     return torch.empty(n_bytes, dtype=torch.uint8).fill_(1)
 
 
-def slab(n_bytes: int) -> torch.Tensor:
-    """Memory as the runtime takes it, with pages of its own, all of them there."""
-    return host_slab(n_bytes).fill_(1)
-
-
-def walking_copy(to: torch.Tensor, source: torch.Tensor, n_bytes: int, n_copies: int = 1) -> Work:
-    """Copies of `n_bytes` that step through both memories (flat bytes), so that the source is never in a cache."""
-    n_bytes = min(n_bytes, to.numel(), source.numel())
-    at = [0]
-    stride = max(n_bytes, 64 * KiB)
-
-    def work() -> None:
-        for _ in range(n_copies):
-            i, j = at[0] % (to.numel() - n_bytes + 1), at[0] % (source.numel() - n_bytes + 1)
-            i, j = i - i % COPY_ALIGN_BYTES, j - j % COPY_ALIGN_BYTES
-            to[i : i + n_bytes].copy_(source[j : j + n_bytes])
-            at[0] += stride
-
-    return work
-
-
-def walking_updates(n_params: int, piece: int, n_lanes: int) -> list[Work]:
-    """For each lane: the runtime's optimizer on `piece` parameters after another, of a state of its own, too large for a cache.
-
-    Masters are split, as they are for bf16 compute.
-
-    A lane is what one of the runtime's workers is: a thread with scratch memory of its own, on one task at a time. That these
-    wait for each other at an op's end is part of the overhead of an op.
-    """
-    n_params -= n_params % piece
-    assert n_params >= piece
-    master = SplitMaster(torch.empty(n_params, dtype=torch.bfloat16), torch.empty(n_params, dtype=torch.int16))
-    master.cut(slice(None), torch.randn(n_params))
-    exp_avg, exp_avg_sq = torch.randn(n_params) * 1e-3, torch.rand(n_params) * 1e-6
-    state = (master.weight, master.remainder, exp_avg, exp_avg_sq, torch.randn(n_params).bfloat16())
-    copies = [tuple(part.clone() for part in state) for _ in range(n_lanes - 1)]  # drawing numbers for all would take long
-    return [_walking_update(own, piece) for own in (state, *copies)]
-
-
-def _walking_update(state: Sequence[torch.Tensor], piece: int) -> Work:
-    n_params, at, own = state[0].numel(), [0], Scratch()
-
-    def work() -> None:
-        weight, remainder, exp_avg, exp_avg_sq, gradient = (tensor[at[0] : at[0] + piece] for tensor in state)
-        to = ParamState(SplitMaster(weight, remainder), exp_avg, exp_avg_sq)
-        adamw_(to, gradient, CLIP_FACTOR, 10, SETTINGS, None, own)
-        at[0] = (at[0] + piece) % n_params
-
-    return work
-
-
-def reductions(n_params: int, n_lanes: int) -> tuple[list[Work], int]:
-    """For each lane the runtime's norm over a bf16 gradient of its own, of `n_params`; and the bytes that each reads."""
-    first = torch.randn(n_params).bfloat16()
-    gradients = [first, *(first.clone() for _ in range(n_lanes - 1))]
-    return [_reduction(gradient) for gradient in gradients], first.nbytes
-
-
-def _reduction(gradient: torch.Tensor) -> Work:
-    own = Scratch()
-    return lambda: sum_of_squares(gradient, own)
+def copying(to: torch.Tensor, source: torch.Tensor, n_bytes: int) -> Call:
+    """Copies of `n_bytes` that step through both memories (flat bytes). These are cut before: that costs as much as a copy."""
+    stride = max(n_bytes, STRIDE_BYTES)
+    cut = ([memory[at : at + n_bytes] for at in range(0, len(memory) - n_bytes + 1, stride)] for memory in (to, source))
+    places, sources = map(cycle, cut)
+    return lambda: next(places).copy_(next(sources), non_blocking=True)

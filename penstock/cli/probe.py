@@ -1,4 +1,4 @@
-"""How is a machine measured from the command line?"""
+"""The command `probe`: measures this machine and writes its profile."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hwprofiles.laws import AttentionLaw, ProductLaw
-from hwprofiles.probe.cliffs import cliff_lines, without_cliffs
+from hwprofiles.probe.cliffs import without_cliffs
 from hwprofiles.quantity import Dtype, Quantity, Share
 from hwprofiles.schema import Profile
 from runtime.errors import ProfileError
@@ -120,12 +120,12 @@ def headline(profile: Profile) -> Table:
 def remarks(profile: Profile) -> list[str]:
     """How many numbers rest on what, what the lanes do to each other, and every cliff."""
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
-    measured = [s.detail for s in profile.sources.values() if s.kind == "measured"]
-    found = [f"cliff: {line}" for detail in measured for line in cliff_lines(detail)]
+    details = [without_cliffs(source.detail) for source in profile.sources.values() if source.kind == "measured"]
+    found = [f"cliff: {line}" for _, lines in details for line in lines]
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
         found.append("no clock and no power beside rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
-    return [f"numbers: {counts}", *(without_cliffs(detail) for detail in measured), *found]
+    return [f"numbers: {counts}", *(detail for detail, _ in details), *found]
 
 
 def text_of(profile: Profile) -> str:

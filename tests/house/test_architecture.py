@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "hwprofiles": GROUND,
     # What is timed is the runtime's own work, on the cores that it would use.
     "hwprofiles.probe": {
-        *("hwprofiles.schema", "hwprofiles.quantity", "runtime.host", "runtime.machines", "runtime.errors", "runtime.units")
+        *("hwprofiles.schema", "hwprofiles.quantity", "runtime.host", "runtime.machines", "runtime.plan", "runtime.errors"),
+        "runtime.units",
     },
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},
@@ -42,7 +43,7 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room, the same numbers as in the house's rules; `models` are the planner's, which are to be traced.
-MOST_LINES = {"runtime": 9_400, "planner": 9_460, "hwprofiles": 3_260, "penstock": 11_200, "tests": 38_600}
+MOST_LINES = {"runtime": 9_400, "planner": 9_460, "hwprofiles": 2_200, "penstock": 11_200, "tests": 38_600}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -51,7 +52,7 @@ HOME = {
     "rich": {"penstock/api.py", "penstock/cli", "planner/show/explain.py"},
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
-        *(f"hwprofiles/{name}.py" for name in ("quantity", "laws", "refusal")),
+        *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
         *(
             "planner/check/claim.py",
             "penstock/api.py",
@@ -89,7 +90,7 @@ TORCH_FREE = (
         *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "run_config", "settings", "version")),
     ),
     *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),
-    *(f"hwprofiles/probe/{name}.py" for name in ("timings", "stopwatch", "device", "gpu", "gpu_link", "cliffs", "pci")),
+    "hwprofiles/probe/cliffs.py",
 )
 
 
@@ -263,7 +264,7 @@ def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
 
 def test_no_file_needs_one_that_needs_it(trees: dict[Path, ast.Module]) -> None:
     found = needs(trees)
-    assert len(list(TopologicalSorter(found).static_order())) > 200
+    assert len(list(TopologicalSorter(found).static_order())) > 150
     with pytest.raises(CycleError):
         TopologicalSorter(found | {"runtime.plan.ops": {"runtime.executor"}}).prepare()
 
@@ -302,9 +303,9 @@ def test_nothing_smells() -> None:
         ("planner.lower.lower", "from runtime import executor"),
         ("planner.lower.lower", "import planner.lower.waits"),
         ("planner.lower.lower", "from ..predict import cost"),
-        ("planner.lower.lower", "from hwprofiles.probe.measure import copies"),
+        ("planner.lower.lower", "from hwprofiles.probe.probe import probed"),
         ("hwprofiles.schema", "from runtime.plan import Plan"),
-        ("hwprofiles.probe.measure", "from runtime.executor import execute"),
+        ("hwprofiles.probe.probe", "from runtime.executor import execute"),
         ("hwprofiles.curves", "from planner.predict.cost import costs"),
         ("penstock.cli.run", "import penstock.cli.main"),
         ("planner.search.search", "from penstock.cli.main import main"),

@@ -1,4 +1,4 @@
-"""Do laws say what they are, and does more work never take less time?"""
+"""Laws of products, attention and collectives: what they say, and that more work never takes less time."""
 
 import math
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.laws import SPLITS, TILES, CollectiveLaw, PassLaw, ProductLaw
-from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Profile, read_profile, shipped_profiles
-from runtime.errors import ProfileError
+from hwprofiles.laws import SPLITS, TILES, ProductLaw
+from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, read_profile, shipped_profiles
 
 SIZES = st.integers(1, 2**17)
 WITH_LAWS = [name for name in shipped_profiles() if isinstance(read_profile(name).device.matmul["bf16"], ProductLaw)]
@@ -43,7 +42,7 @@ def plain_product_s(law: ProductLaw, m: int, k: int, n: int) -> float:
 
 
 @given(st.sampled_from(PRODUCTS), SIZES, SIZES, SIZES)
-def test_a_product_takes_what_its_tiles_and_bytes_take_one_by_one(law, m, k, n):
+def test_a_product_takes_what_its_tiles_and_bytes_take(law, m, k, n):
     assert law.seconds(m, k, n, 2, 1e12) == pytest.approx(plain_product_s(law, m, k, n))
 
 
@@ -55,7 +54,7 @@ def test_a_larger_product_takes_longer(law, m, k, n, which, factor):
 
 
 @given(st.sampled_from(PASSES), st.integers(1, 2**20), st.integers(1, 2**12), st.sampled_from([64, 128, 256]), st.booleans())
-def test_attention_over_longer_sequences_takes_longer_and_its_rate_only_rises(law, seq_len, more, head_dim, grouped):
+def test_attention_over_longer_sequences_takes_longer(law, seq_len, more, head_dim, grouped):
     short, long = (law.rate(n, head_dim, grouped) for n in (seq_len, seq_len + more))
     assert short <= long <= law.flop_per_s.value * max(1, law.grouped) * max(1, law.narrow, 1 / law.narrow)
     assert (seq_len + more) ** 2 / long > seq_len**2 / short
@@ -70,67 +69,20 @@ def test_half_of_the_rate_is_reached_where_the_law_says():
 
 
 @given(st.sampled_from(COLLECTIVES), st.integers(1, 64), st.integers(1, 2**34), st.integers(1, 2**20))
-def test_more_bytes_of_a_collective_take_longer_and_more_devices_begin_later(law, n_devices, n_bytes, more):
+def test_more_bytes_of_a_collective_take_longer(law, n_devices, n_bytes, more):
     assert law.moving_s(n_devices, n_bytes + more) >= law.moving_s(n_devices, n_bytes) >= 0
     assert law.latency_of(n_devices + 1) >= law.latency_of(n_devices) > 0
-
-
-def test_a_collective_of_one_rate_and_nothing_else_is_latency_and_bytes():
-    q = {"value": 1e-5, "spread_fraction": 0.1, "source": "x"}
-    plain = {"growth": 0.0, "fill_s": 0.0, "fill_bytes": 1.0, "fill_growth": 0.0, "crowding": 0.0, "here": 0.0}
-    law = CollectiveLaw.model_validate({"latency_s": q, "bytes_per_s": q | {"value": 1e9}, **plain})
-    assert law.latency_of(8) + law.moving_s(8, 8e9) == pytest.approx(1e-5 + 7)
 
 
 def test_a_profile_asks_its_laws():
     profile = read_profile("h200-pcie5")
     law, flash = profile.device.matmul["bf16"], profile.device.attention["flash"]["bf16"]
     assert isinstance(law, ProductLaw)
-    seconds = law.seconds(4096, 8192, 1024, 2, profile.device.memory_bytes_per_s.value)
-    assert profile.matmul_rate("bf16", 4096, 8192, 1024).value == pytest.approx(2 * 4096 * 8192 * 1024 / seconds)
+    seconds = law.seconds(8192, 8192, 8192, 2, profile.device.memory_bytes_per_s.value)
+    rate, spread = profile.matmul_rate("bf16", 8192, 8192, 8192), law.flop_per_s.spread_fraction
+    assert rate == (pytest.approx(2 * 8192**3 / seconds), True)
+    assert 769e12 / (1 + spread) <= rate.value <= 798e12, "as its team measured; others measured less"
     assert not profile.matmul_rate("bf16", 4096, 100, 100).inside_measured
-    forward = flash.forward
-    assert isinstance(forward, PassLaw)
     call = AttentionCall("bf16", 4096, 128, True)
-    assert profile.attention_rate(call, False).value == forward.rate(4096, 128, True)
-
-
-def version_1(profile):
-    """The profile as the format's first version had it: points of flash, and one rate of exchange."""
-    fields = read_profile("cpu-2core").to_json()
-    fields["format_version"] = 1
-    fields["device"]["attention"] = fields["device"]["attention"]["flash"]
-    q = {"value": 3e11, "spread_fraction": 0.1, "source": next(iter(fields["sources"]))}
-    return fields | {"peers": {"n_devices": 8, "bytes_per_s": q, "latency_s": q | {"value": 3e-5}, "through_host": False}}
-
-
-def test_a_profile_of_the_first_version_reads_as_it_was_meant():
-    profile = Profile.from_json(version_1("cpu-2core"))
-    assert profile.device == read_profile("cpu-2core").device
-    assert profile.peers is not None
-    law = profile.peers.collectives["reduce_scatter"]
-    assert law.latency_of(8) + law.moving_s(8, 8e9) == pytest.approx(3e-5 + 7 / 300)
-    assert Profile.from_json(profile.to_json()) == profile
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "said"),
-    [
-        ("flop_per_s", {"value": 1e15, "spread_fraction": 0.1, "source": "nobody"}, "source 'nobody' is not in `sources`"),
-        ("flop_per_s", {"value": 0, "spread_fraction": 0.1, "source": "ops_products"}, "device.matmul.bf16.flop_per_s.value"),
-        ("heat", -1.0, "device.matmul.bf16.heat"),
-        ("overlap", 0.5, "device.matmul.bf16.overlap"),
-        ("colour", 1.0, "device.matmul.bf16.colour: unknown key"),
-    ],
-)
-def test_a_law_that_cannot_be_or_names_no_source_is_refused_at_its_place(place, value, said):
-    fields = read_profile("h100-sxm").to_json()
-    fields["device"]["matmul"]["bf16"][place] = value
-    with pytest.raises(ProfileError) as refused:
-        Profile.from_json(fields)
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_flop_of_a_backward_are_counted_as_the_field_does():
-    assert BACKWARD_ATTENTION == 5 / 2
+    assert profile.attention_rate(call, False).value == flash.forward.rate(4096, 128, True)
+    assert BACKWARD_ATTENTION == 5 / 2, "as the field counts"

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
-from hwprofiles.probe import measure
+from hwprofiles.probe import cpu, measurements
+from hwprofiles.probe import probe as probing
 from hwprofiles.schema import read_profile
 from penstock.data.data import read_data
 from penstock.data.given import Given
@@ -125,12 +126,13 @@ def test_a_plan_is_that_of_the_command_in_words_and_in_its_file(home: Path) -> N
 def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch) -> None:
     heard, mine = list[tuple[str, float]](), read_profile("cpu-2core")
 
-    def probe_cpu(settings: object, report: Callable[[str, float], None], name: str) -> penstock.Profile:
-        assert (settings, name) == (measure.QUICK, "mine")
+    def probed(device: object, effort: object, report: Callable[[str, float], None], name: str) -> penstock.Profile:
+        assert isinstance(device, cpu.CpuDevice)
+        assert (effort, name) == (measurements.CPU.quick(), "mine")
         report("matrix products", 0.5)
         return mine
 
-    monkeypatch.setattr(measure, "probe_cpu", probe_cpu)
+    monkeypatch.setattr(probing, "probed", probed)
     assert penstock.probe("cpu", quick=True, name="mine", report=lambda *what: heard.append(what)) is mine
     assert heard == [("matrix products", 0.5)]
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from hwprofiles.probe.measure import BEYOND_TORCH_BYTES
+from hwprofiles.probe.probe import BEYOND_TORCH_BYTES
 from runtime.plan import PlanFile
 from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
@@ -45,7 +45,7 @@ def write_chats(path, n_chats):
 @cache
 def runtime_bytes() -> int:
     """What a process takes by itself, as a probe measures it: a torch for CUDA takes more than the shipped profile says."""
-    words = "import torch\nfrom hwprofiles.probe.host import resident_bytes\nprint(resident_bytes())"
+    words = "import torch\nfrom hwprofiles.probe.cpu import resident_bytes\nprint(resident_bytes())"
     done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=True)
     return int(done.stdout) + BEYOND_TORCH_BYTES
 

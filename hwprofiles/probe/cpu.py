@@ -1,0 +1,193 @@
+"""The CPU as a device: some cores compute, the others copy, update and sum.
+
+Work is timed on the threads and cores that the runtime would give it. Time that other programs took of our cores is told apart.
+"""
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+
+import torch
+
+from runtime.errors import ProfileError
+from runtime.host.memory import available_host_bytes
+from runtime.host.optimizer import Scratch
+from runtime.host.slabs import host_slab, settle_allocator
+from runtime.host.workers import Workers
+from runtime.machines.cores import split_cores
+from runtime.plan import Lane
+from runtime.units import MiB, show_bytes
+
+from .device import Device, Facts, Ready, Run
+from .works import COLD_BYTES, HANDOVER, Call, Work, copying
+
+CPU = torch.device("cpu")
+DEVICE_SHARE = 0.25  # of the free memory, for the arena that stands in for a device
+SLOTS_BYTES = 64 * MiB  # a few device slots, used in turn
+WORKING_BYTES = 64 * MiB  # of operands used in turn
+MOST_THREADS = 1024  # on the same cores
+MOST_STOLEN_FRACTION = 0.9  # of a run that is believed to have been others': the rest keeps a time above zero
+
+
+class CpuDevice(Device):
+    """Cores of this machine; beside a GPU, the host's part of it."""
+
+    def __init__(self, split: Callable[[list[int]], tuple[list[int], list[int]]] = split_cores) -> None:
+        """`split`: cores into those that compute or feed a GPU, and the others. ProfileError where too little memory is free."""
+        settle_allocator()  # as where a CPU trains
+        self.all_cores = tuple(sorted(os.sched_getaffinity(0)))
+        self.compute_cores, self.host_cores = map(tuple, split([*self.all_cores]))
+        self.free_bytes = available_host_bytes() or 0
+        self._pools: dict[Sequence[int], Executor] = {}
+        self._beside: list[Work] = []  # what is repeated now
+        self._tasks = lru_cache(maxsize=1)(lambda work: work.tasks())  # the optimizer's state is large
+        needed_bytes = (4 + len(self.all_cores)) * COLD_BYTES  # half of it on each core for copies, half for optimizer state
+        if self.free_bytes < needed_bytes:
+            free, needed = show_bytes(self.free_bytes), show_bytes(needed_bytes)
+            raise ProfileError(f"{free} of memory are free, and the probe needs {needed}; end other programs")
+
+    def facts(self) -> Facts:
+        processor = f"{cpu_name()}, {len(self.all_cores)} cores"
+        return Facts(
+            kind="cpu",
+            name=f"{len(self.compute_cores)} of {processor}",
+            driver=f"torch {torch.__version__}, {platform.system()} {platform.release()}",
+            compute_threads=len(self.compute_cores),
+            capability=(0, 0),
+            host=processor,
+            n_cores=len(self.all_cores),
+            n_host_cores=len(self.host_cores),
+            host_bytes=self.free_bytes - self.memory()[1],
+            nodes=memory_nodes(self.all_cores),
+        )
+
+    def memory(self) -> tuple[int, int]:
+        n_bytes = int(self.free_bytes * DEVICE_SHARE)
+        return n_bytes, n_bytes
+
+    @contextmanager
+    def prepared(self, work: Work) -> Iterator[Ready]:
+        if work.make is not None:
+            yield Ready(work, work.make(CPU, WORKING_BYTES))
+        elif work.tasks is not None:
+            workers, tasks = Workers(work.n_threads, Scratch), self._tasks(work)
+            with workers.helped(partial(_settle, self._cores_of(work), 1)):
+                yield Ready(work, lambda: workers.run(tasks))
+        elif work.place is not None:
+            to, source = self._slabs if work.lane is Lane.H2D else self._slabs[::-1]
+            yield Ready(work, copying(to, source, int(work.amount)))
+        else:
+            yield Ready(work, lambda: self.pool(self.host_cores).submit(int).result())
+
+    @cached_property
+    def _slabs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Device slots and host memory, all pages there."""
+        return host_slab(SLOTS_BYTES).fill_(1), host_slab(COLD_BYTES).fill_(1)
+
+    def run(self, ready: Ready, n: int) -> Run:
+        work, cores = ready.work, self._cores_of(ready.work)
+        n_threads = work.n_threads + sum(other.n_threads for other in self._beside if {*self._cores_of(other)} & {*cores})
+
+        def lane() -> Run:
+            began_s, queued_before_s, computed_s = time.perf_counter(), queued_s(), time.process_time()
+            for _ in range(n):
+                ready.call()
+            seconds = time.perf_counter() - began_s
+            if n_threads == 1:
+                stolen_s = queued_s() - queued_before_s
+            else:  # they wait for each other too: what all of them together did not have of their cores
+                stolen_s = seconds - (time.process_time() - computed_s) / min(n_threads, len(cores))
+            return Run(seconds, 0.0 if work is HANDOVER else min(max(stolen_s, 0.0), MOST_STOLEN_FRACTION * seconds))
+
+        return self.pool(cores).submit(lane).result()
+
+    @contextmanager
+    def beside(self, company: Sequence[Ready]) -> Iterator[None]:
+        self._beside = [ready.work for ready in company]
+        try:
+            with repeating([(self.pool(self._cores_of(ready.work)), ready.call) for ready in company]):
+                yield
+        finally:
+            self._beside = []
+
+    def _cores_of(self, work: Work) -> tuple[int, ...]:
+        if work.is_on_all_cores:
+            return self.all_cores
+        return self.compute_cores if work.lane is Lane.GPU or work is HANDOVER else self.host_cores
+
+    def pool(self, cores: Sequence[int]) -> Executor:
+        """Threads on these cores, kept for the next work: a new one would start its library's threads anew."""
+        if cores not in self._pools:
+            n_threads = len(cores) if cores == self.compute_cores else 1
+            self._pools[cores] = ThreadPoolExecutor(MOST_THREADS, initializer=_settle, initargs=(cores, n_threads))
+        return self._pools[cores]
+
+
+def resident_bytes() -> int:
+    """Memory of this process that has physical pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def queued_s() -> float:
+    """Seconds for which this thread wanted a core and had none, since it began; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def cpu_name() -> str:
+    """What the processor calls itself, or its architecture."""
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line[:10] == "model name"]
+    return next(filter(None, names), platform.machine())
+
+
+def memory_nodes(allowed: Sequence[int], folder: Path = Path("/sys/devices/system/node")) -> tuple[tuple[int, ...], ...]:
+    """Cores of each memory node that we may run on, by the node's number; a node without such cores is empty."""
+    nodes: dict[int, tuple[int, ...]] = {}
+    for place in folder.glob("node[0-9]*"):
+        try:
+            parts = [part.partition("-") for part in (place / "cpulist").read_text().strip().split(",") if part]  # as in 0-3,8
+            cores = [core for first, _, last in parts for core in range(int(first), int(last or first) + 1)]
+            nodes[int(place.name.removeprefix("node"))] = tuple(core for core in cores if core in allowed)
+        except (OSError, ValueError):
+            continue
+    return tuple(nodes.get(i, ()) for i in range(max(nodes, default=-1) + 1)) or (tuple(allowed),)
+
+
+def _settle(cores: Sequence[int], n_threads: int) -> AbstractContextManager[None]:
+    """Bind the calling thread to the cores, with `n_threads` inside a kernel, for as long as it lives."""
+    os.sched_setaffinity(0, cores)  # 0: the calling thread
+    torch.set_num_threads(n_threads)
+    torch.set_grad_enabled(False)  # of this thread
+    return nullcontext()
+
+
+@contextmanager
+def repeating(tasks: Sequence[tuple[Executor, Call]]) -> Iterator[None]:
+    """Calls that are repeated, each on a thread, until the context ends; an error in one of them is raised then."""
+    stop, begun = threading.Event(), [threading.Event() for _ in tasks]
+
+    def loop(call: Call, has_begun: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                call()
+                has_begun.set()
+        finally:
+            has_begun.set()
+
+    futures = [pool.submit(loop, call, has_begun) for (pool, call), has_begun in zip(tasks, begun, strict=True)]
+    for has_begun in begun:
+        has_begun.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+    for future in futures:
+        future.result()

@@ -1,0 +1,224 @@
+"""List of measurements: which works are timed, beside what, and the number of a profile that each becomes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
+
+from hwprofiles.quantity import Dtype
+from hwprofiles.schema import AttentionKernel, Direction
+from runtime.units import KiB, MiB, show_bytes
+
+from . import works
+from .device import DeviceOutOfMemory, Facts
+from .works import Work
+
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+HEAD_DIMS = (64, 128)
+LARGE_BYTES = 768 * MiB  # that one kernel of a GPU reads and writes: far above a cache
+SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
+ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
+REFERENCE, NODES = f"{SEEN}reference.", f"{SEEN}nodes."
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One number."""
+
+    field: str  # its place in the profile, or a name below `SEEN`
+    work: Work
+    key: str = ""  # of a point of the grid that is in that place
+    beside: tuple[Work, ...] = ()  # repeated meanwhile
+    less: str | None = None  # the field of the seconds that each of the work's calls takes to begin, which are taken off
+    soak_s: float = 0.0  # of the same work, before it counts
+    is_optional: bool = False  # where the device refuses, all of its field is left out
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it is the seconds of the work, and not the rate at which its amount is done."""
+        return self.field.endswith("_s") and not self.field.endswith("_per_s")
+
+    @property
+    def follows_clock(self) -> bool:
+        """Whether clock and power are written beside it, and its spread covers what clocks lose."""
+        return self.key.endswith("flop_per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Which points to measure, and how long to look at each: until `point_s` is used up, within the numbers of repeats."""
+
+    repeats: tuple[int, int]  # least and most
+    point_s: float
+    batch_s: float  # of works in a row that are timed as one
+    window_s: float  # the same, of several threads or beside other work, which take turns
+    longest_s: float  # a work that takes longer is run once, or left out
+    warm_up_s: float = 0.0  # of the reference
+    soak_s: float = 0.0  # of each product, before its rate counts; 0: there are no clocks to wait for
+    every: Mapping[Dtype, int]  # of the points below: 2 is every other one
+    tokens: Sequence[int]  # m of products
+    widths: Sequence[int]  # k and n
+    odd_shapes: Sequence[tuple[int, int, int]]  # m, k, n
+    reference: int  # m, k and n of the product that is soaked first, and measured again in the end
+    seq_lens: Sequence[int]
+    n_heads: int
+    layer: tuple[int, int, int]  # tokens, width, and width inside the MLP, of eager calls and the norm
+    tiny_bytes: int  # of a copy that is all latency
+    copy_bytes: Sequence[int]
+    piece_bytes: int  # of a copy where not its size but the company is measured
+
+    def quick(self) -> "Effort":
+        """Every other point, and shorter looks at them."""
+        return replace(
+            self,
+            repeats=(3, self.repeats[1] // 2),
+            point_s=self.point_s / 2,
+            batch_s=self.batch_s / 2,
+            window_s=self.window_s / 2,
+            warm_up_s=self.warm_up_s / 3,
+            soak_s=self.soak_s / 5,
+            every={dtype: 2 * n for dtype, n in self.every.items()},
+        )
+
+
+CPU = Effort(
+    repeats=(5, 15),
+    point_s=0.12,
+    batch_s=0.002,
+    window_s=0.2,
+    longest_s=1.2,
+    every={"bf16": 1, "fp32": 1},
+    tokens=(64, 128, 256, 512, 1024, 2048, 4096),
+    widths=(128, 192, 256, 384, 512, 768, 1024, 1536),
+    odd_shapes=((1024, 512, 2048), (4096, 2048, 512), (1024, 2048, 512), (4096, 512, 2048), (1024, 512, 8192)),
+    reference=512,
+    seq_lens=(128, 256, 512, 1024, 2048, 4096),
+    n_heads=2,
+    layer=(512, 512, 1536),
+    tiny_bytes=64,
+    copy_bytes=tuple(64 * KiB * 4**i for i in range(6)),
+    piece_bytes=8 * MiB,
+)
+GPU = Effort(
+    repeats=(5, 11),
+    point_s=0.5,
+    batch_s=0.04,
+    window_s=0.04,
+    longest_s=1.5,
+    warm_up_s=8.0,
+    soak_s=2.5,  # another team's worst error of a step fell from 10 to 4 % with it
+    every={"bf16": 1, "fp32": 2},
+    # Tokens and widths of models from 1 to 400 billion parameters: their MLPs and their vocabularies are the odd ones.
+    tokens=(512, 1024, 2048, 4096, 8192, 16384),
+    widths=(1024, 2048, 4096, 8192, 16384),
+    odd_shapes=((4096, 4096, 14336), (4096, 14336, 4096), (8192, 8192, 29568), (2048, 4096, 131072)),
+    reference=8192,
+    seq_lens=(1024, 2048, 4096, 8192, 16384, 32768),
+    n_heads=16,
+    layer=(8192, 4096, 14336),
+    tiny_bytes=4 * KiB,
+    copy_bytes=tuple(64 * KiB * 4**i for i in range(8)),
+    piece_bytes=64 * MiB,
+)
+
+
+def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Measurement]:
+    """All that is measured, in this order. What takes more than `room_bytes` of the device's memory is left out.
+
+    DeviceOutOfMemory where nothing is left of what every profile has.
+    """
+    sizes = [n for n in effort.copy_bytes[:: effort.every["bf16"]] if 2 * n <= room_bytes and 4 * n <= facts.host_bytes]
+    if not sizes:
+        raise DeviceOutOfMemory(f"not even two pieces of {show_bytes(effort.copy_bytes[0])} fit device and host")
+    piece_bytes = min(effort.piece_bytes, sizes[-1])
+    # A CPU copies with a core, of which a run spares no more than one.
+    copies = tuple(works.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
+    company = (*copies, works.updates(facts.n_host_cores))
+    yield from _copies(effort, facts, sizes, piece_bytes, company[-1])
+    yield from _host(facts, copies)
+    width = effort.reference
+    while (reference := works.product("bf16", width, width, width)).n_bytes > room_bytes:
+        width //= 2
+    yield Measurement(REFERENCE + "first", reference, soak_s=effort.warm_up_s)
+    for dtype in DTYPES:
+        every = effort.every[dtype]
+        square = {(m, width, width) for m, width in product(effort.tokens[::every], effort.widths[::every])}
+        shapes = sorted(square | {*effort.odd_shapes[::every]})
+        products = [work for work in (works.product(dtype, *shape) for shape in shapes) if work.n_bytes <= room_bytes]
+        yield from _slowdown(products[len(products) // 2], company)
+        yield from (Measurement(f"device.matmul.{dtype}", work, "flop_per_s", soak_s=effort.soak_s) for work in products)
+    for dtype in DTYPES:
+        yield from _attention(effort, facts.is_cpu, dtype, room_bytes, company)
+    yield from _kernels(effort, facts.is_cpu, company)
+    yield Measurement(REFERENCE + "last", reference)
+
+
+def _slowdown(work: Work, beside: tuple[Work, ...]) -> Iterator[Measurement]:
+    """A work alone, and beside what other lanes do meanwhile: spreads of its kind cover what that costs it."""
+    yield Measurement(ALONE + work.kind, work)
+    yield Measurement(BESIDE + work.kind, work, beside=beside)
+
+
+def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int, optimizer: Work) -> Iterator[Measurement]:
+    """The link each way: by size, of pageable memory, beside the other direction, beside the optimizer, and by memory node."""
+    for direction, other in (DIRECTIONS, DIRECTIONS[::-1]):
+        way, piece = f"link.{direction}", works.copy(direction, piece_bytes)
+        yield Measurement(f"{way}.latency_s", works.copy(direction, effort.tiny_bytes))
+        yield from (Measurement(f"{way}.bytes_per_s", works.copy(direction, n), "rate", less=f"{way}.latency_s") for n in sizes)
+        yield Measurement(f"{way}.pageable_bytes_per_s", works.copy(direction, piece_bytes, "pageable"))
+        yield Measurement(f"{way}.duplex_bytes_per_s", piece, beside=(works.copy(other, piece_bytes),))
+        yield Measurement(f"{way}.under_optimizer_bytes_per_s", piece, beside=(optimizer,))
+    nodes = [node for node, cores in enumerate(facts.nodes) if cores]
+    if len(nodes) > 1 and not facts.is_cpu:
+        yield from (Measurement(f"{NODES}{node}", works.copy("h2d", piece_bytes, node=node)) for node in nodes)
+
+
+def _host(facts: Facts, copies: tuple[Work, ...]) -> Iterator[Measurement]:
+    """The optimizer over threads, alone and while copies run; sums, memory traffic and first touch."""
+    if facts.is_cpu:
+        yield from _slowdown(works.updates(1), (works.product("fp32", 512, 512, 512),))
+    most = facts.n_host_cores
+    for n in sorted({*(2**i for i in range(most.bit_length())), most}):
+        yield Measurement("host.optimizer", works.updates(n), "params_per_s")
+        yield Measurement("host.optimizer", works.updates(n), "params_per_s_under_copies", copies)
+    yield Measurement("host.dram_bytes_per_s", works.traffic(facts.n_cores))
+    yield Measurement("host.reduce_bytes_per_s", works.squares(facts.n_host_cores))
+    yield Measurement("host.page_fault_bytes_per_s", works.first_touch())
+
+
+def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, company: tuple[Work, ...]) -> Iterator[Measurement]:
+    """Each kernel, forward and backward apart; every work has the same number of tokens, in longer or shorter sequences."""
+    heads, widest = effort.n_heads, max(HEAD_DIMS)
+    seq_lens = effort.seq_lens[:: effort.every[dtype]]
+    lengths = [n for n in seq_lens if works.attention(dtype, 1, heads, n, widest)["forward"].n_bytes <= room_bytes]
+    if not lengths:
+        raise DeviceOutOfMemory(f"not even {seq_lens[0]} tokens fit the free device memory")
+    yield from _slowdown(works.attention(dtype, 1, heads, lengths[-1], HEAD_DIMS[0])["backward"], company)
+    kernels: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
+    for kernel, head_dim, seq_len in product(kernels, HEAD_DIMS, lengths):
+        for way, work in works.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
+            is_optional = kernel != "flash"
+            yield Measurement(f"device.attention.{kernel}.{dtype}", work, f"{way}_flop_per_s", is_optional=is_optional)
+
+
+def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:
+    """Library calls, hand-overs between lanes, and what memory binds.
+
+    A CPU's memory rate is that of a layer's eager calls; a GPU's that of one large kernel, beside which it has one of eager calls.
+    """
+    call_s, eager_calls, calls = "device.kernel_overhead_s", works.eager(*effort.layer), works.library_calls(is_cpu)
+    if is_cpu:
+        yield from _slowdown(calls, company)
+    yield Measurement(call_s, calls)
+    yield Measurement("device.op_overhead_s", works.HANDOVER)
+    if is_cpu:
+        yield from _slowdown(eager_calls, company)
+        yield Measurement("device.memory_bytes_per_s", eager_calls, less=call_s)
+        return
+    large = works.pointwise(LARGE_BYTES)
+    yield from _slowdown(large, company)
+    yield Measurement("device.memory_bytes_per_s", large)
+    yield Measurement("device.eager_bytes_per_s", eager_calls, less=call_s)
+    for way, work in works.norm(*effort.layer[:2]).items():
+        yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)

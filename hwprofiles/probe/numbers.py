@@ -1,0 +1,71 @@
+"""Numbers of a profile: what the times of a probe's measurements become."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from .device import Load
+from .measurements import ALONE, BESIDE, NODES, REFERENCE, SEEN, Measurement
+from .timings import Timing, lifted
+
+Result = tuple[Measurement, Timing, Load]  # with the seconds of its work, and what the device said of itself meanwhile
+
+
+class Numbers:
+    """Rates and times of all results: without overheads, and none above that of less work.
+
+    `seen`: those that a profile has no place for, by field. `slowdowns`: time beside other work over time alone, by kind.
+    `node_bytes_per_s`: of pinned copies to the device, by the memory node that they come from. `sustained_fraction`: rate of the
+    reference product in the end over that at first. `link`: while copies ran.
+    """
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.results, self.values = results, _values(results)
+        fields = [row.field for row, _, _ in results]
+        self.seen = {field: rate for field, rate in zip(fields, self.values, strict=True) if field.startswith(SEEN)}
+        alone, beside, nodes = (self._below(prefix) for prefix in (ALONE, BESIDE, NODES))
+        self.slowdowns = {kind: max(1.0, rate / beside[kind]) for kind, rate in alone.items()}
+        self.node_bytes_per_s = nodes
+        self.sustained_fraction = self.seen[REFERENCE + "last"].value / self.seen[REFERENCE + "first"].value
+        self.link = next((load.link for row, _, load in results if row.work.kind == "copies" and load.link), None)
+
+    def _below(self, prefix: str) -> dict[str, float]:
+        """What was seen, by the rest of its name."""
+        return {field.removeprefix(prefix): rate.value for field, rate in self.seen.items() if field.startswith(prefix)}
+
+    def write(self, fields: dict[str, Any]) -> None:
+        """Put every number in its place among the fields of a profile, its spread widened by what other work and clocks cost."""
+        for (row, _, load), value in zip(self.results, self.values, strict=True):
+            if row.field not in self.seen:
+                slowdown = 1.0 if row.beside else self.slowdowns.get(row.work.kind, 1.0)
+                drift = 1 / self.sustained_fraction if row.follows_clock else 1.0
+                _write(fields, row, value.widened(max(slowdown, drift)).quantity(), load)
+        ways = [fields["link"][way]["duplex_bytes_per_s"] for way in ("h2d", "d2h")]
+        both = Timing(sum(way["value"] for way in ways), max(way["spread_fraction"] for way in ways))
+        fields["link"]["duplex_bytes_per_s"] = both.quantity()
+
+
+def _values(results: Sequence[Result]) -> list[Timing]:
+    """Seconds of a call, or rates: of less work never more seconds than of more."""
+    call_s = {row.field: seconds.value / row.work.n_calls for row, seconds, _ in results}
+    grids: dict[tuple[str, str], dict[int, tuple[tuple[float, float], Timing]]] = defaultdict(dict)
+    for i, (row, seconds, _) in enumerate(results):
+        moving = seconds.less(row.work.n_calls * call_s[row.less]) if row.less else seconds
+        grids[row.field, row.key][i] = row.work.size, moving
+    above = {i: seconds for grid in grids.values() for i, seconds in lifted(grid).items()}
+    times = {i: seconds._replace(value=seconds.value / results[i][0].work.n_calls) for i, seconds in above.items()}
+    return [times[i] if row.is_time else above[i].per_second(row.work.amount) for i, (row, _, _) in enumerate(results)]
+
+
+def _write(fields: dict[str, Any], row: Measurement, number: dict[str, Any], load: Load) -> None:
+    *parents, last = row.field.split(".")
+    for parent in parents:
+        fields = fields.setdefault(parent, {})
+    if not row.key:
+        fields[last] = number
+        return
+    points = fields.setdefault(last, [])
+    point = next((point for point in points if row.work.point.items() <= point.items()), None)
+    if point is None:
+        points.append(point := dict(row.work.point))
+    point |= {row.key: number} | ({"clock_hz": load.clock_hz, "watts": load.watts} if row.follows_clock else {})

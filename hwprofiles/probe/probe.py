@@ -1,0 +1,175 @@
+"""The probe: performs the list of measurements on a device, and writes the profile that they make."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import date
+from typing import Any
+
+from hwprofiles.schema import FORMAT_VERSION, Profile
+from runtime.errors import ProfileError
+from runtime.units import MiB, show_bytes, show_seconds
+
+from . import works
+from .cliffs import MARK, MOST_CHARACTERS, cliffs
+from .cpu import resident_bytes
+from .device import Device, DeviceError, DeviceOutOfMemory, Facts
+from .measurements import DTYPES, Effort, Measurement, measurements
+from .numbers import Numbers, Result
+from .timings import Stopwatch, Timing
+
+Progress = Callable[[str, float], None]  # what is measured now, and the fraction done
+
+# Transformers, templates, tokenizer and data (180 MB), kernels' memory, holes in the allocator's heap.
+BEYOND_TORCH_BYTES = 300_000_000
+BEYOND_PROBE_BYTES = 512 * MiB  # of a GPU: kernels that only a run has, and workspaces of cuBLAS (32 MiB a stream)
+MOST_MEMORY_FRACTION = 0.6  # of the free device memory that one work may take
+MARGINS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # of the free memory that an allocator may not get in one piece
+# What holds of every device of a kind: cores and host memory traffic of a copy, and why; and what its memory sizes are.
+COPIES = {
+    "cpu": (1, 2.0, "a CPU has no device context, and copies memory with a core: by its nature, nothing to measure"),
+    "cuda": (0, 1.0, "pinned copies are made by the device's own engines: no core, no second byte"),
+}
+MEMORY = {
+    "cpu": "memory available when probed, cut by us into a quarter for the device arena and the rest",
+    "cuda": "device: what the first kernels leave in use, and the largest piece beyond; host: memory available when probed",
+}
+
+
+def probed(device: Device, effort: Effort, progress: Progress, name: str = "this-machine") -> Profile:
+    """Measure a device, its link and its host. ProfileError in one line where the device fails or its memory runs out."""
+    probe = _Probe(device, effort, progress)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # in which torch says why it has no such kernel
+            return probe.profile(name)
+    except DeviceOutOfMemory as error:
+        raise ProfileError(f"out of memory while measuring {probe.now}: {error}; end other programs and probe again") from None
+    except DeviceError as error:
+        raise ProfileError(f"the device failed while measuring {probe.now}: {error}; see that it works, and probe again") from None
+    except ProfileError as error:
+        raise ProfileError(f"the measurements contradict each other ({error}); end other programs and probe again") from None
+
+
+class _Probe:
+    """One probing, from the first look at the memory to the profile."""
+
+    def __init__(self, device: Device, effort: Effort, progress: Progress) -> None:
+        self.device, self.effort, self.progress = device, effort, progress
+        self.watch = Stopwatch(device, effort)
+        self.now = "device memory"
+        self.results: list[Result] = []
+        self.best: dict[tuple[str, str], float] = {}  # amount per second of each field and key so far
+        self.left_out: dict[str, str] = {}  # by field: what could not be measured though the device has it, and why
+
+    def profile(self, name: str) -> Profile:
+        """All of it, measured and written down."""
+        self.progress(self.now, 0.0)
+        free_before_bytes, total_bytes = self.device.memory()
+        facts = self.device.facts()
+        usable_bytes, context_bytes = self._memory(facts)
+        process_bytes = resident_bytes()  # before measuring takes memory of its own
+        rows = list(measurements(self.effort, facts, int(MOST_MEMORY_FRACTION * self.device.memory()[0])))
+        for i, row in enumerate(rows):
+            self.progress(row.work.kind, i / len(rows))
+            self._measure(row)
+        numbers, taken_bytes = Numbers(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
+        workspace = Timing(taken_bytes + BEYOND_PROBE_BYTES, 0.5).quantity("workspace")
+        if facts.is_cpu:
+            workspace = Timing(0, 0.0).quantity("copies")
+        cores_per_copy, traffic, _ = COPIES[facts.kind]
+        cores = f"{facts.n_host_cores} core{'s' * (facts.n_host_cores > 1)}"
+        fields: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "name": name,
+            "summary": f"{facts.name}, {show_bytes(usable_bytes)} usable; {facts.host}, {cores} for copies and optimizer, "
+            f"{show_bytes(facts.host_bytes)} of free memory",
+            "sources": self._sources(facts, numbers, process_bytes),
+            "device": {
+                "name": facts.name,
+                "kind": facts.kind,
+                "memory_bytes": Timing(usable_bytes, 0.0).quantity("memory"),
+                "context_bytes": Timing(context_bytes, 0.0).quantity("copies" if facts.is_cpu else "memory"),
+                "workspace_bytes": workspace,
+                "compute_threads": facts.compute_threads,
+            },
+            "link": {"host_cores_per_copy": Timing(cores_per_copy, 0.0).quantity("copies"), "dram_bytes_per_byte": traffic},
+            "host": {
+                "memory_bytes": Timing(facts.host_bytes, 0.0).quantity("memory"),
+                "runtime_bytes": Timing(process_bytes + BEYOND_TORCH_BYTES, 0.3).quantity("process"),
+                "n_cores": facts.n_host_cores,
+            },
+            "price": {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None},
+        }
+        numbers.write(fields)
+        found = list(cliffs(Profile.from_json(fields, "probe"), facts, numbers, total_bytes - free_before_bytes))
+        if found:
+            fields["summary"] += f"; cliffs: {', '.join(name for name, _ in found)}"
+            fields["sources"]["probe"]["detail"] += "".join(MARK + line for _, line in found)[:MOST_CHARACTERS]
+        self.progress("done", 1.0)
+        return Profile.from_json(fields, "probe")
+
+    def _memory(self, facts: Facts) -> tuple[int, int]:
+        """Usable bytes of the device, context and all; and the bytes of its context once kernels of each kind are loaded."""
+        small = [works.library_calls(facts.is_cpu), works.pointwise(MiB), works.eager(1024, 1024, 1024)]
+        small += works.norm(1024, 1024).values()
+        for dtype in DTYPES:
+            small += [works.product(dtype, 512, 512, 512), *works.attention(dtype, 1, 2, 512, 64).values()]
+        for work in small:
+            with self.device.prepared(work) as ready:
+                self.device.run(ready, 1)
+        free_bytes, total_bytes = self.device.memory()
+        for margin in MARGINS:
+            n_bytes = int(free_bytes * (1 - margin)) // (2 * MiB) * (2 * MiB)
+            try:
+                self.device.reserve(n_bytes)
+            except DeviceOutOfMemory:
+                continue
+            return total_bytes - free_bytes + n_bytes, total_bytes - free_bytes
+        free = show_bytes(free_bytes)
+        raise DeviceOutOfMemory(f"of {free} of free device memory {MARGINS[-1]:.0%} less cannot be had in one piece")
+
+    def _measure(self, row: Measurement) -> None:
+        """Time the work, unless it would take too long, or the device refuses what a run can do without."""
+        self.now, number = row.work.name, (row.field, row.key)
+        expected_s = row.work.amount / self.best[number] if number in self.best else 0.0
+        if row.field in self.left_out or expected_s > self.effort.longest_s:
+            return
+        try:
+            with ExitStack() as stack:
+                ready, *company = (stack.enter_context(self.device.prepared(work)) for work in (row.work, *row.beside))
+                with self.device.beside(company):
+                    seconds = self.watch.timing(ready, row.soak_s, is_accompanied=bool(company))
+                self.results.append((row, seconds, self.watch.load(ready, seconds.value)))
+        except DeviceError as error:
+            if not row.is_optional:
+                raise
+            # One that the device does not have at all it refuses at once: of that nothing is said.
+            self.left_out[row.field] = f"; left out: {row.work.name} ({error})" if number in self.best else ""
+            self.results = [result for result in self.results if result[0].field != row.field]
+        else:
+            self.best[number] = max(self.best.get(number, 0.0), row.work.amount / seconds.value)
+
+    def _sources(self, facts: Facts, numbers: Numbers, process_bytes: int) -> dict[str, Any]:
+        """Where the numbers come from."""
+        watch, (least, most) = self.watch, self.effort.repeats
+        slow = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in sorted(numbers.slowdowns.items()))
+        details = {
+            "probe": f"penstock probe --device {facts.kind}: medians of {least} to {most} "
+            f"timings on random data, {show_seconds(watch.busy_s)} in all, other programs having taken "
+            f"{watch.stolen_s / watch.busy_s:.0%} of the time; the same product at {numbers.sustained_fraction:.2f} of its first "
+            f"rate in the end; spread widened by the slowdown while the other lanes work: {slow}{''.join(self.left_out.values())}",
+            "memory": MEMORY[facts.kind],
+            "process": f"resident memory of this process with torch ({show_bytes(process_bytes)}, measured) and "
+            f"{show_bytes(BEYOND_TORCH_BYTES)} for transformers, templates, data and holes between what the allocator gave",
+            "copies": COPIES[facts.kind][2],
+            "workspace": "what the probe's kernels came to hold beyond the context that they were first used in, and "
+            f"{show_bytes(BEYOND_PROBE_BYTES)} for those of a run",
+        }
+        measured_on = facts.host if facts.is_cpu else f"{facts.name}; {facts.host}"
+        common = {"date": date.today().isoformat(), "device": measured_on, "driver": facts.driver}
+        return {
+            name: {"kind": "measured" if name in ("probe", "memory") else "assumed", "detail": detail, **common}
+            for name, detail in details.items()
+            if name != "workspace" or not facts.is_cpu
+        }
