@@ -48,6 +48,10 @@ class SharedNumbers:
                         of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
             yield of_block
 
+    def tiles(self, block: int) -> list[Parameter]:
+        """The parameter of each tile of this rank's part of a block."""
+        return self._tiles[self._ranks.rank][block]
+
     def learned(self, rows: torch.Tensor, squares: Sequence[torch.Tensor], losses: Sequence[float], is_asked: bool) -> Learned:
         """What all ranks learn. `rows`: memory for all rows, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether
         this one is asked to end."""

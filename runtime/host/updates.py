@@ -127,9 +127,9 @@ class Updates:
         return self.arenas.view(slot, "fp64")
 
     def _squared(self, slot: Slot) -> Iterator[tuple[Parameter, float]]:
-        """The parameters of whose gradients a slot holds sums of squares, and these."""
-        owned = self.state.owned(slot.index)
-        yield from zip(owned, self._squares(slot)[: len(owned)].tolist(), strict=True)
+        """Sums of squares that a slot holds of a block's gradient, with the parameter that each is of."""
+        of = self.state.owned(slot.index) if self._shared is None else self._shared.tiles(slot.index)
+        yield from zip(of, self._squares(slot)[: len(of)].tolist(), strict=True)
 
     def loss_of_all(self, step: int) -> float:
         """Over all ranks' micro-batches, in order."""
