@@ -24,9 +24,9 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import Execution
-from runtime.host.optimizer import AdamW
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
+from runtime.plan.optimizer import AdamW
 from runtime.plan.repetition import unrolled
 from runtime.plan.workload import Model
 from runtime.units import MB, show_seconds

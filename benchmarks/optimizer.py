@@ -20,10 +20,12 @@ from statistics import median
 
 import torch
 
-from runtime.host.chunks import UPDATE_ELEMENTS
-from runtime.host.optimizer import AdamW, ParamState, Scratch, SplitMaster, SummedGradient, adamw_tasks, squares_tasks
+from runtime.host.chunks import UPDATE_ELEMENTS, Scratch
+from runtime.host.norms import squares_tasks
+from runtime.host.optimizer import Master, ParamState, Step, SummedGradient
 from runtime.host.slabs import host_slab, settle_allocator, touch
 from runtime.host.workers import Workers
+from runtime.plan.optimizer import AdamW
 
 N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
@@ -60,12 +62,13 @@ def update_case(kind: str, n: int) -> Case:
     exp_avg_sq.uniform_(1e-8, 1e-6)
     match kind:
         case "split":
-            to = ParamState(SplitMaster(half, flat(n, torch.int16)), exp_avg, exp_avg_sq)
+            master = Master(half, flat(n, torch.int16))
         case "fp32":
-            to = ParamState(flat(n, torch.float32).copy_(half), exp_avg, exp_avg_sq)
+            master = Master(flat(n, torch.float32).copy_(half))
         case _:
-            to = ParamState(half, exp_avg, exp_avg_sq)
-    tasks = adamw_tasks(to, SummedGradient((gradient,), gradient.dtype), FACTOR, 10, SETTINGS)
+            master = Master(half)
+    to, summed = ParamState(master, (exp_avg, exp_avg_sq)), SummedGradient((gradient,), gradient.dtype)
+    tasks = Step(to, summed, FACTOR, 10, SETTINGS).tasks()
     return Case(kind, MOVED_BYTES[kind] * n, lambda workers: workers.run(tasks))
 
 

@@ -1,10 +1,10 @@
-"""What does a step train on?"""
-
-from dataclasses import dataclass, field
-
-import torch
+"""Batches: the tokens that a step trains on."""
 
 # B sequences of a batch, T positions of a sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy leave out
 
@@ -20,24 +20,26 @@ class Batch:
     input_ids: torch.Tensor
     targets: torch.Tensor
     document_tokens: tuple[tuple[int, ...], ...] | None = None
-    n_of_all: int | None = None  # supervised tokens of the step, where this is a rank's part of it
+    n_counted: int | None = None  # supervised tokens, where they were counted before: of a step, whose part this is; of a device
+    positions_BT: torch.Tensor | None = None  # of tokens in their documents, where they are known: on a device
 
     @property
     def n_supervised(self) -> int:
         """Tokens of the step that are to be predicted."""
-        return int((self.targets != UNSUPERVISED).sum()) if self.n_of_all is None else self.n_of_all
+        return int((self.targets != UNSUPERVISED).sum()) if self.n_counted is None else self.n_counted
+
+    def part(self, rows: slice) -> "Batch":
+        """Some of the sequences."""
+        lengths, positions_BT = self.document_tokens, self.positions_BT
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            targets=self.targets[rows],
+            document_tokens=None if lengths is None else lengths[rows],
+            positions_BT=None if positions_BT is None else positions_BT[rows],
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class UploadedBatch(Batch):
-    """A batch on the device. How many targets are supervised was counted before.
-
-    `positions` are those of tokens in their documents, and mean nothing where there are none.
-    """
-
-    n_counted: int = 0
-    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def n_supervised(self) -> int:
-        return self.n_counted
+def positions_of(document_tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Where in its document each token stands: (B, T), from 0 in every document."""
+    return torch.stack([torch.cat([torch.arange(n) for n in of_sequence]) for of_sequence in document_tokens])

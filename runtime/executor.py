@@ -1,10 +1,8 @@
-"""How is a plan performed?
+"""The executor: performs a plan on a machine, a thread for each lane.
 
-Each lane is a thread that walks its ops in plan order, step after step: wait, perform, signal. The machine says which thread, as
-some of them outlive a run. Nothing joins the lanes between steps; the plan's waits are all there is. Ops that repeat are performed
-from where they stand: a step of a million micro-batches takes no more room than one of a few.
-
-How a lane waits for another is in `lane_track.py`; the caller's thread is woken once a step.
+Each lane walks its ops in plan order, step after step: wait, perform, signal. Nothing joins the lanes between steps; the plan's
+waits are all there is. Ops that repeat are performed from where they stand: a step of a million micro-batches takes no more room
+than one of a few. How a lane waits for another is in `lane_track.py`; the caller's thread is woken once a step.
 """
 
 import sys
@@ -14,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.plan import Lane, Op, Plan
+from runtime.plan import Lane, Plan
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 from .errors import PenstockError
 from .lane_thread import LaneRun
-from .lane_track import LOOK_S, Bell, Track, tracks_of
+from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of
 from .machine import Machine, StepResult
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
@@ -38,7 +36,7 @@ class Stop:
     """Asks a run to end after the step in progress. A signal handler may ask: nothing is waited for."""
 
     def __init__(self, also: "Stop | None" = None) -> None:
-        """`also`: who asks that one asks this one too."""
+        """`also`: a request to that one is one to this one too."""
         self._is_requested, self._also = False, also
 
     @property
@@ -54,13 +52,13 @@ class Stop:
 
 
 class AgreedStop(Stop):
-    """What one rank is asked, all hear of while a step is at work; the one after it is then everybody's last.
+    """A stop of several ranks: all hear of a request to one of them while a step is at work, and end after the next one.
 
     No lane of any rank can be further: no op of the step after next begins before all have met in the next one.
     """
 
     def __init__(self, asked: Stop) -> None:
-        """`asked`: who asks this rank."""
+        """`asked`: the requests to this rank."""
         super().__init__()
         self.asked, self._last_step = asked, 0
 
@@ -76,13 +74,13 @@ class AgreedStop(Stop):
 
 @dataclass(slots=True)
 class _Board:
-    """All lanes, what the caller's thread sleeps for, the first failure, and which step is the last."""
+    """What the threads of a run share: the lanes, the first failure, and which step is the last."""
 
     tracks: list[Track]
     first_step: int
     n_steps: int
     stop: Stop
-    news: Bell = field(default_factory=Bell)  # a step's end in some lane, or a failure
+    news: Bell = field(default_factory=Bell)  # a step's end in some lane, or a failure: wakes the caller's thread
     failure: BaseException | None = None
     n_reported: int = 0
     _n_begun: int = 0  # steps that some lane has begun
@@ -125,7 +123,7 @@ class _Board:
             track.stop()
         self.news.ring()
 
-    def who(self) -> str:
+    def __str__(self) -> str:
         """What each lane that has not ended does or waits for."""
         return "; ".join(map(str, self.busy))
 
@@ -141,13 +139,13 @@ class Step:
 
 
 class Execution:
-    """A plan that is performed while one iterates: each step when its last op is done, and then a timeline.
+    """A run of a plan, performed while one iterates: it gives each step when its last op is done, and has a timeline at the end.
 
     The first failure, of a lane or within the context, stops all lanes and is raised once each has ended the op that it was in:
     errors of the user as they are, others as OpError naming the op. StallError when all lanes wait for each other. An op that hangs
     cannot be told from a long one: after `quiet_s` without the end of any op, stderr says what each lane is at. After
-    `stop.request()` all lanes end after the same step, the earliest that none of them has gone beyond. `on_interrupt()` is called
-    before lanes are waited for that somebody at the keyboard wants to end: one may be waiting elsewhere.
+    `stop.request()` all lanes end after the same step, the earliest that none of them has gone beyond. `on_interrupt()` runs on
+    Ctrl-C before the lanes are joined, one of which may be blocked in a collective.
     """
 
     def __init__(
@@ -230,7 +228,7 @@ def execute(
     keep_steps: int = KEEP_STEPS,
     stop: Stop | None = None,
 ) -> Timeline:
-    """An execution, where nobody asks what came of each step."""
+    """Run n steps and return the timeline."""
     with Execution(plan, machine, n_steps, first_step, quiet_s, keep_steps, stop) as steps:
         for _ in steps:
             pass
@@ -246,45 +244,48 @@ class _Worker:
         n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
         n_records = keep_steps * (len(track.entries) + (n_kept - 1) * len(track.repeated))
         self.records: deque[tuple[int, int, float, float, int]] = deque(maxlen=n_records)  # step, op, began and ended, repetition
+        self._at = "its set-up"
 
     def run(self) -> None:
-        track, machine, board, at, step = self.track, self.machine, self.board, "its set-up", self.steps.start
+        track, board, step = self.track, self.board, self.steps.start
         try:
-            with machine.lane(track.lane):
+            with self.machine.lane(track.lane):
                 self.ready.set()
                 for turn, step in enumerate(self.steps):
                     if not board.begins(turn):
                         break
-                    begun = -1
-                    for entry, op, repetition in track.walk():
-                        if repetition > begun:
-                            begun = repetition
-                            track.forget_tokens(board.n_done, board.n_repeated)
-                        at = op.name
-                        for token in track.wait(entry, turn, repetition):
-                            machine.follow(track.lane, token)
-                        if track.is_stopped:
+                    for entry, repetition in track.walk():
+                        if not self._perform(entry, repetition, turn, step):
                             return
-                        self._perform(entry.index, op, turn, step, repetition)
                     board.news.ring()
-                at = "its end"
+                self._at = "its end"
         except PenstockError as error:
             board.fail(error)
         except BaseException as error:
-            failure = OpError(f"step {step + 1}, lane {track.lane}: {at} failed: {type(error).__name__}: {error}")
+            failure = OpError(f"step {step + 1}, lane {track.lane}: {self._at} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             board.fail(failure)
         finally:
             self.ready.set()
 
-    def _perform(self, index: int, op: Op, turn: int, step: int, repetition: int) -> None:
+    def _perform(self, entry: Entry, repetition: int, turn: int, step: int) -> bool:
+        """Wait for what the op waits for, and do it; False where the lane is stopped."""
+        track, machine, op = self.track, self.machine, self.track.op(entry, repetition)
+        if entry.begins:
+            track.forget_tokens(self.board.n_done, self.board.n_repeated)
+        self._at = op.name
+        for token in track.wait(entry, turn, repetition):
+            machine.follow(track.lane, token)
+        if track.is_stopped:
+            return False
         began_s = time.perf_counter()
-        self.machine.perform(index, op, step)
+        machine.perform(entry.index, op, step)
         ended_s = time.perf_counter()
-        if is_kept(repetition, self.track.times):
-            self.records.append((step, index, began_s, ended_s, repetition))
-        self.track.busy_s[turn] += ended_s - began_s
-        self.track.advance(self.machine.mark(op))
+        if is_kept(repetition, track.times):
+            self.records.append((step, entry.index, began_s, ended_s, repetition))
+        track.busy_s[turn] += ended_s - began_s
+        track.advance(machine.mark(op))
+        return True
 
 
 def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) -> Iterator[Step]:
@@ -301,12 +302,11 @@ def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) ->
             last_done, n_quiet_looks, n_stuck_looks, say_at_s = n_done, 0, 0, quiet_s
             continue
         n_quiet_looks += 1  # counted in looks: a process that was suspended for an hour has not been quiet for one
-        is_stuck = all(track.is_stuck for track in board.busy)
-        n_stuck_looks = n_stuck_looks + 1 if is_stuck else 0
+        n_stuck_looks = n_stuck_looks + 1 if all(track.is_stuck for track in board.busy) else 0
         if n_stuck_looks >= 2:
-            raise StallError(f"no lane moves any more: {board.who()}")
+            raise StallError(f"no lane moves any more: {board}")
         if n_quiet_looks * LOOK_S > say_at_s:
-            say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {board.who()}")
+            say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {board}")
             say_at_s *= 2
 
 
@@ -319,7 +319,7 @@ def _join(threads: Sequence[LaneRun], board: _Board, quiet_s: float) -> None:
             if not thread.is_alive():
                 break
             if board.failure is not None:
-                say(f"the run has failed, and waits no longer for {thread.name}: {board.who()}")
+                say(f"the run has failed, and waits no longer for {thread.name}: {board}")
                 return
             say(f"every op is done, but {thread.name} does not end; the run waits for it")
             deadline_s = time.perf_counter() + quiet_s

@@ -1,12 +1,11 @@
-"""Which ops does a forward alone mean?
+"""Forward plans: the ops of a forward without a backward, over the arenas of a training plan.
 
-Weights come as in training, into the same slots, and each block computes all micro-batches of a group before the
-next: no gradient is made, so of each micro-batch only the input and the output of the block at work need a slot of `activations`,
-and a group is as large as half of these slots. A step of a forward plan has only the lanes h2d and gpu:
+Weights come as in training, into the same slots, and each block computes all micro-batches of a group before the next: no gradient
+is made, so of each micro-batch only the input and the output of the block at work need a slot of `activations`, and a group is as
+large as half of these slots. A step of a forward plan has these ops:
 
-    load b        as in a training plan; and dequantise b, of a block that comes packed
-    forward b m   as in a training plan, but for its slots of `activations`; that of the head has no y: what is made of the logits
-                  is not the plan's affair
+    load b, gather b, dequantise b   as in a training plan
+    forward b m                      as in a training plan, but for its slots of `activations`; that of the head has no y
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from itertools import cycle
 
 from runtime.plan.ops import Kind, Lane, Op, Slot, Wait
 from runtime.plan.plan import Plan
-from runtime.plan.workload import BlockKind
 
 
 def most_micro_batches(plan: Plan) -> int:
@@ -26,7 +24,7 @@ def most_micro_batches(plan: Plan) -> int:
 
 
 def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -> Plan:
-    """The forward of so many micro-batches, over the arenas of a training plan; of shorter sequences, if `seq_len` says so."""
+    """The forward of some micro-batches over the arenas of a training plan; of shorter sequences, if `seq_len` says so."""
     semantics = plan.semantics
     seq_len = seq_len or semantics.seq_len
     assert 0 < seq_len <= semantics.seq_len
@@ -43,22 +41,18 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
 
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
     """All ops of one step, in an order that is right one after the other."""
-    resident, kinds = plan.policy.resident_blocks, [b.kind for b in plan.workload.blocks]
-    layers = [b for b, kind in enumerate(kinds) if kind is BlockKind.LAYER and b not in resident]
-    in_turn = cycle([Slot("weights", i) for i in range(min(plan.n_streaming, len(layers)))])
-    n_packed = min(plan.packed_slots, sum(map(plan.unpacks, range(len(kinds)))))
-    packed_in_turn = cycle([Slot("packed", i) for i in range(n_packed)])
+    blocks, resident = range(len(plan.workload.blocks)), plan.policy.resident_blocks
+    head, streaming = blocks[-1], {b for b in blocks[1:-1] if b not in resident}
+    in_turn = cycle([Slot("weights", i) for i in range(min(plan.n_streaming, len(streaming)))])
+    packed_in_turn = cycle([Slot("packed", i) for i in range(min(plan.packed_slots, sum(map(plan.unpacks, blocks))))])
     held: dict[Slot, int] = {}  # what the weight slots hold
     for first in range(0, n_micro_batches, group):
-        for b, kind in enumerate(kinds):
-            slot = next(in_turn) if kind is BlockKind.LAYER and b not in resident else plan.weights_slot(b)
+        for b in blocks:
+            slot = next(in_turn) if b in streaming else plan.weights_slot(b)
             if held.get(slot) != b:
                 held[slot] = b
-                state = [
-                    ("state", plan.source_slot(b)),
-                    *([("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []),
-                ]
-                to = next(packed_in_turn) if plan.unpacks(b) else slot
+                tied = [("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []
+                state, to = [("state", plan.source_slot(b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
                 yield Op(Kind.LOAD, b, None, (*state, ("weights", to)))
                 if plan.semantics.ranks > 1:
                     yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
@@ -68,7 +62,7 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))
                 reads = [("weights", slot), *([("trained", plan.state_slot(b))] if plan.is_apart(b) else [])]
                 reads += [("x", x)] if b else []
-                yield Op(Kind.FORWARD, b, m, (*reads, *([("y", y)] if kind is not BlockKind.HEAD else [])))
+                yield Op(Kind.FORWARD, b, m, (*reads, *([("y", y)] if b != head else [])))
 
 
 def _waits(ops: Sequence[Op]) -> Iterator[tuple[Wait, ...]]:

@@ -1,7 +1,7 @@
-"""On which thread does a lane run?
+"""Threads of lanes: a new one for each run, or one for all runs.
 
-On a new one for each run, unless what its work leaves behind is kept per thread and for ever, as cuDNN keeps its plans: then on one
-thread for all runs.
+A lane whose work leaves something behind that is kept per thread and for ever, as cuDNN keeps its plans, has one thread for all
+runs.
 """
 
 import threading
@@ -34,7 +34,7 @@ def on_its_own_thread(lane: Lane, work: Callable[[], None]) -> LaneRun:
 
 
 class LaneThread:
-    """One thread for all that a lane is ever given. It ends when nobody has this object any more, and keeps no process alive."""
+    """One thread for all that a lane is ever given. It ends with the last reference to this object, and keeps no process alive."""
 
     def __init__(self, lane: Lane) -> None:
         self.name = f"lane-{lane}"
@@ -49,10 +49,8 @@ class LaneThread:
 
     def begin(self, run: "_Run") -> None:
         """RuntimeError where the thread is still at an earlier one, which hangs: behind it this one would never begin."""
-        if self._last is not None:
-            self._last.has_ended.wait(ENDING_S)
-            if not self._last.has_ended.is_set():
-                raise RuntimeError(f"{self.name} is still at an op of a run that has failed; start a new process")
+        if self._last is not None and not self._last.has_ended.wait(ENDING_S):
+            raise RuntimeError(f"{self.name} is still at an op of a run that has failed; start a new process")
         self._asked.put(run)
         self._last = run
 
@@ -61,8 +59,7 @@ class _Run:
     """A lane's work in one run, on the thread that has all of them."""
 
     def __init__(self, thread: LaneThread, work: Callable[[], None]) -> None:
-        self.name = thread.name
-        self.has_ended = threading.Event()
+        self.name, self.has_ended = thread.name, threading.Event()
         self._thread: LaneThread | None = thread
         self._work: Callable[[], None] | None = work
         self._is_begun = False
@@ -85,7 +82,7 @@ class _Run:
         try:
             work()
         finally:
-            del work  # who waits may count on it that nothing of the run is held here
+            del work  # a caller that waits may count on it that nothing of the run is held here
             self.has_ended.set()
 
 

@@ -1,8 +1,8 @@
-"""What do the lanes of a run know of each other?
+"""Lane tracks: how far each lane of a run is, and how one lane waits for another.
 
 A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
-that nobody waits for rings no bell. So an op costs a few microseconds where no lane has to be woken, and where one has, what waking
-a thread costs (`benchmarks/executor.py`).
+that no other waits for rings no bell. So an op costs a few microseconds where no lane has to be woken, and where one has, what
+waking a thread costs (`benchmarks/executor.py`).
 """
 
 from bisect import bisect_left
@@ -41,12 +41,13 @@ class Entry:
     index: int
     op: Op
     waits: tuple["Awaited", ...]
+    begins: bool  # a step of its lane, or what repeats of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Awaited:
-    """What an op waits for: the position, in a step of its lane, of an op so many steps ago; where both repeat, in so many
-    repetitions ago, each of which moves the position on."""
+    """What an op waits for: the position in its lane of an op `distance` steps ago; where both repeat, of one `back` repetitions
+    ago, each of which moves the position on."""
 
     track: "Track"
     at: int
@@ -76,7 +77,7 @@ class Track:
     busy_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # in its ops of each step not yet reported
     is_stopped: bool = False  # some lane has failed, and this one is to end
     _bell: Bell = field(default_factory=Bell)  # wakes this lane
-    _asked: dict["Track", int] = field(default_factory=dict)  # who sleeps until the op at which position is done
+    _asked: dict["Track", int] = field(default_factory=dict)  # lanes that sleep until the op at a position is done
     _wants: tuple["Track", int] | None = None  # what this lane sleeps for
 
     # -- its ops --------------------------------------------------------------------------------------------------------
@@ -86,16 +87,16 @@ class Track:
         """How many times a step performs what repeats."""
         return 1 if self.repeat is None else self.repeat.times
 
-    def walk(self) -> Iterator[tuple[Entry, Op, int]]:
-        """The entries of a step as they are performed: each with its op, and in which repetition."""
-        yield from ((entry, entry.op, 0) for entry in self.entries[: self.repeated.start])
+    def walk(self) -> Iterator[tuple[Entry, int]]:
+        """The entries of a step as they are performed, each with its repetition."""
+        yield from ((entry, 0) for entry in self.entries[: self.repeated.start])
         for repetition in range(self.times if self.repeated else 0):
-            yield from ((self.entries[i], self._op(i, repetition), repetition) for i in self.repeated)
-        yield from ((entry, entry.op, 0) for entry in self.entries[self.repeated.stop :])
+            yield from ((self.entries[i], repetition) for i in self.repeated)
+        yield from ((entry, 0) for entry in self.entries[self.repeated.stop :])
 
-    def _op(self, i: int, repetition: int) -> Op:
-        op = self.entries[i].op
-        return op if self.repeat is None or not repetition else self.repeat.op(op, repetition)
+    def op(self, entry: Entry, repetition: int) -> Op:
+        """The op as it is performed in this repetition."""
+        return entry.op if self.repeat is None or not repetition else self.repeat.op(entry.op, repetition)
 
     def _name_at(self, position: int) -> str:
         """Of the op at this position."""
@@ -105,7 +106,7 @@ class Track:
             at = self.repeated.start + more
         elif at >= self.repeated.stop:
             at -= (self.times - 1) * len(self.repeated)
-        return self._op(at, repetition).name
+        return self.op(self.entries[at], repetition).name
 
     def _repeats_at(self, position: int) -> bool:
         """Whether the op at this position is one that repeats."""
@@ -119,7 +120,7 @@ class Track:
         return turn * self.times + min(max(at - self.repeated.start, 0) // max(len(self.repeated), 1), self.times)
 
     def advance(self, token: object) -> None:
-        """An op is done; `token` is what the machine left, if anything. Wake those whose wish has come true."""
+        """An op is done; `token` is what the machine left, if anything. Wake the lanes that slept for it."""
         if token is not None:
             self.tokens[self.n_done] = token
         self.n_done += 1
@@ -143,7 +144,7 @@ class Track:
             other._asked[self] = position  # first ask, then look: else what comes between the two would ring no bell
             if other.n_done > position or self.is_stopped:
                 break
-            self._bell.sleep()  # perhaps rung for a wish that was granted before this lane slept: then look and sleep again
+            self._bell.sleep()  # perhaps rung for what came before this lane slept: then look and sleep again
         other._asked.pop(self, None)
         self._wants = None
 
@@ -196,5 +197,7 @@ def tracks_of(plan: Plan) -> list[Track]:
         return Awaited(track, at + more, wait.distance, None)
 
     for index, op in enumerate(plan.ops):
-        tracks[op.lane].entries.append(Entry(index, op, tuple(awaited(index, wait) for wait in op.waits)))
+        track = tracks[op.lane]
+        begins = len(track.entries) in (0, track.repeated.start)
+        track.entries.append(Entry(index, op, tuple(awaited(index, wait) for wait in op.waits), begins))
     return list(tracks.values())

@@ -1,7 +1,7 @@
-"""What performs an op?
+"""The `Machine` that an executor asks to perform ops.
 
-`Machine` is what the executor asks for: `CpuMachine` does the real work with the CPU in the GPU's place, `CudaMachine` gives it to
-a GPU's streams, `EmulatedMachine` keeps another machine's time.
+`CpuMachine` does the real work with the CPU in the GPU's place, `CudaMachine` gives it to a GPU's streams, `EmulatedMachine` keeps
+another machine's time.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Machine(Protocol):
         """Called on the thread of a lane that waits, with the token of what it waits for."""
 
     def result(self, step: int) -> StepResult | None:
-        """What came of a step that all lanes have done, handed over: the machine forgets it. None: nothing, it was no training."""
+        """What came of a step that all lanes have done, handed over: the machine forgets it. None: it was no training."""
 
     def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         """When ops really ran, given when the lanes' threads were in `perform`. Called once all lanes have ended."""

@@ -1,9 +1,8 @@
-"""What do the processes that share a step tell each other?
+"""Ranks: what the processes that share a step do together.
 
 Each rank has a device and a part of the host's state, and performs the same plan. Three ops are done by all of them together, every
-one in the order of its lane: parts of weights come together (`gather`), partial sums go to whoever holds the part that they are of
-(`exchange`), and numbers of each are learned by all (`share`). No library adds anything up: in which order is decided here, so that
-the bits do not depend on how many ranks there are.
+one in the order of its lane: `gather` of weights, `exchange` of partial sums of gradients, and `clip`, in which numbers of each are
+shared. No library adds anything up: in which order is decided here, so that the bits do not depend on how many ranks there are.
 """
 
 from collections.abc import Callable
@@ -22,20 +21,21 @@ class Ranks(Protocol):
     rank: int  # those of a host one after another
     n: int
     n_here: int  # on each host
-    by_memory: bool  # all are on one host, and what a rank's device needs of others it reads from where they have it there
+    by_memory: bool  # all are on one host, and a rank's device reads from other ranks' host memory
 
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
-        """What each rank has to be read by the others, this one's own too; None where one of them cannot be read."""
+        """A slab of each rank that the others may read, this one's too; None where one of them cannot be read."""
 
     def meet(self) -> None:
-        """Return when all ranks have come here. Of the lane of what they do together."""
+        """Return when all ranks have come here (barrier)."""
 
     def gather(self, whole: torch.Tensor) -> None:
-        """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others."""
+        """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others
+        (all-gather)."""
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
         """Among the ranks of this host, of flat tensors of as many equal parts: give each its part, and receive what each has for
-        this one, in ranks' order."""
+        this one, in ranks' order (all-to-all)."""
 
     def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
         """The same among those ranks, one of every host, that have this one's place there."""
@@ -58,14 +58,6 @@ def of_rank(batches: Callable[[int], Batch], rank: int, batch_size: int) -> Call
 
     def batch_of(step: int) -> Batch:
         batch = batches(step)
-        rows = slice(rank * batch_size, (rank + 1) * batch_size)
-        documents = None if batch.document_tokens is None else batch.document_tokens[rows]
-        return replace(
-            batch,
-            input_ids=batch.input_ids[rows],
-            targets=batch.targets[rows],
-            document_tokens=documents,
-            n_of_all=batch.n_supervised,
-        )
+        return replace(batch.part(slice(rank * batch_size, (rank + 1) * batch_size)), n_counted=batch.n_supervised)
 
     return batch_of

@@ -23,6 +23,7 @@ from runtime.machines.cpu import CpuMachine
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Kind, Lane, Op, Plan
 from tests.running import SCRATCH
+from tests.training import poison
 
 ENDED_S = 120  # far beyond what any of these runs takes: only waiting for ever is longer
 # What a step makes anew, and the next one does not read: NaN there is an accident of one step.
@@ -72,7 +73,7 @@ class Struck(CpuMachine):
         super().perform(index, op, step)
         if self.where == "middle" and self.at == (step, index) and not self.is_over:
             for slot in op.writes:
-                self.arenas.poison(slot)  # half of it is done, and what there is of the rest is anything
+                poison(self.arenas, slot)  # half of it is done, and what there is of the rest is anything
         self._strike("middle", (step, index))
         self._strike("after", (step, index))
 
@@ -93,7 +94,7 @@ class Poisoned(CpuMachine):
         super().perform(index, op, step)
         if (step, index) == self.at:
             for slot in op.writes:
-                self.arenas.poison(slot)
+                poison(self.arenas, slot)
 
 
 def can_be_poisoned(plan: Plan) -> list[int]:
@@ -166,7 +167,7 @@ IMPORTED_BY_A_RUN = (
         "penstock.training.watch",
     ),
     *(
-        "planner.check.recount",
+        "planner.check.claim",
         "penstock.data.data",
         "penstock.data.map_style",
         "penstock.data.token_cache",

@@ -19,7 +19,7 @@ from planner.check.check import check
 from runtime.machines.cuda import CudaMachine
 from runtime.plan import Plan
 
-from .training import N_STEPS, Remembers, batches_of, plan_of, released_slots, scheduled
+from .training import N_STEPS, Remembers, batches_of, plan_of, poison, released_slots, scheduled
 
 
 class LateStream:
@@ -161,7 +161,7 @@ class Poisoned(Remembers, CudaMachine):
     def around(self, work, released, index, op, step):
         work(index, op, step)
         for slot in released[index]:
-            self.arenas.poison(slot)
+            poison(self.arenas, slot)
 
 
 def machine_of(config, semantics, policy, seed=0, haste=0.0, machine_type=Poisoned):

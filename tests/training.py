@@ -12,10 +12,11 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload, fusible
 from runtime.batch import Batch
 from runtime.executor import execute
-from runtime.host.optimizer import AdamW
+from runtime.host.memory import Arenas
 from runtime.layers.packed_weights import unpack_into
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
+from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model
 
 from . import reference
@@ -124,7 +125,13 @@ class Hostile(Remembers, CpuMachine):
             time.sleep(self.rng.random() * 0.004)
         work(index, op, step)
         for slot in released[index]:
-            self.arenas.poison(slot)
+            poison(self.arenas, slot)
+
+
+def poison(arenas: Arenas, slot: Slot) -> None:
+    """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
+    for piece in arenas.pieces(slot):
+        piece.fill_(0xFF)
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:

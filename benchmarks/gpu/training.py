@@ -15,11 +15,11 @@ import torch
 from planner.predict.settled import WARM_UP_STEPS
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.executor import Execution
-from runtime.host.optimizer import AdamW
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan, PlanFile
+from runtime.plan.optimizer import AdamW
 
 from .commands import claim_of, plan_of
 from .stages import Asked, Note

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from runtime.errors import ProfileError
+from runtime.host.chunks import Scratch
 from runtime.host.memory import available_host_bytes
-from runtime.host.optimizer import Scratch
 from runtime.host.slabs import host_slab, settle_allocator
 from runtime.host.workers import Workers
 from runtime.machines.cores import split_cores

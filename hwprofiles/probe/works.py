@@ -20,17 +20,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
-from runtime.host import optimizer
+from runtime.host import chunks, norms, optimizer
 from runtime.host.memory import DTYPE
 from runtime.plan import Lane
+from runtime.plan.optimizer import AdamW
 from runtime.units import KiB, MiB
 
 Call = Callable[[], object]  # does a work once; on a stream it returns at once
-Task = Callable[[optimizer.Scratch], object]  # a part of a work that threads of the host share
+Task = Callable[[chunks.Scratch], object]  # a part of a work that threads of the host share
 Make = Callable[[torch.device, int], Call]  # on a device, with operands that rotate through that many bytes
 Place = Literal["pinned", "pageable"]
 
-SETTINGS = optimizer.AdamW(lr=1e-5, weight_decay=0.1)
+SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
 CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
 COLD_BYTES = 256 * MiB  # of host memory, far above a cache
 TRAFFIC_BYTES = 8 * MiB  # of one copy within host memory
@@ -218,11 +219,10 @@ def updates(n_threads: int) -> Work:
 
     def tasks() -> list[Task]:
         gradient, values, moment = (_cold_elements(n_threads) for _ in range(3))
-        master = optimizer.SplitMaster(torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16))
-        master.cut(slice(None), values)
-        state = optimizer.ParamState(master, moment * 1e-3, moment.square() * 1e-6)
-        summed = optimizer.SummedGradient((gradient.bfloat16(),), torch.bfloat16)
-        return [*optimizer.adamw_tasks(state, summed, CLIP_FACTOR, 10, SETTINGS)]
+        master = optimizer.Master(torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16))
+        master.put(slice(None), values)
+        state = optimizer.ParamState(master, (moment * 1e-3, moment.square() * 1e-6))
+        return [*optimizer.Step(state, optimizer.summed(gradient.bfloat16()), CLIP_FACTOR, 10, SETTINGS).tasks()]
 
     return _of_threads("optimizer", "optimizer", tasks, optimizer.TASK_ELEMENTS, n_threads)
 
@@ -231,7 +231,7 @@ def squares(n_threads: int) -> Work:
     """The sum of squares of the gradient norm, over bf16 gradients."""
 
     def tasks() -> list[Task]:
-        return [*optimizer.squares_tasks(optimizer.SummedGradient((_cold_elements(n_threads).bfloat16(),), torch.bfloat16))]
+        return [*norms.squares_tasks(optimizer.summed(_cold_elements(n_threads).bfloat16()))]
 
     return _of_threads("host memory", "sum of squares", tasks, optimizer.TASK_ELEMENTS * ITEM_BYTES["bf16"], n_threads)
 

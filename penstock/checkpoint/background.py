@@ -20,7 +20,7 @@ from penstock.settings import CheckpointSettings
 from runtime.executor import Stop
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE, available_host_bytes
-from runtime.host.optimizer import SplitMaster, pieces_of
+from runtime.host.optimizer import Master
 from runtime.plan.workload import Parameter
 
 from .adapter_files import peft_name
@@ -262,8 +262,7 @@ class Saver:
         for block in blocks if not self._settings.weights_only else ():
             tensors: dict[str, torch.Tensor] = {}
             for p in self._state.owned(block):
-                tensors[f"master.{p.name}"] = _outline(DTYPE[plan.semantics.master_dtype], p)
-                tensors |= {f"{moment}.{p.name}": _outline(torch.float32, p) for moment in ("exp_avg", "exp_avg_sq")}
+                tensors |= {f"{kind}.{p.name}": _outline(DTYPE[of], p) for kind, of in plan.semantics.saved_state.items()}
             files.expect(f"optimizer-{block:05d}.safetensors", tensors)
 
     def _put_frozen(self, files: Writing) -> None:
@@ -277,26 +276,24 @@ class Saver:
         """Everything of a parameter. A split master is put together in pieces: whole, it would be a second one."""
         held_parts = dict(self._state.saved(p, copy))
         if self._plan.semantics.train.lora is not None:  # an adapter's files have its masters
-            master = _whole(held_parts["master"], torch.float32, p)
-            files.put(peft_name(p.name), master if isinstance(master, LazyTensor) else master.float())
+            files.put(peft_name(p.name), _whole(held_parts["master"], torch.float32, p))
         else:
             files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
         if self._settings.weights_only:
             return
-        dtype = DTYPE[self._plan.semantics.master_dtype]
-        for kind, held in held_parts.items():
-            files.put(f"{kind}.{p.name}", _whole(held, dtype, p))
+        for kind, dtype in self._plan.semantics.saved_state.items():
+            files.put(f"{kind}.{p.name}", _whole(held_parts[kind], DTYPE[dtype], p))
 
 
-def _whole(held: torch.Tensor | SplitMaster, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
+def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
     """What is held of a parameter, as a file has it."""
-    if isinstance(held, SplitMaster):
-        return LazyTensor(dtype, p.shape, partial(_pieces, held))
-    return held.view(p.shape).cpu()
+    if isinstance(held, Master):
+        return LazyTensor(dtype, p.shape, partial(_pieces, held, dtype))
+    return held.view(p.shape).to("cpu", dtype)
 
 
-def _pieces(master: SplitMaster) -> Iterator[torch.Tensor]:
-    return (piece.cpu() for piece in pieces_of(master))
+def _pieces(master: Master, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    return (piece.to("cpu", dtype) for piece in master.pieces())
 
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:

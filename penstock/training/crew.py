@@ -16,12 +16,10 @@ from runtime.executor import Execution, Stop, execute
 from runtime.forward_plan import forward_plan
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import SplitMaster
+from runtime.host.optimizer import Master
 from runtime.machines.processes import Processes, refuse_errors
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.workload import Parameter
-
-MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 
 
 def begin(ranks: Processes, state_path: Path | None) -> None:
@@ -90,11 +88,10 @@ class WholeState(HostState):
         dtype = DTYPE[self.plan.semantics.compute_dtype]
         return self._whole(p, "weight", dtype).view(p.shape)
 
-    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | SplitMaster]]:
+    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | Master]]:
         """One at a time is here."""
-        yield MASTER, self._whole(p, MASTER, DTYPE[self.plan.semantics.master_dtype])
-        yield EXP_AVG, self._whole(p, EXP_AVG, torch.float32)
-        yield EXP_AVG_SQ, self._whole(p, EXP_AVG_SQ, torch.float32)
+        for name, dtype in self.plan.semantics.saved_state.items():
+            yield name, self._whole(p, name, DTYPE[dtype])
 
     def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
@@ -115,14 +112,10 @@ def parts_of(state: HostState, n: int) -> dict[str, list[slice]]:
 
 def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
     """Flat, contiguous, what this rank has of a parameter."""
-    of = state.param_state(p)
-    match what:
-        case "weight":
-            return of.master.weight if isinstance(of.master, SplitMaster) else of.master
-        case "master":
-            return of.master.joined(slice(None)) if isinstance(of.master, SplitMaster) else of.master
-        case _:
-            return of.exp_avg if what == EXP_AVG else of.exp_avg_sq
+    if what == "weight":
+        return state.param_state(p).master.weight
+    held = dict(state.saved(p))[what]
+    return held.whole() if isinstance(held, Master) else held
 
 
 def follow(machine: TorchMachine, ranks: Processes) -> None:

@@ -117,7 +117,7 @@ class Shape:
             sizes={a.name: len(a.slot_bytes) for a in plan.arenas},
             item_bytes=ITEM_BYTES[of.compute_dtype],
             gradient_bytes=ITEM_BYTES[of.gradient_dtype],
-            state_item_bytes=ITEM_BYTES[of.master_dtype] + 2 * FP32,  # the master, in one piece or in two, and the two moments
+            state_item_bytes=of.optimizer.state_bytes(of.master_dtype),  # the master, in one piece or in two, and the moments
             elements=elements,
             trained_elements=trained_elements,
             owned=owned,

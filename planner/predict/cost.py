@@ -11,16 +11,15 @@ from typing import Literal, assert_never
 from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Collective, Direction, Profile
 from planner.lower.arenas import SQUARE_BYTES
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
+from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
-from runtime.plan.setup import DEVICE_UPDATE_ELEMENTS, MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
 
 FP32_BYTES = 4
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
 NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
-DEVICE_UPDATE_KERNELS = 20  # that a GPU launches for all elements that it updates at a time (`runtime/host/device_updates.py`)
 SQUARE_KERNELS = 4  # of `runtime/host/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
@@ -45,24 +44,14 @@ def region_of(profile: Profile) -> Region:
 
 
 def update_bytes_per_param(plan: Setup, block: int) -> int:
-    """Host memory traffic of AdamW per parameter. With an fp32 master and bf16 gradients it is 26 bytes: read master 4, moments 8,
-    gradient 2; write master 4, moments 8. A bf16 compute weight is half of the master."""
-    master = ITEM_BYTES[plan.semantics.master_dtype]
-    gradient = ITEM_BYTES[plan.host_gradient_dtype(block)]
-    return 2 * (master + MOMENT_BYTES) + gradient
+    """Host memory traffic of the optimizer per parameter."""
+    return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
 def device_update_bytes_per_param(plan: Setup) -> int:
-    """Traffic in the device's memory of AdamW there, per parameter (`runtime/host/device_updates.py`): the gradient widened and
-    scaled, the master joined or widened, one kernel that reads four numbers and writes three, which are then put in place, and the
-    master rounded and cut. Counted in full, though much of it stays in a cache."""
-    semantics, fp32 = plan.semantics, FP32_BYTES
-    gradient = ITEM_BYTES[semantics.gradient_dtype] + fp32 + 2 * fp32
-    joined = 2 * (2 + fp32) + 3 * fp32 if semantics.splits_masters else 2 + fp32
-    stepped = (4 + 3) * fp32 + 3 * 2 * fp32
-    # NaN looked for, the remainder taken, half a unit added, shifted, masked, stored
-    cut = (fp32 + 1) + (fp32 + 2) + 2 * 2 * fp32 + (2 * fp32 + 1) + (fp32 + 2)
-    return gradient + stepped + (0 if semantics.master_dtype == "fp32" and not semantics.splits_masters else joined + cut)
+    """Traffic in the device's memory of the optimizer there, per parameter."""
+    of = plan.semantics
+    return of.optimizer.device_update_bytes(of.compute_dtype, of.master_dtype, of.gradient_dtype)
 
 
 def backward_matmuls(m: Matmul) -> int:
@@ -458,7 +447,7 @@ class CostModel:
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
         """Seconds in which the device updates a block's state."""
-        n_kernels = DEVICE_UPDATE_KERNELS * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.trained)
+        n_kernels = plan.semantics.optimizer.device_kernels * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.trained)
         return self.moving_s(block.n_trained * device_update_bytes_per_param(plan), n_kernels)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:

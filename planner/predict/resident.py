@@ -28,7 +28,6 @@ from typing import Any
 from hwprofiles.schema import Profile
 from runtime.plan import Kind, Op, Policy, Setup, saves
 from runtime.plan.footprint import document_bytes
-from runtime.plan.setup import MOMENT_BYTES
 from runtime.plan.workload import ITEM_BYTES, Block, Saved, Workload
 from runtime.units import show_seconds
 
@@ -198,7 +197,7 @@ def _fixed_bytes(plan: Setup, alone: Setup, profile: Profile) -> dict[str, int]:
     return {
         "weights": n_elements * ITEM_BYTES[of.compute_dtype] + _frozen_bytes(plan),
         "masters": n_elements * ITEM_BYTES[of.master_dtype] if of.master_dtype != of.compute_dtype else 0,
-        "moments": n_elements * MOMENT_BYTES,
+        "moments": n_elements * of.optimizer.moment_bytes,
         "gradients": sum(_gradient_bytes(plan)) // of.ranks,
         **_whole_blocks(plan),
         "activations": activations.n_bytes,
@@ -269,7 +268,7 @@ def _updating_s(plan: Setup, cost: CostModel) -> float:
     gradient_bytes = _gradient_bytes(plan)
     norm_s = sum(cost.square_s(block, n_bytes) for block, n_bytes in zip(blocks, gradient_bytes, strict=True))
     weight = ITEM_BYTES[of.compute_dtype] if of.master_dtype != of.compute_dtype else 0
-    state_bytes = plan.workload.n_trained * (2 * (ITEM_BYTES[of.master_dtype] + MOMENT_BYTES) + weight)
+    state_bytes = plan.workload.n_trained * (2 * of.optimizer.state_bytes(of.master_dtype) + weight)
     return norm_s + cost.moving_s(state_bytes + sum(gradient_bytes), n_kernels=sum(map(_n_owned, blocks)))
 
 

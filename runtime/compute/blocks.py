@@ -1,8 +1,7 @@
-"""How is one block computed from weights that are somewhere else?
+"""Templates of blocks: transformers' own modules on the meta device, computed with weights that are views of a slot.
 
-The modules are transformers' own, on the meta device: they hold no weights. Each call binds views of a weight slot to them.
-What the model's own forward passes to its layers (masks, rotary embeddings) is recorded by running that forward with stand-ins
-in the layers' places, so every architecture keeps its own mathematics.
+What the model's own forward passes to its layers (masks, rotary embeddings) is recorded by running that forward with stand-ins in
+the layers' places, so every architecture keeps its own mathematics.
 """
 
 # B sequences, T tokens, N = B * T, D width, V vocabulary
@@ -16,11 +15,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from runtime.batch import UNSUPERVISED
+from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
-from runtime.layers.documents import BY_DOCUMENT, PackedDocuments, supports_documents
+from runtime.layers.documents import BY_DOCUMENT, supports_documents
 from runtime.layers.kernels import fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
 from runtime.layers.pointwise import fastest
@@ -36,10 +35,12 @@ LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one m
 class _StandIn(nn.Module):
     """Takes a layer's place in the model's own forward and notes what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.inputs: LayerInputs | None = None
         self.hidden_BTD: torch.Tensor | None = None
+        for name in {"attention_type", "layer_type"} & vars(layer).keys():  # some models read these from the layer
+            setattr(self, name, vars(layer)[name])
 
     def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
         self.hidden_BTD, self.inputs = hidden_states, inputs
@@ -60,38 +61,32 @@ class Templates:
         """Build the modules; WorkloadError when they do not have the parameters the workload counted.
 
         `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
-        (frequencies, scales) will lie on `device`; on the CPU, without one.
+        (frequencies, scales) will be on `device`; on the CPU, without one.
         """
         self.workload, self.semantics = workload, semantics
         self.model = meta_model(config, semantics)
         self._no_documents = supports_documents(config, semantics)
         if self._no_documents is None:
             self.model.config._attn_implementation = BY_DOCUMENT
-        body: Any = self.model.model
-        self.layers: list[nn.Module] = list(body.layers)
+        self.body: Any = self.model.model
+        self.layers: list[nn.Module] = list(self.body.layers)
         self._refuse_surprises()
         self._trained = {p.name for block in workload.blocks for p in block.trained}
-        self._with_adapters()
         pointwise = fastest(device or torch.device("cpu"), DTYPE[semantics.compute_dtype])
-        for layer in self.layers:
+        for block, layer in enumerate(self.layers, start=1):
+            if semantics.train.lora is not None:
+                adapt(layer, f"model.layers.{block - 1}.", self._adapters(block), semantics.train.lora)
             use_kernels(layer, semantics, pointwise)
-        self.norm: nn.Module = fused_norm(body.norm) if semantics.norm == "fused" else body.norm
+        self.norm: nn.Module = fused_norm(self.body.norm) if semantics.norm == "fused" else self.body.norm
         self._tiled = self._by_tiles(policy or Policy())
-        stand_ins = [_StandIn() for _ in self.layers]
-        for stand_in, layer in zip(stand_ins, self.layers, strict=True):
-            for name in ("attention_type", "layer_type"):  # some models read these from the layer
-                if name in vars(layer):
-                    setattr(stand_in, name, vars(layer)[name])
-        body.layers = nn.ModuleList(stand_ins)
-        body.norm = nn.Identity()
-        for part in list(body.modules()):
+        self.stand_ins = [_StandIn(layer) for layer in self.layers]
+        self.body.layers, self.body.norm = nn.ModuleList(self.stand_ins), nn.Identity()
+        for part in list(self.body.modules()):
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta}
             for name, buffer in buffers.items():  # computed, not stored (inverse frequencies, scales): make them real
                 part.register_buffer(name, torch.empty_like(buffer, device=device or "cpu"), persistent=False)
             if buffers:
                 self.model._init_weights(part)
-        self.body: nn.Module = body
-        self.stand_ins = stand_ins
         self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
 
     def _by_tiles(self, policy: Policy) -> list[TiledLayer] | None:
@@ -119,10 +114,7 @@ class Templates:
         lora = self.semantics.train.lora
         return {p.name: p.shape for p in self.workload.blocks[block].trained} if lora is not None else {}
 
-    def _with_adapters(self) -> None:
-        if (lora := self.semantics.train.lora) is not None:
-            for block, layer in enumerate(self.layers, start=1):
-                adapt(layer, f"model.layers.{block - 1}.", self._adapters(block), lora)
+    # -- embedding and layers ---------------------------------------------------------------------------------------
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[LayerInputs]]:
         """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
@@ -135,16 +127,16 @@ class Templates:
         assert hidden_BTD is not None
         return hidden_BTD, [i for i in inputs if i is not None]
 
-    def by_document(self, inputs: LayerInputs, documents: PackedDocuments) -> LayerInputs:
+    def by_document(self, inputs: LayerInputs, packed: Batch) -> LayerInputs:
         """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
         if self._no_documents is not None:
             raise WorkloadError(f"{self._no_documents}; choose another packing")
-        rotary: Any = self.body.rotary_emb
-        like = documents.positions_BT.new_empty(0, dtype=DTYPE[self.semantics.compute_dtype])
+        assert packed.positions_BT is not None
+        like = packed.positions_BT.new_empty(0, dtype=DTYPE[self.semantics.compute_dtype])
         return inputs | {
-            "position_ids": documents.positions_BT,
-            "position_embeddings": rotary(like, position_ids=documents.positions_BT),
-            "document_tokens": documents.n_tokens,
+            "position_ids": packed.positions_BT,
+            "position_embeddings": self.body.rotary_emb(like, position_ids=packed.positions_BT),
+            "document_tokens": packed.document_tokens,
         }
 
     def layer(
@@ -162,6 +154,8 @@ class Templates:
             out = functional_call(self.layers[block - 1], short, (hidden_BTD,), inputs, strict=True)
         return out[0] if isinstance(out, tuple) else out
 
+    # -- the head ---------------------------------------------------------------------------------------------------
+
     def loss(
         self,
         weights: Weights,
@@ -176,20 +170,16 @@ class Templates:
         (not averaged) loss (fp64, on the device), the gradient of the hidden state, and the gradients of the head's other trained
         parameters.
         """
-        norm_weights = {
-            n.removeprefix("model.norm."): w.detach().requires_grad_(n in self._trained) for n, w in weights.items() if n != HEAD
-        }
+        norm_weights = {n: w.detach().requires_grad_(f"model.norm.{n}" in self._trained) for n, w in _of_norm(weights).items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
-        normed_ND = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1])
-        targets_N = targets_BT.reshape(-1)
+        normed_ND, targets_N = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), targets_BT.reshape(-1)
         gradient_ND = torch.empty_like(normed_ND)
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
-        for tile in torch.arange(normed_ND.shape[0]).split(self.semantics.loss_tile_tokens):
-            rows = slice(int(tile[0]), int(tile[-1]) + 1)
-            trains, given = head_gradient_VD is not None, (weights[HEAD], normed_ND[rows], targets_N[rows])
-            loss, gradient_ND[rows], dw_VD = self._tile(*given, n_supervised, trains)
+        n_rows, trains = self.semantics.loss_tile_tokens, head_gradient_VD is not None
+        for rows_ND, out_ND, targets in zip(*(t.split(n_rows) for t in (normed_ND, gradient_ND, targets_N)), strict=True):
+            loss, out_ND[:], dw_VD = self._tile(weights[HEAD], rows_ND, targets, n_supervised, trains)
             if head_gradient_VD is not None and dw_VD is not None:
                 head_gradient_VD += dw_VD
             del dw_VD  # or two tiles' would be alive at a time
@@ -213,19 +203,35 @@ class Templates:
             dx_ND, *dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, *([head_VD] if trains else [])])
         return loss.detach(), dx_ND, dw_VD[0] if dw_VD else None
 
-    def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
-        logits_NV = nn.functional.linear(normed_ND, head_VD)
-        if self.logit_soft_cap is not None:
-            logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
-        return logits_NV.float()
-
     def _summed_loss(self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         if self.semantics.loss == "fused":
             return row_losses(nn.functional.linear(normed_ND, head_VD), targets_N)[0].sum()
         logits_NV = self._logits(head_VD, normed_ND)
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
 
-    # -- without gradients ------------------------------------------------------------------------------------------
+    def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = nn.functional.linear(normed_ND, head_VD)
+        if self.logit_soft_cap is not None:
+            logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
+        return logits_NV.float()
+
+    def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time; without gradients."""
+        normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
+        n = self.semantics.loss_tile_tokens
+        for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
+            loss_sum += self._summed_loss(weights[HEAD], rows_ND, targets_N)
+        return loss_sum
+
+    def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Of some rows, (N, V) fp32; without gradients."""
+        return self._logits(weights[HEAD], self._normed(weights, hidden_ND))
+
+    def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        return functional_call(self.norm, _of_norm(weights), (hidden,), strict=True)  # type: ignore[no-any-return]
+
+    # -- modes ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -251,30 +257,13 @@ class Templates:
             for part in found:
                 part.is_aside = False
 
-    def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time."""
-        normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
-        n = self.semantics.loss_tile_tokens
-        for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
-            loss_sum += self._summed_loss(weights[HEAD], rows_ND, targets_N)
-        return loss_sum
-
-    def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Of some rows, (N, V) fp32."""
-        return self._logits(weights[HEAD], self._normed(weights, hidden_ND))
-
-    def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        own = {n.removeprefix("model.norm."): w for n, w in weights.items() if n != HEAD}
-        return functional_call(self.norm, own, (hidden,), strict=True)  # type: ignore[no-any-return]
+    # -- random weights ---------------------------------------------------------------------------------------------
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """A block's own random weights as transformers would initialise them, and adapters as PEFT would, fp32; the same for the
         same seed."""
-        body: Any = self.body
-        modules: dict[str, nn.Module]
         if block == 0:
-            modules = {"model.embed_tokens.": body.embed_tokens}
+            modules = {"model.embed_tokens.": self.body.embed_tokens}
         elif block <= len(self.layers):
             modules = {f"model.layers.{block - 1}.": self.layers[block - 1]}
         else:
@@ -282,7 +271,7 @@ class Templates:
         torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
         weights: Weights = {}
         for prefix, module in modules.items():
-            real = _materialised(module)
+            real = copy.deepcopy(module).float().to_empty(device="cpu")
             for part in real.modules():
                 self.model._init_weights(part)
             weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
@@ -294,6 +283,11 @@ class Templates:
         return initial_factors(self._adapters(block), op_seed(seed, 0, 1, block))
 
 
+def _of_norm(weights: Weights) -> Weights:
+    """The head's weights but for the output matrix, by the names that the norm gives them."""
+    return {name.removeprefix("model.norm."): weight for name, weight in weights.items() if name != HEAD}
+
+
 def _tile_at_once(
     head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -302,7 +296,7 @@ def _tile_at_once(
     losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
     probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
     of_row_N = (targets_N != UNSUPERVISED) / n_supervised
-    gradient_NV = torch.mul(probabilities_NV, of_row_N.unsqueeze(1), out=logits_NV)  # rounded where the logits lay
+    gradient_NV = torch.mul(probabilities_NV, of_row_N.unsqueeze(1), out=logits_NV)  # rounded, in the place of the logits
     return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND if trains else None
 
 
@@ -318,11 +312,6 @@ def row_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.
     of_largest_N = probabilities_NV.gather(1, at_N.unsqueeze(1)).squeeze(1)
     losses_N = (largest_N.float() - of_target_N.float()) - of_largest_N.log()
     return losses_N.masked_fill(targets_N == UNSUPERVISED, 0.0), probabilities_NV
-
-
-def _materialised(module: nn.Module) -> nn.Module:
-    """A copy of a meta module with real, uninitialised fp32 parameters."""
-    return copy.deepcopy(module).float().to_empty(device="cpu")
 
 
 def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:

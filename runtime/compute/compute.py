@@ -1,4 +1,4 @@
-"""How does the device compute forward, loss and backward of one block?"""
+"""Compute on the device: forward, loss and backward of one block, and what autograd keeps between them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,22 +14,21 @@ from runtime.layers.views import Shelf, Views, Weights
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.workload import Saved
 
-from .blocks import HEAD, LayerInputs, Templates, op_seed
-from .layer_inputs import NotedInputs
-from .tokens import MicroBatch, StepTokens
+from .blocks import HEAD, Templates, op_seed
+from .inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of a step, added up on the device. Nobody looks at it from the host before the step is over."""
+    """Of a step, added up on the device. The host looks at none of them before the step is over."""
 
     n_supervised: int
     total: torch.Tensor  # fp64
-    each: list[torch.Tensor]  # of every micro-batch, where there are other ranks that want to know
+    each: list[torch.Tensor]  # of every micro-batch, where there are other ranks to tell
 
 
 class Compute:
-    """The ops of the gpu lane. Only that lane's thread may use it."""
+    """The ops of the gpu lane that compute. Only that lane's thread may use it."""
 
     def __init__(
         self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], seed: int, generator: torch.Generator, rank: int = 0
@@ -42,80 +41,67 @@ class Compute:
         self._first_trained = plan.workload.first_trained
         self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
         self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
-        self.losses: dict[int, Losses] = {}  # of the steps that have begun; whoever wants them takes them away
+        self.losses: dict[int, Losses] = {}  # of the steps that have begun, until they are taken
         self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
-        self._views, self._tokens = Views(plan, arenas), StepTokens(plan.semantics, batches)
-        self.passed = NotedInputs(self.templates)
-        self._shelves: dict[tuple[int, int], Shelf] = {}  # what such forwards save, if it goes to the host
-        self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, by block and micro-batch
-        self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: where weights and input lie
+        self._views, self.inputs = Views(plan, arenas), Inputs(self.templates, batches)
+        self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
+        self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
+        self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
     def forget(self) -> None:
         """Drop what a run that failed in the middle of a step has left."""
-        self._tokens.forget()
+        self.inputs.forget()
         self.losses.clear()
         self._site = None
         self._graphs.clear()
         self._shelves.clear()
 
-    # -- what ops work on -------------------------------------------------------------------------------------------
-
-    def _micro_batch(self, step: int, m: int) -> MicroBatch:
-        if (batch := self._tokens.begin(step)) is not None:
+    def _begin(self, step: int) -> None:
+        """A step's tokens are there, and its losses."""
+        if (batch := self.inputs.begin(step)) is not None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             self.losses[step] = Losses(batch.n_supervised, total, [])
-        return self._tokens.of(m)
-
-    def _activation(self, op: Op, name: str) -> torch.Tensor:
-        return self._at(op, op[name])
-
-    def _at(self, op: Op, slot: Slot) -> torch.Tensor:
-        assert op.micro_batch is not None
-        return self._views.activation(slot, op.micro_batch)
-
-    # -- forward ----------------------------------------------------------------------------------------------------
 
     def _seed(self, step: int, op: Op) -> None:
         self.generator.manual_seed(op_seed(self.seed, step, self._first + (op.micro_batch or 0), op.block))
 
-    def forward(self, op: Op, step: int) -> None:
-        assert op.micro_batch is not None
-        m = op.micro_batch
-        self._seed(step, op)
-        weight_slot, has_backward = op["weights"], op.block >= self._first_trained
-        if op.block == 0:
-            weights, tokens = self._views.leaves(op.block, weight_slot), self._micro_batch(step, m)
-            with torch.set_grad_enabled(has_backward), self._keeping(weight_slot):
-                output_BTD = self.passed.embed(weights, m, tokens.input_ids_BT, tokens.documents)
-            if has_backward:
-                self._graphs[0, m] = _graph(output_BTD, [], weights)
-        elif not has_backward or (remembering := self._remembering(op, step, weight_slot)) is None:
-            weights, hidden_BTD = self._weights(op), self._activation(op, "x")
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
-        else:
-            with remembering:
-                output_BTD = self._with_graph(op)
-        self._activation(op, "y").copy_(output_BTD.detach())
-
-    def unpack(self, op: Op) -> None:
-        self._views.unpack(op)
+    def _at(self, op: Op, slot: Slot) -> torch.Tensor:
+        return self._views.activation(slot, op.micro_batch or 0)
 
     def _weights(self, op: Op) -> Weights:
         return self._views.weights(op.block, op["weights"], op.get("trained"))
 
-    def _layer_inputs(self, op: Op) -> LayerInputs:
-        """What the op's layer is passed besides the boundary."""
-        assert op.micro_batch is not None
-        return self.passed.of(op.block, op.micro_batch)
+    def unpack(self, op: Op) -> None:
+        self._views.unpack(op)
 
-    def _with_graph(self, op: Op) -> torch.Tensor:
-        """A layer's forward with its graph, which is remembered for the backward."""
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
+        m, weight_slot, has_backward = op.micro_batch, op["weights"], op.block >= self._first_trained
+        self._seed(step, op)
+        if op.block == 0:
+            self._begin(step)
+            weights = self._views.leaves(op.block, weight_slot)
+            with torch.set_grad_enabled(has_backward), self._keeping(weight_slot):
+                output_BTD = self.inputs.embed(weights, m)
+            if has_backward:
+                self._graphs[0, m] = _graph(output_BTD, [], weights)
+        elif not has_backward or (remembering := self._remembering(op, step, weight_slot)) is None:
+            hidden_BTD = self._at(op, op["x"])
+            output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.of_layer(op.block, m))
+        else:
+            with remembering:
+                output_BTD = self._with_graph(op, m)
+        self._at(op, op["y"]).copy_(output_BTD.detach())
+
+    def _with_graph(self, op: Op, m: int) -> torch.Tensor:
+        """A layer's forward with its graph, which is remembered for the backward."""
         weights = self._views.leaves(op.block, op["weights"], op.get("trained"))
-        hidden_BTD = self._activation(op, "x").requires_grad_()
+        hidden_BTD = self._at(op, op["x"]).requires_grad_()
         with torch.enable_grad():
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op))
-        self._graphs[op.block, op.micro_batch] = _graph(output_BTD, [hidden_BTD], weights)
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self.inputs.of_layer(op.block, m))
+        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD], weights)
         return output_BTD
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
@@ -137,19 +123,15 @@ class Compute:
             flat = self.arenas.raw(self._site[0])[offset_bytes:].view(like.dtype)
             return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
-        def offset_of(tensor: torch.Tensor) -> int | None:
-            return self.arenas.offset_in(weight_slot, tensor)
-
-        return kept(offset_of, rebind)
+        return kept(lambda tensor: self.arenas.offset_in(weight_slot, tensor), rebind)
 
     def _again(self, op: Op, step: int) -> None:
-        """A layer's forward a second time, while its backward runs: on weights and input where they lie by then."""
+        """A layer's forward a second time, while its backward runs: with weights and input in the slots that have them by then."""
         assert self._site is not None
-        assert op.micro_batch is not None
         self._seed(step, op)
         weights = self._views.leaves(op.block, self._site[0], op.get("trained"))
         hidden_BTD = self._at(op, self._site[1]).requires_grad_()
-        self.templates.layer(op.block, weights, hidden_BTD, self._layer_inputs(op), again=True)
+        self.templates.layer(op.block, weights, hidden_BTD, self.inputs.of_layer(op.block, op.micro_batch or 0), again=True)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -160,21 +142,19 @@ class Compute:
         if (slot := op.get("saved")) is not None:
             self._shelves.pop((op.block, op.micro_batch)).slot = self.arenas.raw(slot)
         graph = self._graphs.pop((op.block, op.micro_batch))
-        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._activation(op, "y"), allow_unused=True)
+        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._at(op, op["y"]), allow_unused=True)
         self._site = None
         if op.block:
             assert gradients[0] is not None
-            self._activation(op, "x").copy_(gradients[0])
+            self._at(op, op["x"]).copy_(gradients[0])
             gradients = gradients[1:]
-        found = {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None}
-        self._put_gradient(op, found)
+        self._put_gradient(op, {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None})
 
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         self._seed(step, op)
-        weights, hidden_BTD = self._weights(op), self._activation(op, "x")
-        targets_BT = self._micro_batch(step, op.micro_batch).targets_BT
-        losses = self.losses[step]
+        self._begin(step)
+        hidden_BTD, losses = self._at(op, op["x"]), self.losses[step]
         total, out = op.get("sum"), op.get("gradient")
         first = total is None or self.plan.semantics.begins_sum(op.micro_batch)
         total = total or out
@@ -183,7 +163,8 @@ class Compute:
         if head is not None:
             # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
             own = head.zero_() if first else torch.zeros_like(head)
-        loss_sum, hidden_gradient, others = self.templates.loss(weights, hidden_BTD, targets_BT, losses.n_supervised, own)
+        targets_BT = self.inputs.of(op.micro_batch).targets
+        loss_sum, hidden_gradient, others = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.each.append(loss_sum)
@@ -198,7 +179,7 @@ class Compute:
                 view.copy_(running[name])
 
     def _joined(self, op: Op, part: Weights) -> Weights:
-        """The sum that this one has joined, in the end: its own where none waits for it."""
+        """The sum that this one has joined, in the end: its own where it is the right part of none."""
         for slot in op.every("into"):
             total = self._views.gradients(op.block, slot, "fp32")
             for name, view in total.items():
@@ -222,10 +203,9 @@ class Compute:
                 else:
                     view.copy_(found[name] + 0.0)  # before it is rounded
             return
-        assert op.micro_batch is not None
         running = self._views.gradients(op.block, total, self.plan.sum_dtype(op.block))
         for name, view in running.items():
-            if self.plan.semantics.begins_sum(op.micro_batch):
+            if self.plan.semantics.begins_sum(op.micro_batch or 0):
                 view.zero_()
             if name in found:
                 view += found[name]

@@ -1,4 +1,4 @@
-"""What does a forward without a backward compute?"""
+"""Inference: a forward plan performed over a training machine's arenas; the caller's head gets what the last layer made."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +15,7 @@ from runtime.machine import Machine
 from runtime.plan import Kind, Lane, Op, Plan
 
 from .blocks import Templates
-from .layer_inputs import NotedInputs
-from .tokens import StepTokens
+from .inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,11 @@ Head = Callable[[LastHidden], None]  # called on the thread of the lane that com
 
 
 class Abandoned(Exception):
-    """The run was asked to end; nobody waits for what would have been found."""
+    """The run was asked to end during a forward, whose result is not there."""
 
 
 def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None, tell: Callable[[int, int], None] | None = None) -> None:
-    """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile.
+    """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile.
 
     Other ranks, which `tell` has take part, are told of one at a time: all perform it to its end, and then may be told to save.
     """
@@ -53,7 +52,7 @@ def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None, tell
 
 
 class Inference:
-    """The ops of a forward plan. Nothing of a step of training is seen by it, nor is anything left behind."""
+    """The ops of a forward plan. No step of training sees anything of it, and nothing is left behind."""
 
     def __init__(
         self,
@@ -68,9 +67,7 @@ class Inference:
         """`batches` gives a step's tokens on the device. Several ranks `gather` weights; one without a head does only that."""
         self.templates, self.head = templates, head
         self._copies, self._gather = Copies(plan, arenas, rank), gather
-        self._views = Views(plan, arenas)
-        self._tokens = StepTokens(plan.semantics, batches)
-        self._inputs = NotedInputs(templates)
+        self._views, self._inputs = Views(plan, arenas), Inputs(templates, batches)
         self._head_block = len(plan.workload.blocks) - 1
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
@@ -86,24 +83,20 @@ class Inference:
             self._views.unpack(op)
         elif self.head is not None:
             assert op.kind is Kind.FORWARD, "a forward plan has no other ops"
-            self._forward(op, step)
+            self._forward(op, step, self.head)
 
     def result(self, step: int, loss_is_there: Callable[[], None]) -> None:
         return None  # the head has all that there is
 
-    def _forward(self, op: Op, step: int) -> None:
-        m = op.micro_batch
+    def _forward(self, op: Op, step: int, head: Head) -> None:
+        m, views, inputs = op.micro_batch, self._views, self._inputs
         assert m is not None
-        assert self.head is not None
-        weights, views = self._views.weights(op.block, op["weights"], op.get("trained")), self._views
-        self._tokens.begin(step)
+        weights = views.weights(op.block, op["weights"], op.get("trained"))
+        inputs.begin(step)
         if op.block == self._head_block:
-            hidden_BTD, targets_BT = views.activation(op["x"], m), self._tokens.of(m).targets_BT
-            self.head(LastHidden(self.templates, weights, hidden_BTD, targets_BT, step, m))
-            return
-        if op.block == 0:
-            tokens = self._tokens.of(m)
-            output_BTD = self._inputs.embed(weights, m, tokens.input_ids_BT, tokens.documents)
+            head(LastHidden(self.templates, weights, views.activation(op["x"], m), inputs.of(m).targets, step, m))
+        elif op.block == 0:
+            views.activation(op["y"], m).copy_(inputs.embed(weights, m))
         else:
-            output_BTD = self.templates.layer(op.block, weights, views.activation(op["x"], m), self._inputs.of(op.block, m))
-        views.activation(op["y"], m).copy_(output_BTD)
+            hidden_BTD = self.templates.layer(op.block, weights, views.activation(op["x"], m), inputs.of_layer(op.block, m))
+            views.activation(op["y"], m).copy_(hidden_BTD)

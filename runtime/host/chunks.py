@@ -1,22 +1,14 @@
-"""What is done to a parameter while a chunk of it is in a core's cache (cache blocking)?
+"""Loops over the chunks of a flat parameter: each chunk is done with while it is in a core's cache (cache blocking).
 
-Loops over the chunks of one parameter, flat. TorchScript runs them: a loop then needs no interpreter and none of its lock, so that
-several threads, and the lane that computes, are not in each other's way. Where torch has no TorchScript any more the interpreter
-runs the same functions, with the same results, slower.
+TorchScript runs them on the host: a loop then holds no interpreter lock, and neither other threads nor the lane that computes wait
+for it. Where torch has no TorchScript the interpreter runs the same functions, with the same results, slower. Signatures have no
+classes, as TorchScript compiles none.
 
-Bytes per parameter that a loop moves between memory and cache, chunks being small enough to stay there: each byte of its
-arguments outside of the scratch is read once and, if it changes, written once. For `adamw`
-
-    split master    read  weight 2, remainder 2, moments 4 + 4, gradient 2; write weight 2, remainder 2, moments 4 + 4     26 B
-    fp32 master     read  master 4, moments 4 + 4, gradient 4; write master 4, moments 4 + 4                               28 B
-    bf16 master     read  master 2, moments 4 + 4, gradient 2; write master 2, moments 4 + 4                               22 B
-
-with bf16 gradients, but fp32 ones where fp32 is computed. Every loop has a signature that TorchScript can compile: no classes.
+A byte outside of the scratch memory is read once and, if it changes, written once: `Optimizer.update_bytes` counts them.
 """
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -24,40 +16,37 @@ import torch
 CHUNK_ELEMENTS = 65_536  # of the norm's definition
 UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # the optimizer's unit. Smaller, the calls would cost more; larger, its scratch leaves a cache
 
+# An optimizer's arithmetic on a chunk, in place: the fp32 master, the gradient and each moment, each in a list of its own, as
+# torch's fused kernels take them; the hyperparameters; how many updates there were with this one. Callers make the lists: of lists
+# made in a loop TorchScript would say that nothing reads what the kernel does to them, and leave it out.
+Kernel = Callable[[list[list[torch.Tensor]], list[float], torch.Tensor], None]
+UpdateLoop = Callable[..., None]  # as `update_loop` makes it
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def _empty(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(UPDATE_ELEMENTS, dtype=dtype).zero_()  # so that its pages are there
-
-
-@dataclass(slots=True)
 class Scratch:
     """Memory of one thread for one chunk, allocated once: an allocation per chunk would be page faults."""
 
-    wide: torch.Tensor = field(default_factory=lambda: _empty(torch.float32))  # a master
-    bits: torch.Tensor = field(default_factory=lambda: _empty(torch.int32))
-    gradient: torch.Tensor = field(default_factory=lambda: _empty(torch.float32))
-    rounded: torch.Tensor = field(default_factory=lambda: _empty(torch.bfloat16))  # a gradient
-    wide_bits: torch.Tensor = field(init=False)  # the master's, in the same memory
+    def __init__(self, n_elements: int = UPDATE_ELEMENTS, device: torch.device | None = None) -> None:
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            made = torch.empty(n_elements, dtype=dtype, device=device)
+            return made if made.is_cuda else made.zero_()  # so that its pages are there
 
-    def __post_init__(self) -> None:
-        self.wide_bits = self.wide.view(torch.int32)
+        self.wide, self.gradient = empty(torch.float32), empty(torch.float32)  # a master, and a gradient
+        self.bits, self.rounded = empty(torch.int32), empty(torch.bfloat16)
 
 
-def scripted(loop: _F) -> _F:
-    """The loop as TorchScript, or as it is where torch has none."""
+def scripted(function: _F) -> _F:
+    """The function as TorchScript, or as it is where torch has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole; torch has nothing else without a compiler
         try:
-            return torch.jit.script(loop)  # type: ignore[no-any-return]
+            return torch.jit.script(function)  # type: ignore[no-any-return]
         except (AttributeError, NotImplementedError, RuntimeError):
-            return loop
+            return function
 
 
-def scale_of(factor: float) -> torch.Tensor | None:
-    """A factor as an fp32 tensor; None if it is one."""
-    return torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None
+# -- a chunk ----------------------------------------------------------------------------------------------------------
 
 
 def widened(
@@ -83,7 +72,9 @@ def halves() -> list[torch.Tensor]:
 
 
 def nan_of(wide: torch.Tensor) -> torch.Tensor | None:
-    """Where there are NaN; None if there are none, which a finite sum proves."""
+    """Where there are NaN; on the host None if there are none, which a finite sum proves. A device is asked for no number."""
+    if wide.is_cuda:
+        return wide != wide
     total = float(wide.sum())
     return wide != wide if total - total != 0.0 else None
 
@@ -103,7 +94,7 @@ def round_up_half(
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, wide: torch.Tensor, wide_bits: torch.Tensor, bits: torch.Tensor) -> None:
-    """A split master as fp32: the weight's bits are the upper half, and the remainder is added."""
+    """A split master as fp32: the weight's bits are the upper half, and the remainder is added. `wide_bits` are those of `wide`."""
     wide.copy_(weight)
     bits.copy_(remainder)
     wide_bits.add_(bits)
@@ -126,76 +117,64 @@ def cut(
     round_up_half(wide_bits, bits, half, nan, weight_bits)
 
 
-def adamw_chunks(
-    start: int,
-    end: int,
-    chunk: int,
-    master: torch.Tensor,
-    master_bits: torch.Tensor,
-    remainder: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    before: list[torch.Tensor],
-    parts: list[torch.Tensor],
-    rounded: torch.Tensor | None,
-    factor: float,
-    step: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    wide_scratch: torch.Tensor,
-    wide_scratch_bits: torch.Tensor,
-    bits_scratch: torch.Tensor,
-    gradient_scratch: torch.Tensor,
-    operands: list[list[torch.Tensor]],
-) -> None:
-    """AdamW on elements start .. end - 1, `start` being a chunk's. `before`: master, moments and remainder to start from; or empty.
+# -- loops ------------------------------------------------------------------------------------------------------------
 
-    `master` is fp32, bf16, or (with a remainder) the bf16 weight of a split one; `_bits` are the same bits as integers.
-    `operands` are four lists, for the kernel's arguments. Of lists made here TorchScript would say that nobody sees what the
-    kernel does to them, and leave it out.
-    """
-    half, scale = halves(), scale_of(factor)
-    for at in range(start, end, chunk):
-        n = min(chunk, end - at)
-        gradient = widened(parts, at, n, gradient_scratch, rounded, scale)
-        m, v, bits = exp_avg.narrow(0, at, n), exp_avg_sq.narrow(0, at, n), bits_scratch.narrow(0, 0, n)
-        source, source_remainder = master, remainder
+
+def update_loop(kernel: Kernel) -> UpdateLoop:
+    """The loop in which an optimizer's kernel updates a parameter."""
+
+    def update_chunks(
+        start: int,
+        end: int,
+        chunk: int,
+        weight: torch.Tensor,
+        weight_bits: torch.Tensor,
+        remainder: torch.Tensor | None,
+        moments: list[torch.Tensor],
+        before: list[torch.Tensor],
+        parts: list[torch.Tensor],
+        rounded: torch.Tensor | None,
+        factor: float,
+        numbers: list[float],
+        n_updates: float,
+        wide_scratch: torch.Tensor,
+        wide_scratch_bits: torch.Tensor,
+        bits_scratch: torch.Tensor,
+        gradient_scratch: torch.Tensor,
+        operands: list[list[torch.Tensor]],
+    ) -> None:
+        """Elements start .. end - 1, `start` being a chunk's. `weight` is the master, fp32 or bf16, or the bf16 half of a split
+        one, which has a `remainder`; `_bits` are the same bits as integers. `before`: all of these to start from, in this order,
+        which stay as they are; or empty. The gradient is the sum of `parts`, rounded to the dtype of `rounded`, times `factor`."""
+        half, step = halves(), torch.full([], n_updates, dtype=torch.float32)
+        scale = torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None
+        in_place = weight.dtype == torch.float32  # the kernel then works on the master itself
+        source, source_remainder, sources = weight, remainder, before
         if len(before) > 0:
-            source = before[0]
-            m.copy_(before[1].narrow(0, at, n))
-            v.copy_(before[2].narrow(0, at, n))
-            source_remainder = before[3] if len(before) > 3 else None
-        in_place = master.dtype == torch.float32  # the kernel then works on the master itself
-        wide = master.narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
-        wide_bits = master_bits.narrow(0, at, n) if in_place else wide_scratch_bits.narrow(0, 0, n)
-        if source_remainder is not None:
-            join(source.narrow(0, at, n), source_remainder.narrow(0, at, n), wide, wide_bits, bits)
-        elif not in_place or len(before) > 0:
-            wide.copy_(source.narrow(0, at, n))
-        for operand, tensor in zip(operands, [wide, gradient, m, v]):  # noqa: B905 TorchScript knows no `strict`
-            operand[0] = tensor
-        torch._fused_adamw_(
-            operands[0],
-            operands[1],
-            operands[2],
-            operands[3],
-            [],
-            [step],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-        )
-        if remainder is not None:
-            cut(wide, wide_bits, wide_bits, half, master_bits.narrow(0, at, n), remainder.narrow(0, at, n))
-        elif not in_place:
-            round_up_half(wide_bits, wide_bits, half, nan_of(wide), master_bits.narrow(0, at, n))
+            source, sources = before[0], before[1:]
+            if remainder is not None:
+                source_remainder, sources = before[1], before[2:]
+        for at in range(start, end, chunk):
+            n = min(chunk, end - at)
+            gradient, bits = widened(parts, at, n, gradient_scratch, rounded, scale), bits_scratch.narrow(0, 0, n)
+            wide = weight.narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
+            wide_bits = weight_bits.narrow(0, at, n) if in_place else wide_scratch_bits.narrow(0, 0, n)
+            if source_remainder is not None:
+                join(source.narrow(0, at, n), source_remainder.narrow(0, at, n), wide, wide_bits, bits)
+            elif not in_place or len(before) > 0:
+                wide.copy_(source.narrow(0, at, n))
+            operands[0][0], operands[1][0] = wide, gradient
+            for i, moment in enumerate(moments):
+                operands[i + 2][0] = moment.narrow(0, at, n)
+                if len(before) > 0:
+                    operands[i + 2][0].copy_(sources[i].narrow(0, at, n))
+            kernel(operands, numbers, step)
+            if remainder is not None:
+                cut(wide, wide_bits, wide_bits, half, weight_bits.narrow(0, at, n), remainder.narrow(0, at, n))
+            elif not in_place:
+                round_up_half(wide_bits, wide_bits, half, nan_of(wide), weight_bits.narrow(0, at, n))
+
+    return update_chunks
 
 
 def squares_of_chunks(
@@ -222,4 +201,4 @@ def add_chunks(
         running.add_(wide)
 
 
-run_adamw, run_squares, run_add = scripted(adamw_chunks), scripted(squares_of_chunks), scripted(add_chunks)
+run_squares, run_add = scripted(squares_of_chunks), scripted(add_chunks)

@@ -1,8 +1,8 @@
-"""How do the processes of a host read each other's memory?
+"""Memory that the ranks of a host read of each other: each has a slab that the others map too.
 
-Each has a slab that the others map too. It is no file that could outlive its processes, and is limited by memory alone, not by
-what is mounted for shared memory: the others find it by the process that has it. Only by the name that it bears do they know it:
-where processes are on several hosts, or count them apart, another process may have the same number, and even be the one that asks.
+It is no file that could outlive its processes, and is limited by memory alone, not by what is mounted for shared memory: the others
+find it by the process that has it, and know it by its name alone. Where processes are on several hosts, or count them apart,
+another process may have the same number, and even be the one that asks.
 """
 
 import mmap
@@ -13,15 +13,22 @@ from dataclasses import dataclass
 
 import torch
 
+from .slabs import mapped
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Where another process finds a slab."""
+    """Where other processes find a slab."""
 
     process: int
     descriptor: int
     n_bytes: int
     name: str  # which no other slab has, on any host
+
+    def close(self) -> None:
+        """All that are to map this process's slab have: it goes with the last of its mappings."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +39,13 @@ class CommonMemory:
     exchanged: list[torch.Tensor]  # what each has for the others of a sum that they exchange
 
     def of_others(self, rank: int) -> list[torch.Tensor]:
-        """From which this one copies; and its own, to which it copies what is exchanged."""
+        """What this rank copies from; and its own, to which it copies what is exchanged."""
         return [slab for i, slab in enumerate(self.uploaded) if i != rank] + self.exchanged
 
 
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
-    """So many bytes, zero, that others may map until it is `closed`; MemoryError where the system refuses so many, OSError where it
-    has no such slabs."""
+    """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much, OSError where it has no
+    such slabs."""
     name = f"penstock-{secrets.token_hex(16)}"
     try:
         descriptor = os.memfd_create(name)
@@ -47,21 +54,15 @@ def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
     shared = Shared(os.getpid(), descriptor, n_bytes, name)
     try:
         os.ftruncate(descriptor, n_bytes)
-        return shared, _mapped(descriptor, n_bytes)
+        return shared, mapped(descriptor, n_bytes, mmap.MAP_SHARED)
     except (OSError, OverflowError, ValueError) as error:
-        closed(shared)
+        shared.close()
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
 
 
-def closed(mine: Shared) -> None:
-    """All that are to map this process's slab have: it goes with the last of its mappings."""
-    with suppress(OSError):  # it is nobody's, and was never open
-        os.close(mine.descriptor)
-
-
-def nobodys(n_bytes: int) -> Shared:
-    """What is said of a slab that others cannot map."""
-    return Shared(os.getpid(), -1, n_bytes, "nobody's")
+def unshared(n_bytes: int) -> Shared:
+    """In place of a slab that others cannot map."""
+    return Shared(os.getpid(), -1, n_bytes, "no shared slab")
 
 
 def slab_of(other: Shared) -> torch.Tensor:
@@ -70,18 +71,9 @@ def slab_of(other: Shared) -> torch.Tensor:
     try:
         if other.name not in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError("another process's")
-        return _mapped(descriptor, other.n_bytes)
+        if os.fstat(descriptor).st_size < other.n_bytes:
+            raise OSError(f"holds fewer than {other.n_bytes} bytes")  # reading beyond its end would end the process
+        return mapped(descriptor, other.n_bytes, mmap.MAP_SHARED)
     finally:
-        os.close(descriptor)  # the mapping keeps it
-
-
-def _mapped(descriptor: int, n_bytes: int) -> torch.Tensor:
-    if n_bytes == 0:
-        return torch.zeros(0, dtype=torch.uint8)
-    if os.fstat(descriptor).st_size < n_bytes:
-        raise OSError(f"holds fewer than {n_bytes} bytes")  # reading beyond its end would end the process
-    pages = mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED)
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with suppress(OSError):  # a kernel without it
-            pages.madvise(advice)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=n_bytes)
+        with suppress(OSError):
+            os.close(descriptor)  # the mapping keeps it

@@ -1,4 +1,4 @@
-"""How do weights, gradients and offloaded activations move between host and device?"""
+"""Copies between host and device: weights come, gradients leave, activations go and come back (load, and offload)."""
 
 from runtime.plan import Kind, Op, Plan
 from runtime.plan.workload import ITEM_BYTES
@@ -15,12 +15,12 @@ class Copies:
         self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
         self._uploaded = [plan.uploaded(b) for b in range(len(self._blocks))]  # in bytes
         item_bytes = ITEM_BYTES[plan.semantics.compute_dtype]
-        # Of those bytes, what lies on the device, and is not uploaded
+        # Of those bytes, what is on the device, and is not uploaded
         self._apart_bytes = [b.state_elements * item_bytes if plan.is_apart(i) else 0 for i, b in enumerate(self._blocks)]
 
     def load(self, op: Op) -> None:
-        """The beginning of the block's state, or what is frozen of it where only that is there. Tied weights, which lie in
-        another's, go one by one."""
+        """The beginning of the block's state, or what is frozen of it where only that is there. Where a weight is tied, whose place
+        is in another's state, weights go one by one."""
         dtype, tied, to = self.plan.semantics.compute_dtype, op.get("tied"), op["weights"]
         if self.plan.semantics.ranks > 1:
             for source, (first, n_whole) in zip((op["state"], tied), self.plan.regions(op.block), strict=False):
@@ -35,34 +35,31 @@ class Copies:
             weights[apart_bytes:n_bytes].copy_(state[: n_bytes - apart_bytes], non_blocking=True)
             return
         for p in self._blocks[op.block].parameters:
-            at = self._offsets[op.block][p.name]
-            view = self.arenas.view(to, dtype, (p.n_elements,), at)
+            view = self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name])
             if p.tied_to is not None:
                 view.copy_(self.arenas.view(tied, dtype, (p.n_elements,), self._offsets[0][p.tied_to]), non_blocking=True)
             elif (first := owned[p.name] - apart_bytes) >= 0:
                 part = self.arenas.view(op["state"], dtype, (p.n_elements,), first // view.element_size())
                 view.copy_(part, non_blocking=True)
 
-    def offload(self, op: Op) -> None:
+    def offload_gradient(self, op: Op) -> None:
         """A gradient; and the sums of its squares, if they go along."""
         dtype, n = self.plan.gradient_dtype(op.block), self.plan.gradient_elements(op.block) // self.plan.semantics.ranks
         self.arenas.view(op["arrived"], dtype, (n,)).copy_(self.arenas.view(op["gradient"], dtype, (n,)), non_blocking=True)
-        squares = op.get("squares")
-        if squares is not None:
+        if op.get("squares") is not None:
             self.offload_squares(op)
 
     def offload_squares(self, op: Op) -> None:
         """The sums of the squares of a gradient that stays."""
         self.arenas.raw(op["norm"]).copy_(self.arenas.raw(op["squares"]), non_blocking=True)
 
-    def move_saved(self, op: Op) -> None:
-        """What a layer saves leaves, or comes back."""
-        n_bytes = self.plan.recompute(op.block, op.micro_batch).slot_bytes
-        there, here = ("saved", "offloaded") if op.kind is Kind.FETCH_SAVED else ("offloaded", "saved")
-        self.arenas.raw(op[there])[:n_bytes].copy_(self.arenas.raw(op[here])[:n_bytes], non_blocking=True)
-
-    def move_activation(self, op: Op) -> None:
-        """Spill or fetch: activation offload, and its prefetch."""
-        n_bytes = self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
-        there, here = ("y", "spilled") if op.kind is Kind.FETCH_ACTIVATION else ("spilled", "y")
+    def move(self, op: Op) -> None:
+        """A layer's output, or what else its forward saves, goes to the host or comes back (activation offload, and its
+        prefetch)."""
+        if op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED):
+            (there, here), n_bytes = ("offloaded", "saved"), self.plan.recompute(op.block, op.micro_batch).slot_bytes
+        else:
+            (there, here), n_bytes = ("spilled", "y"), self.plan.blocks_of(op.micro_batch)[op.block].boundary_bytes
+        if op.kind in (Kind.FETCH_SAVED, Kind.FETCH_ACTIVATION):
+            there, here = here, there
         self.arenas.raw(op[there])[:n_bytes].copy_(self.arenas.raw(op[here])[:n_bytes], non_blocking=True)

@@ -1,46 +1,58 @@
-"""How large are the gradients of a block, while they are on the device?
+"""Sums of squares of gradients, of which the global gradient norm is made, on the host and on a device; and the clip factor.
 
-The norm asks of every tensor for a sum of squares: fp32 over fixed chunks, the sums of chunks added in fp64. A CPU in a
-GPU's place sums as the host does, to the last bit. A GPU adds up the elements of a chunk in an order of its own, always the same:
-its sums differ from the host's by a few roundings of fp32, and not from plan to plan.
+The norm asks of every tensor for a sum of squares: fp32 over fixed chunks, the sums of chunks added in fp64. A CPU in a GPU's place
+sums as the host does, to the last bit. A GPU adds up the elements of a chunk in an order of its own, always the same: its sums
+differ from the host's by a few roundings of fp32, and not from plan to plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from runtime.plan import Op, Plan
+from .chunks import CHUNK_ELEMENTS, Scratch, run_squares
+from .optimizer import SummedGradient, ranges, summed
 
-from .memory import Arenas
-from .optimizer import CHUNK_ELEMENTS, sum_of_squares
+NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-class Squares:
-    """The squares of gradients in the device's slots. Only the gpu lane's thread may use it."""
+def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
+    """Tasks for the sum of squares of a flat gradient: they give the fp32 sums of its chunks, to be `added` in order. In each of
+    the ranges `cuts` chunks begin anew."""
 
-    def __init__(self, plan: Plan, arenas: Arenas) -> None:
-        self.plan, self.arenas = plan, arenas
-        self._offsets = [b.offsets()[0] for b in plan.workload.blocks]
-        self._n_pieces = plan.semantics.n_pieces
+    def task(start: int, end: int) -> Callable[[Scratch], list[float]]:
+        return lambda own: run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
 
-    def square(self, op: Op) -> None:
-        """Put one sum per trained parameter of the block into its slot of `squares`."""
-        dtype, parameters = self.plan.gradient_dtype(op.block), self.plan.workload.blocks[op.block].trained
-        at = self._offsets[op.block]
-        gradients = [self.arenas.view(op["gradient"], dtype, (p.n_elements,), at[p.name]) for p in parameters]
-        out = self.arenas.view(op["squares"], "fp64", (len(parameters),))
-        cuts = self.plan.workload.blocks[op.block].cuts(self._n_pieces)  # none of these blocks has a weight that is another's
-        if out.device.type == "cpu":
-            for i, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-                out[i] = sum_of_squares(gradient, cuts=cuts[p.name])
-        else:
-            named = zip(parameters, gradients, strict=True)
-            squares_at_once([[gradient[cut.start : cut.stop] for cut in cuts[p.name]] for p, gradient in named], out)
+    whole = [range(gradient.numel())] if cuts is None else cuts
+    return [task(start, end) for cut in whole for start, end in ranges(cut.stop, cut.start)]
+
+
+def added(sums: Iterable[float]) -> float:
+    """The fp64 sum of chunks' sums, or of tensors', in order; not `sum`, which compensates from Python 3.12 on."""
+    total = 0.0
+    for square in sums:
+        total += square
+    return total
+
+
+def sum_of_squares(
+    gradient: torch.Tensor | SummedGradient, scratch: Scratch | None = None, cuts: Sequence[range] | None = None
+) -> float:
+    """Sum of squares of a flat gradient, all on this thread."""
+    own = scratch or Scratch()
+    return added(square for task in squares_tasks(summed(gradient), cuts) for square in task(own))
+
+
+def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence[range]], out: torch.Tensor) -> None:
+    """One sum for each flat gradient into `out`, fp64, by the device that holds both."""
+    if out.device.type == "cpu":
+        own = Scratch()
+        out.copy_(torch.tensor([sum_of_squares(g, own, of) for g, of in zip(gradients, cuts, strict=True)], dtype=torch.float64))
+    else:
+        squares_at_once([[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)], out)
 
 
 def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor) -> None:
-    """The same for a device of many cores, which is never asked for a number: a kernel or two per piece of a tensor, and four for
-    all.
+    """The same for a device of many cores, which is asked for no number: a kernel or two per piece of a tensor, and four for all.
 
     Scratch memory is a dozen bytes per chunk of elements. The norm of a chunk, squared, is its sum of squares, as near as fp32
     has it; a tensor is read, widened and added up in one pass.
@@ -59,3 +71,11 @@ def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tens
                 torch.linalg.vector_norm(rest, dtype=torch.float32, out=of_chunks[i, at + n_full])
             at += n_full + (n_rest > 0)
     torch.sum(of_chunks.square_(), dim=1, dtype=torch.float64, out=out)
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """`min(1, clip_norm / (norm + 1e-6))` in fp32; 1 where nothing is clipped."""
+    if clip_norm is None:
+        return 1.0
+    ratio = torch.tensor(clip_norm, dtype=torch.float32) / (torch.tensor(norm, dtype=torch.float32) + NORM_EPS)
+    return min(1.0, float(ratio))

@@ -1,8 +1,8 @@
-"""What numbers of a step do all ranks learn?
+"""Numbers of a step that all ranks learn: the squares of their gradients, and their losses.
 
-The sums of squares of each tile of every rank's part, of which the norm is made, and the losses of its micro-batches. Each rank
-puts its own into a row, in the order of blocks; once the rows are shared, every rank adds up the same numbers in the same order,
-which is that of a single process: tile by tile of each parameter, and parameter by parameter.
+Each rank puts the sums of squares of its tiles into a row, in the order of blocks, and the losses of its micro-batches. Once the
+rows are shared, every rank adds up the same numbers in the same order, which is that of a single process: tile by tile of each
+parameter, and parameter by parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from runtime.plan import Plan
 from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
 from runtime.ranks import Ranks
 
-from .optimizer import added
+from .norms import added
 
 
 class Learned(NamedTuple):
@@ -26,22 +26,20 @@ class Learned(NamedTuple):
 
 
 class SharedNumbers:
-    """Of the step at work."""
+    """The rows of all ranks."""
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
         self._n_numbers, self._n_micro_batches = plan.shared_numbers(), plan.semantics.n_micro_batches
-        # Of each rank's row the parameter that each tile is of, block by block
-        self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]
+        self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]  # of each rank's row, block by block
         assert all(sum(map(len, of)) + self._n_micro_batches + 1 <= self._n_numbers for of in self._tiles)
         self._row = torch.zeros(self._n_numbers, dtype=torch.float64)
 
     def _tiles_of(self, rank: int) -> Iterator[list[Parameter]]:
-        n_pieces = self._plan.semantics.n_pieces
+        """The parameter that each tile is of."""
         for b, block in enumerate(self._plan.workload.blocks):
-            offsets, cuts = block.offsets(owned_only=True)[0], block.cuts(n_pieces)
-            n = self._plan.part_elements(b)
-            of_block = list[Parameter]()
+            offsets, cuts = block.offsets(owned_only=True)[0], block.cuts(self._plan.semantics.n_pieces)
+            n, of_block = self._plan.part_elements(b), list[Parameter]()
             for p in block.parameters:
                 for cut in cuts.get(p.name, []):  # a weight that is another's is counted there
                     if (offsets[p.name] + cut.start) // n == rank:

@@ -1,4 +1,4 @@
-"""How does the host accumulate a step's gradients, take their global norm, and update by it?"""
+"""From gradients to an update: sums over micro-batches, the global norm, the clip factor, and the optimizer, on host and device."""
 
 import math
 import threading
@@ -11,12 +11,14 @@ import torch
 from runtime.errors import PenstockError
 from runtime.executor import AgreedStop
 from runtime.plan import Kind, Op, Plan, Slot, Update
+from runtime.plan.optimizer import Hyperparameters
 from runtime.plan.workload import Parameter
 
-from .chunks import Scratch
+from .chunks import Scratch, update_loop
 from .host_state import HostState
 from .memory import DTYPE, Arenas
-from .optimizer import AdamW, SummedGradient, adamw_tasks, add_tasks, added, clip_factor, squares_tasks
+from .norms import added, clip_factor, squares_on_device, squares_tasks
+from .optimizer import RULES, Step, SummedGradient, Task, add_tasks, summed
 from .shared_numbers import SharedNumbers
 from .workers import Workers
 
@@ -28,21 +30,26 @@ class NonFiniteError(PenstockError):
 
 
 class Updates:
-    """The ops of the host's own lane. Several threads share each of them, which changes no bit of what comes out."""
+    """The ops of the host's own lane, each shared by several threads, which changes no bit; and those of the gpu lane by which a
+    device squares and updates, on that lane's thread alone."""
 
     def __init__(
         self,
         plan: Plan,
         arenas: Arenas,
         state: HostState,
-        settings: Callable[[int], AdamW],
+        settings: Callable[[int], Hyperparameters],
         workers: Workers[Scratch],
+        device: torch.device,
         shared: SharedNumbers | None = None,
     ) -> None:
         """`shared`: what ranks tell each other of a step; None: there is one."""
         self._shared = shared
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
+        self._alone = Workers(1, Scratch)  # the device's lane has no helpers
+        rule = RULES[plan.semantics.optimizer.name]
+        self._device_loop = update_loop(rule.on_device(device)) if plan.policy.device_blocks else None
         blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
@@ -65,9 +72,9 @@ class Updates:
         self._norms.pop(step - 1, None)  # a device that works later may still ask for this one
         return self._norms[step], self._is_skipped(self._norms[step])
 
-    def _is_skipped(self, norm: float) -> bool:
-        """An eager update runs before the norm is known, and is legal only without it."""
-        return self.plan.policy.update is not Update.EAGER and not math.isfinite(norm)
+    def loss_of_all(self, step: int) -> float:
+        """Over all ranks' micro-batches, in order."""
+        return added(self._losses.pop(step))
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -95,6 +102,19 @@ class Updates:
         other = self.arenas.view(op["tied"], self.plan.host_gradient_dtype(head), shape, before)
         return SummedGradient((other, own), dtype)
 
+    def _on_device(self, op: Op, *run: Parameter) -> torch.Tensor:
+        """The gradient of parameters that follow each other in the device's slot."""
+        n, at = sum(p.n_elements for p in run), self._offsets[op.block][run[0].name]
+        return self.arenas.view(op["gradient"], self.plan.gradient_dtype(op.block), (n,), at)
+
+    # -- the norm ---------------------------------------------------------------------------------------------------
+
+    def square(self, op: Op) -> None:
+        """Sums of squares of a block's gradient by the device, one for each parameter: none of these is another's."""
+        gradients = [self._on_device(op, p) for p in self.state.owned(op.block)]
+        out = self._squares(op["squares"])[: len(gradients)]
+        squares_on_device(gradients, [self._cuts[op.block][p.name] for p in self.state.owned(op.block)], out)
+
     def norm(self, op: Op) -> None:
         """Sums of squares of a block's gradient: one for each parameter; of several ranks, for each tile of this rank's part."""
         of_parameters: list[list[Callable[[Scratch], list[float]]]] = []
@@ -119,29 +139,27 @@ class Updates:
             if self.agreed is not None:
                 self.agreed.hear(step, learned.is_asked)
             squares, self._losses[step] = learned.squares, learned.losses
-        for p, square in squares:
-            self._refuse_infinite(p, square, step)
+        self._refuse_infinite(squares, step)
         of_norm[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
 
     def _squares(self, slot: Slot) -> torch.Tensor:
         return self.arenas.view(slot, "fp64")
 
-    def _squared(self, slot: Slot) -> Iterator[tuple[Parameter, float]]:
+    def _squared(self, slot: Slot) -> list[tuple[Parameter, float]]:
         """Sums of squares that a slot holds of a block's gradient, with the parameter that each is of."""
         of = self.state.owned(slot.index) if self._shared is None else self._shared.tiles(slot.index)
-        yield from zip(of, self._squares(slot)[: len(of)].tolist(), strict=True)
+        return list(zip(of, self._squares(slot)[: len(of)].tolist(), strict=True))
 
-    def loss_of_all(self, step: int) -> float:
-        """Over all ranks' micro-batches, in order."""
-        return added(self._losses.pop(step))
-
-    def _refuse_infinite(self, p: Parameter, square: float, step: int) -> None:
-        if not math.isfinite(square) and self.plan.semantics.on_nonfinite == "stop":
+    def _refuse_infinite(self, squares: list[tuple[Parameter, float]], step: int) -> None:
+        odd = [p.name for p, square in squares if not math.isfinite(square)]
+        if odd and self.plan.semantics.on_nonfinite == "stop":
             raise NonFiniteError(
-                f"step {step + 1}: the gradient of {p.name} is not finite; lower --lr, or plan with --on-nonfinite skip"
+                f"step {step + 1}: the gradient of {odd[0]} is not finite; lower --lr, or plan with --on-nonfinite skip"
             )
 
-    # -- updates ----------------------------------------------------------------------------------------------------
+    def _is_skipped(self, norm: float) -> bool:
+        """An eager update runs before the norm is known, and is legal only without it."""
+        return self.plan.policy.update is not Update.EAGER and not math.isfinite(norm)
 
     def factor(self, step: int) -> float | None:
         """The step's clip factor, or None if the step is skipped; counts the update when first asked."""
@@ -154,6 +172,8 @@ class Updates:
                 self.state.n_updates += factor is not None
                 self._factor = (step, factor)
             return self._factor[1]
+
+    # -- the optimizer ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def changing(self, block: int, step: int, workers: Workers[Scratch]) -> Iterator[None]:
@@ -170,31 +190,14 @@ class Updates:
 
     def update(self, op: Op, step: int) -> None:
         if (own := op.get("norm")) is not None:  # of an eager update, which comes before the norm of all
-            for p, square in self._squared(own):
-                self._refuse_infinite(p, square, step)
+            self._refuse_infinite(self._squared(own), step)
         with self.changing(op.block, step, self.workers):
             self._update(op, step)
-
-    def _update(self, op: Op, step: int) -> None:
-        factor = self.factor(step)
-        if factor is None:
-            return
-        tasks = []
-        for p in self.state.owned(op.block):
-            settings = self.settings(step).of(p.name, p.shape)
-            tasks += adamw_tasks(self.state.param_state(p), self._gradient(op, p), factor, self.state.n_updates, settings)
-        self.workers.run(tasks)
 
     def speculate(self, op: Op, step: int) -> None:
         """The update as it is if nothing is clipped or skipped, into the shadow."""
         is_counted = self._factor is not None and self._factor[0] == step
-        n_updates = self.state.n_updates + (0 if is_counted else 1)
-        tasks = []
-        for p in self.state.owned(op.block):
-            now, shadow = self.state.param_state(p), self.state.param_state(p, of_shadow=True)
-            settings = self.settings(step).of(p.name, p.shape)
-            tasks += adamw_tasks(shadow, self._gradient(op, p), 1.0, n_updates, settings, start_from=now)
-        self.workers.run(tasks)
+        self.workers.run(self._tasks(op, step, 1.0, self.state.n_updates + (0 if is_counted else 1), into_shadow=True))
 
     def settle(self, op: Op, step: int) -> None:
         """Take the shadow if it was right; else it was in vain."""
@@ -203,3 +206,38 @@ class Updates:
                 self.state.commit(op.block)
             else:
                 self._update(op, step)
+
+    def _update(self, op: Op, step: int) -> None:
+        if (factor := self.factor(step)) is not None:
+            self.workers.run(self._tasks(op, step, factor, self.state.n_updates))
+
+    def _tasks(self, op: Op, step: int, factor: float, n_updates: int, into_shadow: bool = False) -> list[Task]:
+        settings, tasks = self.settings(step), list[Task]()
+        for p in self.state.owned(op.block):
+            now = self.state.param_state(p)
+            to, start_from = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
+            given = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), start_from
+            tasks += Step(to, *given).tasks()
+        return tasks
+
+    def update_on_device(self, op: Op, step: int) -> None:
+        """The device updates the state that it holds, by the gradient that is still there."""
+        assert self._device_loop is not None
+        with self.changing(op.block, step, self._alone):
+            if (factor := self.factor(step)) is None:
+                return
+            for settings, run in self._runs(op.block, self.settings(step)):
+                gradient, to = summed(self._on_device(op, *run)), self.state.param_state(*run)
+                Step(to, gradient, factor, self.state.n_updates, settings).on_device(self._device_loop)
+
+    def _runs(self, block: int, settings: Hyperparameters) -> Iterator[tuple[Hyperparameters, list[Parameter]]]:
+        """The block's parameters, those together that follow each other and are updated alike: adapters are many, and small."""
+        run, end, of_run = list[Parameter](), 0, settings
+        for p in self.state.owned(block):
+            at, own = self._offsets[block][p.name], settings.of(p.name, p.shape)
+            if run and (at, own) != (end, of_run):
+                yield of_run, run
+                run = []
+            run, end, of_run = [*run, p], at + p.n_elements, own
+        if run:
+            yield of_run, run

@@ -1,8 +1,8 @@
-"""What does a product with an adapter beside it compute (LoRA)?
+"""Adapters (LoRA): a frozen linear layer with a low-rank product beside it.
 
 y = x W^T + b + s (dropout(x) A^T) B^T, of a frozen weight W, and never merged with it: rounded after the frozen product, after the
 narrow one, and once more for the sum. It is one node of autograd, which keeps what the adapter's gradients need, and one call of a
-library, so that what is remembered of a layer's forward holds both of its results.
+library, so that what is remembered of a layer's forward holds both results.
 """
 
 # N rows, I numbers of each that go in, O that come out, R rank
@@ -19,13 +19,13 @@ from .documents import LIBRARY
 
 
 def adapt(module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], lora: Lora) -> None:
-    """Put adapters of these shapes, by their names behind the prefix, into a module. WorkloadError where one cannot stand."""
+    """Put adapters of these shapes, by their names behind the prefix, into a module. WorkloadError where one does not fit."""
     for name in dict.fromkeys(name.rsplit(".", 2)[0] for name in shapes):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
         linear = getattr(module.get_submodule(parent), child, None)
         found = [shapes.get(f"{name}.{factor}.weight") for factor in ADAPTERS]
         if not isinstance(linear, nn.Linear) or found != [(lora.rank, linear.in_features), (linear.out_features, lora.rank)]:
-            raise WorkloadError(f"{name}: no adapter of the plan's sizes can stand beside it; make the plan again")
+            raise WorkloadError(f"{name}: no adapter of the plan's sizes fits beside it; make the plan again")
         setattr(module.get_submodule(parent), child, AdaptedLinear(linear, lora))
 
 
@@ -41,7 +41,7 @@ def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, 
 
 
 class Factor(nn.Module):
-    """A matrix of an adapter, under the name that files give it. No `nn.Linear`: nobody but `initial_factors` initialises it."""
+    """A matrix of an adapter, under the name that files give it. No `nn.Linear`: transformers would initialise that."""
 
     def __init__(self, shape: tuple[int, int], like: torch.Tensor) -> None:
         super().__init__()

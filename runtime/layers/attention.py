@@ -1,4 +1,4 @@
-"""Which kernel attends on a GPU, and has this one got it?
+"""Attention kernels of a GPU: the one that a plan names is chosen, or refused where the GPU lacks it.
 
 Plans name it, because it decides bits and time. Documents of a packed sequence are attended to by FlashAttention whatever the plan
 says: cuDNN would make and keep a plan of its own for every length.
@@ -22,7 +22,8 @@ WORDS: Mapping[AttentionKernel, str] = {
 
 
 def use_attention(kernel: AttentionKernel) -> None:
-    """For this process: fused attention is that kernel's. What it does not take, masks above all, is the memory-efficient one's."""
+    """For this process: fused attention uses that kernel, and the memory-efficient one for what it does not take, masks above
+    all."""
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
 
@@ -45,7 +46,7 @@ def refuse_missing_attention(plan: Plan, can_use: Callable[[AttentionKernel, Any
     if not (can_use or _can_use)(kernel, (attention.n_heads, attention.head_dim, ITEM_BYTES[plan.semantics.compute_dtype])):
         heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
         raise PlanError(
-            f"the plan attends with {WORDS[kernel]}, which this GPU or this torch has not got for {heads}; plan again with "
+            f"the plan attends with {WORDS[kernel]}, which this GPU or this torch does not have for {heads}; plan again with "
             + ("--kernels eager" if kernel == "cudnn" else "--kernels eager, and run without --deterministic")
         )
 

@@ -1,14 +1,13 @@
-"""How does each token of a packed sequence attend to its own document alone?
+"""Attention by document: each token of a packed sequence attends to its own document alone.
 
-Without a mask, which would be as large as the square of a sequence: torch's fused attention is called for one document after the
-other, on views of queries, keys and values, and what it makes goes to its place among the sequence's. So autograd keeps what it
+There is no mask, which would be as large as the square of a sequence: torch's fused attention is called for one document after the
+other, on views of queries, keys and values, and its results go to their places among the sequence's. So autograd keeps what it
 keeps of attention to whole sequences, and no tensor whose size a document's length decides outlives the document's turn. How long
 documents are is known on the host, so that no device is asked.
 """
 
 # B sequences, T tokens of a sequence or a document, H heads, E width of a head
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +23,6 @@ from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, DOCUMENT_TYPES, padded_to
 from .meta_models import read_config
 
 BY_DOCUMENT = "sdpa_by_document"
-
-
-@dataclass(frozen=True, slots=True)
-class PackedDocuments:
-    """Of which documents the sequences of a micro-batch are packed."""
-
-    n_tokens: tuple[tuple[int, ...], ...]  # of each document of each sequence
-    positions_BT: torch.Tensor  # where in its document a token stands; on the device
-
-
-def positions_of(n_tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Where in its document each token stands: (B, T), from 0 in every document."""
-    return torch.stack([torch.cat([torch.arange(n) for n in of_sequence]) for of_sequence in n_tokens])
 
 
 def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | None:
@@ -106,7 +92,7 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention to each document: one node, which saves what attention to whole sequences saves."""
+    """Fused attention to each document: one node of autograd, which saves what attention to whole sequences saves."""
 
     @staticmethod
     def forward(
@@ -137,8 +123,8 @@ class _Attention(torch.autograd.Function):
 def _attention_by_document(
     query_BHTE: torch.Tensor, key_BHTE: torch.Tensor, value_BHTE: torch.Tensor, n_tokens: list[int], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What documents of `n_tokens`, in the order of the sequences, make of attention (B, T, H, E), and the logarithms of its
-    sums (B, T, H). One call of a library, so that what is remembered of a layer's forward holds both of them whole."""
+    """Attention of documents of `n_tokens`, in the order of the sequences: results (B, T, H, E) and the logarithms of its sums
+    (B, T, H). One call of a library, so that what is remembered of a layer's forward holds both of them whole."""
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
     out_BTHE = query_BHTE.new_empty(n_sequences, seq_len, n_heads, width)
     sums_BTH = query_BHTE.new_empty(n_sequences, seq_len, n_heads, dtype=torch.float32)
@@ -170,7 +156,7 @@ def _put(outputs: list[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
 
 def _attend(inputs: Sequence[torch.Tensor], scale: float | None) -> Sequence[torch.Tensor]:
     """Torch's fused attention to one document, of its queries, keys and values: results (B, H, T, E) and the logarithms of sums
-    (B, H, T). Causal: what padding gets is read by nobody, and what it holds reaches nobody."""
+    (B, H, T). It is causal: no token sees the padding after it, and what padding gets is not read."""
     aten: Any = torch.ops.aten
     if inputs[0].is_cuda:
         made = aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]

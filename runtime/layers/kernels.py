@@ -1,8 +1,8 @@
-"""Which kernels compute what a layer does besides products and attention?
+"""Fused kernels in transformers' layers: the RMS norm, the MLP's activation, and the rotary embedding.
 
-Eager: transformers' own modules, call by call. Fused: PyTorch's fused RMS norm, with its fused backward; and an activation and a
+Eager kernels are transformers' own modules, call by call. Fused are PyTorch's RMS norm with its backward; and an activation and a
 rotary embedding that are one node of autograd each, keep no more than they must, and give eager's bits. A module of transformers'
-is replaced where it stands, by one with the same weights under the same names.
+is replaced in place, by one with the same weights under the same names.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
@@ -24,7 +24,7 @@ from .recompute import unnoticed
 CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
-PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # of these an MLP consists that is down(act(gate(x)) * up(x))
+PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of an MLP that is down(act(gate(x)) * up(x))
 
 
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:

@@ -1,7 +1,4 @@
-"""Which modules does transformers build from a configuration?
-
-On the meta device: they hold no weights.
-"""
+"""Models of transformers on the meta device, built from a configuration: modules without weights."""
 
 from typing import Any
 
@@ -12,9 +9,9 @@ from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.plan import Semantics
 
-# What a plan decides, and what a file has no say in
+# Decided by the plan, whatever a file says
 OURS = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
-# What says nothing of modules and what they compute: files, ids of tokens, random weights, outputs, what `layer_types` follow from
+# Fields that change neither modules nor what they compute: files, ids of tokens, random weights, outputs, sources of `layer_types`
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict", "output_hidden_states", "output_attentions"),

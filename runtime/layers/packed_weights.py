@@ -1,6 +1,6 @@
-"""What is the weight that packed bytes mean?
+"""Packing and unpacking of frozen weights (nf4, int8, fp8), with torch's own calls.
 
-Whatever a format says, done with torch's own calls. The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8), and
+The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8), and
 the same on a GPU as on the processor: widening codes and looking them up is exact, and every other call is one fp32 product, with
 its rounding to bf16 where that is what it writes. IEEE says what each of the two gives, and without an addition no compiler can
 fuse a product into something that rounds otherwise.

@@ -1,4 +1,4 @@
-"""Which of a layer's pointwise functions does this device compute in one kernel, to the bits of many?
+"""Pointwise functions of a layer, compiled to one kernel each where that gives the bits of many.
 
 Small pure functions, each compiled with the compiler's emulation of eager's roundings, and used only where its bits are eager's on
 every number that a weight format has and on random ones. Elsewhere the function itself runs, call by call: the bits are the same

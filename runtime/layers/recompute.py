@@ -1,6 +1,6 @@
-"""What of a layer's forward is there when its backward comes (activation checkpointing)?
+"""Activation checkpointing: what of a layer's forward is kept for its backward, and what is computed again.
 
-Either everything that autograd saved, but for the weights (`kept`); or some results, from which the rest is computed again
+Kept is everything that autograd saved, but for the weights (`kept`); or some results, from which the rest is computed again
 (`Replay`: selective checkpointing; without any, full). Both let go of the slots that the forward used: the backward names those
 that hold weights and input by then.
 """

@@ -1,4 +1,4 @@
-"""How does a layer's MLP run by tiles of tokens?
+"""MLPs by tiles of tokens.
 
 Only one tile's inner activations exist at a time, in forward and in backward. Tiles are part of the meaning: a weight's gradient is
 the fp32 sum of the tiles' gradients in ascending order, starting from zero, rounded once to the compute dtype.

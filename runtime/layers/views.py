@@ -1,4 +1,4 @@
-"""Which tensors lie in a slot of weights, gradients, activations, or of what a layer saves?"""
+"""Views of slots: weights, gradients, activations, and what a layer saves."""
 
 # B sequences, T tokens, D width
 from dataclasses import dataclass

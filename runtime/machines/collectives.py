@@ -1,4 +1,4 @@
-"""What do ranks do together with what lies on their devices?"""
+"""Collectives of the ranks of a plan: weights come together, partial sums of gradients go to the ranks that update them."""
 
 import torch
 
@@ -16,7 +16,7 @@ class Collectives:
         self._plan, self._arenas, self._ranks, self._memory = plan, arenas, ranks, memory
 
     def perform(self, op: Op) -> None:
-        """Bring a block's weights together, or its partial sums to the ranks whose parts they are of."""
+        """Gather a block's weights, or exchange its partial sums (all-gather, reduce-scatter)."""
         regions = self._plan.regions(op.block)
         if op.kind is Kind.EXCHANGE:
             for first, n in regions:
@@ -33,19 +33,19 @@ class Collectives:
                 self._upload(source, whole.view(self._ranks.n, -1), self._memory)
 
     def _upload(self, source: Slot, parts: torch.Tensor, memory: CommonMemory) -> None:
-        """The parts of the others, from where these have them on the host. They update none of it before all have exchanged the
-        gradient that is made with it."""
+        """The parts of the others, from their host memory. They update none of it before all have exchanged the gradient that is
+        made with it."""
         for rank, (part, slab) in enumerate(zip(parts, memory.uploaded, strict=True)):
             if rank != self._ranks.rank:
                 there = self._arenas.front_in(slab, source, self._plan.semantics.compute_dtype, part.numel())
                 part.copy_(there, non_blocking=True)
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
-        """Some of every rank's part at a time: what goes to one rank then lies together with what goes to the next. It is added up
-        in fp32, whatever it is sent as.
+        """Some of every rank's part at a time: what goes to one rank is then next to what goes to the next. It is added up in fp32,
+        whatever it is sent as.
 
         Of several hosts each adds up what its own ranks have before it is exchanged with others: what goes to a rank and to those
-        in its place elsewhere lies together. A host's ranks are a whole part of the tree, so that the sum is the same.
+        in its place elsewhere is in one piece. A host's ranks are a whole part of the tree, so that the sum is the same.
         """
         plan, n_ranks, sent_as = self._plan, self._ranks.n, self._plan.sum_dtype(op.block)
         here, n_hosts = self._ranks.n_here, n_ranks // self._ranks.n_here

@@ -1,4 +1,4 @@
-"""Which cores compute, and which serve the host lanes?"""
+"""Cores of the lanes: those that compute or issue, and those of the host's work."""
 
 MANY_CORES = 8  # from which on two of them feed a GPU
 
@@ -9,13 +9,9 @@ def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     Half each, so that neither slows the other; an odd one goes to the host lanes, of which there are three. A single core
     serves both.
     """
-    if not cores:
-        raise ValueError("no cores to split")
-    ordered = sorted(set(cores))
-    if len(ordered) == 1:
-        return ordered, ordered
+    ordered = _ordered(cores)
     half = len(ordered) // 2
-    return ordered[:half], ordered[half:]
+    return ordered[:half] or ordered, ordered[half:]
 
 
 def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
@@ -24,8 +20,12 @@ def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
     Of the three lanes that issue one at a time has the interpreter. Where there are many cores they have two, so that a thread of
     the driver or an interrupt does not hold them up; the optimizer, which memory binds, hardly misses it. A single core serves all.
     """
-    if not cores:
-        raise ValueError("no cores to split")
-    ordered = sorted(set(cores))
+    ordered = _ordered(cores)
     n_issuing = 2 if len(ordered) >= MANY_CORES else 1
     return ordered[:n_issuing], ordered[n_issuing:] or ordered
+
+
+def _ordered(cores: list[int]) -> list[int]:
+    if not cores:
+        raise ValueError("no cores to split")
+    return sorted(set(cores))

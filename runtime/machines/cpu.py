@@ -1,15 +1,12 @@
-"""How does a CPU perform a plan in a GPU's place?
-
-With a "device" arena of its own, real copies and real mathematics.
-"""
+"""The CPU machine: a CPU in a GPU's place, with a "device" arena of its own, real copies and real mathematics."""
 
 import os
 from collections.abc import Callable
 
 from runtime.batch import Batch
-from runtime.host.optimizer import AdamW
 from runtime.host.slabs import settle_allocator
 from runtime.plan import Lane, Plan
+from runtime.plan.optimizer import Hyperparameters
 from runtime.ranks import Ranks
 
 from .cores import split_cores
@@ -24,14 +21,14 @@ class CpuMachine(TorchMachine):
         self,
         plan: Plan,
         batches: Callable[[int], Batch],
-        settings: Callable[[int], AdamW],
+        settings: Callable[[int], Hyperparameters],
         seed: int = 0,
         pin_threads: bool = False,
         n_workers: int | None = None,
         cores: tuple[list[int], list[int]] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`cores` are those of compute, and those of copies and the optimizer; if nothing is said, half of the process's each."""
+        """`cores`: those of compute, and those of copies and the optimizer; half of the process's each, without it."""
         settle_allocator()
         for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
         lanes = Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)

@@ -1,7 +1,4 @@
-"""How does a GPU perform a plan?
-
-The lanes of compute and of the link's two directions each own a stream, which their threads only issue ops to.
-"""
+"""The CUDA machine: the lanes of compute and of the link's two directions own a stream each, which their threads issue ops to."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +6,9 @@ from collections.abc import Callable
 import torch
 
 from runtime.batch import Batch
-from runtime.host.optimizer import AdamW
 from runtime.layers.attention import use_attention
 from runtime.plan import Lane, Plan
+from runtime.plan.optimizer import Hyperparameters
 from runtime.ranks import Ranks
 
 from .cores import split_beside_gpu
@@ -21,18 +18,18 @@ from .torch_machine import TorchMachine
 
 
 class CudaMachine(TorchMachine):
-    """Performs a plan on a GPU. The optimizer has the host's cores; a lane that only issues needs little of one."""
+    """Performs a plan on a GPU. The optimizer has the host's cores; a lane that issues ops needs little of one."""
 
     def __init__(
         self,
         plan: Plan,
         batches: Callable[[int], Batch],
-        settings: Callable[[int], AdamW],
+        settings: Callable[[int], Hyperparameters],
         seed: int = 0,
         streams: Streams | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Every arena of the host's is pinned. `streams` are those of the first CUDA device, if nothing is said."""
+        """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
         _sum_in_fp32()
         use_attention(plan.semantics.attention_kernel)
         to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""How can a small computer perform the plan of a large machine?
+"""The emulated machine: a small computer performs the plan of a large one, in its time.
 
 The real mathematics is that of a small stand-in model with the same blocks, on the CPU. Meanwhile each op draws the demand that
 the planned model would have, on a live copy of the large machine's capacity region, slowed by a common factor; it is over when its
@@ -61,7 +61,7 @@ def stand_in_semantics(semantics: Semantics) -> Semantics:
 
 
 class Alike:
-    """Ranks that all do what this one does, at the same time, as those of one plan do. What they compute is of no interest."""
+    """Ranks that all do what this one does, at the same time, as those of one plan do. Their numbers mean nothing."""
 
     def __init__(self, n: int, n_here: int | None = None) -> None:
         self.rank, self.n, self.n_here = 0, n, n if n_here is None else n_here

@@ -1,9 +1,9 @@
-"""Where does a lane work, and how does it learn that another's work is done?
+"""Lanes of a device: a lane does its work itself, or gives it to a stream, which does it later.
 
-A lane does its work itself, or gives it to a stream of the device, which does it later. On a CPU every lane does its own; beside a
-GPU only the host's does. A stream's lane only issues: that one op is done before another is left to events. `mark` records one on
-the stream, `follow` makes the other stream, or the lane that works itself, wait for it. So an executor's "done" means issued, and
-how far the host runs ahead is bounded by what its own lane, which does real work, waits for.
+On a CPU every lane does its own work; beside a GPU only the host's does. A stream's lane only issues: that one op is done before
+another is left to events. `mark` records one on the stream, `follow` makes the other stream, or the lane that works itself, wait
+for it. So an executor's "done" means issued, and how far the host runs ahead is bounded by what its own lane, which does real work,
+waits for.
 """
 
 import os
@@ -19,7 +19,7 @@ from .streams import Event, Stream, Streams
 
 
 class Token:
-    """An event that others may wait for. It goes back to the pool when nobody can ask for it any more."""
+    """An event that others may wait for. It goes back to the pool with the last reference to the token."""
 
     __slots__ = ("_pool", "_streams", "event")
 
@@ -81,7 +81,7 @@ class Issuing:
         """Reached when the stream has done all that it was given so far."""
         try:
             event = self._pool.pop()
-        except IndexError:
+        except IndexError:  # asked of the list itself, as several lanes take from it
             event = self._streams.event()
         self._streams.record(event, self.stream)
         return Token(event, self._streams, self._pool)

@@ -1,4 +1,4 @@
-"""When did the streams really perform each op?
+"""Timers of ops in streams: when each really ran.
 
 The host only sees when it issued an op. Two timers, one before it in its stream and one after, see when it ran. An op that repeats
 has two for each repetition that a timeline keeps, and two for all others.
@@ -15,6 +15,7 @@ from .streams import Event, Stream, Streams
 
 MOST_TIMERS = 2**16  # a timer costs about a microsecond to make and some hundred bytes; made once, used again
 N_LOOKS = 5  # at both clocks at once; the quickest look knows best
+N_KEPT = FIRST_KEPT + LAST_KEPT  # repetitions
 
 
 class Stopwatch:
@@ -23,10 +24,9 @@ class Stopwatch:
     def __init__(self, plan: Plan, streams: Streams, of_lane: Mapping[Lane, Stream]) -> None:
         self._streams, self._of_lane = streams, of_lane
         self._lane = {index: op.lane for index, op in enumerate(plan.ops) if op.lane in of_lane}
-        repeat = plan.repeat
-        self._times = {index: repeat.times if repeat is not None and index in repeat else 1 for index in self._lane}
-        n_kept = FIRST_KEPT + LAST_KEPT + 1  # the last place is that of repetitions which nobody asks for
-        places = ((index, kept) for index in self._lane for kept in range(n_kept if self._times[index] > 1 else 1))
+        self._times = {index: plan.often(index) for index in self._lane}
+        # Of an op that repeats the last place is that of repetitions which the timeline does not keep.
+        places = ((index, kept) for index, times in self._times.items() for kept in range(N_KEPT + 1 if times > 1 else 1))
         self._place = {of: place for place, of in enumerate(places)}
         self._performed: dict[int, tuple[int, int]] = {}  # of an op that repeats: the step, and how often in it
         self._first = {lane: index for index, lane in reversed(self._lane.items())}  # op of each lane
@@ -48,10 +48,9 @@ class Stopwatch:
         return self._of(index, step, repetition)
 
     def _of(self, index: int, step: int, repetition: int) -> tuple[Event, Event]:
-        times = self._times[index]
-        kept = FIRST_KEPT + LAST_KEPT
+        times, kept = self._times[index], N_KEPT
         if is_kept(repetition, times):
-            kept = repetition if repetition < FIRST_KEPT else repetition - max(times - kept, 0)
+            kept = repetition if repetition < FIRST_KEPT else repetition - max(times - N_KEPT, 0)
         return self._timers[step % self.n_steps * len(self._place) + self._place[index, kept]]
 
     def read(self, spans: Sequence[Span]) -> list[Span]:

@@ -1,7 +1,6 @@
-"""What does a lane need of a GPU?
+"""Streams of a device, which do what is issued to them in order and later, and events, which mark a place in a stream.
 
-Streams, which do what is issued to them in order and later, and events, which mark a place in a stream. `CudaStreams` is torch's;
-tests give lanes streams of their own, which dawdle.
+`CudaStreams` are torch's; tests give lanes streams of their own, which are late on purpose.
 """
 
 import os
@@ -14,8 +13,8 @@ import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from runtime.errors import PlanError
-from runtime.host.memory import Arenas, register_for_dma
-from runtime.host.slabs import unregister
+from runtime.host.memory import Arenas
+from runtime.host.slabs import register_for_dma, unregister
 
 Stream = Any  # whatever these streams call a stream, an event or a timer: lanes only hand them back
 Event = Any
@@ -65,7 +64,7 @@ class Streams(Protocol):
         these arenas."""
 
     def peak_bytes(self) -> int | None:
-        """The most that this process has had of the device's memory; None where nobody counts it."""
+        """The most that this process has had of the device's memory; None where that is not counted."""
 
 
 class CudaEvents:
@@ -129,7 +128,8 @@ class CudaStreams(CudaEvents):
         def on_this_device() -> AbstractContextManager[None]:  # a thread's first call would else be of the first device
             return torch.cuda.device(self.device)
 
-        pieces = register_for_dma(arenas, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device, others=others)
+        slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
+        pieces = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
         weakref.finalize(arenas, unregister, pieces)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"

@@ -1,7 +1,8 @@
-"""How does a machine perform a plan's ops with torch?
+"""Machines that perform a plan's ops with torch: one that trains, and one that goes forward in the first one's arenas.
 
-It is given its ops, those of training or of a forward alone, and lanes to perform them on. A machine that trains holds the arenas
-and the host's state; one that only goes forward performs another plan in them, on the same lanes.
+A machine is given its ops, and lanes to perform them on. What each op of a step does is in four places: weights are loaded and
+results offloaded in `host/copies.py`, blocks computed in `compute/compute.py`, gradients turned into an update in
+`host/updates.py`; several ranks meet in `collectives.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,10 @@ from runtime.compute.compute import Compute
 from runtime.compute.inference import Head, Inference, perform
 from runtime.executor import AgreedStop, Stop
 from runtime.host.chunks import Scratch
-from runtime.host.common_memory import CommonMemory, Shared, closed, nobodys, shared_slab
+from runtime.host.common_memory import CommonMemory, Shared, shared_slab, unshared
 from runtime.host.copies import Copies
-from runtime.host.device_updates import DeviceUpdates
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
-from runtime.host.norms import Squares
-from runtime.host.optimizer import AdamW
 from runtime.host.shared_numbers import SharedNumbers
 from runtime.host.slabs import give_back_freed, host_slab, touch
 from runtime.host.updates import Updates
@@ -31,6 +29,7 @@ from runtime.lane_thread import LaneRun
 from runtime.layers.packed_weights import pack
 from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan, Slot
+from runtime.plan.optimizer import Hyperparameters
 from runtime.plan.timeline import Span
 from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
@@ -42,23 +41,19 @@ from .stopwatch import Stopwatch
 
 
 class TrainingOps:
-    """What each op of a plan that trains does."""
+    """What each op of a plan that trains does: load, compute, offload, update."""
 
     def __init__(
         self,
         plan: Plan,
-        arenas: Arenas,
+        copies: Copies,
         compute: Compute,
         updates: Updates,
-        device_updates: DeviceUpdates,
-        ranks: Ranks | None,
-        memory: CommonMemory | None,
+        collectives: Collectives | None,
     ) -> None:
-        self.plan, self._compute, self._updates, self._device_updates = plan, compute, updates, device_updates
-        self._squares, self._copies = Squares(plan, arenas), Copies(plan, arenas, ranks.rank if ranks is not None else 0)
-        self._collectives = Collectives(plan, arenas, ranks, memory) if ranks is not None else None
+        self.plan, self._copies, self._compute, self._updates, self._collectives = plan, copies, compute, updates, collectives
         self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
-        self._loaded = set[int]()  # of these, whose weights lie where they stay
+        self._loaded = set[int]()  # of these, the ones whose weights are in the slots where they stay
 
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
@@ -73,8 +68,9 @@ class TrainingOps:
     def perform(self, index: int, op: Op, step: int) -> None:
         """Do op number `index`. Called on its lane's thread, or by its stream."""
         match op.kind:
+            # Load
             case Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
-                pass  # frozen, and nobody else writes there
+                pass  # frozen, and nothing else writes there
             case Kind.LOAD:
                 self._copies.load(op)
                 if not self.plan.unpacks(op.block):
@@ -82,51 +78,51 @@ class TrainingOps:
             case Kind.DEQUANTISE:
                 self._compute.unpack(op)
                 self._loaded |= {op.block} & self._staying
+            case Kind.FETCH_ACTIVATION | Kind.FETCH_SAVED | Kind.OFFLOAD_ACTIVATION | Kind.OFFLOAD_SAVED:
+                self._copies.move(op)
+            case Kind.GATHER | Kind.EXCHANGE:
+                assert self._collectives is not None
+                self._collectives.perform(op)
+            # Compute
             case Kind.FORWARD | Kind.RECOMPUTE:
                 self._compute.forward(op, step)
             case Kind.LOSS:
                 self._compute.loss(op, step)
             case Kind.BACKWARD:
                 self._compute.backward(op, step)
-            case Kind.SQUARE:
-                self._squares.square(op)
+            # Offload
             case Kind.OFFLOAD_GRADIENT:
-                self._copies.offload(op)
+                self._copies.offload_gradient(op)
             case Kind.OFFLOAD_SQUARES:
                 self._copies.offload_squares(op)
-            case Kind.UPDATE_ON_DEVICE:
-                self._device_updates.update(op, step)
-            case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
-                self._copies.move_activation(op)
-            case Kind.OFFLOAD_SAVED | Kind.FETCH_SAVED:
-                self._copies.move_saved(op)
+            # Update
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)
+            case Kind.SQUARE:
+                self._updates.square(op)
             case Kind.NORM:
                 self._updates.norm(op)
             case Kind.CLIP:
                 self._updates.clip(op, step, lambda: [loss.item() for loss in self._compute.losses[step].each])
             case Kind.UPDATE:
                 self._updates.update(op, step)
+            case Kind.UPDATE_ON_DEVICE:
+                self._updates.update_on_device(op, step)
             case Kind.SPECULATE:
                 self._updates.speculate(op, step)
             case Kind.SETTLE:
                 self._updates.settle(op, step)
-            case Kind.GATHER | Kind.EXCHANGE:
-                assert self._collectives is not None
-                self._collectives.perform(op)
             case _:
                 assert_never(op.kind)
 
     def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult:
         """As a machine's. `loss_is_there` returns once the device has added up the step's losses."""
         losses, (grad_norm, skipped) = self._compute.losses.pop(step), self._updates.taken(step)
-
-        if self._collectives is not None:
-            of_all = self._updates.loss_of_all(step)
-            return StepResult(losses.n_supervised, grad_norm, skipped, lambda: of_all)
+        of_all = None if self._collectives is None else self._updates.loss_of_all(step)
 
         def loss_sum() -> float:
+            if of_all is not None:
+                return of_all
             loss_is_there()
             return losses.total.item()
 
@@ -207,7 +203,7 @@ class TorchMachine(LaneMachine):
         self,
         plan: Plan,
         batches: Callable[[int], Batch],
-        settings: Callable[[int], AdamW],
+        settings: Callable[[int], Hyperparameters],
         lanes: Lanes,
         seed: int = 0,
         n_workers: int | None = None,
@@ -218,34 +214,33 @@ class TorchMachine(LaneMachine):
         `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
         whole steps', of which one of several `ranks` takes its part.
         """
-        rank = ranks.rank if ranks is not None else 0
-        assert plan.semantics.ranks == (ranks.n if ranks is not None else 1)
+        self.ranks, self.settings, self.seed, self._rank = ranks, settings, seed, 0 if ranks is None else ranks.rank
+        assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
         if ranks is not None:
-            batches = of_rank(batches, rank, plan.semantics.batch_size)
-        self.ranks = ranks
-        self.settings, self.seed = settings, seed
+            batches = of_rank(batches, self._rank, plan.semantics.batch_size)
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.of[Lane.GPU].current():
-            staging = _staging(plan, batches, lanes)
+            staging, on_device = _staged(plan, batches, lanes)
             self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
-            self.host = HostState(plan, self.arenas, rank)
-            on_device = batches if staging is None else staging.upload
-            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), rank)
+            self.host = HostState(plan, self.arenas, self._rank)
+            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), self._rank)
         lanes.of[Lane.GPU].finish()  # which has filled the arenas with zeros
         self.host.n_threads = n_workers or len({core for cores in lanes.cores.values() for core in cores})
         self.arenas.touch(self.host.n_threads)
         stopwatch = None
         if lanes.streams is not None:
-            lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(rank))
+            lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(self._rank))
             stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
-        updates = Updates(plan, self.arenas, self.host, settings, workers, shared)
-        with lanes.of[Lane.GPU].current():
-            device_updates = DeviceUpdates(plan, self.arenas, self.host, updates, lanes.device)
-        self._updates = updates
+        with lanes.of[Lane.GPU].current():  # in which a device is tried
+            self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        ops = TrainingOps(plan, self.arenas, self.compute, updates, device_updates, ranks, self._memory)
+        copies = Copies(plan, self.arenas, self._rank)
+        ops = TrainingOps(plan, copies, self.compute, self._updates, self._collectives(plan))
         super().__init__(plan, ops, lanes, workers, staging, stopwatch)
+
+    def _collectives(self, plan: Plan) -> Collectives | None:
+        return None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
@@ -272,34 +267,32 @@ class TorchMachine(LaneMachine):
         return agreed
 
     def forward(self, plan: Plan, batches: Callable[[int], Batch], head: Head, n_passes: int, stop: Stop | None) -> None:
-        """So many passes of a forward plan; Abandoned when the run is asked to end meanwhile."""
+        """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile."""
         perform(plan, self.forwards(plan, batches, head), n_passes, stop, self.tell_of_forward)
 
     def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head | None) -> LaneMachine:
-        """What performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
+        """A machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
 
-        It changes nothing that training sees: what the host has learned is only read, and what lies on the device between two runs
-        of the executor nobody reads.
+        It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
+        is not. Without a head it only gives other ranks its weights.
         """
         with self.lanes.of[Lane.GPU].current():
-            staging = _staging(plan, batches, self.lanes) if head is not None else None  # who only gives weights reads nothing
-        on_device = batches if staging is None else staging.upload
-        rank, gather = (
-            (0, None) if self.ranks is None else (self.ranks.rank, Collectives(plan, self.arenas, self.ranks, self._memory).perform)
-        )
-        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, rank, gather)
-        return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # nobody asks how long which op took
+            staging, on_device = _staged(plan, batches, self.lanes) if head is not None else (None, batches)
+        collectives = self._collectives(plan)
+        gather = collectives.perform if collectives is not None else None
+        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, self._rank, gather)
+        return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # its ops are not timed
 
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""
         return self.streams.peak_bytes() if self.streams is not None else None
 
     def others_bytes(self) -> int:
-        """What other ranks have that this process maps, and the system counts as this one's too."""
-        if self.ranks is None or self._memory is None:
+        """Memory of other ranks that this process maps, and the system counts as this one's too."""
+        if self._memory is None:
             return 0
         mapped = zip(self._memory.uploaded, self._memory.exchanged, strict=True)
-        return sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self.ranks.rank for slab in slabs)
+        return sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self._rank for slab in slabs)
 
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
@@ -318,8 +311,8 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     def slab(n_bytes: int) -> torch.Tensor:
         try:
             found, mine = shared_slab(n_bytes)
-        except OSError:  # what is not to be had by others is gathered from devices
-            found, mine = nobodys(n_bytes), host_slab(n_bytes)
+        except OSError:  # then weights are gathered from the devices
+            found, mine = unshared(n_bytes), host_slab(n_bytes)
         shared.append(found)
         return mine
 
@@ -328,13 +321,16 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     touch([exchanged], 1)
     uploaded_by, exchanged_by = (ranks.common(mine) for mine in shared)
     for mine in shared:
-        closed(mine)
+        mine.close()
     return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
 
 
-def _staging(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> Staging | None:
-    """Where a step's tokens wait for a device that is still at work on the one before; None where the host computes."""
-    return Staging(plan.semantics, batches, lanes.streams, lanes.streams_of[Lane.GPU]) if lanes.streams is not None else None
+def _staged(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> tuple[Staging | None, Callable[[int], Batch]]:
+    """Where a step's tokens wait for a device that is still at work on the one before, and what gives them on the device."""
+    if lanes.streams is None:
+        return None, batches
+    staging = Staging(plan.semantics, batches, lanes.streams, lanes.streams_of[Lane.GPU])
+    return staging, staging.upload
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -5,8 +5,6 @@ from runtime.errors import PlanError
 from .policy import Policy, Semantics, Update
 from .workload import Saved, Workload
 
-UPDATED_TOGETHER = 8  # elements, in a register of a processor
-
 
 def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
@@ -78,8 +76,8 @@ def can_square(workload: Workload, semantics: Semantics) -> range:
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
     updates in another sequence than the rest."""
-    blocks = workload.blocks
-    return [b for b in can_square(workload, semantics) if all(p.n_elements % UPDATED_TOGETHER == 0 for p in blocks[b].trained)]
+    blocks, multiple = workload.blocks, semantics.optimizer.device_multiple
+    return [b for b in can_square(workload, semantics) if all(p.n_elements % multiple == 0 for p in blocks[b].trained)]
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
@@ -108,8 +106,8 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         raise PlanError(
-            f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of {UPDATED_TOGETHER}; "
-            "leave it to the host"
+            f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of "
+            f"{semantics.optimizer.device_multiple}; leave it to the host"
         )
     if both := {*policy.device_blocks}.intersection(policy.resident_blocks).difference(workload.mixed):
         raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")

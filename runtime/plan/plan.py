@@ -53,8 +53,8 @@ Arenas. An arena is a role. Its slots have sizes of their own, each starts on a 
     squares         one for each block whose gradient the device squares (`Setup.squared`): an fp64 for each trained parameter
     device_state    one for each block of device_blocks: what `state` would have of its trained weights
     state           one for each block (of device_blocks, its frozen weights alone), then a shadow for each block of
-                    speculate_blocks. First what is loaded; then, of what is trained, the 16 bits per element that a split master
-                    lacks (`Semantics.splits_masters`); then the two moments
+                    speculate_blocks. First what is loaded; then, of what is trained, what else the optimizer keeps
+                    (`Optimizer.stored`): the 16 bits per element that a split master lacks, and the moments
     host_gradients  one for each block (empty for one of device_blocks); with eager updates in one group the embedding's, two for
                     layers, and the head's. Where the host accumulates, `n_sums` for each block: all firsts, then all seconds
     staging         two for layers, one for the embedding or the head

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from runtime.errors import PlanError
 
+from .optimizer import ADAMW, Optimizer
 from .packed import Base
 from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
@@ -68,9 +69,14 @@ class Semantics:
         return self.batch_size % self.micro_batch
 
     @property
-    def splits_masters(self) -> bool:
-        """Whether an fp32 master is kept as the bf16 weight that is uploaded and the rest of it, 16 bits."""
-        return (self.compute_dtype, self.master_dtype) == ("bf16", "fp32")
+    def optimizer(self) -> Optimizer:
+        """There is one to choose from."""
+        return ADAMW
+
+    @property
+    def saved_state(self) -> dict[str, str]:
+        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name."""
+        return self.optimizer.saved(self.master_dtype)
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""

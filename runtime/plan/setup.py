@@ -13,6 +13,7 @@ from pydantic import Field
 
 from .legality import can_square
 from .ops import OPS, Kind, Lane, Often, Slot
+from .optimizer import STORED_BYTES
 from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
 from .policy import Policy, Semantics
 from .workload import (
@@ -33,11 +34,7 @@ from .workload import (
     aligned_elements,
 )
 
-MOMENT_BYTES = 8  # AdamW's two, fp32
-DEVICE_UPDATE_ELEMENTS = 2**24  # that a GPU updates at a time: fewer, and launching its kernels would take longer than they do
-DEVICE_UPDATE_SCRATCH_BYTES = (7 * 4 + 1) * DEVICE_UPDATE_ELEMENTS  # seven fp32 tensors of so many, and a mask
 EXCHANGED_BYTES = 2**28  # of sums that ranks exchange at a time: some milliseconds, and no slot for a whole vocabulary's
-REMAINDER_BYTES = 2  # what a bf16 weight lacks of its fp32 master
 
 
 class Place(StrEnum):
@@ -94,13 +91,13 @@ class Setup:
         """Whether the device sums the micro-batches: all are in one group, and a gradient crosses the link once a step."""
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
 
+    def stored(self) -> dict[str, str]:
+        """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded."""
+        return self.semantics.optimizer.stored(self.semantics.compute_dtype, self.semantics.master_dtype)
+
     def state_bytes(self) -> dict[str, int]:
-        """Bytes per parameter of what a slot of `state` holds, in order. What is uploaded comes first: the master, or the bf16 half
-        of a split one."""
-        of = self.semantics
-        if of.splits_masters:
-            return {"weight": ITEM_BYTES[of.compute_dtype], "remainder": REMAINDER_BYTES, "moments": MOMENT_BYTES}
-        return {"master": ITEM_BYTES[of.master_dtype], "moments": MOMENT_BYTES}
+        """Bytes per parameter of each of these."""
+        return {name: STORED_BYTES[dtype] for name, dtype in self.stored().items()}
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -342,7 +339,7 @@ class Setup:
         """The same without layers: embedding, head, an update, unpacking. Where the host sums micro-batches, the device has no sum
         of the head's earlier ones."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
-        updated = DEVICE_UPDATE_SCRATCH_BYTES if self.policy.device_blocks else 0
+        updated = self.semantics.optimizer.device_scratch_bytes if self.policy.device_blocks else 0
         unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
         return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), updated, unpacked)
 
@@ -350,7 +347,7 @@ class Setup:
         """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is
         trained. Besides them there is a tokenizer, and names. Of adapters, them alone, in fp32."""
         of, n_trained = self.semantics, self.workload.n_trained
-        state_bytes = 0 if weights_only else ITEM_BYTES[of.master_dtype] + MOMENT_BYTES
+        state_bytes = 0 if weights_only else of.optimizer.state_bytes(of.master_dtype)
         weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
         return weights_bytes + n_trained * state_bytes
 

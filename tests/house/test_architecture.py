@@ -43,7 +43,7 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room, the same numbers as in the house's rules; `models` are the planner's, which are to be traced.
-MOST_LINES = {"runtime": 9_400, "planner": 9_460, "hwprofiles": 2_200, "penstock": 11_200, "tests": 38_600}
+MOST_LINES = {"runtime": 9_250, "planner": 9_460, "hwprofiles": 2_200, "penstock": 11_200, "tests": 38_600}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -325,7 +325,7 @@ def test_an_import_against_the_house_is_seen(module: str, code: str) -> None:
             "from runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema",
         ),
         ("planner.search.search", "from planner.predict.cost import CostModel"),
-        ("hwprofiles.probe.works", "from runtime.host.optimizer import adamw_"),
+        ("hwprofiles.probe.works", "from runtime.host.optimizer import update_"),
     ],
 )
 def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None:

@@ -31,6 +31,7 @@ from hwprofiles.schema import Profile
 from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import ProfileError
 from runtime.host import optimizer
+from runtime.host.chunks import Scratch
 from runtime.machines.cores import split_beside_gpu, split_cores
 from tests.tour import ROOT
 
@@ -260,24 +261,25 @@ def test_copies_step_through_both_memories() -> None:
 
 
 def test_the_optimizer_is_the_runtimes_own_on_cold_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    states: list[optimizer.ParamState] = []
+    steps: list[optimizer.Step] = []
 
-    def remembered(state: optimizer.ParamState, *rest: Any) -> Any:
-        states.append(state)
-        return tasks_of(state, *rest)
+    def remembered(step: optimizer.Step) -> Any:
+        steps.append(step)
+        return tasks_of(step)
 
-    tasks_of = optimizer.adamw_tasks
-    monkeypatch.setattr(optimizer, "adamw_tasks", remembered)
+    tasks_of = optimizer.Step.tasks
+    monkeypatch.setattr(optimizer.Step, "tasks", remembered)
     work = works.updates(2)
     assert work.tasks is not None
     tasks = work.tasks()
     assert len(tasks) * optimizer.TASK_ELEMENTS == work.amount
-    assert isinstance(states[0].master, optimizer.SplitMaster)
-    assert 14 * states[0].master.numel() > 10**8
-    before = states[0].master.joined(slice(None))
+    master = steps[0].to.master
+    assert master.remainder is not None
+    assert 14 * master.weight.numel() > 10**8
+    before = master.whole()
     for task in tasks:
-        task(optimizer.Scratch())
-    assert (states[0].master.joined(slice(None)) != before).float().mean() > 0.5
+        task(Scratch())
+    assert (master.whole() != before).float().mean() > 0.5
 
 
 def test_operands_rotate_through_as_much_memory_as_is_asked() -> None:

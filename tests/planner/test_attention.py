@@ -50,7 +50,7 @@ def test_a_kernel_that_is_not_there_is_named_with_what_to_plan_instead():
     refuse_missing_attention(plan_with("cudnn", attention="eager"), never)  # which attends without any of them
     assert asked == []
     with pytest.raises(
-        PlanError, match=r"cuDNN's attention, which .* has not got for 4 heads of 8 in bf16; plan again with --kernels eager$"
+        PlanError, match=r"cuDNN's attention, which .* does not have for 4 heads of 8 in bf16; plan again with --kernels eager$"
     ):
         refuse_missing_attention(plan_with("cudnn"), never)
     with pytest.raises(PlanError, match=r"4 heads of 8 in fp32; .* without --deterministic$"):
@@ -69,7 +69,7 @@ def test_a_run_refuses_it_in_one_line_before_anything_is_allocated(tmp_path, mon
     monkeypatch.setattr("runtime.layers.attention._can_use", lambda kernel, heads: False)
     for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.training.assembly._refuse_what_does_not_fit"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
-    one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch has not got")
+    one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch does not have")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")
     assert not (home / "out").exists()
 

@@ -22,8 +22,8 @@ from planner.search.space import Family, family_of
 from runtime.errors import PenstockError, PlanError
 from runtime.executor import execute
 from runtime.host import updates
-from runtime.host.norms import squares_at_once
-from runtime.host.optimizer import CHUNK_ELEMENTS, sum_of_squares
+from runtime.host.chunks import CHUNK_ELEMENTS
+from runtime.host.norms import squares_at_once, sum_of_squares
 from runtime.plan import Kind, Lane, Policy, Semantics, Slot, Update, Wait
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource

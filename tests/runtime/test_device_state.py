@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from runtime.errors import PlanError
-from runtime.host.device_updates import (
-    PROBE_ELEMENTS,
-    Factors,
-    by_addcmul,
-    call_by_call,
-    emulated,
-    exact_step,
-    gives_the_hosts_bits,
-    update_by_chunks,
-)
-from runtime.host.optimizer import ParamState, SplitMaster, adamw_, round_half_up
+from runtime.host.adamw import PROBE_ELEMENTS, by_addcmul, call_by_call, emulated, gives_the_hosts_bits, on_device
+from runtime.host.chunks import Scratch, update_loop
+from runtime.host.optimizer import Master, ParamState, Step, summed, update_
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.optimizer import AdamW
 from tests.tiny import STRUCTURES, tiny_config
@@ -82,11 +74,11 @@ def test_one_that_rounds_twice_does_not() -> None:
 
 
 def test_a_device_on_which_none_does_is_refused(monkeypatch) -> None:
-    exact_step.cache_clear()
-    monkeypatch.setattr("runtime.host.device_updates._candidates", lambda device: [call_by_call(lambda a, b, c: a * b + c)])
+    on_device.cache_clear()
+    monkeypatch.setattr("runtime.host.adamw._candidates", lambda device: [call_by_call(lambda a, b, c: a * b + c)])
     with pytest.raises(PlanError, match="no AdamW on cpu gives the host's bits"):
-        exact_step(CPU)
-    exact_step.cache_clear()
+        on_device(CPU)
+    on_device.cache_clear()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])
@@ -100,25 +92,20 @@ def test_masters_of_every_sort_are_updated_as_on_the_host(master: str, factor: f
     def state() -> ParamState:
         match master:
             case "split":
-                of = SplitMaster(torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16), torch.empty(PROBE_ELEMENTS, dtype=torch.int16))
-                of.cut(slice(0, PROBE_ELEMENTS), wide.clone())
+                of = Master(torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16), torch.empty(PROBE_ELEMENTS, dtype=torch.int16))
             case "bf16":
-                of = torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16)
-                round_half_up(wide, of)
+                of = Master(torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16))
             case _:
-                of = wide.clone()
-        return ParamState(of, exp_avg.clone(), exp_avg.square())
+                of = Master(torch.empty(PROBE_ELEMENTS))
+        of.put(slice(0, PROBE_ELEMENTS), wide.clone())
+        return ParamState(of, (exp_avg.clone(), exp_avg.square()))
 
     host, device, settings = state(), state(), AdamW(lr=1e-2, weight_decay=0.1)
     for n_updates in (1, 2):
-        adamw_(host, gradient, factor, n_updates, settings)
-        update_by_chunks(exact_step(CPU), device, gradient, factor, Factors.of(settings, n_updates), 1000)
-    for of in (lambda state: [state.exp_avg, state.exp_avg_sq], _parts):
-        assert all(torch.equal(a, b) for a, b in zip(of(host), of(device), strict=True))
-
-
-def _parts(state: ParamState) -> list[torch.Tensor]:
-    return [state.master.weight, state.master.remainder] if isinstance(state.master, SplitMaster) else [state.master]
+        update_(host, gradient, factor, n_updates, settings)
+        step = Step(device, summed(gradient), factor, n_updates, settings)
+        step.run(update_loop(on_device(CPU)), 0, PROBE_ELEMENTS, 1000, Scratch(1000))
+    assert all(torch.equal(a, b) for a, b in zip(host.tensors, device.tensors, strict=True))
 
 
 def test_a_block_with_a_parameter_that_fills_no_register_stays_on_the_host() -> None:

@@ -17,7 +17,8 @@ from planner.model.workload import build_workload
 from runtime.compute.blocks import op_seed
 from runtime.errors import PenstockError
 from runtime.executor import OpError, execute
-from runtime.host import optimizer
+from runtime.host import norms, optimizer
+from runtime.host.chunks import Scratch
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
 from runtime.plan.workload import Model, Saved
@@ -318,8 +319,9 @@ def test_the_norm_is_of_this_step_whichever_block_comes_last():
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_hosts_work_on_a_gradient_makes_nothing_larger_than_a_chunk(tied, monkeypatch):
     """Whole copies of a vocabulary's gradient would be gigabytes that no plan counts."""
-    for name in ("CHUNK_ELEMENTS", "UPDATE_ELEMENTS"):
-        monkeypatch.setattr(optimizer, name, 256)
+    monkeypatch.setattr(norms, "CHUNK_ELEMENTS", 256)
+    monkeypatch.setattr(optimizer, "UPDATE_ELEMENTS", 256)
+    monkeypatch.setattr(Scratch.__init__, "__defaults__", (256, None))
     semantics = semantics_of("llama")
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))  # gradients are summed on the host in fp32
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics, policy)

@@ -216,7 +216,7 @@ def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     assert machine.compute._graphs == {}
     seen = set()
     with_graph = machine.compute._with_graph
-    machine.compute._with_graph = lambda op: (seen.add(op.block), with_graph(op))[1]  # type: ignore[method-assign]
+    machine.compute._with_graph = lambda op, *m: (seen.add(op.block), with_graph(op, *m))[1]  # type: ignore[method-assign]
     with torch.no_grad():
         for index, op in enumerate(machine.plan.ops):
             machine.perform(index, op, 0)

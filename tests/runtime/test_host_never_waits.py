@@ -99,7 +99,7 @@ def test_layers_that_are_passed_something_else_each_time_are_passed_it_each_time
     monkeypatch.setattr(templates, "embed", embed_noting_tokens)
     monkeypatch.setattr(templates, "layer", layer_without_note)
     execute(plan, machine, 2)
-    assert not machine.compute.passed.alike
+    assert not machine.compute.inputs.alike
     expected = {int(batch.input_ids[m].sum()) for batch in batches[:2] for m in range(4)}
     assert len(expected) == 8
     assert {note for _, note in given_to} == expected

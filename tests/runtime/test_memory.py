@@ -15,7 +15,7 @@ from runtime.host.memory import Arenas, available_host_bytes
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Place, Policy, Slot, Update, saves
 from tests.tiny import STRUCTURES, tiny_config
-from tests.training import ADAMW, batches_of, plan_of, semantics_of
+from tests.training import ADAMW, batches_of, plan_of, poison, semantics_of
 
 from .test_replay import n_tensors
 
@@ -40,7 +40,7 @@ def test_slots_are_of_exactly_the_bytes_asked_for_and_never_overlap(slot_bytes):
 def test_a_slot_begins_zero_and_a_poisoned_one_is_nan_in_every_float_dtype():
     arenas = Arenas([Arena("state", Place.HOST, (256, 512))], CPU)
     assert not arenas.raw(Slot("state", 1)).any()
-    arenas.poison(Slot("state", 1))
+    poison(arenas, Slot("state", 1))
     for dtype in ("bf16", "fp32", "fp64"):
         assert bool(arenas.view(Slot("state", 1), dtype).isnan().all())
         assert not arenas.view(Slot("state", 0), dtype).any(), "the neighbour was poisoned too"
@@ -107,7 +107,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(model_type, keep):
     assert machine.compute._graphs == {}
     assert machine.compute.losses == machine._losses == {}, "they are handed over with the step"
     assert threading.active_count() == n_threads
-    for inputs in machine.compute.passed.inputs.values():
+    for inputs in machine.compute.inputs.passed.values():
         assert all(not t.requires_grad for layer in inputs for t in tensors_in(layer)), "it would hold a graph for ever"
 
 
@@ -129,9 +129,9 @@ def test_what_layers_are_passed_is_held_once_for_all_micro_batches():
     machine = CpuMachine(plan, lambda step: batches_of(config["vocab_size"], 4, 16)[step], lambda step: ADAMW)
     machine.initialise(0)
     execute(plan, machine, 1)
-    (first,) = machine.compute.passed.first.values()
+    (first,) = machine.compute.inputs.first.values()
     assert any(True for _ in tensors_in(first))
-    assert all(inputs is first for inputs in machine.compute.passed.inputs.values())
+    assert all(inputs is first for inputs in machine.compute.inputs.passed.values())
 
 
 @pytest.mark.soak

@@ -21,12 +21,12 @@ from penstock.training.generation import generate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import Execution, execute
-from runtime.host.device_updates import call_by_call, emulated, gives_the_hosts_bits, one_kernel
-from runtime.host.optimizer import AdamW
+from runtime.host.adamw import call_by_call, emulated, gives_the_hosts_bits, one_kernel
 from runtime.layers.recompute import FUSED_ATTENTION, Replay
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
+from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model, Saved
 from tests import reference
 from tests.penstock.training.test_evaluation import OfAnyPlan, Several, sequences
@@ -41,6 +41,7 @@ from tests.training import (
     batches_of,
     initial_masters,
     plan_of,
+    poison,
     released_slots,
     same_bits,
     scheduled,
@@ -88,7 +89,7 @@ class Sleepy(Remembering):
         if op.lane is Lane.CPU:
             work(index, op, step)
             for slot in released[index]:
-                self.arenas.poison(slot)
+                poison(self.arenas, slot)
             return
         self._sleep()
         work(index, op, step)

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
-from runtime.host import chunks, optimizer, updates
-from runtime.host.optimizer import AdamW, ParamState, Scratch, SplitMaster, SummedGradient, adamw_, adamw_tasks, sum_of_squares
+from runtime.host import adamw, chunks, optimizer, updates
+from runtime.host.chunks import Scratch
+from runtime.host.norms import added, squares_tasks, sum_of_squares
+from runtime.host.optimizer import RULES, Master, ParamState, Step, SummedGradient, update_
 from runtime.host.workers import Workers
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
+from runtime.plan.optimizer import AdamW
 from tests.reference import half_up
 from tests.tiny import tiny_config
 from tests.training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
@@ -34,34 +38,32 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
     m, v = torch.randn(n, generator=generator) * 1e-2, torch.rand(n, generator=generator) * 1e-4
     match kind:
         case "split":
-            master = SplitMaster(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
-            master.cut(slice(None), wide)
-            return ParamState(master, m, v)
+            master = Master(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
+            master.put(slice(None), wide)
         case "bf16":
-            return ParamState(wide.bfloat16(), m, v)
+            master = Master(wide.bfloat16())
         case _:
-            return ParamState(wide, m, v)
+            master = Master(wide)
+    return ParamState(master, (m, v))
 
 
 def copied(of: ParamState) -> ParamState:
-    if isinstance(of.master, SplitMaster):
-        master = SplitMaster(of.master.weight.clone(), of.master.remainder.clone())
-        return ParamState(master, of.exp_avg.clone(), of.exp_avg_sq.clone())
-    return ParamState(of.master.clone(), of.exp_avg.clone(), of.exp_avg_sq.clone())
+    master = Master(of.master.weight.clone(), None if of.master.remainder is None else of.master.remainder.clone())
+    return ParamState(master, tuple(moment.clone() for moment in of.moments))
 
 
 def wide_master(of: ParamState) -> torch.Tensor:
-    if isinstance(of.master, SplitMaster):  # as the design says it: the weight's bits, and what they lack
+    if of.master.remainder is not None:  # as the design says it: the weight's bits, and what they lack
         bits = (of.master.weight.view(torch.int16).long() << 16) + of.master.remainder.long()
         return bits.to(torch.int32).view(torch.float32)
-    return of.master.float()
+    return of.master.weight.float()
 
 
 def plainly(
     of: ParamState, gradient: torch.Tensor, factor: float, n_updates: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Master, moments after one step, on the whole parameter at once."""
-    wide, m, v = wide_master(of).clone(), of.exp_avg.clone(), of.exp_avg_sq.clone()
+    wide, m, v = wide_master(of).clone(), *(moment.clone() for moment in of.moments)
     s = SETTINGS
     torch._fused_adamw_(
         [wide], [gradient.float() * factor], [m], [v], [], [torch.tensor(float(n_updates))],
@@ -84,17 +86,17 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
     wide, m, v = plainly(before, gradient, 0.25, 3)
     to = random_state(kind, n, seed=99) if elsewhere else copied(before)
     kept = copied(before)
-    adamw_(to, gradient, 0.25, 3, SETTINGS, before if elsewhere else None)
+    update_(to, gradient, 0.25, 3, SETTINGS, before if elsewhere else None)
     same = equal_but_for_nans_payload if odd else same_bits
     expected_weight = torch.where(wide.isnan(), wide, half_up(wide).float()).bfloat16()
-    assert same(to.exp_avg, m)
-    assert same(to.exp_avg_sq, v)
+    assert same(to.moments[0], m)
+    assert same(to.moments[1], v)
     assert same(wide_master(to), expected_weight.float() if kind == "bf16" else wide)
-    if isinstance(to.master, SplitMaster):
+    if kind == "split":
         assert same(to.master.weight, expected_weight)
     if elsewhere:
         assert same(wide_master(before), wide_master(kept)), "what it started from was changed"
-        assert same_bits(before.exp_avg, kept.exp_avg)
+        assert same_bits(before.moments[0], kept.moments[0])
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
@@ -110,15 +112,15 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled_in_this_order(n_parts, 
     state = random_state("fp32", n, seed=5)
     wide, m, _ = plainly(state, whole, factor, 1)
     gradient = SummedGradient(parts, types[dtype])
-    adamw_(state, gradient, factor, 1, SETTINGS)
-    assert same_bits(state.master, wide)
-    assert same_bits(state.exp_avg, m)
+    update_(state, gradient, factor, 1, SETTINGS)
+    assert same_bits(state.master.weight, wide)
+    assert same_bits(state.moments[0], m)
     assert sum_of_squares(gradient) == float(whole.square().sum())
 
 
 def test_the_loops_are_run_by_torchscript_and_mean_what_they_say():
     """It once left the optimizer's kernel out: of lists made inside the loop nobody could see what the kernel did to them."""
-    for loop in (chunks.run_adamw, chunks.run_squares, chunks.run_add):
+    for loop in (RULES["adamw"].loop, chunks.run_squares, chunks.run_add):
         assert isinstance(loop, torch.jit.ScriptFunction)
 
 
@@ -127,15 +129,14 @@ def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
     n = chunks.UPDATE_ELEMENTS + 200
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     found = []
-    for loop in (chunks.run_adamw, chunks.adamw_chunks):
-        monkeypatch.setattr(optimizer, "run_adamw", loop)
+    for loop in (RULES["adamw"].loop, chunks.update_loop(adamw.fused)):
+        monkeypatch.setitem(optimizer.RULES, "adamw", SimpleNamespace(loop=loop))
         state = random_state(kind, n, seed=8)
         for i, gradient in enumerate(gradients):  # TorchScript compiles anew after the first calls
-            adamw_(state, gradient, 0.5, i + 1, SETTINGS)
+            update_(state, gradient, 0.5, i + 1, SETTINGS)
         found.append(state)
     assert same_bits(wide_master(found[0]), wide_master(found[1]))
-    assert same_bits(found[0].exp_avg, found[1].exp_avg)
-    assert same_bits(found[0].exp_avg_sq, found[1].exp_avg_sq)
+    assert all(map(same_bits, found[0].moments, found[1].moments))
 
 
 @settings(max_examples=200)
@@ -147,14 +148,14 @@ def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
 @example(0x7F7FFFFF)  # the largest number, whose weight is infinite
 def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
     wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    master = SplitMaster(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int16))
-    master.cut(slice(None), wide.clone())
+    master = Master(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int16))
+    master.put(slice(None), wide.clone())
     if bool(wide.isnan()):
         assert bool(master.weight.isnan())
-        assert bool(master.joined(slice(None)).isnan())
+        assert bool(master.whole().isnan())
     else:
         assert same_bits(master.weight, half_up(wide))
-        assert same_bits(master.joined(slice(None)), wide)
+        assert same_bits(master.whole(), wide)
 
 
 # -- several threads ------------------------------------------------------------------------------------------------
@@ -168,18 +169,18 @@ def test_the_number_of_workers_changes_no_bit(n_threads):
     summed = SummedGradient((gradient,), torch.float32)
     expected, total = random_state("split", n, seed=1), torch.zeros(n)
     state, running = copied(expected), torch.ones(n)
-    adamw_(expected, gradient, 0.5, 2, SETTINGS)
+    update_(expected, gradient, 0.5, 2, SETTINGS)
     total += gradient
     workers = Workers(n_threads, Scratch)
     with workers.helped(no_grad):
-        workers.run(adamw_tasks(state, summed, 0.5, 2, SETTINGS))
-        squares = workers.run(optimizer.squares_tasks(summed))
+        workers.run(Step(state, summed, 0.5, 2, SETTINGS).tasks())
+        squares = workers.run(squares_tasks(summed))
         workers.run(optimizer.add_tasks(running, gradient, is_first=True))
     assert same_bits(state.master.weight, expected.master.weight)
     assert same_bits(wide_master(state), wide_master(expected))
-    assert same_bits(state.exp_avg_sq, expected.exp_avg_sq)
+    assert same_bits(state.moments[1], expected.moments[1])
     assert same_bits(running, total)
-    assert optimizer.added(s for chunk in squares for s in chunk) == sum_of_squares(gradient)
+    assert added(s for chunk in squares for s in chunk) == sum_of_squares(gradient)
     obvious = 0.0
     for chunk in gradient.split(65_536):
         obvious += float(chunk.square().sum())
@@ -299,7 +300,7 @@ def test_an_error_in_a_worker_is_the_ops_error_and_every_thread_ends(in_helper, 
 
         return [work, work]
 
-    monkeypatch.setattr(updates, "adamw_tasks", broken)
+    monkeypatch.setattr(updates.Step, "tasks", broken)
     n_threads = threading.active_count()
     with pytest.raises(OpError, match=r"lane cpu: update .*b0 failed: FloatingPointError: a broken kernel"):
         execute(plan, machine, 1)

@@ -11,8 +11,11 @@ from planner.model.config import ARCHITECTURES, Architecture
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import execute
-from runtime.host.optimizer import CHUNK_ELEMENTS, AdamW, ParamState, adamw_, clip_factor, round_half_up, sum_of_squares
+from runtime.host.chunks import CHUNK_ELEMENTS
+from runtime.host.norms import clip_factor, sum_of_squares
+from runtime.host.optimizer import Master, ParamState, round_half_up, update_
 from runtime.plan import Policy
+from runtime.plan.optimizer import AdamW
 from tests import reference
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
@@ -116,7 +119,7 @@ def test_adamw_is_that_of_torch():
     plain = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
     for step, gradient in enumerate(gradients, start=1):
-        adamw_(ParamState(master, m, v), gradient, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
+        update_(ParamState(Master(master), (m, v)), gradient, 1.0, step, AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1))
         plain.grad = gradient.clone()
         optimizer.step()
     assert torch.allclose(master, plain.data, rtol=1e-6, atol=1e-7)
@@ -130,7 +133,7 @@ def test_adamw_in_chunks_is_adamw_on_the_whole_tensor(n):
     whole = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([whole], lr=1e-2, weight_decay=0.1, fused=True)
     for step in (1, 2, 3):
-        adamw_(ParamState(master, m, v), gradient, 1.0, step, AdamW(1e-2, weight_decay=0.1))
+        update_(ParamState(Master(master), (m, v)), gradient, 1.0, step, AdamW(1e-2, weight_decay=0.1))
         whole.grad = gradient.clone()
         optimizer.step()
     assert same_bits(master, whole.data)

@@ -17,7 +17,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.errors import PlanError
 from runtime.executor import AgreedStop, Stop, execute
-from runtime.host.common_memory import closed, nobodys, shared_slab, slab_of
+from runtime.host.common_memory import shared_slab, slab_of, unshared
 from runtime.machines.emulated import Alike
 from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.workload import Block, BlockKind, Model, Parameter
@@ -244,7 +244,7 @@ def test_hosts_are_as_many_as_are_asked_for_whatever_a_profile_says(gpus):
 def test_a_slab_is_another_process_s_as_long_as_either_has_it():
     mine, slab = shared_slab(4096)
     theirs = slab_of(mine)
-    closed(mine)
+    mine.close()
     slab[7] = 3
     assert theirs[7] == 3
     del slab
@@ -255,11 +255,11 @@ def test_what_lies_where_a_slab_is_said_to_lie_is_no_slab_unless_it_bears_its_na
     """As on another host, whose processes have the same numbers."""
     mine, slab = shared_slab(4096)
     other, _ = shared_slab(4096)
-    for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), nobodys(4096)):
+    for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), unshared(4096)):
         with pytest.raises(OSError):
             slab_of(wrong)
-    closed(other)
-    closed(mine)
+    other.close()
+    mine.close()
     assert slab.numel() == 4096
 
 

@@ -9,7 +9,7 @@ import torch
 from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import execute
-from runtime.host.optimizer import clip_factor
+from runtime.host.norms import clip_factor
 from runtime.plan import Kind, Policy, Update
 from tests import reference
 from tests.tiny import tiny_config

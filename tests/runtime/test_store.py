@@ -11,7 +11,6 @@ import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ from hypothesis import strategies as st
 from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.host import host_state, slabs
-from runtime.host.memory import Arenas, register_for_dma
+from runtime.host.memory import Arenas
 from runtime.host.optimizer import round_half_up
-from runtime.host.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement
+from runtime.host.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement, register_for_dma
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from runtime.units import MiB
@@ -190,10 +189,9 @@ def test_no_memory_is_reserved_for_a_slab_as_it_may_grow_when_it_is_touched():
     ("limit", "is_refused"), [("max\n", False), (f"{9 * MiB}\n", False), (f"{7 * MiB}\n", True), (None, False)]
 )
 def test_touching_what_a_control_group_never_allows_is_one_line_and_no_kill(tmp_path, monkeypatch, limit, is_refused):
-    path = tmp_path / "memory.max"
     if limit is not None:
-        path.write_text(limit)
-    monkeypatch.setattr(slabs, "group_limit_bytes", partial(slabs.group_limit_bytes, path))
+        (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr(slabs, "CGROUP", tmp_path)
     arenas = Arenas([Arena("state", Place.HOST, (8 * MiB,))], CPU)
     if not is_refused:
         arenas.touch(1)
@@ -302,7 +300,7 @@ ARENAS = [
 
 def test_every_arena_of_the_host_is_registered_once_and_whole():
     driver, arenas = Driver(), Arenas(ARENAS, CPU)
-    pieces = register_for_dma(arenas, driver)
+    pieces = register_for_dma(arenas.host_slabs(), driver)
     assert driver.registered == dict(pieces) == {arenas.addresses["state"]: 5 * MiB, arenas.addresses["norm"]: 256}
     slabs.unregister(pieces, driver)
     assert driver.registered == {}
@@ -312,7 +310,7 @@ def test_no_two_arenas_share_a_page_however_small_they_are():
     """Of 200 tensors of the allocator many would."""
     driver, small = Driver(), [Arena(f"small{i}", Place.HOST, (1 + 37 * i,)) for i in range(200)]
     arenas = Arenas(small, CPU)
-    register_for_dma(arenas, driver)
+    register_for_dma(arenas.host_slabs(), driver)
     assert driver.registered == {arenas.addresses[arena.name]: arena.n_bytes for arena in small}
 
 
@@ -321,7 +319,7 @@ def test_an_arena_that_no_driver_takes_whole_has_several_slabs_and_no_call_is_re
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     monkeypatch.setattr(slabs, "REGISTER_BYTES", 2 * MiB)
     driver, arenas = Driver(most_at_once=2 * MiB), Arenas(ARENAS, CPU)
-    register_for_dma(arenas, driver)
+    register_for_dma(arenas.host_slabs(), driver)
     first, second, norm = (arenas.addresses[name] for name in ("state", "state.1", "norm"))
     assert driver.registered == {first: 2 * MiB, first + 2 * MiB: MiB, second: 2 * MiB, norm: 256}
     assert arenas.n_bytes == {"state": 5 * MiB, "norm": 256, "staging": 0, "weights": 4 * MiB}
@@ -344,7 +342,7 @@ def test_memory_that_may_not_be_locked_is_one_line_that_says_what_to_raise(monke
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     driver = Driver(most=3 * MiB)
     with pytest.raises(PlanError) as caught:
-        register_for_dma(Arenas(ARENAS[::-1], CPU), driver)  # the small one first, which it takes
+        register_for_dma(Arenas(ARENAS[::-1], CPU).host_slabs(), driver)  # the small one first, which it takes
     assert "\n" not in str(caught.value)
     for words in ("arena state", "3.15 MB of 5.24 MB", "CUDA error 2", "memlock", "ulimit -l"):
         assert words in str(caught.value)
@@ -389,7 +387,7 @@ MANY_SLOTS = [Arena("state", Place.HOST, (MiB, 100, MiB - 100, 3 * MiB, *(5000 +
 def test_several_threads_lock_an_arena_at_once_and_no_slot_lies_in_two_pieces(monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
     driver, arenas = SlowDriver(3), Arenas(MANY_SLOTS, CPU)
-    pieces = register_for_dma(arenas, driver, 3, driver.settle)
+    pieces = register_for_dma(arenas.host_slabs(), driver, 3, driver.settle)
     assert driver.n_met == len(set(driver.threads)) == 3
     assert driver.registered == dict(pieces)
     assert len(pieces) > 10
@@ -407,7 +405,7 @@ def test_when_one_of_several_threads_may_not_lock_its_piece_all_are_given_back(m
     driver = SlowDriver(3, most=4 * MiB)
     n_threads = threading.active_count()
     with pytest.raises(PlanError, match=r"arena state: .* cannot be locked .*CUDA error 2.*memlock"):
-        register_for_dma(Arenas(MANY_SLOTS, CPU), driver, 3, driver.settle)
+        register_for_dma(Arenas(MANY_SLOTS, CPU).host_slabs(), driver, 3, driver.settle)
     assert driver.registered == {}
     assert threading.active_count() == n_threads
 
@@ -422,7 +420,7 @@ def test_an_error_of_the_driver_itself_leaves_nothing_locked_either(monkeypatch)
     monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
     driver = Breaks()
     with pytest.raises(RuntimeError, match="the device is gone"):
-        register_for_dma(Arenas(MANY_SLOTS, CPU), driver)
+        register_for_dma(Arenas(MANY_SLOTS, CPU).host_slabs(), driver)
     assert driver.registered == {}
 
 

@@ -230,7 +230,7 @@ def test_what_layers_remember_of_training_an_evaluation_does_not_see():
     machine = machine_of(config, semantics, Policy(accumulation_group=4))
     execute(machine.plan, machine, 1)
     modules = [m for layer in (*machine.compute.templates.layers, machine.compute.templates.model) for m in layer.modules()]
-    before = [id(machine.compute.passed.first), list(machine.results), len(machine.compute._graphs)]
+    before = [id(machine.compute.inputs.first), list(machine.results), len(machine.compute._graphs)]
 
     def fails(last):
         assert not any(m.training for m in modules)
@@ -240,7 +240,7 @@ def test_what_layers_remember_of_training_an_evaluation_does_not_see():
     with pytest.raises(OpError, match="no"):
         execute(plan, machine.forwards(plan, lambda step: sequences(96, 2, 8), fails), 1)
     assert all(m.training for m in modules)
-    assert [id(machine.compute.passed.first), list(machine.results), len(machine.compute._graphs)] == before
+    assert [id(machine.compute.inputs.first), list(machine.results), len(machine.compute._graphs)] == before
     execute(machine.plan, machine, 2, 1)
     assert differences(machine, plain("gemma2", semantics)) == []
 

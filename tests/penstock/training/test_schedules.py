@@ -15,7 +15,7 @@ from transformers import (
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings, ScheduleSettings
 from penstock.training.schedules import learning_rates
-from runtime.host.optimizer import AdamW
+from runtime.plan.optimizer import AdamW
 
 LR = 3e-4
 
