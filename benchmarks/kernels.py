@@ -18,7 +18,7 @@ from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import Answer, search
-from planner.show.explain import kernels_in_words
+from planner.show.schedule import kernels_in_words
 from runtime.errors import DoesNotFitError
 from runtime.plan import Semantics
 from runtime.units import show_seconds

@@ -68,16 +68,19 @@ class Planned:
     def __str__(self) -> str:
         from rich.console import Console
 
-        from planner.show.explain import explain
+        from planner.show.facts import facts
+        from planner.show.text import print_report
 
         text = StringIO()
-        explain(self.answer, self.profile, Console(file=text))
+        print_report(facts(self.file, "the plan", answer=self.answer), Console(file=text))
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        from planner.show.report import report
+        from planner.show.facts import facts
+        from planner.show.page import page
 
-        return _framed(report(self.file, self.plan.model.name or "plan", None))
+        where = self.plan.model.name or "plan"
+        return _framed(page(facts(self.file, where), where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,15 @@ class Trained:
 
     def page(self) -> str:
         """What `penstock report` draws: the run beside its plan, one HTML file that needs no network."""
-        from planner.show.report import report
-        from planner.show.report_run import LoggedRun, read_log, read_samples
+        from planner.show.facts import facts
+        from planner.show.page import page
+        from planner.show.run_log import LoggedRun, read_log, read_samples
         from runtime.plan import PlanFile
 
         logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
         lines, samples = (path.read_bytes().splitlines(keepends=True) if path.exists() else [] for path in logs)
         run = LoggedRun(self.timeline, read_log(lines), read_samples(samples))
-        return report(PlanFile.read(self.folder / PLAN_FILE), self.folder.name, run)
+        return page(facts(PlanFile.read(self.folder / PLAN_FILE), self.folder.name, run), self.folder.name)
 
     def _repr_html_(self) -> str:
         return _framed(self.page())

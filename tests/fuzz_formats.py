@@ -23,7 +23,8 @@ from planner.model.workload import build_workload
 from planner.predict.cost import costs, region_of
 from planner.predict.simulate import simulate
 from planner.search.search import search
-from planner.show.report import report
+from planner.show.facts import facts
+from planner.show.page import page
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model
 
@@ -135,8 +136,8 @@ def _mutate_plan(data: bytes, rng: Random) -> bytes:
 def _read_plan(folder: Path) -> None:
     file = PlanFile.read(folder / "plan.json")
     check(file.plan, file.claim)
-    page = report(file, "plan.json", None)
-    assert page.count("</script>") == N_SCRIPTS, "what a file says has become a part of the page's program"
+    text = page(facts(file, "plan.json"), "plan.json")
+    assert text.count("</script>") == N_SCRIPTS, "what a file says has become a part of the page's program"
     _built(file.plan)
 
 

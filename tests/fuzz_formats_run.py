@@ -27,7 +27,8 @@ from penstock.data.encoders import read_encoder
 from penstock.data.formats import Chat
 from penstock.run_config import read_run, run_text, write_run
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings
-from planner.show.report import report
+from planner.show.facts import facts
+from planner.show.page import page
 from runtime.plan import PlanFile
 
 from .fuzz_formats import N_SCRIPTS, Format, as_json, plan_files
@@ -262,8 +263,8 @@ def _beside_a_log() -> dict[str, bytes]:
 
 def _read_logs(folder: Path) -> None:
     file = PlanFile.read(folder / "plan.json")
-    page = report(file, "plan.json", read_logs(folder, len(file.plan.ops)))
-    assert page.count("</script>") == N_SCRIPTS, "what a file says has become a part of the page's program"
+    text = page(facts(file, "plan.json", read_logs(folder, len(file.plan.ops))), "plan.json")
+    assert text.count("</script>") == N_SCRIPTS, "what a file says has become a part of the page's program"
 
 
 FORMATS: dict[str, Format] = {

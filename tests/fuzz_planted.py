@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import yaml
+from jinja2 import Environment
 
 from penstock import run_config
 from penstock.checkpoint import checkpoint
 from planner.model import config
-from planner.show import report_html
+from planner.show import page
 from runtime.plan import plan
 
 from .fuzz_formats import Format
@@ -76,6 +77,13 @@ def _every_slot(text: str, most: int) -> list[int]:
     return [int(size) for run in text.split() for n, _, size in [run.partition("x")] for _ in range(int(n))]
 
 
+_escaped = page._environment
+
+
+def _unescaped() -> Environment:
+    return _escaped().overlay(autoescape=False)
+
+
 PLANTED: dict[str, Planted] = {
     "numbers that are not checked": Planted(
         "config.json", config.Config, "count", lambda self, key, *_: self.values.get(key), "Error"
@@ -89,5 +97,5 @@ PLANTED: dict[str, Planted] = {
     "a file that is taken for JSON": Planted(
         "trainer state", checkpoint, "_read_json", lambda path: json.loads(path.read_text()), "Error"
     ),
-    "text that is not escaped": Planted("samples.jsonl", report_html, "text", str, "page's program"),
+    "text that is not escaped": Planted("samples.jsonl", page, "_environment", _unescaped, "page's program"),
 }

@@ -1,4 +1,4 @@
-"""What would a run leave behind, for a report to draw?"""
+"""A small plan, the folder of a run of it, and the page of both."""
 
 import json
 from collections import Counter
@@ -11,14 +11,15 @@ from tempfile import TemporaryDirectory
 from click.testing import CliRunner
 
 from hwprofiles.schema import Profile
-from penstock.cli import run_files as cli_run_files
 from penstock.cli.main import cli
+from penstock.cli.run_files import read_logged_run
 from planner.predict.cost import costs, region_of
 from planner.predict.simulate import Prediction, simulate
-from planner.show.report import report
+from planner.show.facts import facts
+from planner.show.page import page
 from runtime.plan import Plan, PlanFile
 
-SLOWER = 1.1  # than predicted: what the runs made here measure
+SLOWER = 1.1  # than predicted: the runs made here
 MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
 TOKENS_PER_STEP = 2048
 
@@ -42,7 +43,7 @@ def predicted(plan: Plan, profile: Profile) -> Prediction:
 
 
 def make_run(folder: Path, plan_file: Path) -> Path:
-    """The folder of a run of that plan: a timeline, a log with evaluations and one loss that is none, samples."""
+    """The folder of a run of that plan: a timeline, a log with evaluations and one loss that is not finite, samples."""
     folder.mkdir(exist_ok=True)
     plan = PlanFile.read(plan_file).plan
     prediction = predicted(plan, Profile.from_json(plan.profile))
@@ -53,18 +54,25 @@ def make_run(folder: Path, plan_file: Path) -> Path:
         for s in prediction.timeline.from_step(last).spans
     ]
     (folder / "timeline.json").write_text(json.dumps({"spans": [asdict(span) for span in spans]}))
-    step_s = SLOWER * prediction.step_s
-    lines = []
+    step_s, lines = SLOWER * prediction.step_s, []
     for step in range(1, 31):
         loss = None if step == 12 else 5 / step**0.3
         of_step = {"step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-4, "tokens": TOKENS_PER_STEP, "supervised_tokens": 2000}
         lines.append(of_step | {"step_s": step_s, "tokens_per_s": TOKENS_PER_STEP / step_s, "skipped": False})
         if step % 10 == 0:
             lines.append({"step": step, "eval_loss": 5.5 / step**0.3, "eval_perplexity": 1.0, "eval_tokens": 100, "eval_s": 1.0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text("".join(map(line, lines)))
     samples = [{"step": step, "prompt": "Say hello.", "text": f"Hello there, {step}."} for step in (20, 30)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    (folder / "samples.jsonl").write_text("".join(map(line, samples)))
     return folder
+
+
+def line(fields: dict[str, object]) -> str:
+    """A line of a log."""
+    return json.dumps(fields) + "\n"
+
+
+HEADINGS = ("h1", "h2", "h3", "dt", "caption", "summary")
 
 
 class Page(HTMLParser):
@@ -73,7 +81,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
         self.tags, self.attributes, self.scripts, self.styles, self.words, self.open = Counter(), set(), [], [], [], []
-        self.meta, self.comments = [], []
+        self.meta, self.comments, self.headings, self.heading = [], [], [], None
         self.feed(text)
         self.close()
 
@@ -83,6 +91,7 @@ class Page(HTMLParser):
         if tag in ("script", "style"):
             {"script": self.scripts, "style": self.styles}[tag].append([dict(attributes), ""])
             self.open.append(tag)
+        self.heading = tag if tag in HEADINGS else None
         if tag == "meta":
             self.meta.append(dict(attributes))
 
@@ -93,8 +102,11 @@ class Page(HTMLParser):
     def handle_data(self, text):
         if self.open:
             {"script": self.scripts, "style": self.styles}[self.open[-1]][-1][1] += text
-        else:
-            self.words.append(text)
+            return
+        self.words.append(text)
+        if self.heading is not None and text.strip():
+            self.headings.append((self.heading, text))
+            self.heading = None
 
     def handle_comment(self, text):
         self.comments.append(text)
@@ -108,12 +120,10 @@ class Page(HTMLParser):
         return json.loads(self.scripts[0][1])
 
 
+def written(file, run=None, where="p.json"):
+    return page(facts(file, where, run), where)
+
+
 def page_of(plan_file, folder=None):
     file = PlanFile.read(plan_file)
-    run = None if folder is None else cli_run_files.read_logged_run(folder, len(file.plan.ops))
-    return Page(report(file, plan_file.name, run))
-
-
-def line(**fields: object) -> bytes:
-    """A line of a log."""
-    return json.dumps(fields).encode() + b"\n"
+    return Page(written(file, None if folder is None else read_logged_run(folder, file.plan), plan_file.name))

@@ -1,11 +1,8 @@
-"""What does a user see of a run that is over?"""
+"""The outcome of a run: predicted against measured, and a profile corrected by it."""
 
 import json
 import resource
-import statistics
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +18,10 @@ from runtime.units import on_one_line, show_bytes, show_seconds
 from .options import show_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from penstock.training.assembly import Session
-    from penstock.training.trainer import Training
+    from planner.show.facts import Measured
     from runtime.plan import Kind, Lane, Plan
     from runtime.plan.timeline import Timeline
 
@@ -31,129 +30,115 @@ WORTH_NAMING = 0.02  # of a step
 MOST_NAMED = 4
 
 
+def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
+    """The final table on stdout: predicted, measured, error; what differs; where the files are. Perhaps a corrected profile."""
+    from planner.show.facts import measured
+
+    found = measured(timeline, times_s)
+    assert found is not None, "a step was performed"
+    show_table(("", "predicted", "measured", "error"), [*_rows(run, found), *_memory_rows(run)])
+    if found.n_steps:
+        spread = f"{show_seconds(found.p10_step_s)} to {show_seconds(found.p90_step_s)}"
+        click.echo(f"step: median of {found.n_steps} after warm-up, P10 to P90 {spread}")
+    if run.is_comparable and found.n_steps:
+        for line in _differences(run, found, recalibrate is not None):
+            click.echo(line)
+    for line in _notes(run):
+        click.echo(line)
+    if recalibrate is not None:
+        _recalibrate(run, timeline, recalibrate)
+
+
 def show_tokens(per_s: float) -> str:
     """As in the line of a step, or with three digits where they are few."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    name: str
-    predicted: float
-    measured: float
-    show: Callable[[float], str]
-
-    def cells(self) -> tuple[str, str, str, str]:
-        error = f"{self.measured / self.predicted - 1:+.1%}" if self.predicted > 0 else ""
-        return self.name, self.show(self.predicted), self.show(self.measured), error
+def _row(name: str, predicted: float, measured: float, show: "Callable[[float], str]") -> tuple[str, str, str, str]:
+    error = f"{measured / predicted - 1:+.1%}" if predicted > 0 else ""
+    return name, show(predicted), show(measured), error
 
 
-def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
-    """The final table on stdout: predicted, measured, error; what differs; where things lie. Perhaps a corrected profile."""
-    rows = _rows(run, timeline, times_s)
-    show_table(("", "predicted", "measured", "error"), [row.cells() for row in rows])
-    if times_s:
-        ordered = sorted(times_s)
-        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-        click.echo(f"step: median of {len(times_s)} after warm-up, P10 to P90 {show_seconds(low)} to {show_seconds(high)}")
-    if run.is_comparable and times_s:
-        _differences(run, _settled(timeline, times_s), rows[0], recalibrate)
-    _notes(run)
-    if recalibrate is not None:
-        _recalibrate(run, timeline, recalibrate)
+def _rows(run: "Session", found: "Measured") -> "Iterator[tuple[str, str, str, str]]":
+    plan, predicted_s, n_tokens = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step
+    yield _row("step", predicted_s, found.step_s, show_seconds)
+    measured_busy_s = found.settled.busy_s(plan)
+    for lane, busy_s in run.prediction.busy_s(plan).items():
+        yield _row(f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds)
+    yield _row("tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens)
 
 
-def _settled(timeline: "Timeline", times_s: list[float]) -> "Timeline":
-    """Without the first step, which fills the pipeline, where there are others."""
-    return timeline.from_step(min((s.step for s in timeline.spans), default=0) + 1) if times_s else timeline
-
-
-def _rows(run: "Session", timeline: "Timeline", times_s: list[float]) -> list[_Row]:
-    plan, prediction = run.plan, run.prediction
-    step_s = statistics.median(times_s) if times_s else timeline.total_s
-    rows = [_Row("step", prediction.step_s, step_s, show_seconds)]
-    predicted_busy_s, measured_busy_s = prediction.busy_s(plan), _settled(timeline, times_s).busy_s(plan)
-    rows += [_Row(f"busy, {lane}", predicted_busy_s[lane], measured_busy_s[lane], show_seconds) for lane in predicted_busy_s]
-    n_tokens = plan.semantics.tokens_per_step
-    rows.append(_Row("tokens/s", n_tokens / prediction.step_s, n_tokens / step_s, show_tokens))
-    return rows if run.device == "emulated" else [*rows, *_memory_rows(plan, run.training)]
-
-
-def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
-    by_arena = training.store.arenas.n_bytes
-    in_arenas = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
-    rows = [
-        _Row("device arenas", plan.device_arena_bytes, in_arenas, show_bytes),
-        _Row("host arenas", plan.host_arena_bytes, sum(by_arena.values()) - in_arenas, show_bytes),
-    ]
-    on_device = sum(planned_device_needs(plan).values())
+def _memory_rows(run: "Session") -> "Iterator[tuple[str, str, str, str]]":
+    """Arenas, and the peaks of process and device; an emulated machine's are another's."""
+    plan, store = run.plan, run.training.store
+    if run.device == "emulated":
+        return
+    by_arena = store.arenas.n_bytes
+    device_bytes = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
+    yield _row("device arenas", plan.device_arena_bytes, device_bytes, show_bytes)
+    yield _row("host arenas", plan.host_arena_bytes, sum(by_arena.values()) - device_bytes, show_bytes)
+    on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
     on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - training.store.others_bytes()  # Linux counts in KiB
-    device_peak_bytes = training.store.device_peak_bytes()
-    if device_peak_bytes is None:  # the device's memory is the process's own
-        return [*rows, _Row("process, peak", on_device + on_host, peak_bytes, show_bytes)]
-    return [
-        *rows,
-        _Row("device, peak", on_device, device_peak_bytes, show_bytes),
-        _Row("process, peak", on_host, peak_bytes, show_bytes),
-    ]
+    if device_peak_bytes is not None:
+        yield _row("device, peak", on_device, device_peak_bytes, show_bytes)
+    else:  # the device's memory is the process's own
+        on_host += on_device
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - store.others_bytes()  # Linux counts in KiB
+    yield _row("process, peak", on_host, peak_bytes, show_bytes)
 
 
-def _notes(run: "Session") -> None:
+def _notes(run: "Session") -> "Iterator[str]":
+    """Whether the prediction is of this machine, and where the files are."""
     from penstock.checkpoint.checkpoint import latest
     from penstock.training.watch import late_fraction
 
-    plan, training = run.plan, run.training
+    profile, training = run.plan.profile, run.training
     if run.device == "emulated":
-        click.echo(
-            f"emulated {plan.profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
+        yield (
+            f"emulated {profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
             f"{late_fraction(run):.1%} of the ops took this computer longer than that"
         )
     elif not run.is_comparable:
         here = "CPU" if run.device == "cpu" else "GPU"
-        click.echo(f"the plan was made for {plan.profile['name']}: its prediction is not comparable with this {here}")
-    elif (name := training.store.device_name()) is not None and name != plan.profile["device"]["name"]:
-        click.echo(f"the plan was made for {plan.profile['name']} ({plan.profile['device']['name']}); this is {name}")
+        yield f"the plan was made for {profile['name']}: its prediction is not comparable with this {here}"
+    elif (name := training.store.device_name()) is not None and name != profile["device"]["name"]:
+        yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.device != "emulated":
-        click.echo(f"host memory: {training.store.arenas.host_words()}")
+        yield f"host memory: {training.store.arenas.host_words()}"
     if training.saves:
-        click.echo(f"checkpoint: {on_one_line(str(latest(training.folder)))}")
+        yield f"checkpoint: {on_one_line(str(latest(training.folder)))}"
     folder = on_one_line(str(training.folder))
-    click.echo(f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html")
+    yield f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html"
 
 
 def _plan_file(run: "Session") -> str:
     return on_one_line(str(run.settings.plan))
 
 
-# -- reality and the profile ----------------------------------------------------------------------------------------------
-
-
-def _differences(run: "Session", settled: "Timeline", step: _Row, recalibrate: Path | None) -> None:
-    """Where the time goes that was not predicted, when the step differs by more than a plan should be off."""
-    error = step.measured / step.predicted - 1
+def _differences(run: "Session", found: "Measured", recalibrates: bool) -> "Iterator[str]":
+    """The kinds of op that took otherwise than predicted, when the step did."""
+    error = found.step_s / run.prediction.step_s - 1
     if abs(error) <= WORTH_A_PLAN:
         return
     n_steps = len(run.prediction.timeline.step_ends_s)
-    predicted = _busy_by_kind(run.plan, run.prediction.timeline.from_step(n_steps - run.prediction.n_cycle_steps))
-    measured = _busy_by_kind(run.plan, settled)
-    changed = [(abs(measured[k] - predicted[k]), k) for k in predicted if k in measured]
+    predicted_s = _busy_by_kind_s(run.plan, run.prediction.timeline.from_step(n_steps - run.prediction.n_cycle_steps))
+    measured_s = _busy_by_kind_s(run.plan, found.settled)
+    by_s = {kind: abs(measured_s[kind] - predicted_s[kind]) for kind in predicted_s if kind in measured_s}
     told = [
-        f"{lane} {kind} {show_seconds(predicted[lane, kind])} predicted, {show_seconds(measured[lane, kind])} measured"
-        for by_s, (lane, kind) in sorted(changed, reverse=True)
-        if by_s > WORTH_NAMING * step.predicted and by_s > WORTH_A_PLAN * predicted[lane, kind]
+        f"{lane} {kind} {show_seconds(predicted_s[lane, kind])} predicted, {show_seconds(measured_s[lane, kind])} measured"
+        for lane, kind in sorted(by_s, key=lambda of: by_s[of], reverse=True)
+        if by_s[lane, kind] > max(WORTH_NAMING * run.prediction.step_s, WORTH_A_PLAN * predicted_s[lane, kind])
     ]
-    how = "longer" if error > 0 else "shorter"
     where = "; ".join(told[:MOST_NAMED]) or "no kind of op by itself: lanes waited otherwise than predicted"
-    click.echo(f"a step took {abs(error):.0%} {how} than predicted: {where}")
-    if recalibrate is None and run.device != "emulated":
-        click.echo(
+    yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted: {where}"
+    if not recalibrates and run.device != "emulated":
+        yield (
             f"to plan for the machine as it is: penstock run {_plan_file(run)} ... --recalibrate profile.json, "
             "then penstock plan ... --machine profile.json"
         )
 
 
-def _busy_by_kind(plan: "Plan", timeline: "Timeline") -> "dict[tuple[Lane, Kind], float]":
+def _busy_by_kind_s(plan: "Plan", timeline: "Timeline") -> "dict[tuple[Lane, Kind], float]":
     """Seconds of a step, on average, that each kind of op takes on its lane."""
     from runtime.plan.timeline import often
 

@@ -164,7 +164,8 @@ def plan(
     from penstock.api import answer_of
     from planner.model.config import unread_weights
     from planner.model.workload import read_model
-    from planner.show.explain import explain
+    from planner.show.facts import facts
+    from planner.show.text import print_report
     from runtime.plan import PlanFile
 
     refuse_endless(machine)
@@ -190,12 +191,13 @@ def plan(
             short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
             click.echo(json.dumps({"fits": False, "short_bytes": short, "smallest_change": error.smallest_change}))
         raise
+    file = PlanFile(answer.plan, answer.claim())
     if output is not None:
-        PlanFile(answer.plan, answer.claim()).write(output)
+        file.write(output)
     if as_json:
         click.echo(json.dumps(_fields(answer, profile, tokens)))
     else:
-        explain(answer, profile, Console(file=sys.stdout), tokens)
+        print_report(facts(file, "the plan", answer=answer, n_tokens=tokens), Console(file=sys.stdout))
     if (unread := unread_weights(described, answer.plan.semantics.base)) is not None:
         click.echo(f"note: {on_one_line(unread)}", err=True)
     if output is not None:

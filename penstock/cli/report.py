@@ -1,4 +1,4 @@
-"""How does a user get a picture of a plan, or of a run?"""
+"""`penstock report`: a page, or a trace for Perfetto, of a plan and of a run of it."""
 
 import os
 from datetime import date
@@ -36,6 +36,7 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     from planner.check.check import check
     from planner.check.claim import check_claim, check_origin, claimed
     from runtime.errors import PlanError
+    from runtime.files import write_whole
     from runtime.plan import PlanFile
 
     if output.suffix.lower() not in (*PAGES, *TRACES):
@@ -52,51 +53,40 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
             check_claim(file.plan, claim)
     except PlanError as error:
         raise PlanError(f"{plan_file}: {error}") from None
-    drawn = _page(file, plan_file, run_dir) if output.suffix.lower() in PAGES else _trace(file, plan_file, run_dir)
-    _write(output, drawn)
+    is_page = output.suffix.lower() in PAGES
+    drawn = (_page if is_page else _trace)(file, plan_file, run_dir)
+    try:
+        write_whole(output, drawn)
+    except OSError as error:
+        raise click.UsageError(f"{output}: cannot be written ({error.strerror}); choose another place with -o") from None
+    where = "in a browser" if is_page else "at https://ui.perfetto.dev or chrome://tracing"
     n_bytes = show_bytes(len(drawn.encode("utf-8", "backslashreplace")))
-    where = "in a browser" if output.suffix.lower() in PAGES else "at https://ui.perfetto.dev or chrome://tracing"
     click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
 
 
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
-    from planner.show.report import report as page_of
+    from planner.show.facts import facts
+    from planner.show.page import page
 
-    from .run_files import read_logged_run, refuse_disorder
+    from .run_files import read_logged_run
 
-    run = None if run_dir is None else read_logged_run(run_dir, len(file.plan.ops))
-    if run_dir is not None and run is not None and run.timeline is not None:
-        refuse_disorder(run.timeline, file.plan, run_dir / "timeline.json")
+    run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
-    made = f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}"
-    return page_of(file, on_one_line(plan_file.name), run, made)
+    where = on_one_line(plan_file.name)
+    return page(facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
 
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from penstock.api import predict
     from runtime.plan.timeline import chrome_trace
 
-    from .run_files import read_timeline, refuse_disorder
+    from .run_files import GIVE, read_timeline
 
-    plan = file.plan
     tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:
         timeline_file = run_dir / "timeline.json"
         if not os.path.lexists(timeline_file):
             problem = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
-            raise click.UsageError(
-                f"{run_dir}: {problem if run_dir.is_dir() else 'no such folder; give the --out folder of a run'}"
-            )
-        tracks["measured"] = read_timeline(timeline_file, len(plan.ops))
-        refuse_disorder(tracks["measured"], plan, timeline_file)
-    return chrome_trace(plan, tracks)
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none of it."""
-    from runtime.files import write_whole
-
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise click.UsageError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+            raise click.UsageError(f"{run_dir}: {problem if run_dir.is_dir() else f'no such folder; {GIVE}'}")
+        tracks["measured"] = read_timeline(timeline_file, file.plan)
+    return chrome_trace(file.plan, tracks)

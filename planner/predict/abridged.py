@@ -1,7 +1,7 @@
-"""Which part of a step that repeats itself is drawn?
+"""The part of a long step that timelines keep, as a short step of its own.
 
-A short step in its place: what comes before, the repetitions that timelines keep, what comes after, each when it really ran but for
-the time of the repetitions between, which is cut out. Whoever draws or reads a timeline then has a plan that repeats nothing.
+What comes before the repetitions, those that are kept, and what comes after, each when it really ran but for the time of the
+repetitions between, which is cut out. Whatever draws or reads a timeline then has a plan that repeats nothing.
 """
 
 from collections import defaultdict
@@ -29,14 +29,16 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
     repeat = plan.repeat
     if repeat is None:
         return timeline
-    cuts_s = _cuts_s(plan, repeat, timeline)
+    cuts_s, numbers = _cuts_s(plan, repeat, timeline), numbers_of(plan)
     spans = []
     for span in timeline.spans:
-        if not is_kept(span.repetition, repeat.times) or not 0 <= span.repetition < (repeat.times if span.op in repeat else 1):
-            raise PlanError(f"the timeline is of another plan: it has a repetition {span.repetition} of op {span.op}")
-        is_later = span.op >= repeat.end or (span.op in repeat and span.repetition >= FIRST_KEPT)
+        k = span.repetition
+        if not is_kept(k, repeat.times) or not 0 <= k < (repeat.times if span.op in repeat else 1):
+            raise PlanError(f"the timeline is of another plan: it has a repetition {k} of op {span.op}")
+        kept = k if k < FIRST_KEPT else k - max(repeat.times - N_KEPT, 0)
+        is_later = span.op >= repeat.end or (span.op in repeat and k >= FIRST_KEPT)
         cut_s = sum(s for step, s in cuts_s.items() if step < span.step) + (cuts_s[span.step] if is_later else 0.0)
-        spans.append(Span(_number(repeat, span), span.step, span.start_s - cut_s, span.end_s - cut_s))
+        spans.append(Span(numbers[span.op][kept], span.step, span.start_s - cut_s, span.end_s - cut_s))
     return Timeline(tuple(spans))
 
 
@@ -53,18 +55,14 @@ def abridged_prediction(plan: Plan, prediction: Prediction) -> Prediction:
 def numbers_of(plan: Plan) -> list[list[int]]:
     """For each op of the plan its numbers in the plan of the short step."""
     repeat = plan.repeat
-    times = [range(1) if repeat is None or i not in repeat else range(min(repeat.times, N_KEPT)) for i in range(len(plan.ops))]
-    more = 0 if repeat is None else (min(repeat.times, N_KEPT) - 1) * repeat.n_ops
-    after = len(plan.ops) if repeat is None else repeat.end
-    n_ops = 0 if repeat is None else repeat.n_ops
-    return [[i + k * n_ops + (more if i >= after else 0) for k in of] for i, of in enumerate(times)]
-
-
-def _number(repeat: Repeat, span: Span) -> int:
-    if span.op not in repeat:
-        return span.op + (0 if span.op < repeat.start else (min(repeat.times, N_KEPT) - 1) * repeat.n_ops)
-    kept = span.repetition if span.repetition < FIRST_KEPT else span.repetition - max(repeat.times - N_KEPT, 0)
-    return span.op + kept * repeat.n_ops
+    if repeat is None:
+        return [[i] for i in range(len(plan.ops))]
+    n_kept = min(repeat.times, N_KEPT)
+    later = (n_kept - 1) * repeat.n_ops
+    return [
+        [i + k * repeat.n_ops for k in range(n_kept)] if i in repeat else [i + (later if i >= repeat.end else 0)]
+        for i in range(len(plan.ops))
+    ]
 
 
 def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
@@ -73,20 +71,15 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
     began_s: dict[tuple[int, Lane, int], float] = defaultdict(lambda: float("inf"))
     ended_s: dict[tuple[int, Lane, int], float] = defaultdict(float)
     for span in timeline.spans:
-        if span.op in repeat and 0 <= span.op < len(plan.ops):
+        if span.op in repeat:
             key = span.step, plan.ops[span.op].lane, span.repetition
             began_s[key], ended_s[key] = min(began_s[key], span.start_s), max(ended_s[key], span.end_s)
     before, after = FIRST_KEPT - 1, repeat.times - LAST_KEPT
     cuts_s = dict.fromkeys(sorted({span.step for span in timeline.spans}), 0.0)
     for step in cuts_s if repeat.times > N_KEPT else ():
-        lanes = [lane for lane in Lane if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys()]
-        shifts_s = [
-            began_s[step, lane, after]
-            - max(
-                ended_s[step, lane, before],
-                began_s[step, lane, before] + began_s[step, lane, after + 1] - began_s[step, lane, after],
-            )
-            for lane in lanes
-        ]
+        shifts_s = []
+        for lane in (lane for lane in Lane if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys()):
+            began, turn_s = began_s[step, lane, before], began_s[step, lane, after + 1] - began_s[step, lane, after]
+            shifts_s.append(began_s[step, lane, after] - max(ended_s[step, lane, before], began + turn_s))
         cuts_s[step] = max(0.0, min(shifts_s, default=0.0))
     return cuts_s

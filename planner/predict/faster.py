@@ -1,7 +1,7 @@
-"""How is one group of a profile's rates scaled?
+"""Groups of a profile's rates, and the profile with some of them faster.
 
-Speeds that one measurement settles together form a group and move together: a rate of twice the speed doubles, a time halves.
-Prices and sizes stay. Every "what if" is a profile made here, costed and simulated like any other.
+Speeds that one measurement settles together form a group and change together: on a machine twice as fast a rate doubles and a time
+halves. Prices and sizes stay. Every "what if" is such a profile, costed and simulated like any other.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from hwprofiles.schema import Profile
 
 
 class Group(StrEnum):
-    """Speeds of a machine that are measured together, by what measuring them is called."""
+    """Speeds of a machine that one measurement settles together."""
 
     MATMUL = "matrix products"
     SUSTAINED = "products under load"
@@ -31,29 +31,29 @@ class Group(StrEnum):
     NETWORK = "exchange between hosts"
 
 
-# How the places of a group's quantities begin.
-PLACES: dict[Group, tuple[str, ...]] = {
-    Group.MATMUL: ("device.matmul.",),
-    Group.SUSTAINED: ("device.sustained_fraction",),
-    Group.ATTENTION: ("device.attention.",),
-    Group.DEVICE_MEMORY: ("device.memory_bytes_per_s", "device.eager_bytes_per_s", "device.norms."),
-    Group.LAUNCH: (
-        "device.kernel_overhead_s",
-        "device.op_overhead_s",
-        "link.h2d.latency_s",
-        "link.d2h.latency_s",
-        "peers.latency_s",
-        "network.latency_s",
-    ),
-    Group.UPLOAD: ("link.h2d.bytes_per_s.", "link.h2d.pageable_bytes_per_s"),
-    Group.DOWNLOAD: ("link.d2h.bytes_per_s.", "link.d2h.pageable_bytes_per_s"),
-    Group.DUPLEX: ("link.duplex_bytes_per_s",),
-    Group.DRAM: ("host.dram_bytes_per_s",),
-    Group.OPTIMIZER: ("host.optimizer.",),
-    Group.REDUCE: ("host.reduce_bytes_per_s",),
-    Group.PAGE_FAULTS: ("host.page_fault_bytes_per_s",),
-    Group.PEERS: ("peers.collectives.",),
-    Group.NETWORK: ("network.bytes_per_s",),
+# Every speed of a profile: what it is a speed of, its group, and how the places of its quantities begin.
+SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
+    "matrix products": (Group.MATMUL, ("device.matmul.",)),
+    "products under load": (Group.SUSTAINED, ("device.sustained_fraction",)),
+    "attention": (Group.ATTENTION, ("device.attention.",)),
+    "fused norms": (Group.DEVICE_MEMORY, ("device.norms.",)),
+    "eager modules": (Group.DEVICE_MEMORY, ("device.eager_bytes_per_s",)),
+    "device memory": (Group.DEVICE_MEMORY, ("device.memory_bytes_per_s",)),
+    "kernels' overhead": (Group.LAUNCH, ("device.kernel_overhead_s",)),
+    "ops' overhead": (Group.LAUNCH, ("device.op_overhead_s",)),
+    "rate of uploads": (Group.UPLOAD, ("link.h2d.bytes_per_s.", "link.h2d.pageable_bytes_per_s")),
+    "latency of uploads": (Group.LAUNCH, ("link.h2d.latency_s",)),
+    "rate of downloads": (Group.DOWNLOAD, ("link.d2h.bytes_per_s.", "link.d2h.pageable_bytes_per_s")),
+    "latency of downloads": (Group.LAUNCH, ("link.d2h.latency_s",)),
+    "both directions at once": (Group.DUPLEX, ("link.duplex_bytes_per_s",)),
+    "host DRAM": (Group.DRAM, ("host.dram_bytes_per_s",)),
+    "optimizer": (Group.OPTIMIZER, ("host.optimizer.",)),
+    "sums and norms on the host": (Group.REDUCE, ("host.reduce_bytes_per_s",)),
+    "page faults": (Group.PAGE_FAULTS, ("host.page_fault_bytes_per_s",)),
+    "exchange between devices": (Group.PEERS, ("peers.collectives.",)),
+    "latency between devices": (Group.LAUNCH, ("peers.latency_s",)),
+    "exchange between hosts": (Group.NETWORK, ("network.bytes_per_s",)),
+    "latency between hosts": (Group.LAUNCH, ("network.latency_s",)),
 }
 
 COMPUTE = (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY)
@@ -62,13 +62,19 @@ DRAM = (Group.DRAM, Group.PAGE_FAULTS)
 OPTIMIZER = (Group.OPTIMIZER, Group.REDUCE)
 
 
+def speed_of(place: str) -> str | None:
+    """The name in `SPEEDS` of the quantity at a place of a profile; None for sizes and prices."""
+    return next((name for name, (_, begins) in SPEEDS.items() if place.startswith(begins)), None)
+
+
 def group_of(place: str) -> Group | None:
-    """The group of the quantity at this place of a profile; None for sizes and prices."""
-    return next((group for group, places in PLACES.items() if place.startswith(places)), None)
+    """The group of the quantity at a place of a profile; None for sizes and prices."""
+    name = speed_of(place)
+    return None if name is None else SPEEDS[name][0]
 
 
 def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
-    """The machine with each group named here faster by its factor."""
+    """The machine with each named group faster by its factor."""
 
     def change(place: str, quantity: Quantity) -> Quantity:
         group = group_of(place)
@@ -78,31 +84,26 @@ def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:
-    """The quantity where the machine is faster by `factor`."""
+    """The quantity of a machine that is faster by `factor`."""
     is_time = place.endswith("_s") and not place.endswith("_per_s")
     return quantity.model_copy(update={"value": quantity.value / factor if is_time else quantity.value * factor})
 
 
 def with_quantities(profile: Profile, change: Callable[[str, Quantity], Quantity]) -> Profile:
-    """The profile with every quantity, given with its place, replaced. It is not validated again: a "what if" may bend curves."""
-    changed: Profile = _changed("", profile, change)
-    return changed
+    """The profile with `change(place, quantity)` for every quantity. It is not validated again: a "what if" may bend curves."""
 
+    def changed(place: str, part: Any) -> Any:
+        match part:
+            case Quantity():
+                return change(place.removeprefix("."), part)
+            case Part():
+                fields = type(part).model_fields
+                return part.model_copy(update={key: changed(f"{place}.{key}", getattr(part, key)) for key in fields})
+            case dict():
+                return {key: changed(f"{place}.{key}", item) for key, item in part.items()}
+            case tuple():
+                return tuple(changed(f"{place}.{i}", item) for i, item in enumerate(part))
+        return part
 
-def _changed(place: str, part: Any, change: Callable[[str, Quantity], Quantity]) -> Any:
-    match part:
-        case Quantity():
-            return change(place, part)
-        case Part():
-            fields = {key: getattr(part, key) for key in type(part).model_fields}
-            return part.model_copy(update={key: _changed(_in(place, key), field, change) for key, field in fields.items()})
-        case dict():
-            return {key: _changed(_in(place, key), item, change) for key, item in part.items()}
-        case tuple():
-            return tuple(_changed(_in(place, i), item, change) for i, item in enumerate(part))
-        case _:
-            return part
-
-
-def _in(place: str, key: str | int) -> str:
-    return f"{place}.{key}" if place else str(key)
+    made: Profile = changed("", profile)
+    return made

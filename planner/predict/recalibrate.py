@@ -1,18 +1,19 @@
-"""What does a run say of the machine it ran on?
+"""Recalibration of a profile by a run.
 
 The plan is simulated on machines that are faster or slower than the profile says, each resource by a factor of its own, until ops
-take as long as they took in the run. An op is compared as it was slowed by the others, so what ops cost each other is not taken for
-a slow machine. Factors that the ops of this plan do not show stay as they were, and are named.
+take as long as they took in the run. An op is compared as it was slowed by the others, so that contention is not taken for a slow
+machine. Factors that the ops of this plan do not show stay as they were, and are named.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
 
 from hwprofiles.quantity import Quantity, Source
 from hwprofiles.schema import Profile
-from runtime.errors import PlanError
 from runtime.plan import Kind, Plan
 from runtime.plan.timeline import Timeline
 from runtime.units import show_seconds
@@ -25,14 +26,15 @@ from .simulate import Prediction, simulate
 from .uncertainty import P10_P90_DEVIATIONS
 
 MAX_STEPS = 8  # of a simulation in the search: most plans repeat after two
-LEAST_CHANGE = 0.01  # of a logarithm: what differs by less than the spread of any measurement stays
-TOLD_SPREAD = 0.15  # what is known no better than that is not known to be as the profile says
-FASTER_STILL = 0.2  # of a logarithm: would that show?
+LEAST_CHANGE = 0.01  # of a logarithm: a smaller factor is within the spread of any measurement
+TOLD_SPREAD = 0.15  # a factor with a larger spread is not confirmed
+FASTER_STILL = 0.2  # of a logarithm, to see whether a resource that is still faster would show
 LEAST_S = 1e-9  # of an op: a clock's tick
 LEAST_SPREAD = 0.01
 LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about five sorts of op in one
 SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
 KEY = "recalibrated"
+Value = TypeVar("Value")
 
 # What one factor makes faster or slower: how the places of its quantities begin. {dtype} is the plan's, {attention} the grid of its
 # attention kernel.
@@ -55,12 +57,12 @@ RESOURCES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A resource that is not as the profile said."""
+    """A resource that is not as the profile says."""
 
     resource: str
-    factor: float  # times as fast as the profile said
+    factor: float  # times as fast as the profile says
     spread_fraction: float  # of the factor, as a profile means it
-    at_least: bool  # whether it may be faster still: something else holds it up then
+    at_least: bool  # whether it may be faster still, because something else holds its ops up then
 
     def __str__(self) -> str:
         words = f"{self.factor:.3g} times as fast" if self.factor >= 1 else f"{1 / self.factor:.3g} times as slow"
@@ -70,7 +72,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Recalibration:
-    """The profile as a run shows it, and what that makes of the prediction."""
+    """The profile as a run shows it, and the prediction before and after."""
 
     profile: Profile
     changes: tuple[Change, ...]
@@ -81,15 +83,13 @@ class Recalibration:
     measured_step_s: float
 
     def words(self) -> list[str]:
-        """What a person wants to know, a line each."""
+        """The outcome for a terminal, a line each."""
         errors = [f"{s / self.measured_step_s - 1:+.1%}" for s in (self.step_before_s, self.step_after_s)]
         lines = [
             f"a step took {show_seconds(self.measured_step_s)}; predicted were {show_seconds(self.step_before_s)} ({errors[0]}), "
             f"and with the corrected profile {show_seconds(self.step_after_s)} ({errors[1]})",
-            *map(str, self.changes),
+            *(map(str, self.changes) if self.changes else ["nothing is changed"]),
         ]
-        if not self.changes:
-            lines.append("nothing is changed")
         if self.confirmed:
             lines.append(f"as the profile says: {', '.join(self.confirmed)}")
         if self.untold:
@@ -101,8 +101,8 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     """The plan's profile, corrected by a run of it in its machine's seconds.
 
     `run` and `day` (YYYY-MM-DD) say in the profile where numbers come from, `device` on what they were seen. PlanError when the
-    timeline is damaged, too short or of another plan; ProfileError when the plan holds no profile. The prediction of the step with
-    the new profile is never further from the run than with the old one.
+    timeline is too short or of another plan; ProfileError when the plan holds no profile. The prediction of the step with the new
+    profile is never further from the run than with the old one.
     """
     profile = Profile.from_json(plan.profile, "the plan's profile")
     measured = settled(plan, timeline)
@@ -129,37 +129,44 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
 
 
 class _Machine:
-    """The plan on the profile's machine, were each resource faster by its factor."""
+    """The plan on the profile's machine with each resource faster by its factor."""
 
     def __init__(self, plan: Plan, profile: Profile, clips: bool) -> None:
-        dtype = plan.semantics.compute_dtype
+        of = plan.semantics
         self.plan, self.profile, self.clips = plan, profile, clips
-        is_cudnn = plan.semantics.attention_kernel == "cudnn" and "cudnn" in profile.device.attention
-        attention = "cudnn" if is_cudnn else "flash"
-        self.resources = {
-            name.format(dtype=dtype): tuple(p.format(dtype=dtype, attention=attention) for p in places)
-            for name, places in RESOURCES.items()
-        }
-
-    def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:
-        factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}
-        profile = _sped_up(self.profile, factors)
-        demands = CostModel(profile, clipped=self.clips).demands(self.plan)
-        return simulate(self.plan, demands, region_of(profile), max_steps)
+        attention = "cudnn" if of.attention_kernel == "cudnn" and "cudnn" in profile.device.attention else "flash"
+        names = {"dtype": of.compute_dtype, "attention": attention}
+        self.resources = {name.format(**names): tuple(p.format(**names) for p in places) for name, places in RESOURCES.items()}
 
     def times_s(self, logs: Sequence[float]) -> list[float]:
-        """Seconds of each op, and of the step at last."""
+        """Seconds of each op, and last of the step."""
         found = predicted_of(self.plan, self._simulated(logs, MAX_STEPS))
         return [*found.ops_s, found.step_s]
 
     def is_held_up(self, logs: Sequence[float], number: int) -> bool:
-        """Whether no op would be any faster were this resource faster still."""
+        """Whether no op would be faster with this resource faster still."""
         faster = self.times_s([log + FASTER_STILL * (i == number) for i, log in enumerate(logs)])
         return all(abs(math.log(b / a)) < LEAST_CHANGE for a, b in zip(self.times_s(logs), faster, strict=True))
 
     def step_s(self, logs: Sequence[float]) -> float:
         """Seconds of a step, simulated for as long as a prediction is."""
         return self._simulated(logs, 32).step_s
+
+    def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:
+        factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}
+
+        def change(place: str, quantity: Quantity) -> Quantity:
+            factor = _at(place, factors)
+            return quantity if factor is None else sped_up(place, quantity, factor)
+
+        profile = with_quantities(self.profile, change)
+        demands = CostModel(profile, clipped=self.clips).demands(self.plan)
+        return simulate(self.plan, demands, region_of(profile), max_steps)
+
+
+def _at(place: str, by_place: Mapping[str, Value]) -> Value | None:
+    """The value of the key that the place begins with."""
+    return next((value for begins, value in by_place.items() if place.startswith(begins)), None)
 
 
 def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tuple[list[float], float, float]:
@@ -174,49 +181,33 @@ def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tu
 
 
 def _rows(plan: Plan, measured: Settled) -> list[Observation]:
-    """An observation for each op, which counts by its share of its lane; and one for the step."""
-    taken_s = [max(seconds, LEAST_S) for seconds in measured.ops_s]
+    """An observation for each op, weighted by its share of its lane; and one for the step."""
+    taken = [(op, plan.often(i), max(s, LEAST_S)) for i, (op, s) in enumerate(zip(plan.ops, measured.ops_s, strict=True))]
     lanes_s = Counter[str]()
-    for i, (op, seconds) in enumerate(zip(plan.ops, taken_s, strict=True)):
-        lanes_s[op.lane] += plan.often(i) * seconds  # type: ignore[assignment]
-    rows = [
-        Observation(math.log(s), LANE_ROWS * plan.often(i) * s / lanes_s[op.lane], op.kind)
-        for i, (op, s) in enumerate(zip(plan.ops, taken_s, strict=True))
-    ]
+    for op, n, s in taken:
+        lanes_s[op.lane] += n * s  # type: ignore[assignment]
+    rows = [Observation(math.log(s), LANE_ROWS * n * s / lanes_s[op.lane], op.kind) for op, n, s in taken]
     return [*rows, Observation(math.log(measured.step_s), LANE_ROWS, "step")]
 
 
 def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:
-    """Whether settled steps were ones in which the norm exceeded the limit, and what was speculated on was done again."""
-    taken_s, clipped_s, free_s = 0.0, 0.0, 0.0
-    as_clipped, as_free = (CostModel(profile, clipped=clips).demands(plan) for clips in (True, False))
-    for i in (i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE):
-        taken_s, clipped_s, free_s = (
-            taken_s + measured.ops_s[i],
-            clipped_s + as_clipped[i].uncontended_s,
-            free_s + as_free[i].uncontended_s,
-        )
-    return taken_s > math.sqrt(clipped_s * free_s)
+    """Whether the gradients of settled steps were clipped, so that speculative updates were made again."""
+    settles = [i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE]
+    free, clipped = (CostModel(profile, clipped=clips).demands(plan) for clips in (False, True))
+    free_s, clipped_s = (sum(demands[i].uncontended_s for i in settles) for demands in (free, clipped))
+    return sum(measured.ops_s[i] for i in settles) > math.sqrt(free_s * clipped_s)
 
 
-def _sped_up(profile: Profile, factors: dict[str, float]) -> Profile:
-    def change(place: str, quantity: Quantity) -> Quantity:
-        factor = next((factor for begins, factor in factors.items() if place.startswith(begins)), None)
-        return quantity if factor is None else sped_up(place, quantity, factor)
-
-    return with_quantities(profile, change)
-
-
-def _corrected(profile: Profile, resources: dict[str, tuple[str, ...]], changes: Sequence[Change], source: Source) -> Profile:
-    """The profile with its changes, each quantity with its new spread and source, and proven whole."""
+def _corrected(profile: Profile, resources: Mapping[str, tuple[str, ...]], changes: Sequence[Change], source: Source) -> Profile:
+    """The profile with its changes, each quantity with its new spread and source, validated."""
     if not changes:
         return profile
-    key = next(key for n in range(1, 10**6) if (key := KEY if n == 1 else f"{KEY}-{n}") not in profile.sources)
+    names = (KEY if n == 1 else f"{KEY}-{n}" for n in count(1))
+    key = next(name for name in names if name not in profile.sources)
     by_place = {place: change for change in changes for place in resources[change.resource]}
 
     def change_of(place: str, quantity: Quantity) -> Quantity:
-        change = next((change for begins, change in by_place.items() if place.startswith(begins)), None)
-        if change is None:
+        if (change := _at(place, by_place)) is None:
             return quantity
         update = {"spread_fraction": min(change.spread_fraction, 10.0), "source": key}
         return sped_up(place, quantity, change.factor).model_copy(update=update)
@@ -228,7 +219,4 @@ def _corrected(profile: Profile, resources: dict[str, tuple[str, ...]], changes:
 def _source(run: str, day: str, device: str | None, measured: Settled) -> Source:
     steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
     detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
-    try:
-        return Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
-    except ValueError:
-        raise PlanError(f"{day!r} is not a date; write YYYY-MM-DD") from None
+    return Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)

@@ -1,22 +1,17 @@
-"""Which machine should do this work?
+"""Machines ranked for one workload, each with a search, and a micro-batch, of its own."""
 
-Each machine gets its own search, and with it its own micro-batch unless one is given. Renting and buying are two prices
-(`price.py`), and what has no price has none here.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, assert_never
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
 from planner.predict.memory import footprint, frame
-from planner.predict.resident import advice
 from planner.predict.rests_on import rests_on
 from planner.search.micro_batch import SIZES, with_micro_batch
-from planner.search.remedy import MAX_PLAN_OPS, too_long
-from planner.search.search import search
+from planner.search.remedy import MAX_PLAN_OPS, shorter, too_long
+from planner.search.search import Answer, search
 from planner.search.space import leanest
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
@@ -24,284 +19,206 @@ from runtime.plan.workload import Model, Workload
 from runtime.units import show_bytes, show_seconds
 
 from .price import USD_PER_KWH, Hourly, Job, hourly, job, show_days
-
-TITLES = (
-    "machine",
-    "tokens/s",
-    "step",
-    "P10 to P90",
-    "rented: USD per M tokens",
-    "bought: USD per M tokens",
-    "of it RAM",
-    "least host memory",
-    "micro-batch",
-    "bound by",
-    "measured on it",
-)
-JOB_TITLES = ("time", "rented: USD", "bought: USD")  # of a job
-# Which titles stay on a narrow terminal, the first longest.
-MATTER = ("machine", "tokens/s", "time", "rented: USD", "bought: USD", "rented: USD per M tokens", "least host memory",
-          "bought: USD per M tokens", "bound by", "measured on it", "step", "P10 to P90", "micro-batch", "of it RAM")  # fmt: skip
+from .words import advice
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What the fastest plan found does on a machine that the work fits."""
+    """The fastest plan found on a machine that the work fits."""
 
     step_s: float
     p10_step_s: float
     p90_step_s: float
     tokens_per_s: float
     device_peak_bytes: int
-    host_peak_bytes: int
+    host_peak_bytes: int  # of all ranks of a host
     micro_batch: int
     gap_fraction: float
     binding: str
     resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
-    rests_on: dict[str, Any]  # of the device's seconds, as `RestsOn` says it
+    rests_on: dict[str, Any]  # of the device's seconds, as `RestsOn` has it
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
-    """Why the work does not fit a machine, and the smallest changes after which it does."""
+class Refusal:
+    """Why there is no plan, and the smallest change after which there is one."""
 
-    short_device_bytes: int
-    short_host_bytes: int
+    status: str
+    reason: str
     smallest_change: str
-
-    @property
-    def reason(self) -> str:
-        short = (("device", self.short_device_bytes), ("host", self.short_host_bytes))
-        return " and ".join(f"{place} memory is {show_bytes(n_bytes)} short" for place, n_bytes in short if n_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class TooLong:
-    """A step of too many micro-batches for a plan, and the change after which it is not."""
-
-    n_micro_batches: int
-    n_ops: int
-    smallest_change: str
-
-    @property
-    def reason(self) -> str:
-        return f"a step of {self.n_micro_batches} micro-batches makes a plan of up to {self.n_ops} ops, more than {MAX_PLAN_OPS}"
-
-
-Outcome = Speed | Misfit | TooLong
+    fields: dict[str, int]  # of the JSON: bytes that are missing, or ops that are too many
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One machine and what became of the work on it."""
+    """One machine, what an hour of it costs, and the speed of the work on it or why there is no plan."""
 
     machine: str
-    outcome: Outcome
-    smallest_host_bytes: int | None  # of all policies that the device has memory for; None: it has for none, or it is `TooLong`
     hourly: Hourly
-
-    @property
-    def usd_per_million_tokens(self) -> float | None:
-        """Rented; None where the work does not fit or the machine has no rent."""
-        return self.per_million()[0]
-
-    @property
-    def bought_usd_per_million_tokens(self) -> float | None:
-        """Bought, with power; None where the work does not fit or the machine has no purchase price."""
-        return self.per_million()[1]
+    speed: Speed | None
+    refusal: Refusal | None
+    smallest_host_bytes: int | None = None  # of all policies that the device has memory for; None: for none, or a plan too long
 
     def per_million(self) -> tuple[float | None, float | None]:
-        """USD of a million tokens, rented and bought."""
-        return self.hourly.per_million(self.outcome.tokens_per_s) if isinstance(self.outcome, Speed) else (None, None)
+        """USD of a million tokens, rented and bought; None where there is no plan or no price."""
+        return (None, None) if self.speed is None else self.hourly.per_million(self.speed.tokens_per_s)
 
     def job(self, n_tokens: int) -> Job | None:
-        """What so many tokens take and cost; None where the work does not fit."""
-        return job(n_tokens, self.outcome.tokens_per_s, self.hourly) if isinstance(self.outcome, Speed) else None
+        """Time and price of a job; None where there is no plan."""
+        return None if self.speed is None else job(n_tokens, self.speed.tokens_per_s, self.hourly)
 
-    def to_json(self) -> dict[str, Any]:
-        hourly = self.hourly
-        hour = {"total": hourly.rent_usd, "rent": hourly.rent_usd, "ram": hourly.ram_usd}
+    def rank(self) -> tuple[bool, bool, float, str]:
+        """The fastest first; then those that the work does not fit, the nearest first; then plans that are too long."""
+        missing = {} if self.refusal is None else self.refusal.fields
+        speed = 0.0 if self.speed is None else self.speed.tokens_per_s
+        return self.speed is None, "n_ops" in missing, sum(missing.values()) - speed, self.machine
+
+    def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
+        """All of it; with a job of so many tokens, where that is asked about and there is a plan."""
+        hour, (rented, bought), refusal = self.hourly, self.per_million(), self.refusal
+        of = None if n_tokens is None else self.job(n_tokens)
         return {
             "machine": self.machine,
-            "fits": isinstance(self.outcome, Speed),
-            **asdict(self.outcome),
-            "reason": None if isinstance(self.outcome, Speed) else self.outcome.reason,
+            "fits": self.speed is not None,
+            **({} if self.speed is None else asdict(self.speed)),
+            **({} if refusal is None else {**refusal.fields, "smallest_change": refusal.smallest_change}),
+            "reason": refusal and refusal.reason,
             "smallest_host_bytes": self.smallest_host_bytes,
-            "usd_per_million_tokens": self.usd_per_million_tokens,
-            "bought_usd_per_million_tokens": self.bought_usd_per_million_tokens,
-            "usd_per_hour": hour | {"bought": hourly.bought_usd, "machine": hourly.machine_usd, "power": hourly.power_usd},
-            "ram_fraction": hourly.ram_fraction,
-            "price_date": hourly.date,
-            "price_note": hourly.note,
-        }
+            "usd_per_million_tokens": rented,
+            "bought_usd_per_million_tokens": bought,
+            "usd_per_hour": {"total": hour.rent_usd, "rent": hour.rent_usd, "ram": hour.ram_usd}
+            | {"bought": hour.bought_usd, "machine": hour.machine_usd, "power": hour.power_usd},
+            "ram_fraction": hour.ram_fraction,
+            "price_date": hour.date,
+            "price_note": hour.note,
+        } | ({} if of is None else {"job": asdict(of)})
 
     def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
-        """One text per title of `TITLES`, and of `JOB_TITLES` where a job is asked about."""
-        ram, least = self.hourly.ram_fraction, self.smallest_host_bytes
-        host = "-" if least is None else show_bytes(least)
-        match self.outcome:
-            case Speed() as speed:
-                row = (
-                    self.machine,
-                    f"{speed.tokens_per_s:,.0f}",
-                    show_seconds(speed.step_s),
-                    f"{show_seconds(speed.p10_step_s)} to {show_seconds(speed.p90_step_s)}",
-                    *("no price" if usd is None else f"{usd:.3g}" for usd in self.per_million()),
-                    "no price" if ram is None else f"{ram:.0%}",
-                    host,
-                    str(speed.micro_batch),
-                    speed.binding,
-                    f"{speed.rests_on[BASES[0]]:.0%}",
-                )
-            case Misfit():
-                row = (self.machine, "does not fit", "-", "-", "-", "-", "-", host, "-", "-", "-")
-            case TooLong():
-                row = (self.machine, "too long", "-", "-", "-", "-", "-", host, "-", "-", "-")
-            case _:
-                assert_never(self.outcome)
-        if n_tokens is None:
-            return row
-        of = self.job(n_tokens)
-        if of is None:
-            return *row, "-", "-", "-"
-        return *row, show_days(of.seconds), *("no price" if usd is None else f"{usd:,.2f}" for usd in (of.rent_usd, of.bought_usd))
+        """One text per title of `COLUMNS`, and of `JOB_TITLES` where a job is asked about."""
+        speed, of = self.speed, None if n_tokens is None else self.job(n_tokens)
+        cells = {title: "-" if speed is None else text(self, speed) for title, text in COLUMNS.items()}
+        cells |= {"machine": self.machine} | ({} if self.refusal is None else {"tokens/s": self.refusal.status})
+        if self.smallest_host_bytes is not None:
+            cells["least host memory"] = show_bytes(self.smallest_host_bytes)
+        if n_tokens is not None:
+            words = ("-",) * 3 if of is None else (show_days(of.seconds), _usd(of.rent_usd, ",.2f"), _usd(of.bought_usd, ",.2f"))
+            cells |= dict(zip(JOB_TITLES, words, strict=True))
+        return tuple(cells.values())
+
+
+def _usd(usd: float | None, form: str = ".3g") -> str:
+    return "no price" if usd is None else format(usd, form)
+
+
+COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
+    "machine": lambda of, speed: of.machine,
+    "tokens/s": lambda of, speed: f"{speed.tokens_per_s:,.0f}",
+    "step": lambda of, speed: show_seconds(speed.step_s),
+    "P10 to P90": lambda of, speed: f"{show_seconds(speed.p10_step_s)} to {show_seconds(speed.p90_step_s)}",
+    "rented: USD per M tokens": lambda of, speed: _usd(of.per_million()[0]),
+    "bought: USD per M tokens": lambda of, speed: _usd(of.per_million()[1]),
+    "of it RAM": lambda of, speed: _usd(of.hourly.ram_fraction, ".0%"),
+    "least host memory": lambda of, speed: "-",
+    "micro-batch": lambda of, speed: str(speed.micro_batch),
+    "bound by": lambda of, speed: speed.binding,
+    "measured on it": lambda of, speed: f"{speed.rests_on[BASES[0]]:.0%}",
+}
+JOB_TITLES = ("time", "rented: USD", "bought: USD")  # of a job
+# Titles that stay on a narrow terminal, the most important first.
+MATTER = ("machine", "tokens/s", "time", "rented: USD", "bought: USD", "rented: USD per M tokens", "least host memory",
+          "bought: USD per M tokens", "bound by", "measured on it", "step", "P10 to P90", "micro-batch", "of it RAM")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Machines for one workload, the fastest first; then those that it does not fit, the nearest first; then too long plans."""
+    """Machines for one workload, in the order of `Candidate.rank`."""
 
     model: str
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
 
-    @property
-    def cheapest(self) -> str | None:
-        """The machine whose tokens cost least to who rents it, of those with a rent."""
-        return _least((c.usd_per_million_tokens, c.machine) for c in self.candidates)
-
-    @property
-    def cheapest_bought(self) -> str | None:
-        """To who buys it, of those with a purchase price."""
-        return _least((c.bought_usd_per_million_tokens, c.machine) for c in self.candidates)
+    def cheapest(self, bought: bool) -> tuple[str, float] | None:
+        """The machine whose tokens cost least to rent, or to buy, and USD per million of them; None: no machine has a price."""
+        priced = [(usd, c.machine) for c in self.candidates if (usd := c.per_million()[bought]) is not None]
+        return min(priced)[::-1] if priced else None
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
-        """All of it; with the job of so many tokens, where that is asked about."""
-        jobs = [None if n_tokens is None else c.job(n_tokens) for c in self.candidates]
+        rented, bought = (self.cheapest(bought) for bought in (False, True))
         return {
             "model": self.model,
             "tokens_per_step": self.tokens_per_step,
-            "cheapest": self.cheapest,
-            "cheapest_bought": self.cheapest_bought,
-            "machines": [
-                c.to_json() | ({} if of is None else {"job": asdict(of)}) for c, of in zip(self.candidates, jobs, strict=True)
-            ],
+            "cheapest": rented and rented[0],
+            "cheapest_bought": bought and bought[0],
+            "machines": [c.to_json(n_tokens) for c in self.candidates],
         }
 
-    def rows(self, n_tokens: int | None = None) -> list[tuple[str, ...]]:
-        """A row per machine, under `TITLES`, and `JOB_TITLES` where a job is asked about."""
-        return [c.row(n_tokens) for c in self.candidates]
-
     def notes(self) -> Iterator[str]:
-        """What the rows leave out: whose tokens cost least, why machines do not fit, who should not stream, what has no price, how
-        old the prices are."""
-        for bought, how, name in ((False, "to rent", self.cheapest), (True, "to buy", self.cheapest_bought)):
-            usd = {c.machine: c.per_million()[bought] for c in self.candidates if isinstance(c.outcome, Speed)}
-            if name is not None:
-                among = " of those with a price" if None in usd.values() else ""
-                yield f"Cheapest {how}{among}: {name}, {usd[name]:.3g} USD per million tokens"
+        """The cheapest machines, why machines have no plan, where streaming is the slower way, missing prices and their age."""
+        for bought, how in ((False, "to rent"), (True, "to buy")):
+            if (found := self.cheapest(bought)) is not None:
+                are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in self.candidates)
+                among = "" if are_all_priced else " of those with a price"
+                yield f"Cheapest {how}{among}: {found[0]}, {found[1]:.3g} USD per million tokens"
         for c in self.candidates:
-            match c.outcome:
-                case Misfit() as misfit:
-                    yield f"{c.machine}: {misfit.reason}; smallest changes that fit: {misfit.smallest_change}"
-                case TooLong() as long:
-                    yield f"{c.machine}: {long.reason}; use {long.smallest_change}"
-                case Speed() as speed:
-                    if (advised := advice(speed.resident_step_s, speed.step_s)) is not None:
-                        yield f"{c.machine}: {advised}"
-                case _:
-                    assert_never(c.outcome)
-        yield "Measured on it: of the device's seconds, those that rest on measurements of this very device; `plan` says more"
-        for c in self.candidates:
-            if c.hourly.note is not None:
-                yield f"{c.machine}: {c.hourly.note}"
-        dates = [c.hourly.date for c in self.candidates if c.hourly.date is not None]
-        if dates:
+            if c.refusal is not None:
+                yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
+            elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.step_s)) is not None:
+                yield f"{c.machine}: {advised}"
+        yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
+        yield from (f"{c.machine}: {c.hourly.note}" for c in self.candidates if c.hourly.note is not None)
+        if dates := [c.hourly.date for c in self.candidates if c.hourly.date is not None]:
             yield (
                 f"Prices as of {min(dates)} or later. Rented: the price of an hour, with the host memory in it. Bought: "
                 f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
             )
 
 
-def compare(
-    model: Model, profiles: Sequence[Profile], semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
-) -> Comparison:
-    """Rank machines for a workload by tokens per second, each with the fastest plan found, or with a `fixed` policy.
-
-    `free`: sizes that each machine chooses for itself, as it does its kernels.
-    PlanError for semantics or a policy that no plan can have.
-    """
-    return ranked(model, semantics, [candidate(model, profile, semantics, fixed, free) for profile in profiles])
-
-
 def ranked(model: Model, semantics: Semantics, candidates: Sequence[Candidate]) -> Comparison:
     """Machines in their order."""
-    return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=_rank)))
-
-
-def _least(priced: Iterable[tuple[float | None, str]]) -> str | None:
-    return min(((usd, name) for usd, name in priced if usd is not None), default=(0.0, None))[1]
-
-
-def _rank(candidate: Candidate) -> tuple[Literal[0, 1, 2], float, str]:
-    match candidate.outcome:
-        case Speed() as speed:
-            return 0, -speed.tokens_per_s, candidate.machine
-        case Misfit() as misfit:
-            return 1, misfit.short_device_bytes + misfit.short_host_bytes, candidate.machine
-        case TooLong() as long:
-            return 2, long.n_ops, candidate.machine
-        case _:
-            assert_never(candidate.outcome)
+    return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=Candidate.rank)))
 
 
 def candidate(
     model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
 ) -> Candidate:
-    """What becomes of the work on one machine."""
-    semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile, free)
-    outcome = _outcome(model, workload, semantics, profile, fixed, free)
-    least = None if isinstance(outcome, TooLong) else smallest_host_bytes(model, workload, semantics, profile, fixed)
-    of_host = None if least is None else least * (semantics.ranks // profile.n_hosts)
-    return Candidate(profile.name, outcome, of_host, hourly(profile))
-
-
-def _outcome(
-    model: Model, workload: Workload, semantics: Semantics, profile: Profile, fixed: Policy | None, free: frozenset[str]
-) -> Outcome:
-    if n_ops := too_long(workload, semantics, fixed):
-        fewer = 1 << (semantics.n_micro_batches - 1).bit_length() - 1  # a power of two has divisors for a larger micro-batch
-        while fewer > 1 and too_long(workload, replace(semantics, batch_size=fewer * semantics.micro_batch, sum_groups=1), fixed):
-            fewer //= 2
-        change = f"--batch-size {fewer * semantics.micro_batch}" + ("" if "micro_batch" in free else ", or a larger --micro-batch")
-        return TooLong(semantics.n_micro_batches, n_ops, change)
+    """One machine with the fastest plan found, or with a `fixed` policy. `free`: sizes that the machine chooses for itself, as it
+    does its kernels. PlanError for semantics or a policy that no plan can have."""
+    of, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile, free)
+    hour, n_here = hourly(profile), of.ranks // profile.n_hosts
+    if n_ops := too_long(workload, of, fixed):
+        reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
+        counts = {"n_micro_batches": of.n_micro_batches, "n_ops": n_ops}
+        return Candidate(profile.name, hour, None, Refusal("too long", reason, shorter(of), counts))
+    least_bytes = smallest_host_bytes(model, workload, of, profile, fixed)
+    least_bytes = None if least_bytes is None else least_bytes * n_here
     try:
-        answer = search(model, workload, semantics, profile, fixed, free)
+        speed = _speed(search(model, workload, of, profile, fixed, free), profile, n_here)
     except DoesNotFitError as error:
-        return Misfit(error.short_device_bytes, error.short_host_bytes, error.smallest_change)
+        return Candidate(profile.name, hour, None, _misfit(error), least_bytes)
+    return Candidate(profile.name, hour, speed, None, least_bytes)
+
+
+def _speed(answer: Answer, profile: Profile, n_here: int) -> Speed:
+    of = answer.plan.semantics
     return Speed(
         step_s=answer.step_s,
         p10_step_s=answer.p10_step_s,
         p90_step_s=answer.p90_step_s,
-        tokens_per_s=semantics.tokens_per_step / answer.step_s,
+        tokens_per_s=of.tokens_per_step / answer.step_s,
         device_peak_bytes=answer.needs.device_peak_bytes,
-        host_peak_bytes=answer.needs.host_peak_bytes * (semantics.ranks // profile.n_hosts),
-        micro_batch=semantics.micro_batch,
+        host_peak_bytes=answer.needs.host_peak_bytes * n_here,
+        micro_batch=of.micro_batch,
         gap_fraction=answer.certificate.gap_fraction,
         binding=answer.certificate.binding,
         resident_step_s=None if answer.resident is None else answer.resident.step_s,
         rests_on=rests_on(answer.plan, profile)[0].to_json(),
     )
+
+
+def _misfit(error: DoesNotFitError) -> Refusal:
+    places = (("device", error.short_device_bytes), ("host", error.short_host_bytes))
+    reason = " and ".join(f"{place} memory is {show_bytes(n_bytes)} short" for place, n_bytes in places if n_bytes)
+    return Refusal("does not fit", reason, error.smallest_change, {f"short_{place}_bytes": n_bytes for place, n_bytes in places})
 
 
 def smallest_host_bytes(

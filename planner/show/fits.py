@@ -1,7 +1,7 @@
-"""Which is the largest model of each family that host memory of a size can train, and about how fast?
+"""The largest model of each family that host memory of a size can train, and about how fast.
 
-Whether a model fits is told exactly, from the leanest policies. How fast it would be is an estimate unless a search is asked for:
-the step of the greedy plan with the lowest bound, which a search beats, or misses, by a few per cent.
+Whether a model fits is computed exactly, from the leanest policies. Its speed is an estimate unless a search is asked for: the step
+of a greedy plan, which a search beats, or misses, by a few per cent.
 """
 
 import re
@@ -16,12 +16,14 @@ from planner.model.config import shipped_models
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
 from planner.search.estimate import Greedy
-from planner.search.micro_batch import possible_sizes, with_micro_batch
-from planner.search.search import search
+from planner.search.micro_batch import possible_sizes
 from planner.search.space import leanest
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB
+
+from .compare import candidate
+from .price import Hourly, Job, hourly, job
 
 HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
@@ -38,13 +40,20 @@ class Fit:
     machine: str
     host_memory_bytes: int
     family: str
-    model: str | None
-    n_params: int | None
-    tokens_per_s: float | None
+    hourly: Hourly  # of the machine with that memory
     is_estimate: bool
+    model: str | None = None
+    n_params: int | None = None
+    tokens_per_s: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def job(self, n_tokens: int) -> Job | None:
+        """Time and price of a job; None where no model fits."""
+        return None if self.tokens_per_s is None else job(n_tokens, self.tokens_per_s, self.hourly)
+
+    def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
+        of = None if n_tokens is None else self.job(n_tokens)
+        fields = {name: value for name, value in asdict(self).items() if name != "hourly"}
+        return fields | ({} if of is None else {"job": asdict(of)})
 
 
 def family_of(name: str, model_type: str) -> str:
@@ -83,38 +92,45 @@ def fits(
     searched: bool,
     n_hosts: int = 1,
 ) -> list[Fit]:
-    """A `Fit` for each size of host memory. A speed is that with the least memory with which a model is the largest: what fits that
-    fits more. Of several ranks, on so many hosts, the semantics are one's part, the profiles and the memory those of a host."""
+    """A `Fit` for each size of host memory; a model's speed is that with the least memory with which it is the largest. Of several
+    ranks on `n_hosts` the semantics are one rank's part, the profiles and the memory a host's."""
     models = [read_model(name) for name in reversed(families()[family])]
     found: list[Fit] = []
     speeds: dict[tuple[str, str], float] = {}
     for whole, n_bytes in hosts(profiles, host_memories):
         profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
+        fit = Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched)
         model = next((model for model in models if does_fit(model, _semantics(model, semantics), profile)), None)
-        if model is None:
-            found.append(Fit(gpu, whole.name, n_bytes, family, None, None, None, not searched))
-            continue
-        key, of = (profile.name, str(model.name)), _semantics(model, semantics)
-        if key not in speeds:
-            speeds[key] = of.tokens_per_step / (_searched_s if searched else estimated_s)(model, of, profile)
-        n_params = build_workload(model, of).n_params
-        found.append(Fit(gpu, whole.name, n_bytes, family, model.name, n_params, speeds[key], not searched))
+        if model is not None:
+            key, of = (profile.name, str(model.name)), _semantics(model, semantics)
+            if key not in speeds:
+                speeds[key] = tokens_per_s(model, of, profile, searched)
+            fit = replace(fit, model=model.name, n_params=build_workload(model, of).n_params, tokens_per_s=speeds[key])
+        found.append(fit)
     return found
+
+
+def tokens_per_s(model: Model, semantics: Semantics, profile: Profile, searched: bool) -> float:
+    """The speed of a model that fits: of the plan that a search finds, or an estimate."""
+    if not searched:
+        return semantics.tokens_per_step / estimated_s(model, semantics, profile)
+    found = candidate(model, profile, semantics).speed
+    assert found is not None, f"{model.name} fits {profile.name}"
+    return found.tokens_per_s
 
 
 def does_fit(model: Model, semantics: Semantics, profile: Profile) -> bool:
     """Whether some policy fits with some sizes that may be chosen."""
-    has_bytes = semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value)
     workload = build_workload(model, semantics)
     least_bytes = workload.n_trained * LEAST_STATE_BYTES + (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
-    if least_bytes > has_bytes:
+    if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
         return False
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
     return any(needs.fits for of, workload in sizes for _, needs in leanest(model, workload, of, profile))
 
 
 def estimated_s(model: Model, semantics: Semantics, profile: Profile) -> float:
-    """About the seconds of a step, of a model that fits."""
+    """About the seconds of a step, of a model that fits: that of the greedy plan with the lowest bound."""
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
     greedy = [Greedy(model, workload, of, profile) for of, workload in sizes]
     likely: list[tuple[Greedy, Policy]] = [(of, policy) for of in greedy[:N_ESTIMATED] for policy in of.policies()]
@@ -123,11 +139,6 @@ def estimated_s(model: Model, semantics: Semantics, profile: Profile) -> float:
         likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
     of, policy = min(likely, key=lambda pair: pair[0].bound_s(pair[1]))
     return of.step_s(policy)
-
-
-def _searched_s(model: Model, semantics: Semantics, profile: Profile) -> float:
-    of, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
-    return search(model, workload, of, profile).step_s
 
 
 def _semantics(model: Model, semantics: Semantics) -> Semantics:

@@ -1,8 +1,7 @@
-"""What do an hour of a machine, and a job on it, cost: to who rents it, and to who buys it?
+"""Prices of an hour of a machine, and of a job on it, to rent and to buy.
 
-Rent is one price: that of an hour, with the memory that comes with it. Buying is another: the machine and the host memory in it,
-written off over three years of full use, and the power it draws. They are never added up. Both are dated, and what has no price
-has none here.
+Rent is the price of an hour, with the memory that comes with it. Buying is the machine and the host memory in it, written off over
+three years of full use, and the power it draws. They are never added up. Both are dated; what has no price has none here.
 """
 
 from dataclasses import dataclass
@@ -11,20 +10,20 @@ from hwprofiles.schema import Profile
 from runtime.units import GB
 
 LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
-USD_PER_KWH = 0.15  # assumed, where nobody says
+USD_PER_KWH = 0.15  # assumed, if not given
 HOUR_S, DAY_S = 3600, 86400
 
 
 @dataclass(frozen=True, slots=True)
 class Hourly:
-    """What an hour of a machine costs. The parts are None where the profile has no price."""
+    """An hour of a machine. The parts are None where the profile has no price."""
 
     rent_usd: float | None
     machine_usd: float | None  # bought, over its lifetime; without its host memory where that has a price of its own
     ram_usd: float | None  # of all host memory that the profile has, over its lifetime
     power_usd: float | None
     date: str | None  # of the oldest price
-    note: str | None  # what is missing to know more
+    note: str | None  # which prices are missing
 
     @property
     def bought_usd(self) -> float | None:
@@ -33,18 +32,18 @@ class Hourly:
 
     @property
     def ram_fraction(self) -> float | None:
-        """The share of memory in what a bought machine costs."""
+        """The share of memory in the price of a bought machine."""
         return None if self.bought_usd is None or self.ram_usd is None else self.ram_usd / self.bought_usd
 
     def per_million(self, tokens_per_s: float) -> tuple[float | None, float | None]:
         """USD of a million tokens: rented, and bought."""
-        hours = 1e6 / tokens_per_s / HOUR_S
-        return tuple(None if usd is None else usd * hours for usd in (self.rent_usd, self.bought_usd))  # type: ignore[return-value]
+        of = job(1_000_000, tokens_per_s, self)
+        return of.rent_usd, of.bought_usd
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """So many tokens on a machine: how long, and for how much."""
+    """Time and price of training on a number of tokens."""
 
     n_tokens: int
     seconds: float
@@ -53,13 +52,14 @@ class Job:
 
 
 def job(n_tokens: int, tokens_per_s: float, hour: Hourly) -> Job:
-    """What training on so many tokens takes and costs."""
-    rent_usd, bought_usd = (None if usd is None else usd * n_tokens / 1e6 for usd in hour.per_million(tokens_per_s))
-    return Job(n_tokens, n_tokens / tokens_per_s, rent_usd, bought_usd)
+    """A job at a speed, on a machine with these prices."""
+    seconds = n_tokens / tokens_per_s
+    rent_usd, bought_usd = (None if usd is None else usd * seconds / HOUR_S for usd in (hour.rent_usd, hour.bought_usd))
+    return Job(n_tokens, seconds, rent_usd, bought_usd)
 
 
 def hourly(profile: Profile) -> Hourly:
-    """What an hour of the machine costs, by the prices in its profile."""
+    """An hour of the machine by the prices in its profile."""
     price = profile.price
     priced = [q for q in (price.usd_per_hour, price.usd, price.ram_usd_per_gb) if q is not None]
     dates = [day for q in priced if (day := profile.sources[q.source].date) is not None]
@@ -67,24 +67,18 @@ def hourly(profile: Profile) -> Hourly:
     machine_usd = ram_usd = power_usd = None
     if price.usd is not None:
         machine_usd = price.usd.value / LIFETIME_HOURS
-        is_whole = profile.sources[price.usd.source].kind == "user"  # who says what a machine costs says it of the whole
+        is_whole = profile.sources[price.usd.source].kind == "user"  # a user's price is that of the whole machine
         if price.ram_usd_per_gb is not None and not is_whole:
             ram_usd = price.ram_usd_per_gb.value * profile.host.memory_bytes.value / GB / LIFETIME_HOURS
     if price.watts is not None:
         power_usd = price.watts.value / 1000 * (USD_PER_KWH if price.usd_per_kwh is None else price.usd_per_kwh.value)
-    missing = [what for what, q in (("rent (--usd-per-hour)", price.usd_per_hour), ("purchase (--usd)", price.usd)) if q is None]
+    missing = [name for name, q in (("rent (--usd-per-hour)", price.usd_per_hour), ("purchase (--usd)", price.usd)) if q is None]
     note = f"no price in its profile: {' and '.join(missing)}" if missing else None
-    return Hourly(
-        None if price.usd_per_hour is None else price.usd_per_hour.value,
-        machine_usd,
-        ram_usd,
-        power_usd,
-        min(dates, default=None),
-        note,
-    )
+    rent_usd = None if price.usd_per_hour is None else price.usd_per_hour.value
+    return Hourly(rent_usd, machine_usd, ram_usd, power_usd, min(dates, default=None), note)
 
 
-def in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
+def prices_in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
     """`rented: 0.40 USD per million tokens, at 2.69 USD an hour`, and the same of a bought machine."""
     rent_usd, bought_usd = hour.per_million(tokens_per_s)
     words = []

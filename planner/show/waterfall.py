@@ -1,9 +1,8 @@
-"""Where do the seconds of a step go?
+"""The seconds of a step by their causes, and the gain from more of each resource.
 
-The plan is simulated on a machine where only computing takes time, then again with one more thing that does: what the step
-grows by is that thing's part. Fill and drain are the copies that no computing can hide: those before the first layer can
-begin, and those after the last one is done; they come last, with everything that is fixed per op. How the step answers when
-one resource gets a little faster says which of them binds.
+The plan is simulated on a machine where only computing takes time, then again with one more thing that does: the growth of the step
+is that thing's part. Fill and drain are the copies that no computing can hide: those before the first layer can begin, and those
+after the last one is done; they come last, with everything that is fixed per op.
 """
 
 from collections.abc import Sequence
@@ -16,26 +15,18 @@ from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, Plan
 from runtime.plan.region import Demand
 from runtime.plan.workload import Saved
-from runtime.units import show_seconds
 
-FREE = 1e18  # times as fast: what costs nothing
-GAIN = 1.1  # times as fast: what a sensitivity asks about
+FREE = 1e18  # times as fast: takes no time
+GAIN = 1.1  # times as fast, for a gain
 NOISE_FRACTION = 1e-9  # of the step: less is what `FREE` leaves over
 MAX_STEPS = 24  # as the search simulates, so that the last level is its prediction
-TITLES = {
-    "ideal_compute_s": "ideal compute",
-    "recompute_s": "recompute",
-    "link_s": "link",
-    "host_dram_s": "host DRAM",
-    "optimizer_s": "optimizer",
-    "fill_drain_and_launch_s": "fill, drain and launch",
-}
+LAUNCH = (Group.LAUNCH,)
 RESOURCES: dict[str, tuple[Group, ...]] = {
     "device compute": COMPUTE,
     "link": LINK,
     "host DRAM": DRAM,
     "optimizer": OPTIMIZER,
-    "launch and latency": (Group.LAUNCH,),
+    "launch and latency": LAUNCH,
 }
 
 
@@ -46,76 +37,54 @@ class Waterfall:
     ideal_compute_s: float  # forward and backward on the device, once each, without a launch, and norms if it makes them
     recompute_s: float  # forwards again, for activations that were not kept
     link_s: float  # waiting for copies, were host memory infinitely fast and the optimizer free
-    host_dram_s: float  # what copies and optimizer slow each other, for want of host memory rate
+    host_dram_s: float  # copies and optimizer slowing each other, for want of host memory rate
     optimizer_s: float  # waiting for norm and update, at the rate measured alone
     fill_drain_and_launch_s: float  # copies that nothing can hide, overhead of kernels and ops, latency of copies
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
 
     @property
     def step_s(self) -> float:
         return sum(self.to_json().values())
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """Part, seconds, seconds up to here, share of the step."""
-        rows, sum_s, step_s = [], 0.0, self.step_s
-        for key, part_s in self.to_json().items():
-            sum_s += part_s
-            rows.append((TITLES[key], show_seconds(part_s), show_seconds(sum_s), f"{part_s / step_s:.1%}"))
-        return rows
-
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
-    """What the same plan would gain from 10 % more of one resource. Where ops contend, a gain can be negative."""
+class Gain:
+    """The same plan with 10 % more of one resource. Where ops contend, `saved_s` can be negative."""
 
     resource: str
     step_s: float
     saved_s: float
     saved_fraction: float
 
-    def to_json(self) -> dict[str, str | float]:
-        return asdict(self)
-
-    def row(self) -> tuple[str, str, str]:
-        """Resource, seconds saved by 10 % more of it, share of the step."""
-        return self.resource, show_seconds(self.saved_s), f"{self.saved_fraction:.1%}".replace("-0.0%", "0.0%")
-
 
 def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Waterfall:
-    """Where the seconds of the plan's step go; `max_steps` as in the prediction that it is to add up to.
+    """The parts of the plan's step; `max_steps` as in the prediction that they add up to.
 
     Link, optimizer and host memory are added in this order: what sharing host memory costs shows only once all draw on it.
     """
-    nothing_but_compute = _without(profile, LINK, DRAM, OPTIMIZER, (Group.LAUNCH,))
-    with_link = _without(profile, DRAM, OPTIMIZER, (Group.LAUNCH,))
-    with_optimizer = _without(profile, DRAM, (Group.LAUNCH,))
-    with_dram = _without(profile, (Group.LAUNCH,))
-    step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
     levels = [
-        _compute_s(_keeping_all(plan), nothing_but_compute, frozenset({Kind.RECOMPUTE})),
-        _compute_s(plan, nothing_but_compute),
-        *(_step_s(plan, less, _hidden_edges(plan, less), max_steps) for less in (with_link, with_optimizer, with_dram)),
+        _compute_s(_keeping_all(plan), _free(profile, LINK, DRAM, OPTIMIZER, LAUNCH), frozenset({Kind.RECOMPUTE})),
+        _compute_s(plan, _free(profile, LINK, DRAM, OPTIMIZER, LAUNCH)),
     ]
+    for free in ((DRAM, OPTIMIZER, LAUNCH), (DRAM, LAUNCH), (LAUNCH,)):
+        machine = _free(profile, *free)
+        levels.append(_step_s(plan, machine, _hidden_edges(plan, machine), max_steps))
+    step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
     ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, step_s)
     return Waterfall(ideal_s, recompute_s, link_s, dram_s, optimizer_s, rest_s)
 
 
-def sensitivities(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> list[Sensitivity]:
-    """What 10 % more of each resource would save, the most first: that one binds."""
+def gains(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> tuple[Gain, ...]:
+    """The gain from 10 % more of each resource, the largest first: the resource that binds."""
     step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
     found = []
     for resource, groups in RESOURCES.items():
         more = faster(profile, dict.fromkeys(groups, GAIN))
         with_more_s = _step_s(plan, more, costs(plan, more), max_steps)
-        found.append(Sensitivity(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
-    return sorted(found, key=lambda s: -s.saved_s)  # equal ones stay in the order of RESOURCES
-
-
-def binding(found: Sequence[Sensitivity]) -> str:
-    """The resource that the step answers to most."""
-    return max(found, key=lambda s: s.saved_s).resource
+        found.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
+    return tuple(sorted(found, key=lambda gain: -gain.saved_s))  # equal ones stay in the order of RESOURCES
 
 
 def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
@@ -133,7 +102,7 @@ def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
     return [*grown_s, max(0.0, step_s - reached_s)]
 
 
-def _without(profile: Profile, *burdens: tuple[Group, ...]) -> Profile:
+def _free(profile: Profile, *burdens: tuple[Group, ...]) -> Profile:
     return faster(profile, {group: FREE for groups in burdens for group in groups})
 
 
@@ -148,12 +117,12 @@ def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset())
 
 
 def _keeping_all(plan: Plan) -> Plan:
-    """The same ops, were there memory for every activation: no backward computes anything again."""
+    """The same ops with memory for every activation: no backward computes anything again."""
     return replace(plan, policy=replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=()))
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
-    """What the ops ask for, if the copies that nothing can hide took no time."""
+    """The demands of the ops, with no time for the copies that nothing can hide."""
     demands = costs(plan, profile)
     for op in _edges(plan):
         demands[op] = Demand(0.0, 0.0)

@@ -49,7 +49,7 @@ APART = {"planner/model"}
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
 HOME = {
     "click": {"penstock/cli"},
-    "rich": {"penstock/api.py", "penstock/cli", "planner/show/explain.py"},
+    "rich": {"penstock/api.py", "penstock/cli", "planner/show/text.py"},
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
         *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
@@ -65,6 +65,7 @@ HOME = {
         *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "hwprofiles/probe"),
     },
+    **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
     "transformers": {
         *(f"runtime/layers/{name}.py" for name in ("documents", "kernels", "meta_models")),
@@ -76,10 +77,11 @@ HOME = {
     "pyarrow": {"penstock/data/token_cache.py", "penstock/data/files"},
     "yaml": {"penstock/run_config.py"},
     **{library: {"penstock/training/monitors.py"} for library in ("tensorboard", "wandb", "mlflow")},
-    "numpy": {"penstock/data", "planner/bounds", "planner/search/relax.py"},
+    "numpy": {"penstock/data", "planner/bounds", "planner/predict/regression.py", "planner/search/relax.py"},
 }
 
-IMPORTED_AS = {"PyYAML": "yaml"}  # where a distribution has another name than its module
+# Where a distribution has another name than its module
+IMPORTED_AS = {"PyYAML": "yaml", "Jinja2": "jinja2", "MarkupSafe": "markupsafe"}
 MONITORS = {"tensorboard", "wandb", "mlflow"}  # imported when a run asks for them, and said to be missing when they are
 
 # What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.

@@ -153,12 +153,12 @@ def test_nothing_forks():
             names |= {node.attr} if isinstance(node, ast.Attribute) else set()
             found += [f"{path.name}: {name}" for name in names & forbidden]
     # Searches are shared among processes that are started anew; no run imports that.
-    assert {said.partition(":")[0] for said in found} == {"workers.py"}
-    workers = (ROOT / "penstock/cli/which/workers.py").read_text()
+    assert {said.partition(":")[0] for said in found} == {"sweep.py"}
+    sweep = (ROOT / "penstock/cli/which/sweep.py").read_text()
     assert (
-        workers.count("get_context")
-        == workers.count('get_context("spawn")')
-        == workers.count("ProcessPoolExecutor(n_workers, context")
+        sweep.count("get_context")
+        == sweep.count('get_context("spawn")')
+        == sweep.count("ProcessPoolExecutor(n_workers, context")
         == 1
     )
     assert loaders == ["'spawn'"]  # whose workers are started anew

@@ -177,9 +177,9 @@ def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
     given = train_new(found, FromFiles(home), out=home / "c", steps=3, lr=1e-3)
     assert weights_sha(given.checkpoint) == weights_sha(trained.checkpoint)
     assert command("report", home / "plan.json", home / "b", "-o", home / "b.html").exit_code == 0
-    assert [words in page for page in (trained.page(), (home / "b.html").read_text()) for words in ("Measured:", "a run of")] == [
-        True
-    ] * 4
+    assert [
+        words in page for page in (trained.page(), (home / "b.html").read_text()) for words in ("<dt>measured</dt>", "a run of")
+    ] == [True] * 4
     assert AutoModelForCausalLM.from_pretrained(trained.checkpoint, dtype="auto").dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""Is a user told what a run was like, and where it was otherwise than predicted?"""
+"""The lines of a run's progress, and what it says of steps that differ from the prediction."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from penstock.cli.progress import LANES, Preparing, Progress
 from penstock.training.assembly import demands_of
 from penstock.training.trainer import Metrics
 from planner.predict.simulate import simulate
+from planner.show.facts import Measured
 from runtime.plan import Kind, Lane, PlanFile
 from runtime.plan.timeline import Timeline
 from tests.running import make_home, plan_in
@@ -38,25 +39,24 @@ def slowed(plan, timeline, factors):
     )
 
 
-def said_of(capsys, predicted, factors, step_factor, recalibrate=None, device="cpu"):
+def said_of(predicted, factors, step_factor, recalibrates=False, device="cpu"):
     plan, prediction = predicted
     run = SimpleNamespace(plan=plan, device=device, prediction=prediction, settings=SimpleNamespace(plan="p.json"))
-    step = cli_outcome._Row("step", prediction.step_s, prediction.step_s * step_factor, str)
     n_steps = len(prediction.timeline.step_ends_s)
     settled = slowed(plan, prediction.timeline.from_step(n_steps - prediction.n_cycle_steps), factors)
-    cli_outcome._differences(run, settled, step, recalibrate)
-    return capsys.readouterr().out.splitlines()
+    step_s = prediction.step_s * step_factor
+    return list(cli_outcome._differences(run, Measured(step_s, step_s, step_s, 3, settled), recalibrates))
 
 
-def test_a_run_that_went_as_predicted_is_left_alone(capsys, predicted):
-    assert said_of(capsys, predicted, {}, 1.0) == []
-    assert said_of(capsys, predicted, {Kind.BACKWARD: 1.09}, 1.09) == []
-    assert said_of(capsys, predicted, {Kind.BACKWARD: 0.92}, 0.92) == []
+def test_a_run_as_predicted_has_no_differences(predicted):
+    assert said_of(predicted, {}, 1.0) == []
+    assert said_of(predicted, {Kind.BACKWARD: 1.09}, 1.09) == []
+    assert said_of(predicted, {Kind.BACKWARD: 0.92}, 0.92) == []
 
 
 @pytest.mark.parametrize(("factor", "how"), [(1.5, "50% longer"), (0.6, "40% shorter")])
-def test_a_run_that_differs_names_what_differs_and_says_how_to_plan_anew(capsys, predicted, factor, how):
-    lines = said_of(capsys, predicted, {Kind.BACKWARD: factor, Kind.LOAD: 1.5}, factor)
+def test_a_longer_run_names_its_ops_and_how_to_plan_anew(predicted, factor, how):
+    lines = said_of(predicted, {Kind.BACKWARD: factor, Kind.LOAD: 1.5}, factor)
     assert lines[0].startswith(f"a step took {how} than predicted: gpu backward ")
     assert "load" not in lines[0]
     assert lines[1].startswith("to plan for the machine as it is: penstock run p.json ... --recalibrate profile.json")
@@ -65,19 +65,19 @@ def test_a_run_that_differs_names_what_differs_and_says_how_to_plan_anew(capsys,
     assert float(shown[3]) / float(shown[1]) == pytest.approx(factor, rel=0.02)
 
 
-def test_waiting_is_not_blamed_on_any_kind_of_op(capsys, predicted):
-    (line, _) = said_of(capsys, predicted, {}, 1.3)
+def test_waiting_is_not_blamed_on_any_kind_of_op(predicted):
+    (line, _) = said_of(predicted, {}, 1.3)
     assert line == "a step took 30% longer than predicted: no kind of op by itself: lanes waited otherwise than predicted"
 
 
-@pytest.mark.parametrize("more", [{"recalibrate": "profile.json"}, {"device": "emulated"}], ids=str)
-def test_who_writes_the_corrected_profile_or_has_no_machine_is_not_told_to_write_it(capsys, predicted, more):
-    assert len(said_of(capsys, predicted, {Kind.LOSS: 9.0}, 2.0, **more)) == 1
+@pytest.mark.parametrize("more", [{"recalibrates": True}, {"device": "emulated"}], ids=str)
+def test_no_advice_to_recalibrate_where_it_is_done_or_emulated(predicted, more):
+    assert len(said_of(predicted, {Kind.LOSS: 9.0}, 2.0, **more)) == 1
 
 
 def test_time_by_kind_adds_up_to_the_time_of_each_lane(predicted):
     plan, prediction = predicted
-    by_kind = cli_outcome._busy_by_kind(plan, prediction.timeline)
+    by_kind = cli_outcome._busy_by_kind_s(plan, prediction.timeline)
     n_steps = len(prediction.timeline.step_ends_s)
     for lane in Lane:
         total_s = sum(s.end_s - s.start_s for s in prediction.timeline.spans if plan.ops[s.op].lane is lane)
@@ -106,7 +106,7 @@ METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu
         ),
     ],
 )  # fmt: skip
-def test_a_line_says_how_far_how_fast_how_long_and_how_otherwise_than_predicted(capsys, metrics, n_steps, scale, expected):
+def test_a_line_of_progress_has_speed_time_left_and_error(capsys, metrics, n_steps, scale, expected):
     with Progress(0, n_steps, scale, scale, lambda: 1_500_000_000) as progress:
         progress.step(metrics)
         progress.step(metrics)
@@ -116,7 +116,7 @@ def test_a_line_says_how_far_how_fast_how_long_and_how_otherwise_than_predicted(
     assert first == expected.partition("  +")[0], "the first step fills the pipeline, which nobody predicted"
 
 
-def test_what_must_stay_in_sight_is_below_the_bar_until_the_end_and_lanes_of_a_cpu_have_plain_names(capsys, monkeypatch):
+def test_a_notice_stays_below_the_bar_and_lanes_are_named(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
     monkeypatch.setenv("COLUMNS", "80")
     with Progress(0, 3, 1.0, lanes=LANES) as shown:
@@ -131,7 +131,7 @@ def test_what_must_stay_in_sight_is_below_the_bar_until_the_end_and_lanes_of_a_c
     assert re.match(r"finishing the step \(\d s\)", told)
 
 
-def test_what_takes_long_before_the_first_step_is_said_on_a_pipe_once_and_what_does_not_is_not(capsys, monkeypatch):
+def test_a_pipe_is_told_once_of_a_long_preparation(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LONG_S", 0.0)
     with Preparing() as report:
         for words in ("checking the plan", "loading weights: 1 of 34 blocks", "loading weights: 2 of 34 blocks"):
@@ -140,7 +140,7 @@ def test_what_takes_long_before_the_first_step_is_said_on_a_pipe_once_and_what_d
     assert re.fullmatch(r"loading weights: 2 of 34 blocks  1 s\n", capsys.readouterr().err)
 
 
-def test_on_a_terminal_the_first_word_comes_before_anything_heavy_is_imported():
+def test_a_terminal_is_told_before_torch_is_imported():
     code = """
 import os, sys
 from penstock.cli import main, progress

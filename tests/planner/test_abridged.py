@@ -1,4 +1,4 @@
-"""Is what is looked at of a long step what really happened in it, but for what is left out?"""
+"""A long step, abridged to its first and last repetitions, keeps what happened in these."""
 
 import math
 from dataclasses import replace
@@ -14,9 +14,10 @@ from planner.predict.recalibrate import recalibrate
 from planner.predict.settled import predicted_of, settled
 from planner.predict.simulate import simulate
 from planner.predict.uncertainty import interval
-from planner.show.report import report
-from planner.show.report_step import predicted_stretch
-from planner.show.waterfall import sensitivities, waterfall
+from planner.show.facts import facts
+from planner.show.page import page
+from planner.show.step import predicted_stretch
+from planner.show.waterfall import gains, waterfall
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, PlanFile, Update
 from runtime.plan.repetition import unrolled
@@ -34,9 +35,7 @@ def simulated(plan: Plan) -> Timeline:
 
 @law
 @given(folded(), st.data())
-def test_the_short_step_is_a_plan_whose_timeline_has_every_op_once_and_no_lane_twice_at_a_time(
-    plan: Plan, data: st.DataObject
-) -> None:
+def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: st.DataObject) -> None:
     found = simulate(plan, demands_of(data, len(plan.ops)), REGION, 4)
     short, timeline = abridged_plan(plan), abridged(plan, found.timeline)
     n_steps = len(found.timeline.step_ends_s)
@@ -50,7 +49,7 @@ def test_the_short_step_is_a_plan_whose_timeline_has_every_op_once_and_no_lane_t
             last_s = span.end_s
 
 
-def test_where_repetitions_are_alike_the_short_step_is_the_step_of_as_many() -> None:
+def test_an_abridged_step_is_that_of_as_many_micro_batches() -> None:
     """A step of a thousand, cut, lasts as long as a step of as many micro-batches as are kept."""
     plan = small(1000)
     demands = costs(plan, MACHINE)
@@ -87,12 +86,12 @@ PLANS = {
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_waterfall_sensitivities_and_an_interval_are_those_of_the_step_written_out(plan: Plan) -> None:
+def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     written = unrolled(plan)
     a, b = waterfall(plan, MACHINE), waterfall(written, MACHINE)
     assert list(a.to_json().values()) == pytest.approx(list(b.to_json().values()), rel=1e-6, abs=1e-9)
     found, expected = (
-        {s.resource: s.step_s for s in sensitivities(one, MACHINE)} for one in (plan, written)
+        {s.resource: s.step_s for s in gains(one, MACHINE)} for one in (plan, written)
     )  # fmt: skip
     assert found == pytest.approx(expected, rel=1e-9)
     drawn = [interval(one, MACHINE, n_draws=4) for one in (plan, written)]
@@ -109,7 +108,7 @@ def test_what_ops_take_is_read_off_the_timeline_of_a_long_step(plan: Plan) -> No
     assert sum(found.ops_s) == pytest.approx(sum(expected.ops_s), rel=0.02)
 
 
-def test_a_run_of_a_long_step_corrects_the_profile_that_it_was_planned_with() -> None:
+def test_a_run_of_a_long_step_corrects_its_profile() -> None:
     """The device is half as fast as the profile says: what recalibration finds predicts the step that was measured."""
     plan = small(40)
     slow = [
@@ -121,15 +120,15 @@ def test_a_run_of_a_long_step_corrects_the_profile_that_it_was_planned_with() ->
     assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4
 
 
-def test_the_page_of_a_long_step_draws_the_first_and_the_last_repetitions_and_says_so() -> None:
+def test_the_page_draws_the_first_and_the_last_repetitions() -> None:
     plan = small(1000)
-    page = report(PlanFile(plan, None), "p.json", None)
-    assert "Of 998 repetitions the first 2 and the last 2 are drawn" in page
-    assert "forward gpu b1 m5" in page  # a step of six micro-batches is drawn
-    assert "forward gpu b1 m6" not in page
+    text = page(facts(PlanFile(plan, None), "p.json"), "p.json")
+    assert "Of 998 repetitions the first 2 and the last 2 are drawn" in text
+    assert "forward gpu b1 m5" in text  # a step of six micro-batches is drawn
+    assert "forward gpu b1 m6" not in text
 
 
-def test_the_trace_of_a_long_step_names_micro_batches_where_they_are() -> None:
+def test_the_trace_of_a_long_step_names_its_micro_batches() -> None:
     plan = small(1000)
     trace = chrome_trace(plan, {"predicted": simulated(plan)})
     assert "forward gpu b1 m998" in trace

@@ -1,4 +1,4 @@
-"""Does a machine that is faster in one thing differ in that alone?"""
+"""A profile with one group of rates faster differs in that group alone."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.predict.cost import costs, region_of
-from planner.predict.faster import PLACES, Group, faster, group_of
+from planner.predict.faster import SPEEDS, Group, faster, group_of
 from planner.predict.simulate import simulate
 from tests.strategies import PROFILE, cases
 
@@ -18,7 +18,7 @@ def step_s(plan, profile):
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
-def test_every_speed_of_a_profile_is_in_a_group_and_nothing_else_is(name):
+def test_every_speed_of_a_profile_and_nothing_else_has_a_group(name):
     for place, _ in read_profile(name).quantities():
         key = next(part for part in reversed(place.split(".")) if not part.isdigit())
         is_price_or_size = place.startswith("price.") or key in {
@@ -33,9 +33,9 @@ def test_every_speed_of_a_profile_is_in_a_group_and_nothing_else_is(name):
         assert (group_of(place) is not None) == is_speed, place
 
 
-def test_no_quantity_belongs_to_two_groups():
+def test_no_quantity_is_of_two_speeds():
     for place, _ in MADE_UP.quantities():
-        assert sum(place.startswith(places) for places in PLACES.values()) <= 1
+        assert sum(place.startswith(begins) for _, begins in SPEEDS.values()) <= 1
 
 
 @pytest.mark.parametrize("group", list(Group))
@@ -58,7 +58,7 @@ def test_a_machine_that_is_no_faster_is_the_same():
 @pytest.mark.drawn
 @given(cases(), st.sampled_from([0.5, 2.0, 8.0]))
 @settings(deadline=None)
-def test_a_machine_so_many_times_as_fast_in_everything_takes_that_much_less(case, factor):
+def test_a_machine_twice_as_fast_takes_half_as_long(case, factor):
     """Contention included: all speeds together only change the unit of time."""
     uniformly = faster(MADE_UP, dict.fromkeys(Group, factor))
     assert step_s(case.plan, uniformly) == pytest.approx(step_s(case.plan, MADE_UP) / factor, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Is what a step rests on what an account of each op by hand says?"""
+"""Provenance of a prediction, held against sums over ops by hand."""
 
 import pytest
 
@@ -7,8 +7,10 @@ from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
-from planner.predict.rests_on import ENOUGH_FRACTION, lines, rests_on, shares, standard
-from runtime.plan import Lane, Policy, Semantics
+from planner.predict.rests_on import rests_on, shares, standard
+from planner.show.facts import facts
+from planner.show.words import ENOUGH_FRACTION, basis
+from runtime.plan import Lane, PlanFile, Policy, Semantics
 
 
 def plan_on(profile):
@@ -38,14 +40,14 @@ def only(profile, place, kind="assumed"):
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
-def test_all_seconds_rest_on_something(name):
+def test_shares_of_all_sources_add_up_to_one(name):
     found = standard(read_profile(name))
     assert sum(found.fraction(basis) for basis in BASES) == pytest.approx(1)
     assert all(0 < part.fraction <= 1 for part in found.parts)
     assert all(part.basis != BASES[0] for part in found.worst)
 
 
-def test_what_a_step_rests_on_is_what_each_op_takes_of_it():
+def test_a_share_is_the_seconds_of_its_ops():
     """Held against sums by hand: with products alone assumed, their share of the device's seconds is what is assumed."""
     whole = read_profile("cpu-2core")  # whose products are points: nothing of them is memory's
     plan = plan_on(whole)
@@ -67,15 +69,19 @@ def test_what_a_step_rests_on_is_what_each_op_takes_of_it():
 
 
 @pytest.mark.parametrize(
-    ("place", "what"), [("device.attention", "attention"), ("device.memory_bytes_per_s", "device memory"), ("link", "copies")]
+    ("place", "what"),
+    [
+        ("device.attention", "attention"),
+        ("device.memory_bytes_per_s", "device memory"),
+        ("link.h2d.bytes_per_s", "rate of uploads"),
+    ],
 )
-def test_what_is_assumed_is_named(place, what):
+def test_an_assumed_speed_is_named(place, what):
     machine = only(read_profile("h100-sxm"), place)
     device, others = rests_on(plan_on(machine), machine)
-    found = others if place == "link" else device
+    found = others if place.startswith("link") else device
     assert [part.what for part in found.worst] == [what]
     assert found.fraction("assumptions") == pytest.approx(found.worst[0].fraction)
-    assert f"{what} " in found.words("the device's")
 
 
 def test_a_rate_of_another_device_is_not_of_this_one():
@@ -84,15 +90,15 @@ def test_a_rate_of_another_device_is_not_of_this_one():
     assert standard(machine).fraction("assumptions") == 0
 
 
-def test_the_reader_is_told_to_measure_where_little_is_of_the_device():
+def test_a_plan_on_few_measurements_advises_to_probe():
     for name, is_told in (("h100-sxm", False), ("rtx3090-epyc", True)):
         profile = read_profile(name)
-        said = list(lines(plan_on(profile), profile))
-        assert (rests_on(plan_on(profile), profile)[0].fraction(BASES[0]) < ENOUGH_FRACTION) is is_told
-        assert any("penstock probe" in line for line in said) is is_told
+        found = facts(PlanFile(plan_on(profile), None), "p.json")
+        assert (found.rests_on[0].fraction(BASES[0]) < ENOUGH_FRACTION) is is_told
+        assert any("penstock probe" in text for _, text in basis(found)) is is_told
 
 
-def test_seconds_that_no_rate_changes_rest_on_their_shares_of_what_does():
+def test_each_term_of_a_sum_has_its_share():
     """Of a sum of two terms each has its part, whatever a constant beside them is."""
     profile = only(read_profile("h100-sxm"), "device.matmul")
     profile = profile.model_copy(update={"device": profile.device.model_copy(update={"sustained_fraction": None})})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.model.workload import build_workload
-from planner.show.explain import clauses
+from planner.show.schedule import clauses
 from runtime.executor import OpError
 from runtime.layers.recompute import Replay
 from runtime.layers.views import Shelf
@@ -84,10 +84,8 @@ def test_of_a_smaller_last_micro_batch_only_that_moves() -> None:
 def test_a_plan_says_what_waits_on_the_host() -> None:
     policy = Policy(save=saves(products=(1, 2, 3), attention=(4,)), offload_blocks=(1, 4))
     plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
-    said = "the products of 3 layers (1 of them on the host), what attention made of 1 layer (on the host)"
-    assert (
-        clauses(policy, plan)["activations"] == f"saved for backward: {said}; the rest is computed again (gradient checkpointing)"
-    )
+    said = "matmul outputs of 3 layers (1 of them on the host), attention's output of 1 layer (on the host)"
+    assert clauses(policy, plan)["activations"] == f"saved for backward: {said}; the rest is recomputed (activation checkpointing)"
 
 
 def test_products_are_computed_where_they_wait_and_the_last_which_nobody_asks_for_leaves_its_place() -> None:

@@ -1,90 +1,64 @@
-"""How does a user ask which machine to buy?"""
+"""`penstock compare`: machines ranked for a model."""
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import (
-    COUNT,
-    Bytes,
-    ClipNorm,
-    refuse_endless,
-    refuse_larger,
-    sequences_of_a_step,
-    show_table,
-    with_gpus,
-    with_prices,
-    with_training,
-)
+from penstock.cli.options import COUNT, Bytes, refuse_endless, refuse_larger, sequences_of_a_step, show_table, with_prices
 
-from .workers import shared
+from .sweep import semantics_of, swept, with_work
 
 if TYPE_CHECKING:
-    from runtime.plan.packed import Base
+    from hwprofiles.schema import Profile
 
-COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-server", "gb10", "h100-sxm", "gh200")
+COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 
 
 @click.command()
 @click.argument("model")
 @click.option(
     "--machines",
-    default=",".join(COMMON),
-    help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {','.join(COMMON)}]",
+    default=COMMON,
+    help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]",
 )
-@click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
 @click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
-@with_training
-@with_gpus
-@click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
-@click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
 @with_prices
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+@with_work
 def compare(
     model: str,
     machines: str,
-    seq_len: int,
     batch_size: int | None,
     tokens_per_step: int | None,
     micro_batch: int | None,
     host_memory: int | None,
-    train: str | None,
-    base: "Base | None",
     gpus: int,
     hosts: int,
     network_gbit: float | None,
-    clip_norm: float | str,
-    master: str,
     tokens: int | None,
     usd_per_hour: float | None,
     usd: float | None,
     usd_per_kwh: float | None,
     as_json: bool,
+    **work: Any,
 ) -> None:
     """Rank machines for training MODEL, the fastest first; those that it does not fit come last, with what would make it fit.
 
     Prices that are given hold for every machine.
     """
-    from hwprofiles.schema import read_profile, shipped_profiles
     from hwprofiles.several import part_of
     from planner.model.workload import read_model, supported_attention
-    from planner.search.micro_batch import SIZES, shared_step
-    from planner.show.compare import JOB_TITLES, MATTER, TITLES, candidate, ranked
-    from runtime.plan import Semantics
-    from runtime.plan.policy import trained
+    from planner.search.micro_batch import SIZES
+    from planner.show.compare import COLUMNS, JOB_TITLES, MATTER, candidate, ranked
 
     described = read_model(model)
     profiles = []
-    is_all = machines.strip() == "all"
-    for name in dict.fromkeys(part.strip() for part in (shipped_profiles() if is_all else machines.split(",")) if part.strip()):
-        refuse_endless(name)
-        profile = read_profile(name)
-        if is_all and (profile.n_devices < gpus or (profile.n_devices > 1) != (gpus > 1)):
-            continue  # a machine of one device has no others, and one of several is not bought for one
+    for profile in _machines(machines, gpus):
         profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
         if host_memory is not None and profile.most_host_bytes is None:
             profile = profile.with_memory(None, host_memory)
@@ -93,24 +67,27 @@ def compare(
         profiles.append(part_of(profile, gpus, hosts, network_gbit))
     if not profiles:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
-    semantics = Semantics(
-        seq_len=seq_len,
-        batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
-        micro_batch=micro_batch or 1,
-        master_dtype=master,  # type: ignore[arg-type]
-        clip_norm=None if isinstance(clip_norm, str) else clip_norm,
-        attention=supported_attention(described)[0],  # type: ignore[arg-type]
-    )
-    semantics = trained(semantics, train, base)
-    if gpus * hosts > 1:
-        semantics = shared_step(semantics, gpus * hosts, has_groups=False)
-    refuse_larger(semantics.micro_batch, semantics.batch_size)
+    n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
+    asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=gpus * hosts, **work)
+    asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
+    refuse_larger(asked.micro_batch, asked.batch_size)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
-    tasks = [(described, profile, semantics, None, free) for profile in profiles]
-    found = ranked(described, semantics, shared(candidate, tasks, "machines"))
+    found = ranked(described, asked, swept(candidate, [(described, of, asked, None, free) for of in profiles], "machines"))
     if as_json:
         click.echo(json.dumps(found.to_json(tokens)))
         return
-    show_table((*TITLES, *(JOB_TITLES if tokens else ())), found.rows(tokens), MATTER)
+    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in found.candidates], MATTER)
     for note in found.notes():
         click.echo(note)
+
+
+def _machines(names: str, n_gpus: int) -> "Iterator[Profile]":
+    """The named machines, each once; of all of them those with one GPU, or with as many as are asked for."""
+    from hwprofiles.schema import read_profile, shipped_profiles
+
+    is_all = names.strip() == "all"
+    for name in dict.fromkeys(part.strip() for part in (shipped_profiles() if is_all else names.split(",")) if part.strip()):
+        refuse_endless(name)
+        profile = read_profile(name)
+        if not is_all or (profile.n_devices >= n_gpus and (profile.n_devices > 1) == (n_gpus > 1)):
+            yield profile

@@ -1,4 +1,4 @@
-"""How does a user ask which machines there are?"""
+"""`penstock machines`: the shipped machines, their prices, and the provenance of their speeds."""
 
 import json
 from dataclasses import asdict
@@ -17,8 +17,8 @@ MATTER = ("machine", "what it is", "rent an hour", "bought", "measured", "on ano
 def machines(as_json: bool) -> None:
     """List the machines that can be planned for by name, what they cost, and what their speed rests on.
 
-    Of the device's seconds of a standard step (qwen3-8b, 4 x 4096 tokens) so many rest on measurements of this very device, on
-    those of another, scaled by datasheets, or on assumptions. A machine that is not here is a file: that of the nearest, with
+    The last columns share out the device's seconds of a standard step (qwen3-8b, 4 x 4096 tokens): measurements of this very
+    device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
     other numbers, or of `penstock probe -o`.
     """
     from hwprofiles.quantity import BASES
@@ -39,11 +39,10 @@ def machines(as_json: bool) -> None:
     rows = []
     for p in profiles:
         price, basis = p.price, standard(p)
-        soldered = "" if p.most_host_bytes is None else ", soldered"
-        rows.append((
-            p.name, p.summary, show_bytes(p.device.memory_bytes.value), f"{show_bytes(p.host.memory_bytes.value)}{soldered}",
-            "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD",
-            "no price" if price.usd is None else f"{price.usd.value:,.0f} USD" + (" and memory" if price.ram_usd_per_gb else ""),
-            *(f"{basis.fraction(of):.0%}" for of in BASES),
-        ))  # fmt: skip
+        host = show_bytes(p.host.memory_bytes.value) + ("" if p.most_host_bytes is None else ", soldered")
+        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD"
+        memory = " and memory" if price.ram_usd_per_gb else ""
+        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{memory}"
+        shares = (f"{basis.fraction(of):.0%}" for of in BASES)
+        rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
     show_table(TITLES, rows, MATTER)

@@ -1,7 +1,7 @@
-"""Which stretch of a timeline shows what a step looks like?
+"""The stretch of a timeline that is drawn as one step.
 
 From the start of the first op on the device to that of the next step: in a steady rhythm every op is in it once, whichever step it
-belongs to, and all that the device waits for at the seam of two steps is one gap at the right end.
+belongs to, and all that the device waits for between two steps is one gap at the right end.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Stretch:
         return self.end_s - self.start_s
 
     def within(self) -> list[Span]:
-        """What of the spans lies in the stretch, in seconds since its start; steps are counted from the one it shows."""
+        """The spans cut to the stretch, in seconds since its start; steps are counted from the one it shows."""
         return [
             Span(s.op, s.step - self.step, max(s.start_s, self.start_s) - self.start_s, min(s.end_s, self.end_s) - self.start_s)
             for s in self.spans
@@ -66,7 +66,7 @@ def measured_stretch(plan: Plan, timeline: Timeline) -> Stretch:
 
 
 def _stretches(plan: Plan, spans: Sequence[Span]) -> list[Stretch]:
-    """Every step of which the next one's beginning is known, in order; without their spans but the whole."""
+    """Every step whose successor's beginning is known, in order, each with all spans."""
     first = next((i for i, op in enumerate(plan.ops) if op.lane is Lane.GPU), 0)
     starts_s = sorted((s.step, s.start_s) for s in spans if s.op == first)
     everything = tuple(spans)

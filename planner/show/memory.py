@@ -1,4 +1,4 @@
-"""What lies in memory at each moment of a step?
+"""Bytes that device and host memory hold at each moment of a step.
 
 A slot holds something from the start of the op that writes it until the end of the last op that uses what was written. The
 training state is always there. Arenas are taken once and stay: what is drawn is how much of them is in use.
@@ -14,20 +14,21 @@ from runtime.plan import Kind, Op, Place, Plan, Semantics, Slot
 from runtime.plan.timeline import Span
 from runtime.plan.workload import BlockKind
 
-from .report_step import Stretch
+from .step import Stretch
 
-STATE = frozenset({"state", "device_state", "norm"})  # what one step leaves to the next
+STATE = frozenset({"state", "device_state", "norm"})  # arenas that one step leaves to the next
 KEPT, COMPUTED, CONTEXT, RUNTIME = "kept activations", "block being computed", "context", "runtime"
 OTHER = "other"
 SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are summed up
 MOST_MOMENTS = 1000  # as many as a wide screen has columns; of more, the fullest in each stretch of time
 
 Life = tuple[str, int, float, float]  # series, bytes, from, until
+Moment = tuple[float, dict[str, int]]  # from when on, and the bytes of each series
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one memory holds over a step. `series` are bytes at `times_s`, each valid until the next time; the largest first."""
+    """The content of one memory over a step. `series` are bytes at `times_s`, each valid until the next time; the largest first."""
 
     place: Place
     length_s: float
@@ -43,42 +44,37 @@ class Held:
 
 
 def held(plan: Plan, profile: Profile, stretch: Stretch) -> tuple[Held, Held]:
-    """What the device and the host hold over the stretch, by arena and by what is no arena."""
+    """The content of the device's and the host's memory over the stretch, by arena and by what is no arena."""
     needs = footprint(plan, profile)
-    places = {a.name: a.place for a in plan.arenas}
+    places = {a.name: a.place for a in plan.arenas} | dict.fromkeys((KEPT, COMPUTED), Place.DEVICE)
+    spans = sorted(stretch.spans, key=lambda s: (s.step, s.op))  # ops of which one writes a slot of the other are in this order
+    always = [(a.name, a.n_bytes, a.place) for a in plan.arenas if a.name in STATE]
+    always += [(CONTEXT, needs.device[CONTEXT], Place.DEVICE), (RUNTIME, needs.host[RUNTIME], Place.HOST)]
     lives: dict[Place, list[Life]] = {place: [] for place in Place}
-    for arena in plan.arenas:
-        if arena.name in STATE:
-            lives[arena.place].append((arena.name, arena.n_bytes, stretch.start_s, stretch.end_s))
-    for name, n_bytes, start_s, end_s in _lives_of_slots(plan, stretch.spans):
-        lives[places[name]].append((name, n_bytes, start_s, end_s))
-    lives[Place.DEVICE] += [*_lives_of_activations(plan, stretch.spans), *_transients(plan, stretch.spans)]
-    lives[Place.DEVICE].append((CONTEXT, needs.device[CONTEXT], stretch.start_s, stretch.end_s))
-    lives[Place.HOST].append((RUNTIME, needs.host[RUNTIME], stretch.start_s, stretch.end_s))
+    for name, n_bytes, place in always:
+        lives[place].append((name, n_bytes, stretch.start_s, stretch.end_s))
+    for life in (*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans), *_transients(plan, spans)):
+        lives[places[life[0]]].append(life)
     return (
         _held(Place.DEVICE, lives[Place.DEVICE], needs.device, needs.device_memory_bytes, stretch),
         _held(Place.HOST, lives[Place.HOST], needs.host, needs.host_memory_bytes, stretch),
     )
 
 
-def _in_order(spans: Iterable[Span]) -> list[Span]:
-    """As the program performs them: no two ops of which one writes a slot of the other run in another order."""
-    return sorted(spans, key=lambda s: (s.step, s.op))
-
-
 def begins_anew(of: Semantics, op: Op, slot: Slot) -> bool:
     """Whether an op that writes the slot needs nothing of what was there."""
-    if slot in op.reads:  # declared as read, but the first sum begins with zero
-        begins = op.micro_batch is not None and of.begins_sum(op.micro_batch)
-        return begins and slot == op.get("arrived" if op.kind is Kind.ACCUMULATE else "sum")
-    return True
+    if slot not in op.reads:
+        return True
+    # A sum is declared as read, but its first addend is added to zero.
+    begins = op.micro_batch is not None and of.begins_sum(op.micro_batch)
+    return begins and slot == op.get("arrived" if op.kind is Kind.ACCUMULATE else "sum")
 
 
 def _lives_of_slots(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
     """From each new content of a slot to its last use. Content of before the spans begins with them."""
     n_bytes = {Slot(a.name, i): n for a in plan.arenas if a.name not in STATE for i, n in enumerate(a.slot_bytes)}
     alive: dict[Slot, tuple[float, float]] = {}
-    for span in _in_order(spans):
+    for span in spans:
         op = plan.ops[span.op]
         for slot in dict.fromkeys((*op.reads, *op.writes)):
             if slot not in n_bytes:
@@ -93,32 +89,25 @@ def _lives_of_slots(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
 
 
 def _lives_of_activations(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
-    """What layers save besides their input, from their forward to the end of their backward, for each micro-batch."""
+    """Activations that layers save besides their input, from forward to the end of backward, of each micro-batch."""
     began_s: dict[tuple[int, int, int | None], float] = {}
-    saved_bytes = _saved_bytes(plan)
-    for span in _in_order(spans):
+    stays = {*range(1, plan.workload.n_layers + 1)} - {*plan.policy.offload_blocks}
+    for span in spans:
         op = plan.ops[span.op]
         key = span.step, op.block, op.micro_batch
-        if saved_bytes[op.block] and op.kind is Kind.FORWARD:
+        if op.kind is Kind.FORWARD and op.block in stays:
             began_s[key] = span.start_s
         elif op.kind is Kind.BACKWARD and key in began_s:
-            yield KEPT, saved_bytes[op.block], began_s.pop(key), span.end_s
-
-
-def _saved_bytes(plan: Plan) -> list[int]:
-    """Of each block, for one micro-batch: what is kept from forward to backward."""
-    stays = {*range(1, plan.workload.n_layers + 1)} - {*plan.policy.offload_blocks}
-    return [plan.recompute(b).saved_bytes if b in stays else 0 for b in range(len(plan.workload.blocks))]
+            yield KEPT, plan.recompute(op.block).saved_bytes, began_s.pop(key), span.end_s
 
 
 def _transients(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
-    """What the allocator needs at its peak while a block goes backward. Of forwards, which need less, no figure is known."""
-    blocks = plan.workload.blocks
+    """The allocator's peak while a block goes backward. Of forwards, which need less, no figure is known."""
     for span in spans:
         op = plan.ops[span.op]
         if op.kind not in (Kind.BACKWARD, Kind.LOSS):
             continue
-        block = blocks[op.block]
+        block = plan.workload.blocks[op.block]
         if block.kind is BlockKind.LAYER:
             n_bytes = plan.recompute(op.block).transient_bytes
         else:
@@ -135,30 +124,25 @@ def _held(place: Place, lives: Iterable[Life], reserved: dict[str, int], memory_
             changes[start_s - stretch.start_s][name] += n_bytes
             changes[end_s - stretch.start_s][name] -= n_bytes
     changes.pop(stretch.length_s, None)
-    moments: list[tuple[float, dict[str, int]]] = []
+    moments: list[Moment] = []
     now = dict.fromkeys(reserved, 0)
     for at_s in sorted({0.0, *changes}):
         for name, n_bytes in changes[at_s].items():
             now[name] += n_bytes
         moments.append((at_s, dict(now)))
     moments = _fullest(moments, stretch.length_s)
-    names = sorted(reserved, key=lambda name: (-max(at[name] for _, at in moments), name))
-    series = {name: tuple(at[name] for _, at in moments) for name in names}
-    return Held(
-        place,
-        stretch.length_s,
-        tuple(at_s for at_s, _ in moments),
-        _few(series, sum(reserved.values())),
-        {name: n_bytes for name, n_bytes in reserved.items() if n_bytes},
-        memory_bytes,
-    )
+    series = {name: tuple(at[name] for _, at in moments) for name in reserved}
+    ordered = dict(sorted(series.items(), key=lambda item: (-max(item[1]), item[0])))
+    kept = {name: n_bytes for name, n_bytes in reserved.items() if n_bytes}
+    times_s = tuple(at_s for at_s, _ in moments)
+    return Held(place, stretch.length_s, times_s, _few(ordered, sum(reserved.values())), kept, memory_bytes)
 
 
-def _fullest(moments: list[tuple[float, dict[str, int]]], length_s: float) -> list[tuple[float, dict[str, int]]]:
+def _fullest(moments: list[Moment], length_s: float) -> list[Moment]:
     """Few enough moments to draw: of each of MOST_MOMENTS equal stretches of time the one at which most is held."""
     if len(moments) <= MOST_MOMENTS:
         return moments
-    chosen: list[tuple[float, dict[str, int]]] = []
+    chosen: list[Moment] = []
     after = 0  # the first moment not yet passed
     for i in range(MOST_MOMENTS):
         start_s, end_s = i * length_s / MOST_MOMENTS, (i + 1) * length_s / MOST_MOMENTS

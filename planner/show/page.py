@@ -1,0 +1,141 @@
+"""The HTML report of a plan, and of a run of it: one file that needs nothing else.
+
+Names come from files that anybody may have made. The template escapes every value, data are JSON in which no tag can begin, and the
+page's own policy lets a browser run nothing but the script written here: no other script, no network, no frame. Tables and bars are
+plain HTML, so that the page says the same without its script.
+"""
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction
+from runtime.units import show_bytes, show_count, show_rate
+
+from . import words
+from .facts import Facts
+from .memory import OTHER, Held, held
+from .price import show_days
+from .step import Stretch, measured_stretch, predicted_stretch
+
+SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
+MOST_LINES_OPS = 30_000  # of a plan: beyond that the ops' own lines, some hundred bytes each, would make the page unwieldy
+TICKS = 5_000_000  # of the longer stretch: times are drawn to that many parts, in whole numbers that are short to write
+
+
+def page(facts: Facts, where: str, made: str = "") -> str:
+    """The page. `where`: the plan's file; `made`: when, by which version and by which command, as its last line says."""
+    plan, run = facts.plan, facts.run
+    drawn = abridged_plan(plan)
+    stretches = {"predicted": predicted_stretch(drawn, abridged_prediction(plan, facts.prediction))}
+    if run is not None and run.timeline is not None and run.timeline.spans:
+        stretches["measured"] = measured_stretch(drawn, abridged(plan, run.timeline))
+    memory = held(drawn, facts.profile, stretches["predicted"])
+    data = {
+        "lanes": [[str(lane), words.LANE_TITLE[lane]] for lane in drawn.lanes],
+        "gloss": words.GLOSS,
+        "n_blocks": len(plan.workload.blocks),
+        "ops": [str(op) if len(drawn.ops) <= MOST_LINES_OPS else op.name for op in drawn.ops],
+        "tracks": [_track(name, stretch) for name, stretch in stretches.items()],
+        "memory": [_held(one) for one in memory],
+        "curves": _curves(facts),
+    }
+    script, style, template = "\n".join(map(_file, SCRIPTS)), _file("page.css"), _environment().get_template("page.html")
+    told = {"f": facts, "words": words, "data": data, "stretches": stretches, "held": memory, "where": where, "made": made}
+    written = template.render(told, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
+    return written.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    made.filters |= {"exact": words.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "days": show_days}
+    made.filters |= {"commands": _commands, "digest": _digest}
+    return made
+
+
+def _file(name: str) -> str:
+    return (resources.files("planner.show") / "page" / name).read_text(encoding="utf-8")
+
+
+def _printable(value: object) -> object:
+    """Text with what no terminal would print written out: control characters, and those that turn text around."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in value)
+
+
+def _commands(sentence: str) -> Markup:
+    """A sentence in which what stands between backticks is a command."""
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(_printable(sentence)))))
+
+
+def _digest(content: str) -> str:
+    """The name of a script or a style in a Content-Security-Policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
+
+
+# -- data of the script -------------------------------------------------------------------------------------------------
+
+
+def _track(name: str, stretch: Stretch) -> dict[str, Any]:
+    """The pieces of a stretch: their starts as differences, so that most numbers are short."""
+    tick_s = max(stretch.length_s, 1e-12) / TICKS
+    pieces = sorted(stretch.within(), key=lambda s: (s.start_s, s.step, s.op))
+    starts = [round(p.start_s / tick_s) for p in pieces]
+    return {
+        "name": name,
+        "length_s": stretch.length_s,
+        "tick_s": tick_s,
+        "op": [p.op for p in pieces],
+        "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
+        "length": [round(p.end_s / tick_s) - start for p, start in zip(pieces, starts, strict=True)],
+        "later": [p.step for p in pieces] if any(p.step for p in pieces) else [],
+    }
+
+
+def _held(one: Held) -> dict[str, Any]:
+    """Bytes of each series, those that do not change as a single number."""
+    # The steadiest lie at the bottom, so that what moves does not shake what does not; the small ones at the top.
+    names = sorted(one.series, key=lambda name: (name == OTHER, max(one.series[name]) - min(one.series[name]), name))
+    packed = {name: values[0] if len(set(values)) == 1 else list(values) for name, values in one.series.items()}
+    return {
+        "place": str(one.place),
+        "length_s": one.length_s,
+        "times": [float(f"{t:.9g}") for t in one.times_s],
+        "series": [{"name": name, "most": max(one.series[name]), "bytes": packed[name]} for name in names],
+        "peak_bytes": one.peak_bytes,
+        "reserved_bytes": sum(one.reserved.values()),
+        "memory_bytes": one.memory_bytes,
+    }
+
+
+def _curves(facts: Facts) -> list[dict[str, Any]]:
+    """Loss with evaluations, then speed with its prediction, then the learning rate: those of which there are numbers."""
+    if facts.run is None:
+        return []
+    log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step
+
+    def line(name: str, ink: str, steps: list[int], values: list[float | None], dots: bool = False) -> dict[str, Any]:
+        shown = [None if v is None else float(f"{v:.6g}") for v in values]
+        return {"name": name, "colour": ink, "steps": steps, "values": shown, "dots": dots}
+
+    loss = [line("training", "forward", *log.curve("loss"))] if log.steps else []
+    if log.evaluated:
+        loss.append(line("held-out", "gradients", [step for step, _ in log.evaluated], [v for _, v in log.evaluated], dots=True))
+    curves: list[dict[str, Any]] = [{"id": "loss", "title": "Loss", "height": 260, "lines": loss}]
+    if log.steps and log.is_of(n_tokens):
+        level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
+        speed = {"id": "speed", "title": "Tokens per second", "height": 170, "level": level, "from_zero": True}
+        curves.append(speed | {"lines": [line("measured", "weights", *log.curve("tokens_per_s"))]})
+    if log.steps:
+        rate = line("learning rate", "update", *log.curve("lr"))
+        curves.append({"id": "rate", "title": "Learning rate", "height": 170, "from_zero": True, "lines": [rate]})
+    return [curve for curve in curves if any(v is not None for one in curve["lines"] for v in one["values"])]

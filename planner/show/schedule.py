@@ -1,0 +1,93 @@
+"""A policy, and the semantics that it serves, in words."""
+
+from collections import Counter
+
+from runtime.plan import Plan, Policy, Semantics, Update
+from runtime.plan.workload import Saved
+from runtime.units import show_count
+
+UPDATE_WORDS = {
+    Update.EAGER: "each block as its gradient arrives",
+    Update.BARRIER: "when the norm is known, all before the next step",
+    Update.DEFERRED: "when the norm is known, block by block into the next forward",
+}
+
+
+def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
+    """The schedule, a clause per topic; no clause where it does the usual thing."""
+    traits = {
+        "order": _order(policy, plan.semantics.n_micro_batches),
+        "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
+        "gradients": counted(policy.gradient_slots, "gradient slot"),
+        "activations": _saved(policy, plan.workload.n_layers),
+    }
+    for topic, blocks, words in (
+        ("resident", policy.resident_blocks, "weights of {} stay on the device"),
+        ("spilled", policy.spill_blocks, "layer inputs of {} wait on the host (activation offload)"),
+        ("state", policy.device_blocks, "optimizer states of {} on the device, which updates them"),
+    ):
+        if blocks:
+            traits[topic] = words.format(counted(len(blocks), "block"))
+    if policy.square_on_device:
+        traits["norm"] = "gradients squared on the device, for the global norm"
+    early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
+    return traits | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
+
+
+def _order(policy: Policy, n_micro_batches: int) -> str:
+    """The way of micro-batches through the layers."""
+    if n_micro_batches == 1:
+        return "one micro-batch: no gradient accumulation"
+    if policy.accumulation_group >= n_micro_batches:
+        return "gradient accumulation, layer by layer over all micro-batches"
+    if policy.accumulation_group > 1:
+        return f"gradient accumulation, layer by layer over groups of {policy.accumulation_group} micro-batches"
+    return "gradient accumulation, one micro-batch after another"
+
+
+def _saved(policy: Policy, n_layers: int) -> str:
+    """`saved for backward: all of 5 layers, the inputs of 24 layers; the rest is recomputed (activation checkpointing)`."""
+    words = {
+        Saved.ALL: "all",
+        Saved.PRODUCTS: "matmul outputs",
+        Saved.ATTENTION: "attention's output",
+        Saved.INPUT: "the inputs" if policy.boundary_stride == 1 else f"one input in {policy.boundary_stride}",
+    }
+    n_saving = Counter(policy.saved(b) for b in range(1, n_layers + 1))
+    n_away = Counter(policy.saved(b) for b in policy.offload_blocks)
+    saved = []
+    for of, what in words.items():
+        n, away = n_saving[of], n_away[of]
+        where = "" if not away else " (on the host)" if away == n else f" ({away} of them on the host)"
+        saved += [f"{what} of {counted(n, 'layer')}{where}"] if n else []
+    again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is recomputed (activation checkpointing)"
+    return f"saved for backward: {', '.join(saved)}{again}"
+
+
+def kernels_in_words(semantics: Semantics) -> str:
+    """`fused norm, loss and pointwise; cudnn attention`: kernels besides matrix products."""
+    fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) == "fused"]
+    attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
+    others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
+    return f"{others}; {attention} attention"
+
+
+def trained_in_words(plan: Plan) -> str:
+    """`41.9 M parameters: lora:r=16,alpha=32; the others frozen, quantized to nf4`."""
+    base = plan.semantics.base
+    others = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
+    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {others}"
+
+
+def micro_batches_in_words(semantics: Semantics) -> str:
+    """`5 micro-batches of 16, the last of 3`; of several ranks, those of each."""
+    last = f", the last of {semantics.n_left}" if semantics.n_left else ""
+    n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
+    apart = f", in {n_groups} sum groups" if n_groups > 1 else ""
+    each = f" on each of {ranks} GPUs" if ranks > 1 else ""
+    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{each}{apart}"
+
+
+def counted(n: int, noun: str, plural: str = "s") -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{n} {noun}{'' if n == 1 else plural}"

@@ -1,0 +1,302 @@
+"""The facts of a plan in words, for the text and the page: named lines, and tables."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hwprofiles.quantity import BASES
+from planner.check.claim import Claimed, Predicted
+from planner.predict.rests_on import RestsOn
+from runtime.plan import Lane, Policy
+from runtime.units import show_bytes, show_count, show_rate, show_seconds
+
+from .facts import Facts, Measured
+from .memory import OTHER, Held
+from .price import job_in_words, prices_in_words
+from .schedule import clauses, counted, kernels_in_words, micro_batches_in_words, trained_in_words
+
+Line = tuple[str, str]  # a name, and what is said under it
+LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer", Lane.NET: "exchange"}
+# The content of parts of memory
+GLOSS = {
+    "state": "master weights and optimizer states; frozen weights",
+    "packed": "quantized weights, to be unpacked",
+    "device state": "optimizer states that stay on the device",
+    "kept activations": "saved for backward",
+    "saved": "on its way to the host, or back",
+    "activations": "layer inputs",
+    "spilled": "layer inputs, offloaded",
+    "offloaded": "activations, offloaded",
+    "sums": "accumulated gradients",
+    "squares": "of gradients, for the norm",
+    "received": "other ranks' sums, to be added",
+    "host gradients": "of blocks, until their update",
+    "staging": "gradients being accumulated",
+    "resident weights": "weights that stay",
+    "runtime": "Python, torch and its libraries",
+    "context": "the driver's",
+}
+PARTS = {
+    "ideal_compute_s": "ideal compute",
+    "recompute_s": "recompute",
+    "link_s": "link",
+    "host_dram_s": "host DRAM",
+    "optimizer_s": "optimizer",
+    "fill_drain_and_launch_s": "fill, drain and launch",
+}
+SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
+ENOUGH_FRACTION = 0.75  # of the device's seconds to rest on its measurements; below it the reader is told to measure
+N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # resources that are named with what more of them would save
+FAR = 3.0  # times the prediction: from here on not told in percent
+CONVENTION = "forward and twice that, causal half of attention, no recompute"
+
+
+class Bar(NamedTuple):
+    """A bar beside a row of a table on the page; `low_s` and `high_s`: of a range across it."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    low_s: float | None = None
+    high_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; `bars`, one for each row, are drawn on the page alone."""
+
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def longest_s(self) -> float:
+        """The scale of the bars."""
+        return max((max(bar.end_s, bar.high_s or 0.0) for bar in self.bars), default=0.0) or 1.0
+
+
+# -- lines ----------------------------------------------------------------------------------------------------------------
+
+
+def verdict(f: Facts) -> Iterator[Line]:
+    """The answer: step, certificate, memory, what binds, and the price."""
+    claim = f.claim
+    yield "step", f"{exact(f.step_s)}{'' if claim is None else f' ({_interval(claim.prediction)})'}, {f.tokens_per_s:,.0f} tokens/s"
+    if f.measured is not None:
+        yield "measured", _measured(f, f.measured)
+    if claim is not None:
+        yield "optimal?", _certified(claim)
+    yield (
+        "memory",
+        ", ".join(f"{place} {show_bytes(sum(parts.values()))} of {show_bytes(has)}" for place, parts, has in _memories(f)),
+    )
+    if binding := _binding(f):
+        yield "bound by", binding
+    if f.job is not None:
+        yield f"{show_count(f.job.n_tokens)} tokens", job_in_words(f.job)
+    if prices := prices_in_words(f.hourly, f.tokens_per_s):
+        yield "price", "; ".join(prices)
+    if (advised := advice(f.resident_s, f.step_s)) is not None:
+        yield "resident", advised
+    if f.clipped_step_s is not None:
+        more = f.clipped_step_s / f.prediction.step_s - 1
+        yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {more:.1%} more if its gradient is clipped"
+    if f.unconfirmed_step_s is not None:
+        claims = f"the plan file claims a step of {exact(f.unconfirmed_step_s)}, simulating it gives {exact(f.prediction.step_s)}"
+        yield "note", f"{claims}: the file was changed, or written by another version; its interval and bounds are left out"
+    if not f.prediction.periodic:
+        yield "note", "the steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated"
+
+
+def asked(f: Facts) -> Iterator[Line]:
+    """Model, machine and semantics."""
+    plan, of = f.plan, f.plan.semantics
+    name = plan.model.name or plan.model.path
+    yield "model", f"{name}: {show_count(plan.workload.n_params)} parameters, {plan.workload.n_layers} layers"
+    if not plan.workload.trains_all:
+        yield "trained", trained_in_words(plan)
+    yield "machine", f"{f.profile.name}: {f.profile.summary}"
+    sequences = f"{counted(of.whole.batch_size, 'sequence')} of {of.seq_len:,} tokens"
+    yield "batch", f"{sequences}, in {micro_batches_in_words(of)}"
+    clip = "no clipping" if of.clip_norm is None else f"gradients clipped at {of.clip_norm:g}"
+    is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
+    experts = f", {of.experts} experts" if is_sparse else ""
+    yield "precision", f"{of.compute_dtype} compute, {of.master_dtype} master weights, {clip}{experts}"
+    yield "kernels", kernels_in_words(of)
+
+
+def policy(f: Facts) -> Iterator[Line]:
+    """The schedule, a line per topic; and the next best one."""
+    for i, clause in enumerate(clauses(f.plan.policy, f.plan).values()):
+        yield "" if i else "policy", clause
+    if f.next_best is not None:
+        yield _next_best(f, *f.next_best)
+
+
+def basis(f: Facts) -> Iterator[Line]:
+    """The provenance of the prediction, and what is counted as work and as a checkpoint."""
+    device, others = f.rests_on
+    yield "rests on", _rests_on(device, "the device's")
+    if device.fraction(BASES[0]) < ENOUGH_FRACTION:
+        yield "", "measure the machine with `penstock probe` and plan again: the prediction is as good as what it rests on"
+    if others is not None:
+        yield "", _rests_on(others, "the other lanes'")
+    if f.outside:
+        yield "outside", f"of the measured grid, taken at its nearest point: {'; '.join(f.outside)}"
+    yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
+    holds = "adapters" if f.plan.semantics.train.lora else "weights"
+    of = "" if f.plan.workload.trains_all else " of what is trained"
+    yield "checkpoint", f"{show_bytes(f.plan.checkpoint_bytes())} each: {holds}, masters and moments{of}"
+
+
+def advice(resident_s: float | None, step_s: float) -> str | None:
+    """A hint where keeping all state on the device is faster than streaming it; None where it is not, or does not fit."""
+    if resident_s is None or resident_s >= step_s:
+        return None
+    return (
+        f"all training state fits this device: keeping it there would take about {show_seconds(resident_s)} a step, "
+        f"{step_s / resident_s:.2f} times as fast; Penstock streams it"
+    )
+
+
+def _certified(claim: Claimed) -> str:
+    proof = claim.certificate
+    gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
+    whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
+    bound = f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})"
+    return f"{bound}; no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
+
+
+def _binding(f: Facts) -> str:
+    """The resource that the step is full of, and the largest gains from more of one."""
+    told = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
+    names = [gain.resource for gain in told[:1]] if f.claim is None else [f.claim.certificate.binding]
+    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in told)
+    return "; ".join([*names, *([f"10 % more {saves}"] if saves else [])])
+
+
+def _measured(f: Facts, measured: Measured) -> str:
+    """The clock's step beside the predicted one."""
+    against, claim = against_prediction(f, measured), f.claim
+    if claim is not None:
+        is_inside = claim.prediction.p10_step_s <= measured.step_s <= claim.prediction.p90_step_s
+        against += f", {'within' if is_inside else 'outside'} the interval"
+    if not measured.n_steps:
+        return f"{exact(measured.step_s)}, a single step; {against}"
+    middle = f"the median of {counted(measured.n_steps, 'step')} after warm-up ({_interval(measured)})"
+    return f"{exact(measured.step_s)}, {middle}; {against}"
+
+
+def _interval(of: Predicted | Measured) -> str:
+    return f"P10 to P90: {exact(of.p10_step_s)} to {exact(of.p90_step_s)}"
+
+
+def against_prediction(f: Facts, measured: Measured) -> str:
+    """`+8.4% against the prediction`, or `14.9 times the prediction` where a percentage says little."""
+    ratio = measured.step_s / f.step_s
+    return f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
+
+
+def _next_best(f: Facts, policy: Policy, step_s: float) -> Line:
+    """The fastest plan of another kind, how much slower it is (or faster, than a policy that was asked for), and how it differs."""
+    mine, other = clauses(f.plan.policy, f.plan), clauses(policy, f.plan)
+    differences = [text for topic, text in other.items() if text != mine.get(topic)]
+    differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
+    name = "next best" if step_s >= f.step_s else "faster"
+    return name, f"{exact(step_s)} ({step_s / f.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
+
+
+def _rests_on(found: RestsOn, whose: str) -> str:
+    this, another, assumed = (f"{found.fraction(basis):.0%}" for basis in BASES)
+    least = ", ".join(f"{part.what} {part.fraction:.1%}" for part in found.worst)
+    here = f"{this} of {whose} seconds rest on measurements of this device"
+    return f"{here}, {another} on those of another, {assumed} on assumptions" + (f" (most of all: {least})" if least else "")
+
+
+def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
+    """Each memory, its parts, and the bytes that the machine has; of several ranks those of one."""
+    each, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
+    return (f"device{each}", needs.device, needs.device_memory_bytes), (f"host{each}", needs.host, needs.host_memory_bytes)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------------
+
+
+def lanes(f: Facts) -> Table:
+    """Busy seconds of each lane in a step."""
+    columns = [(f.prediction.busy_s(f.plan), f.step_s)]
+    titles = ["lane", "busy", "share of the step"]
+    if f.measured is not None and (settled := f.measured.settled).spans:
+        columns.append((settled.busy_s(f.plan), f.measured.traced_step_s))
+        titles += ["measured busy", "share"]
+    rows = []
+    for lane in f.plan.lanes:
+        cells = [cell for busy_s, step_s in columns for cell in (show_seconds(busy_s[lane]), f"{busy_s[lane] / step_s:.0%}")]
+        rows.append((f"{lane}: {LANE_TITLE[lane]}", *cells))
+    return Table(tuple(titles), tuple(rows))
+
+
+def parts(f: Facts) -> Table | None:
+    """The waterfall: the parts of the step, and at last the step."""
+    if f.waterfall is None:
+        return None
+    rows, bars, reached_s, step_s = [], [], 0.0, f.waterfall.step_s
+    for key, part_s in f.waterfall.to_json().items():
+        rows.append((PARTS[key], show_seconds(part_s), f"{part_s / step_s:.1%}"))
+        bars.append(Bar(key.removesuffix("_s"), reached_s, reached_s + part_s))
+        reached_s += part_s
+    spread = () if f.claim is None else (f.claim.prediction.p10_step_s, f.claim.prediction.p90_step_s)
+    rows.append(("the predicted step", exact(step_s), "100%"))
+    bars.append(Bar("predicted", 0.0, step_s, *spread))
+    if f.measured is not None:
+        rows.append(("a measured step", exact(f.measured.step_s), f"{f.measured.step_s / step_s:.0%}"))
+        bars.append(Bar("measured", 0.0, f.measured.step_s))
+    return Table(("the step is", "takes", "share"), tuple(rows), tuple(bars))
+
+
+def gains(f: Facts) -> Table:
+    """The gain from 10 % more of each resource."""
+    rows = [(gain.resource, show_seconds(gain.saved_s), f"{gain.saved_fraction:.1%}".replace("-0.0%", "0.0%")) for gain in f.gains]
+    bars = [Bar("less" if gain.saved_s < 0 else "gain", 0.0, abs(gain.saved_s)) for gain in f.gains]
+    return Table(("10 % more of", "saves", "of the step"), tuple(rows), tuple(bars))
+
+
+def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
+    """The reserved bytes of device and host by what they hold, and what the machine has.
+
+    `held`: of device and host, for a further column, the most that each part holds at any moment of a step.
+    """
+    rows = []
+    for i, (place, parts, has) in enumerate(_memories(f)):
+        peak = sum(parts.values())
+        shown = {name: n for name, n in parts.items() if n >= SMALL_FRACTION * peak}
+        most = {name: show_bytes(max(at)) for name, at in held[i].series.items()} if held else {}
+        rows.append((place, show_bytes(peak), show_bytes(has), show_bytes(held[i].peak_bytes) if held else ""))
+        for name, n_bytes in sorted(shown.items(), key=lambda item: (-item[1], item[0])):
+            said = name.replace("_", " ")
+            title = f"  {said} ({GLOSS[said]})" if said in GLOSS else f"  {said}"
+            rows.append((title, show_bytes(n_bytes), "", most.get(name, "")))
+        if rest := peak - sum(shown.values()):
+            rows.append(("  other", show_bytes(rest), "", most.get(OTHER, "")))
+    titles = ("memory", "needs", "has", "holds at most")
+    n_columns = len(titles) if held else len(titles) - 1
+    return Table(titles[:n_columns], tuple(row[:n_columns] for row in rows))
+
+
+def schedules(f: Facts) -> Table:
+    """The schedules of other systems under the same semantics and costs, and training with all state on the device."""
+    rows = []
+    for name, outcome in f.baselines.items():
+        if "step_s" in outcome:
+            rows.append((name, exact(outcome["step_s"]), f"{outcome['step_s'] / f.step_s:.2f} times as fast"))
+        else:
+            rows.append((name, "does not fit", outcome["does_not_fit"]))
+    return Table(("schedule", "step", "this plan is"), tuple(rows))
+
+
+def exact(s: float) -> str:
+    """`31.99 s`, `412.7 ms`: four digits, so that a bound and a step that are near each other differ."""
+    if s >= 1000:
+        return f"{s:,.0f} s"
+    scale, unit = (1.0, "s") if s >= 1 else (1e3, "ms") if s >= 1e-3 else (1e6, "µs")
+    return f"{s * scale:.4g} {unit}"

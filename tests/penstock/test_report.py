@@ -1,0 +1,115 @@
+"""`penstock report` writes a page or a trace, and refuses other files in one line."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli import run_files
+from penstock.cli.main import cli
+from runtime.plan import PlanFile
+from tests.report_cases import line, make_plan, make_run, page_of
+
+
+def report(*args):
+    return CliRunner().invoke(cli, ["report", *map(str, args)])
+
+
+def refused(*args, output):
+    done = report(*args, "-o", output)
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert not output.exists()
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    return make_plan(tmp_path_factory.mktemp("plan") / "plan.json")
+
+
+@pytest.fixture(scope="module")
+def ran(planned, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("run"), planned)
+
+
+def test_a_page_or_a_trace_is_written_and_one_line_printed(planned, ran, tmp_path):
+    for name in ("r.html", "r.json"):
+        done = report(planned, ran, "-o", tmp_path / name)
+        assert done.exit_code == 0, done.output
+        assert done.stdout == ""
+        assert done.stderr.startswith(f"wrote {tmp_path / name} (")
+        assert done.stderr.count("\n") == 1
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    events = json.loads((tmp_path / "r.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"predicted", "measured"}
+    assert {path.name for path in tmp_path.iterdir()} == {"r.html", "r.json"}
+
+
+@pytest.mark.parametrize("missing", ["timeline.json", "metrics.jsonl", "samples.jsonl"])
+def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path, missing):
+    """As a run leaves none that is at work, or was killed."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for path in ran.iterdir():
+        if path.name != missing:
+            (run / path.name).write_bytes(path.read_bytes())
+    page = page_of(planned, run)
+    assert [t["name"] for t in page.data["tracks"]] == ["predicted"] + ["measured"] * (missing != "timeline.json")
+    assert bool(page.data["curves"]) == (missing != "metrics.jsonl")
+    assert ("Hello there, 30." in page.text) == (missing != "samples.jsonl")
+    assert ("no timeline.json" in page.text) == (missing == "timeline.json")
+    if missing == "timeline.json":
+        assert "no timeline.json, which a run writes at its end" in refused(planned, run, output=tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("timeline", "said"),
+    [
+        ("{", "not the timeline of a run"),
+        ('{"spans": [{"op": 99999999, "step": 0, "start_s": 0.0, "end_s": 1.0}]}', "another plan"),
+        ('{"spans": [{"op": 1, "step": 0, "start_s": 2.0, "end_s": 1.0}]}', "impossible"),
+        ('{"spans": [{"op": 1, "step": 0, "start_s": 0.0, "end_s": NaN}]}', "impossible"),
+    ],
+)
+def test_a_damaged_timeline_is_refused(planned, tmp_path, timeline, said):
+    (tmp_path / "timeline.json").write_text(timeline)
+    for name in ("r.html", "r.json"):
+        assert said in refused(planned, tmp_path, output=tmp_path / name)
+
+
+def test_a_timeline_of_ops_in_another_order_is_refused(planned, ran, tmp_path):
+    spans = json.loads((ran / "timeline.json").read_text())["spans"]
+    last = max(span["op"] for span in spans)
+    for other in ([span | {"op": last - span["op"]} for span in spans], [*spans, spans[5]]):
+        (tmp_path / "timeline.json").write_text(json.dumps({"spans": other}))
+        assert "another plan" in refused(planned, tmp_path, output=tmp_path / "r.html")
+
+
+def test_a_folder_of_no_run_and_an_unknown_suffix_are_refused(planned, tmp_path):
+    page = tmp_path / "r.html"
+    assert "no timeline.json and no metrics.jsonl" in refused(planned, tmp_path, output=page)
+    assert "no such folder" in refused(planned, tmp_path / "none", output=page)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert "a pipe, device or folder" in refused(planned, tmp_path, output=page)
+    assert ".html" in refused(planned, output=tmp_path / "r.txt")
+    assert "overwritten" in report(planned, "-o", planned).stderr
+
+
+def test_a_damaged_plan_is_refused(planned, tmp_path):
+    for place, value in (("claim", {}), ("claim", {"certificate": {"policy_bound_s": "<b>"}}), ("ops", ["forward"])):
+        fields = json.loads(planned.read_text()) | {place: value}
+        (tmp_path / "bad.json").write_text(json.dumps(fields))
+        assert "bad.json" in refused(tmp_path / "bad.json", output=tmp_path / "r.html")
+
+
+def test_the_end_of_a_very_long_log_is_drawn(planned, tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("".join(line({"step": n, "loss": 1.0}) for n in range(1, 1001)))
+    monkeypatch.setattr(run_files, "MAX_LOG_BYTES", 5000)
+    log = run_files.read_logged_run(tmp_path, PlanFile.read(planned).plan).log
+    assert log.steps == list(range(log.steps[0], 1001))
+    assert (log.is_whole, log.n_damaged) == (False, 0)
+    assert log.steps[0] > 1

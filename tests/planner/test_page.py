@@ -1,0 +1,262 @@
+"""The page of a plan and of a run: what it says, what it can do, and that nothing in a file harms who opens it."""
+
+import base64
+import hashlib
+import inspect
+import json
+import re
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+
+from hwprofiles.schema import Profile, read_profile
+from penstock.cli.main import cli
+from penstock.cli.run_files import read_logged_run
+from planner.lower import arenas
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.search.space import baseline
+from planner.show import facts as facts_file
+from planner.show import memory
+from planner.show import page as page_file
+from planner.show.run_log import Log, LoggedRun, LoggedSample, read_log
+from planner.show.step import predicted_stretch
+from runtime.errors import PlanError
+from runtime.plan import Kind, PlanFile, Semantics
+from runtime.plan.timeline import Span, Timeline
+from tests.browser import browse, chromium, run_in
+from tests.report_cases import Page, line, make_plan, make_run, page_of, predicted, written
+from tests.strategies import plans
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&&lt;{{ 7 * 7 }}\u2028\u202e"
+GOLDEN = Path(__file__).with_name("page.golden.txt")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    return make_plan(tmp_path_factory.mktemp("plan") / "plan.json")
+
+
+@pytest.fixture(scope="module")
+def ran(planned, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("run"), planned)
+
+
+# -- what it says --------------------------------------------------------------------------------------------------------
+
+
+def test_the_headings_of_a_page_are_the_golden_ones(planned, ran):
+    found = "".join(f"{tag:8}{' '.join(words.split())}\n" for tag, words in page_of(planned, ran).headings)
+    found = re.sub(r"[\d.]+ ms", "0 ms", found)
+    assert found == GOLDEN.read_text(), f"other headings; if they are meant, write them to {GOLDEN.name}:\n{found}"
+
+
+def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
+    page, claim = page_of(planned, ran), PlanFile.read(planned).claim
+    step_s, p90_s = claim["prediction"]["step_s"], claim["prediction"]["p90_step_s"]
+    for seconds in (step_s, claim["prediction"]["p10_step_s"], p90_s, claim["certificate"]["policy_bound_s"], 1.1 * step_s):
+        assert f"{seconds * 1e3:.4g} ms" in page.text
+    assert f"+10.0% against the prediction, {'within' if 1.1 * step_s <= p90_s else 'outside'} the interval" in page.text
+    assert "the median of 28 steps after warm-up" in page.text
+    assert [track["name"] for track in page.data["tracks"]] == ["predicted", "measured"]
+    before, after = (track["length_s"] for track in page.data["tracks"])
+    assert after == pytest.approx(1.1 * before)
+    assert [curve["id"] for curve in page.data["curves"]] == ["loss", "speed", "rate"]
+    training, held_out = page.data["curves"][0]["lines"]
+    assert (training["values"][11], held_out["steps"]) == (None, [10, 20, 30])
+
+
+def test_without_a_run_nothing_measured_is_there(planned):
+    page = page_of(planned)
+    assert not re.search(r"measured \d|measured busy|held-out|Training", page.text)
+    assert [track["name"] for track in page.data["tracks"]] == ["predicted"]
+    assert (page.data["curves"], page.tags["canvas"]) == ([], 1)
+
+
+def test_a_claim_is_shown_if_simulating_confirms_it(planned):
+    file = PlanFile.read(planned)
+    assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Words on this page")[0]
+    claim = json.loads(json.dumps(file.claim))
+    claim["prediction"]["step_s"] /= 2
+    said = Page(written(PlanFile(file.plan, claim))).text
+    assert "the plan file claims a step of" in said
+    assert "gap " not in said.partition("Words on this page")[0]
+    claim["certificate"]["policy_bound_s"] = "<b>"
+    with pytest.raises(PlanError, match=r"p.json: claim.certificate.policy_bound_s"):
+        written(PlanFile(file.plan, claim))
+
+
+@settings(max_examples=15)
+@given(plans(max_layers=3, max_micro_batches=2))
+def test_the_data_of_a_page_are_the_step_of_its_plan(plan):
+    page = Page(written(PlanFile(plan, None)))
+    assert page.data["ops"] == [str(op) for op in plan.ops]
+    (track,) = page.data["tracks"]
+    later = track["later"] or [0] * len(track["op"])
+    found = {
+        (op, step): (start * track["tick_s"], length * track["tick_s"])
+        for op, step, start, length in zip(track["op"], later, accumulate(track["start"]), track["length"], strict=True)
+    }
+    stretch = predicted_stretch(plan, predicted(plan, Profile.from_json(plan.profile)))
+    pieces = {(p.op, p.step): p for p in stretch.within()}
+    assert found.keys() == pieces.keys()
+    for key, (start_s, length_s) in found.items():
+        assert start_s == pytest.approx(pieces[key].start_s, abs=track["tick_s"])
+        assert length_s == pytest.approx(pieces[key].end_s - pieces[key].start_s, abs=2 * track["tick_s"])
+
+
+def test_a_very_long_plan_has_no_waterfall_and_short_op_names(planned, monkeypatch):
+    monkeypatch.setattr(facts_file, "MOST_ANALYSED_OPS", 10)
+    monkeypatch.setattr(page_file, "MOST_LINES_OPS", 10)
+    page, plan = page_of(planned), PlanFile.read(planned).plan
+    assert f"Left out: the plan has {len(plan.ops)} ops" in page.text
+    assert page.data["ops"] == [op.name for op in plan.ops]
+
+
+@pytest.mark.soak
+def test_a_page_of_ten_thousand_ops_is_below_two_megabytes():
+    model, of, profile = read_model("qwen2.5-32b"), Semantics(seq_len=1024, batch_size=64, micro_batch=1), read_profile("gh200")
+    workload = build_workload(model, of)
+    policy = replace(baseline("megatrain-plus", of, workload), accumulation_group=64)
+    plan = lower(model, workload, of, policy, profile.to_json())
+    assert len(plan.ops) > 8_000
+    text = written(PlanFile(plan, None), LoggedRun(predicted(plan, profile).timeline, Log()))
+    assert len(text.encode()) < 2e6
+    assert all(len(track["op"]) >= len(plan.ops) for track in Page(text).data["tracks"])
+    assert all(len(one["times"]) <= 1000 for one in Page(text).data["memory"])
+
+
+def test_every_kind_of_op_and_every_arena_has_a_colour():
+    folder = Path(page_file.__file__).parent / "page"
+    families = (folder / "step.js").read_text().partition("const FAMILIES = [")[2].partition("];\n")[0]
+    series = (folder / "memory.js").read_text().partition("const SERIES = {")[2].partition("};")[0]
+    held = {*re.findall(r'Arena\(\s*"(\w+)"', inspect.getsource(arenas)), "weights"}
+    held |= {memory.KEPT, memory.COMPUTED, memory.CONTEXT, memory.RUNTIME, memory.OTHER}
+    assert {kind for kind in Kind if f'"{kind}"' not in families} == set()
+    assert len(held) > 15
+    assert {name for name in held if not re.search(rf'(?<!\w)"?{name}"?: \[', series)} == set()
+
+
+# -- what it can do ------------------------------------------------------------------------------------------------------
+
+
+def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
+    file = PlanFile.read(planned)
+    run = read_logged_run(ran, file.plan)
+    good = Page(written(file, run))
+    claim = json.loads(json.dumps(file.claim))
+    claim["certificate"]["binding"] = HOSTILE[:80]
+    profile = file.plan.profile | {"name": HOSTILE, "summary": HOSTILE}
+    bad_file = PlanFile(replace(file.plan, model=replace(file.plan.model, name=HOSTILE), profile=profile), claim)
+    bad_run = replace(run, samples=(LoggedSample(3, HOSTILE, HOSTILE + "\udcff\x00\x1b[31m"),))
+    bad = Page(written(bad_file, bad_run, HOSTILE + "\udcff"))
+    assert set(bad.tags) == set(good.tags)
+    assert bad.tags["script"] == good.tags["script"] == 2
+    assert bad.attributes == good.attributes
+    assert bad.comments == []
+    assert bad.scripts[1] == good.scripts[1]
+    assert "alert(1)" in bad.text  # shown, as words
+    assert "{{ 7 * 7 }}" in bad.text
+    assert "\u202e" not in bad.text  # what turns text around is written out
+    assert not any(name.startswith("on") or name in ("style", "src", "href") for name in bad.attributes)
+
+
+def test_the_page_asks_for_nothing_and_names_its_only_script(planned, ran):
+    file = PlanFile.read(planned)
+    text = written(file, read_logged_run(ran, file.plan))
+    assert not re.findall(r"https?://|//cdn|@import|url\(|\bsrc\s*=|\bhref\s*=|innerHTML|outerHTML|document\.write|eval\(", text)
+    page = Page(text)
+    policy = next(m["content"] for m in page.meta if m.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    for kind, parts in (("script-src", [page.scripts[1]]), ("style-src", page.styles)):
+        ((_, content),) = parts
+        assert rules[kind] == f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    assert page.scripts[0][0]["type"] == "application/json"
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e308, 1e-308])
+def test_a_log_of_impossible_numbers_makes_a_page(planned, value):
+    of_step = dict.fromkeys(("loss", "lr", "step_s", "tokens_per_s"), value) | {"tokens": 2048}
+    lines = [line({"step": n, **of_step}) for n in range(9)] + [line({"step": 9, "eval_loss": value})]
+    run = LoggedRun(Timeline(tuple(Span(0, n, 1.0, 1.0) for n in range(4))), read_log(text.encode() for text in lines))
+    assert "Training" in Page(written(PlanFile.read(planned), run)).text
+
+
+def test_the_speed_of_a_stand_in_is_not_taken_for_the_plans(planned):
+    lines = (line({"step": n, "loss": 1.0, "step_s": 100.0, "tokens": 16, "tokens_per_s": 0.16, "lr": 1.0}) for n in range(1, 9))
+    page = Page(written(PlanFile.read(planned), LoggedRun(None, read_log(text.encode() for text in lines))))
+    assert "stand-in" in page.text
+    assert not re.search(r"measured \d", page.text)
+    assert [curve["id"] for curve in page.data["curves"]] == ["loss", "rate"]
+
+
+LONGEST = "tracks[0].rows.get('gpu').pieces.reduce((a, b) => b.to - b.from > a.to - a.from ? b : a)"
+USE = f"""
+const canvas = document.querySelector('#timeline'), found = {{}}, width = canvas.clientWidth;
+canvas.setPointerCapture = () => {{}};
+const ink = (selector) => {{
+  const c = document.querySelector(selector);
+  return new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size;
+}};
+const corner = canvas.getBoundingClientRect(), middleY = corner.top + boxes[0].top + boxes[0].height / 2;
+const at = (t) => ({{ clientX: corner.left + xOf(t, width), clientY: middleY, button: 0, bubbles: true }});
+const point = (kind, t) => canvas.dispatchEvent(new PointerEvent('pointer' + kind, at(t)));
+const key = (name) => canvas.dispatchEvent(new KeyboardEvent('keydown', {{ key: name }}));
+const words = (selector) => document.querySelector(selector).textContent;
+const charts = [1, 2].map((n) => `#memory .chart:nth-child(${{n}}) canvas`);
+found.inks = ['#timeline', ...charts, '#loss', '#speed', '#rate'].map(ink);
+found.fits = document.documentElement.scrollWidth <= innerWidth;
+found.whole = whole;
+point('down', whole / 4); point('move', whole / 2); point('up', whole / 2);
+found.dragged = [view.from, view.to];
+document.querySelector('[data-do=reset]').click();
+key('+');
+found.zoomed = view.to - view.from;
+key('0');
+found.reset = [view.from, view.to];
+const longest = {LONGEST}, middle = (longest.from + longest.to) / 2;
+point('move', middle);
+found.tip = [words('#tip'), data.ops[longest.op]];
+point('leave', middle);
+found.hidden = document.querySelector('#tip').hidden;
+const waiting = tracks[0].rows.get('gpu').pieces.find(p => p.to - p.from > whole / 200 && waitsOf(ops[p.op]).size);
+const start = (waiting.from + waiting.to) / 2;
+point('down', start); point('up', start);
+found.chosen = [words('#op'), waiting.op];
+key('n'); key('p');
+found.again = words('#op');
+return found;
+"""
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
+def test_in_a_browser_every_picture_is_drawn_and_answers(planned, ran, tmp_path):
+    page = tmp_path / "report.html"
+    done = CliRunner().invoke(cli, ["report", str(planned), str(ran), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    for width in (1240, 500):
+        found, problems = run_in(page, USE, width=width)
+        assert problems == []
+        assert found["fits"]
+        assert min(found["inks"]) > 3
+        whole = found["whole"]
+        assert found["dragged"] == pytest.approx([whole / 4, whole / 2], rel=0.02)
+        assert found["zoomed"] == pytest.approx(0.6 * whole)
+        assert found["reset"] == pytest.approx([0, whole])
+        tip, op = found["tip"]
+        assert all(word in tip for word in (op, "predicted:", "measured:"))
+        assert found["hidden"]
+        said, number = found["chosen"]
+        assert said.startswith(f"op {number}: ")
+        assert "waits for" in said
+        assert found["again"] == said
+    stranger = page.read_text().replace("</main>", "<script>document.title = 'stranger'</script><img src=x onerror='1'></main>")
+    page.write_text(stranger)
+    dom = browse(page, "--dump-dom")
+    assert "<title>stranger" not in dom
+    assert 'class="scripted"' in dom  # the page's own script runs

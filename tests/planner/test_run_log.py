@@ -1,0 +1,69 @@
+"""Logs are read as runs leave them: resumed, killed in the middle of a line, or damaged."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.show.run_log import MOST_POINTS, read_log, read_samples, thinned
+
+
+def lines(*rows):
+    return [json.dumps(row).encode() + b"\n" if isinstance(row, dict) else row for row in rows]
+
+
+def test_later_lines_of_a_step_trained_twice_count():
+    first = [{"step": n, "loss": float(n)} for n in range(1, 8)] + [{"step": 6, "eval_loss": 1.0}, {"step": 7, "eval_loss": 2.0}]
+    again = [{"step": n, "loss": 100.0 + n} for n in (6, 7, 8)] + [{"step": 8, "eval_loss": 3.0}]
+    log = read_log(lines(*first, *again))
+    assert log.steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert log.columns["loss"] == [1, 2, 3, 4, 5, 106, 107, 108]
+    assert (log.evaluated, log.n_damaged) == ([(8, 3.0)], 0)
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"step": 1}', b'{"step": true, "loss": 2}', b'{"step": 1e3, "loss": 1}']
+)
+def test_a_damaged_line_is_left_out_and_counted(damaged):
+    log = read_log(lines({"step": 1, "loss": 3.0}, damaged + b"\n", b"\n", {"step": 2, "loss": 2.0}))
+    assert (log.steps, log.n_damaged) == ([1, 2], 1)
+
+
+@pytest.mark.parametrize("loss", ["null", "NaN", "-Infinity", "1e999", '"3"', "true", "9" * 400])
+def test_a_loss_that_is_not_finite_is_a_gap(loss):
+    log = read_log([b'{"step": 1, "loss": %s}\n' % loss.encode(), *lines({"step": 2, "loss": 1.0})])
+    assert log.columns["loss"] == [None, 1.0]
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(1, 300))
+def test_a_thinned_curve_keeps_ends_extremes_and_gaps(pattern, repeats):
+    column = pattern * repeats
+    steps, kept = thinned(range(len(column)), column)
+    assert len(steps) <= MOST_POINTS + 2
+    assert steps == sorted(set(steps))
+    assert all(column[step] == value for step, value in zip(steps, kept, strict=True))
+    assert {steps[0], steps[-1]} == {0, len(column) - 1}
+    finite = [v for v in column if v is not None]
+    assert {min(finite), max(finite)} <= set(kept) if finite else True
+    assert (None in kept) == (None in column)
+
+
+def test_samples_are_those_of_the_last_step_and_cut():
+    of = lines({"step": 1, "text": "old"}, b"{", {"step": 9, "name": "b", "text": "x" * 10_000}, {"step": 9, "text": 3})
+    assert [(s.step, s.prompt, len(s.text)) for s in read_samples(of)] == [(9, "b", 2004)]
+    assert len(read_samples(lines(*({"step": 1, "text": str(n)} for n in range(100))))) == 8
+
+
+KEYS = st.sampled_from(["step", "loss", "eval_loss", "lr", "step_s", "tokens", "tokens_per_s"])
+
+
+@given(st.lists(st.dictionaries(KEYS, st.integers(-2, 9) | st.floats() | st.text(max_size=3) | st.none()), max_size=12))
+def test_steps_rise_and_columns_are_as_long_whatever_a_log_holds(rows):
+    log = read_log(lines(*rows))
+    assert log.steps == sorted(set(log.steps))
+    assert {len(column) for column in log.columns.values()} == {len(log.steps)}
+    assert all(v is None or math.isfinite(v) for column in log.columns.values() for v in column)
+    evaluated = [step for step, _ in log.evaluated]
+    assert evaluated == sorted(set(evaluated))

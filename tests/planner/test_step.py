@@ -1,0 +1,159 @@
+"""The step that a page draws is a step, and memory holds then what it shows."""
+
+from collections import Counter, defaultdict
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.schema import Profile, read_profile
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from planner.predict.memory import footprint
+from planner.search.space import baseline
+from planner.show import memory
+from planner.show.memory import held
+from planner.show.step import measured_stretch, predicted_stretch
+from runtime.plan import Kind, Lane, Semantics, Slot
+from runtime.plan.timeline import Span, Timeline
+from runtime.plan.workload import Saved
+from tests.report_cases import predicted
+from tests.strategies import PROFILE, plans
+
+MACHINE = Profile.from_json(PROFILE)
+fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)
+
+
+@cache
+def lowered():
+    model, of = read_model("qwen2.5-0.5b"), Semantics(seq_len=128, batch_size=2, micro_batch=1)
+    workload = build_workload(model, of)
+    return lower(model, workload, of, baseline("megatrain-plus", of, workload), read_profile("rtx4090-server").to_json())
+
+
+@pytest.mark.drawn
+@settings(max_examples=60)
+@given(plans())
+def test_the_drawn_step_holds_every_op_once(plan):
+    """However far a lane runs ahead: in a steady rhythm the stretch has all the work of one step, no more and no less."""
+    prediction = predicted(plan, MACHINE)
+    if not prediction.periodic or prediction.n_cycle_steps > 1:
+        return
+    stretch = predicted_stretch(plan, prediction)
+    assert stretch.length_s == pytest.approx(prediction.step_s)
+    drawn_s = Counter()
+    for piece in stretch.within():
+        assert 0 <= piece.start_s <= piece.end_s <= stretch.length_s * (1 + 1e-9)
+        drawn_s[piece.op] += piece.end_s - piece.start_s
+    n_steps = len(prediction.timeline.step_ends_s)
+    for span in prediction.timeline.from_step(n_steps - 1).spans:
+        assert drawn_s[span.op] == pytest.approx(span.end_s - span.start_s, abs=1e-9 * prediction.step_s + 1e-12)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=12))
+def test_the_measured_step_is_a_settled_one_of_median_length(lengths):
+    plan, starts = lowered(), [sum(lengths[:n]) for n in range(len(lengths))]
+    first = next(i for i, op in enumerate(plan.ops) if op.lane is Lane.GPU)
+    stretch = measured_stretch(plan, Timeline(tuple(Span(first, n, s, s + 0.1) for n, s in enumerate(starts))))
+    settled = sorted(b - a for a, b in pairwise(starts[2:]))
+    assert stretch.length_s == pytest.approx(settled[(len(settled) - 1) // 2])
+    assert stretch.step >= 2
+
+
+@pytest.mark.parametrize("steps", [(), (0,), (0, 1), (0, 5)])
+def test_a_run_too_short_to_settle_is_drawn(steps):
+    stretch = measured_stretch(lowered(), Timeline(tuple(Span(1, n, float(n), n + 0.5) for n in steps)))
+    assert stretch.length_s >= 0
+    assert len(stretch.within()) <= 1
+
+
+def obviously_held(plan, spans, at_s):
+    """The live bytes of the arenas just after a moment, by the next use of every slot."""
+    uses, found = defaultdict(list), Counter()
+    for span in sorted(spans, key=lambda s: (s.step, s.op)):
+        op = plan.ops[span.op]
+        for slot in {*op.reads, *op.writes}:
+            uses[slot].append((span, op))
+    for arena in plan.arenas:
+        for i, n_bytes in enumerate(arena.slot_bytes):
+            slot = Slot(arena.name, i)
+            following = [(span, op) for span, op in uses[slot] if span.end_s > at_s]
+            if arena.name in ("state", "norm"):
+                found[arena.name] += n_bytes
+            elif following:
+                span, op = following[0]
+                of_a_group = plan.semantics.n_micro_batches // plan.semantics.sum_groups
+                is_first = op.micro_batch is not None and op.micro_batch % of_a_group == 0
+                begins_a_sum = is_first and slot in (op.get("arrived"), op.get("sum"))
+                if (slot in op.reads and not begins_a_sum) or span.start_s <= at_s:
+                    found[arena.name] += n_bytes
+    return found
+
+
+@pytest.mark.drawn
+@settings(max_examples=60)
+@given(plans(max_layers=4, max_micro_batches=3), fractions)
+def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
+    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "SMALL_FRACTION", 0.0)  # nothing is summed up
+        both = held(plan, MACHINE, stretch)
+    for at_s in (fraction * stretch.length_s for fraction in fractions):
+        expected = obviously_held(plan, stretch.spans, stretch.start_s + at_s)
+        for one in both:
+            at = max(i for i, t in enumerate(one.times_s) if t <= at_s)
+            for arena in plan.arenas:
+                if arena.place is one.place:
+                    assert one.series[arena.name][at] == expected[arena.name], (arena.name, at_s)
+
+
+@pytest.mark.drawn
+@settings(max_examples=60)
+@given(plans(max_layers=4, max_micro_batches=3), fractions)
+def test_activations_are_held_from_forward_to_backward(plan, fractions):
+    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
+    device, _ = held(plan, MACHINE, stretch)
+    when = {(plan.ops[s.op].kind, s.step, plan.ops[s.op].block, plan.ops[s.op].micro_batch): s for s in stretch.spans}
+    for at_s in (fraction * stretch.length_s for fraction in fractions):
+        now_s, at = stretch.start_s + at_s, max(i for i, t in enumerate(device.times_s) if t <= at_s)
+        kept = computing = 0
+        for (kind, step, b, m), span in when.items():
+            forward = when.get((Kind.FORWARD, step, b, m)) if kind is Kind.BACKWARD else None
+            stays = plan.policy.saved(b) is not Saved.INPUT and b not in plan.policy.offload_blocks
+            if forward is not None and stays and forward.start_s <= now_s < span.end_s:
+                kept += plan.workload.blocks[b].recompute(plan.saved(b)).saved_bytes
+            computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
+        none = [0] * (at + 1)
+        is_small = kept < memory.SMALL_FRACTION * footprint(plan, MACHINE).device_peak_bytes
+        assert is_small or device.series.get(memory.KEPT, none)[at] == kept
+        assert computing <= 1
+        assert device.series.get(memory.COMPUTED, none)[at] <= computing * plan.transient_bytes
+
+
+@pytest.mark.drawn
+@settings(max_examples=100)
+@given(plans())
+def test_no_more_is_held_than_is_reserved(plan):
+    stretch, needs = predicted_stretch(plan, predicted(plan, MACHINE)), footprint(plan, MACHINE)
+    for one, peak_bytes in zip(held(plan, MACHINE, stretch), (needs.device_peak_bytes, needs.host_peak_bytes), strict=True):
+        assert sum(one.reserved.values()) == peak_bytes >= one.peak_bytes
+        for name, values in one.series.items():
+            assert 0 <= min(values) <= max(values) <= one.reserved.get(name, peak_bytes)
+
+
+def test_the_fullest_of_many_moments_are_drawn(monkeypatch):
+    plan, profile = lowered(), read_profile("rtx4090-server")
+    stretch = predicted_stretch(plan, predicted(plan, profile))
+    whole = held(plan, profile, stretch)
+    monkeypatch.setattr(memory, "MOST_MOMENTS", 16)
+    for many, few in zip(whole, held(plan, profile, stretch), strict=True):
+        assert len(few.times_s) == 16 < len(many.times_s)
+        assert few.peak_bytes == many.peak_bytes
+        totals = list(map(sum, zip(*many.series.values(), strict=True)))
+        for i, t in enumerate(few.times_s):  # each shows a moment that there is, and none in its stretch of time is fuller
+            shown = sum(values[i] for values in few.series.values())
+            inside = [n for at, n in zip(many.times_s, totals, strict=True) if t <= at < t + stretch.length_s / 16 * 0.999]
+            assert shown in totals
+            assert shown >= max(inside, default=0)
