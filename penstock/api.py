@@ -5,8 +5,7 @@ The same as the commands of that name, for programs and notebooks; the commands 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -317,8 +316,9 @@ def train(
     last, and saves.
     """
     from penstock.run_config import RUN_FILE, read_run
-    from penstock.training.session import begun, online, write_settings
-    from penstock.training.watch import late_fraction, performed, watched
+    from penstock.training.run_folder import write_settings
+    from penstock.training.session import open_session
+    from penstock.training.trainer import Trainer
 
     _, file = _file_of(plan)
     arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
@@ -336,17 +336,14 @@ def train(
         made.append(metrics)
         on_step(metrics)
 
-    with ExitStack() as until_the_end:
-        run, first_step = until_the_end.enter_context(begun(asked, file, resume, time_scale=time_scale, data=given))
+    with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop) as session:
+        trainer = Trainer(session, step)
         if (folder / PLAN_FILE).exists() and not (folder / RUN_FILE).exists():
             raise CheckpointError(f"{folder / PLAN_FILE}: not written by a run, which writes such a file; choose another out")
         file.write(folder / PLAN_FILE)
-        write_settings(folder, asked)
-        if stop is not None:
-            run = replace(run, training=replace(run.training, stop=stop))
-        training = until_the_end.enter_context(watched(run, first_step, online()))
-        timeline, _ = performed(run, training, first_step, step)
-    return Trained(folder, made[-1].step if made else first_step, tuple(made), timeline, late_fraction(run))
+        write_settings(asked)
+        timeline, _ = trainer.train()
+    return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 
 
 def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches") -> "tuple[dict[str, Any], Batches | None]":

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from penstock.checkpoint.checkpoint import FORMAT_VERSION, load_state, load_weights, refuse_quantised, sum_of
+from penstock.checkpoint.checkpoint import FORMAT_VERSION, load_state, sum_of
+from penstock.checkpoint.model_files import load_weights, refuse_quantised
 from penstock.cli.run_files import read_logged_run as read_logs
 from penstock.data.chat import read_chat_format
 from penstock.data.data import read_data

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from penstock import run_config
-from penstock.checkpoint import checkpoint
+from penstock.checkpoint import checkpoint, model_files
 from planner.model import config
 from planner.show import report_html
 from runtime.plan import plan
@@ -80,14 +80,14 @@ PLANTED: dict[str, Planted] = {
     "numbers that are not checked": Planted(
         "config.json", config.Config, "count", lambda self, key, *_: self.values.get(key), "Error"
     ),
-    "names that are paths": Planted("safetensors index", checkpoint, "_plain", lambda index, name: str(name), "outside"),
+    "names that are paths": Planted("safetensors index", model_files, "file_name", lambda index, name: str(name), "outside"),
     "a library's own complaint": Planted(
         "plan (JSON)", plan, "_validated", lambda adapter, text, where: adapter.validate_json(text), "ValidationError"
     ),
     "slots without end": Planted("plan (text)", plan, "_unroll", _every_slot, "memory|no answer"),
     "YAML that makes objects": Planted("run (YAML)", run_config, "_read_yaml", _unsafe_yaml, r"os\.system|Popen"),
     "a file that is taken for JSON": Planted(
-        "trainer state", checkpoint, "_read_json", lambda path: json.loads(path.read_text()), "Error"
+        "trainer state", checkpoint, "read_json", lambda path: json.loads(path.read_text()), "Error"
     ),
     "text that is not escaped": Planted("samples.jsonl", report_html, "text", str, "page's program"),
 }

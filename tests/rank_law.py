@@ -1,4 +1,4 @@
-"""What does one of several processes train, and does it come to the bits of a single one?
+"""The law of ranks: several processes train to the bits of a single one.
 
 Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS:BATCH ...`. Rank 0 writes what
 all of them have in the end; `trained_alone` is the same by one process.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from penstock.ranks import free_port
-from penstock.training.crew import WholeState
+from penstock.training.leading import WholeState, obey
 from planner.check import operands
 from planner.check.check import check
 from runtime.executor import execute
@@ -117,18 +117,11 @@ def main() -> None:
                 found[case] = digest(state, machine.results)
                 ranks.tell({"do": "end"})
             else:
-                give(machine, ranks)
+                obey(machine, ranks)
         if ranks.rank == 0:
             out.write_text(json.dumps(found))
     left = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]
     assert not left, f"threads that outlive the meeting: {left}"  # as Python ends, one of them could end the process instead
-
-
-def give(machine: Hostile, ranks: Processes) -> None:
-    """What rank 0 asks of this one's state."""
-    from penstock.training.crew import follow
-
-    follow(machine, ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How does a test start a run of several ranks, and what does it look at?"""
+"""Runs of several ranks: how tests start them and read what they leave."""
 
 import os
 import subprocess

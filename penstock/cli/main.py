@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it: `penstock --help` is instan
 """
 
 import importlib
+import logging
 
 import click
 
@@ -72,6 +73,7 @@ cli.add_command(check)
 
 def main() -> None:
     """The `penstock` command."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it where it is installed; it warns of other kernels
     cli()
 
 

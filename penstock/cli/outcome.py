@@ -21,8 +21,8 @@ from runtime.units import on_one_line, show_bytes, show_seconds
 from .options import show_table
 
 if TYPE_CHECKING:
-    from penstock.training.assembly import Session
-    from penstock.training.trainer import Training
+    from penstock.training.session import Session
+    from runtime.machines.torch_machine import TorchMachine
     from runtime.plan import Kind, Lane, Plan
     from runtime.plan.timeline import Timeline
 
@@ -76,11 +76,11 @@ def _rows(run: "Session", timeline: "Timeline", times_s: list[float]) -> list[_R
     rows += [_Row(f"busy, {lane}", predicted_busy_s[lane], measured_busy_s[lane], show_seconds) for lane in predicted_busy_s]
     n_tokens = plan.semantics.tokens_per_step
     rows.append(_Row("tokens/s", n_tokens / prediction.step_s, n_tokens / step_s, show_tokens))
-    return rows if run.device == "emulated" else [*rows, *_memory_rows(plan, run.training)]
+    return rows if run.device == "emulated" else [*rows, *_memory_rows(plan, run.store)]
 
 
-def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
-    by_arena = training.store.arenas.n_bytes
+def _memory_rows(plan: "Plan", store: "TorchMachine") -> list[_Row]:
+    by_arena = store.arenas.n_bytes
     in_arenas = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
     rows = [
         _Row("device arenas", plan.device_arena_bytes, in_arenas, show_bytes),
@@ -88,8 +88,8 @@ def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
     ]
     on_device = sum(planned_device_needs(plan).values())
     on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - training.store.others_bytes()  # Linux counts in KiB
-    device_peak_bytes = training.store.device_peak_bytes()
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - store.others_bytes()  # Linux counts in KiB
+    device_peak_bytes = store.device_peak_bytes()
     if device_peak_bytes is None:  # the device's memory is the process's own
         return [*rows, _Row("process, peak", on_device + on_host, peak_bytes, show_bytes)]
     return [
@@ -101,24 +101,23 @@ def _memory_rows(plan: "Plan", training: "Training") -> list[_Row]:
 
 def _notes(run: "Session") -> None:
     from penstock.checkpoint.checkpoint import latest
-    from penstock.training.watch import late_fraction
 
-    plan, training = run.plan, run.training
+    plan, store = run.plan, run.store
     if run.device == "emulated":
         click.echo(
             f"emulated {plan.profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
-            f"{late_fraction(run):.1%} of the ops took this computer longer than that"
+            f"{run.late_fraction:.1%} of the ops took this computer longer than that"
         )
     elif not run.is_comparable:
         here = "CPU" if run.device == "cpu" else "GPU"
         click.echo(f"the plan was made for {plan.profile['name']}: its prediction is not comparable with this {here}")
-    elif (name := training.store.device_name()) is not None and name != plan.profile["device"]["name"]:
+    elif (name := store.device_name()) is not None and name != plan.profile["device"]["name"]:
         click.echo(f"the plan was made for {plan.profile['name']} ({plan.profile['device']['name']}); this is {name}")
     if run.device != "emulated":
-        click.echo(f"host memory: {training.store.arenas.host_words()}")
-    if training.saves:
-        click.echo(f"checkpoint: {on_one_line(str(latest(training.folder)))}")
-    folder = on_one_line(str(training.folder))
+        click.echo(f"host memory: {store.arenas.host_words()}")
+    if run.saves:
+        click.echo(f"checkpoint: {on_one_line(str(latest(run.folder)))}")
+    folder = on_one_line(str(run.folder))
     click.echo(f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html")
 
 
@@ -184,7 +183,7 @@ def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
 
     day = datetime.now(UTC).date().isoformat()
     try:
-        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.training.store.device_name())
+        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.store.device_name())
     except PlanError as error:  # the run itself is over and saved
         click.echo(f"no profile written: {on_one_line(str(error))}", err=True)
         return

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from .run_options import PATH, POSITIVE, RunCommand, given_settings, setting_fla
 
 if TYPE_CHECKING:
     from penstock.settings import RunSettings
-    from penstock.training.assembly import Session
+    from penstock.training.session import Session
     from runtime.executor import Stop
     from runtime.plan import Plan
 
@@ -78,9 +78,6 @@ def _run(
 ) -> int:
     """Put the run together and perform it; the exit code."""
     from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
-    from penstock.training.assembly import device_of
-    from penstock.training.following import follow
-    from penstock.training.session import begun, let_segments_grow
     from runtime.plan import PlanFile
 
     from .outcome import refuse_to_recalibrate
@@ -89,27 +86,38 @@ def _run(
         if recalibrate is not None:
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
-    let_segments_grow(settings.device)
     try:
-        if is_rank():
-            take_own_part(settings.device)
-        device = device_of(settings.device)
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan or ""))
         n = file.plan.semantics.ranks
-        if n > 1 and device != "emulated" and not is_rank():
+        if n > 1 and settings.device != "emulated" and not is_rank():
             report.stop()
             refuse_several_hosts(file.plan)
             return start(n, sys.argv[1:])
+        if is_rank():
+            take_own_part(settings.device)
+        from penstock.training.device import device_of
+        from penstock.training.following import follow  # which wakes torch: not before the plan is there, and a device is chosen
+        from penstock.training.session import open_session
+
+        device = device_of(settings.device)
         with joined(settings, file.plan, device) as ranks:
             if ranks is not None and ranks.rank > 0:
                 report.stop()
                 return follow(settings, file, device, ranks)
-            where = settings.plan or ""
-            started = begun(settings, file, resume, resume_from, time_scale, refuse=refuse, report=report, ranks=ranks, where=where)
-            with started as (session, first_step):
+            with open_session(
+                settings,
+                file,
+                settings.plan or "",
+                resume=resume,
+                resume_from=resume_from,
+                time_scale=time_scale,
+                refuse=refuse,
+                report=report,
+                ranks=ranks,
+            ) as session:
                 report.stop()
-                return _train(session, first_step, recalibrate)
+                return _train(session, recalibrate)
     except GoneError as error:
         return error.exit_code
     except RanksError:
@@ -118,56 +126,44 @@ def _run(
         raise
 
 
-def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:
+def _train(session: "Session", recalibrate: Path | None) -> int:
     """Perform the steps and show what came of them; the exit code."""
-    from penstock.checkpoint.room import NoRoomError
-    from penstock.training.overview import overview
-    from penstock.training.session import online, write_settings
-    from penstock.training.watch import performed, watched
+    from penstock.training.run_folder import write_settings
+    from penstock.training.trainer import Trainer
 
     from .outcome import show_outcome
+    from .overview import overview
     from .progress import LANES, Progress, show_overview
 
-    plan, training = run.plan, run.training
-    write_settings(Path(run.settings.out), run.settings)
-    if run.device == "emulated":
+    plan, store, stop, n_steps = session.plan, session.store, session.stop, session.n_steps
+    speed_up = session.scale * plan.semantics.tokens_per_step / store.plan.semantics.tokens_per_step
+    lanes = LANES if session.device == "cpu" else {}
+    progress = Progress(session.first_step, n_steps, speed_up, session.scale, store.device_peak_bytes, lanes)
+    trainer = Trainer(session, progress.step)
+    write_settings(session.settings)
+    if session.device == "emulated":
         name = plan.profile["name"]
-        click.echo(f"{name}, emulated {run.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
-    show_overview(overview(run, first_step), training.data.words().get("warning"))
-    speed_up = run.scale * plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
-    lanes = LANES if run.device == "cpu" else {}
-    progress = Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes, lanes)
-    with ExitStack() as until_the_end:
-        training = until_the_end.enter_context(watched(run, first_step, online()))
-        asked = until_the_end.enter_context(_first_signal_asks(training.stop, progress.tell))
-        until_the_end.enter_context(progress)
-        try:
-            timeline, times_s = performed(run, training, first_step, progress.step)
-        except NoRoomError as error:
-            if asked.by is None:
-                raise
-            until_the_end.close()
-            click.echo(f"{asked.words}: {error}", err=True)
-            return 128 + asked.by
-    if training.stop.is_requested and (progress.n_done < run.n_steps or training.lacks_evaluation(run.n_steps, run.n_steps)):
-        click.echo(f"{asked.words}: {_stopped(run, first_step, progress.n_done)}", err=True)
+        click.echo(f"{name}, emulated {session.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
+    show_overview(overview(session), session.data.words().get("warning"))
+    with _first_signal_asks(stop, progress.tell) as asked, progress:
+        timeline, times_s = trainer.train()
+    if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
+        click.echo(f"{asked.words}: {_stopped(session, progress.n_done)}", err=True)
         return asked.exit_code
-    if first_step < run.n_steps:
-        show_outcome(run, timeline, times_s, recalibrate)
+    if session.first_step < n_steps:
+        show_outcome(session, timeline, times_s, recalibrate)
     return 0
 
 
-def _stopped(run: "Session", first_step: int, n_done: int) -> str:
+def _stopped(session: "Session", n_done: int) -> str:
     """What a run leaves that was asked to end."""
-    at = f"stopped after step {n_done} of {run.n_steps}"
-    if not run.training.saves:
+    at, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
+    if not session.saves:
         return f"{at}, and nothing is saved"
-    if run.settings.checkpoint.weights_only and n_done > first_step:
-        return f"{at}; its weights alone are saved: train on from them with --model {run.settings.out}/checkpoint-{n_done}"
-    saved = "saved" if n_done > first_step else "nothing to save"
-    return (
-        f"{at}, {saved}; resume with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
-    )
+    if session.settings.checkpoint.weights_only and is_new:
+        return f"{at}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
+    again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
+    return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
 
 
 def _refuse_what_makes_no_sense(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:

@@ -56,6 +56,8 @@ HOME = {
         *(
             "planner/check/claim.py",
             "penstock/api.py",
+            "penstock/checkpoint/adapter_files.py",
+            "penstock/checkpoint/checkpoint.py",
             "penstock/cli/plan.py",
             "penstock/cli/run_files.py",
         ),
@@ -75,12 +77,13 @@ HOME = {
     "datasets": {"penstock/data/token_cache.py", "penstock/data/streamed.py"},
     "pyarrow": {"penstock/data/token_cache.py", "penstock/data/files"},
     "yaml": {"penstock/run_config.py"},
-    **{library: {"penstock/training/monitors.py"} for library in ("tensorboard", "wandb", "mlflow")},
+    "peft": {"penstock/checkpoint/adapter_files.py"},
+    **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {"penstock/data", "planner/bounds", "planner/search/relax.py"},
 }
 
 IMPORTED_AS = {"PyYAML": "yaml"}  # where a distribution has another name than its module
-MONITORS = {"tensorboard", "wandb", "mlflow"}  # imported when a run asks for them, and said to be missing when they are
+MONITORS = {"wandb", "mlflow"}  # imported when a run asks for them, and said to be missing when they are
 
 # What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.
 TORCH_FREE = (

@@ -1,4 +1,4 @@
-"""Does a run on several hosts, each of which starts its own ranks, leave what one process leaves?"""
+"""Several hosts, each of which starts its own ranks: the files of one process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Does a run by several ranks leave what one leaves, whatever becomes of them?"""
+"""Several ranks: the files of one, whatever becomes of them."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def logged(home, out):
     ]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_leaves_the_bytes_of_one(tmp_path):
+def test_another_number_of_ranks_goes_on_to_the_same_bytes(tmp_path):
     """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
     home = make_home(tmp_path)
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
@@ -43,7 +43,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_leaves_the_bytes_of_one(
 
 
 @pytest.mark.soak
-def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
+def test_a_killed_rank_ends_all_and_another_number_goes_on(tmp_path):
     home, rng = make_home(tmp_path), random.Random(5)
     plan, last = planned(home, 2), 0
     for victim in (0, 1):
@@ -64,7 +64,7 @@ def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
 
 
 @pytest.mark.soak
-def test_torchrun_starts_a_run_as_well_and_a_signal_ends_it_after_the_step(tmp_path):
+def test_torchrun_starts_a_run_and_a_signal_ends_its_step(tmp_path):
     home = make_home(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
     found = subprocess.run(

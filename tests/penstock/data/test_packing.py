@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.data import packing as room
 from penstock.data.map_style import fill
-from penstock.data.packing import Sequences, n_targets_of, pack
+from penstock.data.packing import n_targets_of, pack, sequences_of
 from runtime.batch import UNSUPERVISED
 from runtime.errors import DataError
 
@@ -61,7 +61,7 @@ lengths = st.integers(2, 9)
 ways = st.sampled_from(["cut", "split", "skip"])
 
 
-def shown(documents, sequences: Sequences, seq_len: int, joined: bool) -> list[tuple[list[int], list[int], tuple[int, ...]]]:
+def shown(documents, sequences: sequences_of, seq_len: int, joined: bool) -> list[tuple[list[int], list[int], tuple[int, ...]]]:
     rows = []
     for i in range(len(sequences)):
         ids, targets = np.full(seq_len, PAD), np.full(seq_len, UNSUPERVISED)

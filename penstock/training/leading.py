@@ -1,18 +1,17 @@
-"""What do the ranks do that do not lead a run?
+"""Rank 0 leads: its messages to the other ranks, and how they are obeyed.
 
-Rank 0 leads: it logs, evaluates, decides when to save and when to end. The others wait for its word, and do their part: of a
-stretch of steps, of a forward (they give their weights, and compute nothing), of a parameter that is to be written down.
+Rank 0 logs, evaluates, saves and decides when the run ends. The others train the steps they are told, give their parts of the
+weights to a forward, and of a parameter that is to be written.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from runtime.batch import Batch
 from runtime.errors import PlanError
-from runtime.executor import Execution, Stop, execute
+from runtime.executor import Stop, execute
 from runtime.forward_plan import forward_plan
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE
@@ -21,17 +20,15 @@ from runtime.machines.processes import Processes, refuse_errors
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.workload import Parameter
 
-MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
-
 
 def begin(ranks: Processes, state_path: Path | None) -> None:
-    """Rank 0 has read what it was to read: the others may, if there is room for each; PenstockError where there is none."""
+    """Rank 0 has refused what it had to: the others may begin, if there is room for each; PenstockError where there is none."""
     ranks.tell({"do": "begin", "resume": None if state_path is None else str(state_path.resolve())})
     refuse_errors(ranks.gathered({"do": "begin"}))
 
 
-def all_ready(ranks: Processes, reads: Mapping[str, str]) -> None:
-    """Rank 0, which `reads` this, and all others are put together; PenstockError for what one of them lacks, or has otherwise."""
+def wait_for_others(ranks: Processes, reads: Mapping[str, str]) -> None:
+    """Until all ranks are put together; PenstockError for what one of them lacks, or reads otherwise than `reads` says."""
     said = ranks.gathered(reads)
     refuse_errors(said)
     for rank, other in enumerate(said):
@@ -40,15 +37,15 @@ def all_ready(ranks: Processes, reads: Mapping[str, str]) -> None:
                 raise PlanError(f"rank {rank} reads other {what} than rank 0; give all ranks the same files")
 
 
-class Lead:
+class Leader:
     """Rank 0, as its trainer sees it."""
 
     def __init__(self, machine: TorchMachine, ranks: Processes) -> None:
         self.machine, self._ranks = machine, ranks
         machine.tell_of_forward = self.forward
 
-    def stretch(self, first_step: int, n_steps: int, stop: Stop) -> Stop:
-        """Have all begin these steps; what the lead's own execution is to be stopped by."""
+    def train(self, first_step: int, n_steps: int, stop: Stop) -> Stop:
+        """Have all begin these steps; returns what stops the leader's own execution once `stop` is requested."""
         self._ranks.tell({"do": "train", "first_step": first_step, "n_steps": n_steps})
         return self.machine.agree(stop)
 
@@ -57,7 +54,7 @@ class Lead:
         self._ranks.tell({"do": "forward", "n_micro_batches": n_micro_batches, "seq_len": seq_len})
 
     def end(self) -> None:
-        """Let the others go."""
+        """Let the others end."""
         self._ranks.tell({"do": "end"})
 
     def state(self) -> "WholeState":
@@ -66,11 +63,10 @@ class Lead:
 
 
 class WholeState(HostState):
-    """The state of all ranks, as far as writing it down needs: a tensor at a time comes from wherever its parts are."""
+    """The state of all ranks as a saver reads it: a tensor at a time is collected from the ranks that hold its parts."""
 
     def __init__(self, own: HostState, ranks: Processes) -> None:
         self.plan, self.gate, self._own, self._ranks = own.plan, None, own, ranks
-        self._of_ranks = parts_of(own, ranks.n)
         self.n_threads = own.n_threads
 
     @property
@@ -92,14 +88,15 @@ class WholeState(HostState):
 
     def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | SplitMaster]]:
         """One at a time is here."""
-        yield MASTER, self._whole(p, MASTER, DTYPE[self.plan.semantics.master_dtype])
-        yield EXP_AVG, self._whole(p, EXP_AVG, torch.float32)
-        yield EXP_AVG_SQ, self._whole(p, EXP_AVG_SQ, torch.float32)
+        yield "master", self._whole(p, "master", DTYPE[self.plan.semantics.master_dtype])
+        yield "exp_avg", self._whole(p, "exp_avg", torch.float32)
+        yield "exp_avg_sq", self._whole(p, "exp_avg_sq", torch.float32)
 
     def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
         whole = torch.empty(p.n_elements, dtype=dtype)
-        for rank, part in enumerate(self._of_ranks[p.name]):
+        for rank in range(self._ranks.n):
+            part = self._own.part_of(p, rank)
             if rank == 0:
                 whole[part] = _own_part(self._own, p, what)
             elif part.stop > part.start:
@@ -107,14 +104,8 @@ class WholeState(HostState):
         return whole
 
 
-def parts_of(state: HostState, n: int) -> dict[str, list[slice]]:
-    """By parameter: the elements of it that each rank has."""
-    owned = (p for b in range(len(state.plan.workload.blocks)) for p in state.owned(b))
-    return {p.name: [state.part_of(p, rank) for rank in range(n)] for p in owned}
-
-
 def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
-    """Flat, contiguous, what this rank has of a parameter."""
+    """This rank's elements of a parameter's weight, master or moment: flat, contiguous."""
     of = state.param_state(p)
     match what:
         case "weight":
@@ -122,19 +113,16 @@ def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
         case "master":
             return of.master.joined(slice(None)) if isinstance(of.master, SplitMaster) else of.master
         case _:
-            return of.exp_avg if what == EXP_AVG else of.exp_avg_sq
+            return of.exp_avg if what == "exp_avg" else of.exp_avg_sq
 
 
-def follow(machine: TorchMachine, ranks: Processes) -> None:
+def obey(machine: TorchMachine, ranks: Processes) -> None:
     """Do what rank 0 says until it says that all is done."""
     named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(b)}
-    for said in _words(ranks):
+    while (said := ranks.tell())["do"] != "end":
         match said["do"]:
             case "train":
-                stop = machine.agree(Stop())
-                with Execution(machine.plan, machine, said["n_steps"], said["first_step"], stop=stop) as steps:
-                    for _ in steps:
-                        pass
+                execute(machine.plan, machine, said["n_steps"], said["first_step"], stop=machine.agree(Stop()))
             case "forward":
                 plan = forward_plan(machine.plan, said["n_micro_batches"], said["seq_len"])
                 execute(plan, machine.forwards(plan, _no_batch, None), 1)
@@ -146,10 +134,5 @@ def follow(machine: TorchMachine, ranks: Processes) -> None:
                     ranks.to_first(_own_part(machine.host, p, said["what"]).contiguous(), ranks.rank, None)
 
 
-def _words(ranks: Processes) -> Iterator[dict[str, Any]]:
-    while (said := ranks.tell())["do"] != "end":
-        yield said
-
-
 def _no_batch(step: int) -> Batch:
-    raise AssertionError("who only gives weights computes nothing")
+    raise AssertionError("a rank that gives its weights to a forward reads no batch")
