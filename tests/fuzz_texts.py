@@ -1,6 +1,6 @@
 """How is a text that a person, or a model's author, wrote made hostile?
 
-Settings in YAML and TOML, and chat templates: each has ways of its own to refer, to repeat and to run.
+Settings in YAML and TOML: each has ways of its own to refer, to repeat and to run.
 """
 
 import json
@@ -42,14 +42,6 @@ kind = "cosine"
 prompts = ["Hello", '''two
 lines''']
 """
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim }}"
-    "{{ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
 
 # One a line; what cannot be written so follows.
 YAML_SNIPPETS = (
@@ -119,45 +111,6 @@ lr = true
 """.split(b"\n"),
     *(b"a" + b".a" * 2000 + b" = 1", b"x = " + b"[" * 2000, b"x = " + b"{a=" * 2000, b"steps = " + b"9" * 5000, b"\x00", b"\xff"),
 )
-TEMPLATE_SNIPPETS = (
-    *rb"""
-{{ ''.__class__.__mro__[1].__subclasses__() }}
-{{ messages.__class__ }}
-{{ messages|attr('__class__') }}
-{{ cycler.__init__.__globals__.os.getcwd() }}
-{{ cycler.__init__.__globals__.os.system('touch @INSIDE@/EXECUTED') }}
-{{ lipsum.__globals__ }}
-{{ self._TemplateReference__context }}
-{{ '{0.__class__}'.format(messages) }}
-{% include '@OUTSIDE@/secret.json' %}
-{% extends '@OUTSIDE@/secret.json' %}
-{% import 'os' as os %}
-{{ raise_exception('a\nb') }}
-{{ strftime_now('%' * 99) }}
-{{ range(10**9)|list|length }}
-{{ 9**9**9 }}
-{{ 'x'|center(3*10**9) }}
-{{ '%099999999999d'|format(1) }}
-{{ '{:>9999999999}'.format(1) }}
-{{ 'x' * 10**10 }}
-{{ messages | tojson(indent=10**9) }}
-{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
-{% set ns = namespace(x=1) %}{% set ns.x = ns %}{{ ns }}
-{% for m in messages %}
-{% generation %}
-{% endgeneration %}
-{% break %}
-{{ x.y.z }}
-{{ messages[99].content }}
-{{ 1 / 0 }}
-{{ None + 1 }}
-{{ messages.append(messages) }}
-{{ message }}
-{%
-}}
-""".split(b"\n"),
-    *(b"{{ " + b"(" * 300, b"{% if x %}" * 300, b"\x00", b"\xff", b"{{ " + b"[" * 3000, b"{{ 'a'" + b"|upper" * 3000 + b" }}"),
-)
 
 
 def mutate_yaml(data: bytes, rng: Random) -> bytes:
@@ -179,11 +132,6 @@ def mutate_toml(data: bytes, rng: Random) -> bytes:
     if rng.random() < 0.4:
         return _with_a_value(data, b" = ", rng.choice(TOML_SNIPPETS).partition(b" = ")[2], rng)
     return mutate_text(data, rng, TOML_SNIPPETS)
-
-
-def mutate_template(data: bytes, rng: Random) -> bytes:
-    """As text."""
-    return mutate_text(data, rng, TEMPLATE_SNIPPETS)
 
 
 def _with_a_value(data: bytes, mark: bytes, value: bytes, rng: Random) -> bytes:

@@ -59,7 +59,10 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
                 f"began with, or start a new run from its weights, with --model {state.path} and another --out"
             )
         what = _IN_WORDS.get(key, key) + (_difference(found, value) if key == "semantics" else "")
-        raise CheckpointError(f"{state.path}: of another {what}; resume with the model, data, --seed and semantics it began with")
+        # An older version may have saved it, which put samples in another order.
+        anew = f", or train on from its weights, with --model {state.path} and another --out" if key == "data_fingerprint" else ""
+        advice = f"resume with the model, data, --seed and semantics it began with{anew}"
+        raise CheckpointError(f"{state.path}: of another {what}; {advice}")
 
 
 def put_back(state: State, host: HostState, data: Data) -> None:

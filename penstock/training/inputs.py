@@ -7,9 +7,9 @@ from pathlib import Path
 
 from penstock.checkpoint.checkpoint import State
 from penstock.checkpoint.model_files import has_weights, refuse_quantised
-from penstock.data.data import Data, read_data
-from penstock.data.files.splits import HELD_OUT, TRAIN
-from penstock.data.reading import read_set
+from penstock.data.data import Data, read_data, reader_of
+from penstock.data.files import HELD_OUT, TRAIN
+from penstock.data.tokenizer import read_tokenizer
 from penstock.run_config import RunConfigError
 from penstock.settings import RunSettings
 from planner.model.config import download
@@ -99,23 +99,20 @@ def held_out_of(
     return data_of(replace(settings, data=of), plan, folder, until_the_end, held_out=True, report=report)
 
 
-def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None, until_the_end: ExitStack) -> Prompts | None:
+def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:
     """The prompts of the settings: turns of a user where the model is trained on conversations, text to continue where on text."""
     texts = settings.evaluation.prompts
     if not texts:
         return None
-    tokenizer, cache = _tokenizer_folder(settings, folder), Path(settings.out) / TOKENS_FOLDER
-    readings = [read_set(part, tokenizer, _vocab_size(plan), cache) for part in settings.data.parts]
-    for each in readings:
-        until_the_end.callback(each.close)
-    reading = next((each for each in readings if not each.is_text), readings[0])
+    tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
+    readers = [reader_of(part, tokenizer, _vocab_size(plan), Path(settings.out)) for part in settings.data.parts]
+    chats = [reader for reader in readers if not reader.is_text]
 
     def encode(text: str) -> list[int]:
-        ids = reading.encoder.encode(text) if reading.is_text else reading.chat_format.prompt([{"role": "user", "content": text}])
-        return [int(i) for i in ids]
+        return chats[0].template.prompt([{"role": "user", "content": text}]) if chats else tokenizer.encode(text)
 
     check_prompts([encode(text) for text in texts], plan.semantics.seq_len)
-    return Prompts(texts, encode, reading.encoder.decode, reading.encoder.answer_ends | {reading.encoder.end_id})
+    return Prompts(texts, encode, tokenizer.decode, tokenizer.answer_ends)
 
 
 def _tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:

@@ -196,7 +196,7 @@ def _real(parts: _Parts, data: Data | None, ranks: Processes | None) -> Session:
     report("reading the data")
     data = data or data_of(settings, plan, folder, until_the_end, report=report)
     held_out = held_out_of(settings, plan, folder, until_the_end, report)
-    prompts = prompts_of(settings, plan, folder, until_the_end)
+    prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), parts.prediction.step_s * (n_steps - first_step)
     refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)

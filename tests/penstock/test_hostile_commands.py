@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import fuzz_formats, fuzz_formats_run
+from tests.chats import write_talker
 from tests.fuzz_judge import EXECUTED, PLANTED
 from tests.fuzz_mutations import OUTSIDE
 from tests.running import SCRATCH
@@ -30,9 +31,8 @@ def house(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("home")
     model = home / "model"
     model.mkdir()
-    for name, content in fuzz_formats_run.FORMATS["tokenizer_config.json"].companions().items():
-        (model / name).write_bytes(content)
-    (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=400, eos_token_id=2)))
+    write_talker(model, "chatml")
+    (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=420)))
     (home / "data.jsonl").write_text(json.dumps({"text": "To be, or not to be, that is the question. " * 9}) + "\n")
     (home / "runs.json").write_bytes(FORMATS["published runs"].seeds()[1])
     (home / "ops.csv").write_bytes(FORMATS["published ops"].seeds()[0])
@@ -60,8 +60,6 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "plan": ("model/config.json", "config.json", ["plan", "model", *SIZES, "-o", "new.json"]),
     "run": ("plan.json", "plan (JSON)", _RUN),
     "run with settings": ("run.yaml", "run (YAML)", ["run", "--config", "run.yaml", "--out", "out"]),
-    "run on data": ("data.jsonl", "JSONL", _RUN),
-    "run with a tokenizer": ("model/tokenizer.json", "tokenizer.json", _RUN),
     "resume": ("run/checkpoint-2/trainer_state.json", "trainer state", _AGAIN),
     "run from weights": ("run/checkpoint-2/model.safetensors", "safetensors", [*_RUN[:-1], "--model", "run/checkpoint-2"]),
 }

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -117,10 +116,9 @@ def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
     plan = PlanFile.read(plan_in(home)).plan
     asked = EvaluationSettings(prompts=("Why?",))
     run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), tokenizer="bytes", evaluation=asked)
-    with ExitStack() as until_the_end:
-        prompts = prompts_of(run, plan, None, until_the_end)
-        ids = prompts.encode("Why?")
-        assert prompts.decode([i for i in ids if i not in prompts.end_ids]) == heard
+    prompts = prompts_of(run, plan, None)
+    ids = prompts.encode("Why?")
+    assert prompts.decode([i for i in ids if i not in prompts.end_ids]) == heard
 
 
 def test_the_settings_beside_a_run_make_the_same_run_again(home):
