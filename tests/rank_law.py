@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.ranks import free_port
 from penstock.training.leading import WholeState, obey
 from planner.check import operands
 from planner.check.check import check
 from runtime.executor import execute
-from runtime.machines.processes import Processes, met
+from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
@@ -79,13 +78,8 @@ def trained_alone(case: str) -> str:
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
     """By so many processes, on so many hosts as far as they know; the digest of each case. `by_memory`: as `Ranks` has it."""
-    common = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        BY_MEMORY: "yes" if by_memory else "",
-    }
+    store, there = meeting_place(ranks)
+    common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
     command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]
     here = ranks // hosts
     places = [{"RANK": str(r), "LOCAL_RANK": str(r % here), "LOCAL_WORLD_SIZE": str(here)} for r in range(ranks)]
@@ -95,6 +89,7 @@ def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memor
     finally:
         for process in started:
             process.kill()
+    del store  # until here: ranks lose each other without it
     return json.loads(out.read_text())
 
 

@@ -21,7 +21,7 @@ from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles
 from .formats import Completion, document, renamed
 from .rows import parsed, rows_of
-from .tokenizer import reason_of
+from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]
 Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each column
@@ -67,7 +67,9 @@ class Reader:
         found = [(place, one) for place, value in zip(places, rows["value"], strict=True) for one in self._rendered(value, *place)]
         try:
             encoded = self.template.tokenizer.encode_batch([text for _, (text, _) in found], special=self.is_text)
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
             advice = "write it as UTF-8, with a tokenizer that knows its letters"
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None

@@ -5,7 +5,9 @@ transformers reads the folder and runs no code from it: Python classes that a co
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +75,15 @@ def read_tokenizer(folder: Path | None) -> ModelTokenizer:
         if file.exists() and not (file.is_file() and file.stat().st_size <= MAX_FILE_BYTES):
             raise DataError(f"{file}: no file, or one above {MAX_FILE_BYTES} bytes; copy it again from the model")
     try:
-        library = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        backend: Any = library.backend_tokenizer
-        backend.no_truncation()  # a saved tokenizer may cut and pad what it reads
-        backend.no_padding()
-        begin = backend.encode("").tokens
-    except Exception as error:  # the library raises whatever its parts do
+        with _no_native_stderr():
+            library = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            backend: Any = library.backend_tokenizer
+            backend.no_truncation()  # a saved tokenizer may cut and pad what it reads
+            backend.no_padding()
+            begin = backend.encode("").tokens
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
         raise DataError(f"{folder}: its tokenizer.json cannot be used ({reason_of(error)}); copy it again from the model") from None
     if getattr(backend.model, "dropout", None):
         raise DataError(f"{folder / 'tokenizer.json'}: its BPE leaves out merges at random; set `dropout` to null")
@@ -112,6 +117,24 @@ def _ends(folder: Path, library: PreTrainedTokenizerFast) -> list[int]:
     if not ids:
         raise DataError(f"{folder}: no end-of-text token; set eos_token in tokenizer_config.json")
     return ids
+
+
+@contextmanager
+def _no_native_stderr() -> Iterator[None]:
+    """Within, file descriptor 2 is closed to the library, which prints a stack when it panics."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether `tokenizers` raised it: any exception, or a panic, which Python sees as a BaseException."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def reason_of(error: BaseException) -> str:

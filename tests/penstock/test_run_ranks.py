@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,8 +11,7 @@ import time
 import pytest
 
 from penstock.checkpoint.checkpoint import latest
-from penstock.ranks import free_port, start
-from runtime.errors import RanksError
+from penstock.ranks import start
 from tests.rank_law import ROOT
 from tests.rank_runs import QUIET, begun, contents, done, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import make_home, penstock
@@ -96,14 +94,3 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
     began_s = time.monotonic()
     assert start(3, []) == 3
     assert time.monotonic() - began_s < 20
-
-
-def test_ranks_meet_at_a_port_that_nobody_has(monkeypatch):
-    first = free_port()
-    monkeypatch.setattr("penstock.ranks.MEETING_PORTS", range(first, first + 2))
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", first))
-        assert free_port() == first + 1
-        other.bind(("127.0.0.1", first + 1))
-        with pytest.raises(RanksError, match="is in use"):
-            free_port()

@@ -121,7 +121,7 @@ def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
     assert prompts.decode([i for i in ids if i not in prompts.end_ids]) == heard
 
 
-def test_the_settings_beside_a_run_make_the_same_run_again(home):
+def test_the_settings_in_the_folder_make_the_same_run_again(home):
     """What the command line said is in them, and what was left to the defaults."""
     file = write_file(home)
     done = penstock("run", home / "plan.json", "--config", file, "--steps", 4, "--seed", 5, "--out", home / "first")
@@ -138,7 +138,7 @@ def test_the_settings_beside_a_run_make_the_same_run_again(home):
 
 
 @pytest.mark.soak
-def test_a_schedule_goes_on_where_a_resumed_run_left_it(home):
+def test_a_schedule_goes_on_where_a_run_was_resumed(home):
     plan, of = plan_in(home), ("--schedule", "linear", "--warmup-steps", 2, "--save-every", 3)
     assert train(home, plan, *of, out="whole", steps=6).exit_code == 0
     shutil.copytree(home / "whole", home / "broken")
@@ -165,12 +165,9 @@ def test_decay_spares_named_parameters_that_there_are(home):
     ("flags", "words"),
     [
         (["--config", "none.yaml"], ("none.yaml", "cannot be read")),
-        (["--config", "bad.yaml"], ("bad.yaml: optimizer.lerning_rate: no such key", "did you mean optimizer.lr?")),
-        (["--config", "remote.yaml"], ("trust_remote_code: no such key", "never run")),
         (["--steps", "2", "--epochs", "1"], ("steps and epochs",)),
         (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
         (["--schedule", "exponential"], ("--schedule",)),
-        (["--monitor", "wandb", "--epochs", "1"], ("steps and epochs",)),
         (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "there are: ")),
         (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
         (["--device", "emulated", "--resume-from", "checkpoint-1"], ("an emulated run saves nothing",)),
@@ -183,8 +180,6 @@ def test_decay_spares_named_parameters_that_there_are(home):
 )
 def test_wrong_settings_are_one_line_and_leave_nothing(home, monkeypatch, flags, words):
     monkeypatch.chdir(home)
-    (home / "bad.yaml").write_text("optimizer: {lerning_rate: 1e-5}")
-    (home / "remote.yaml").write_text("trust_remote_code: true")
     one_line(train(home, plan_in(home), *flags, out="o"), 2, *words)
     assert not (home / "o").exists()
 
@@ -196,12 +191,12 @@ def test_a_missing_monitor_is_refused_first(home, monkeypatch):
     assert not (home / "o").exists()
 
 
-def test_a_run_without_plan_or_data_says_where_both_may_be_named(home):
+def test_a_run_without_plan_or_data_is_told_where_to_name_them(home):
     one_line(penstock("run", "--data", home / "data"), 2, "no plan", "--config")
     one_line(penstock("run", home / "plan.json"), 2, "no data", "--data", "--config")
 
 
-def test_data_without_a_known_end_asks_how_long_to_go_on(home):
+def test_streamed_data_need_a_number_of_steps(home):
     asked = ["run", plan_in(home), "--data", home / "data", "--out", home / "o", "--streaming", *SCRATCH]
     one_line(penstock(*asked), 2, "say how many --steps")
     assert not (home / "o").exists()
@@ -218,7 +213,7 @@ def test_epochs_are_rounded_up_to_steps_exactly(epochs, of_an_epoch, n_steps):
     assert steps_of(run, SimpleNamespace(n_steps=of_an_epoch)) == n_steps
 
 
-def test_a_run_first_says_what_it_is_a_line_for_each_thing(home):
+def test_the_overview_has_a_line_for_each_thing(home):
     said = train(home, plan_in(home), steps=6).stderr.splitlines()
     names = ["model", "weights", "tokenizer", "device", "data", "rows", "sequences", "steps", "predicted", "checkpoints"]
     at = next(i for i, line in enumerate(said) if line.startswith("model: "))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from runtime.plan import PlanFile
 from runtime.plan.footprint import host_needs, planned_device_needs
 from runtime.units import show_bytes
-from tests.rank_runs import BATCH, COMMAND, after, by_hand, ended, planned, words
+from tests.rank_runs import BATCH, COMMAND, after, by_hand, planned, words
 from tests.running import make_home, plan_in, train
 
 
@@ -30,7 +30,7 @@ def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, tmp_path):
     second = words(home, other, *(["--seed", "7"] if what == "settings" else []))
     older = after("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
     commands = [COMMAND, older if what == "version" else COMMAND]
-    found = ended(by_hand([words(home, plan), second], commands=commands))
+    found = by_hand([words(home, plan), second], commands=commands)
     refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks alike")
     assert not (home / "out").exists()
 
@@ -40,7 +40,7 @@ def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, tmp_path):
 def test_ranks_with_plans_of_another_number_meet_and_say_so(of, tmp_path):
     """Rather than that one of them ends, and the others wait for it."""
     home = make_home(tmp_path)
-    found = ended(by_hand([words(home, planned(home, 2)), words(home, planned(home, of))]))
+    found = by_hand([words(home, planned(home, 2)), words(home, planned(home, of))])
     refused_by_the_first(found, "rank 1 has another plan than rank 0; start all ranks alike")
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
     shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
     change, line = UNLIKE[what]
     change(home / "1")
-    refused_by_the_first(ended(in_folders(home)), line)
+    refused_by_the_first(in_folders(home), line)
     assert not (home / "out").exists()
 
 
@@ -115,7 +115,7 @@ def test_where_the_first_lacks_something_the_others_end_with_it(alike, tmp_path)
     home = tmp_path / "home"
     shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
     shutil.rmtree(home / "0" / "data")
-    refused_by_the_first(ended(in_folders(home)), "data: not found; give a folder of text files")
+    refused_by_the_first(in_folders(home), "data: not found; give a folder of text files")
     assert not (home / "out").exists()
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path)
     """Without which the refusals above say nothing."""
     home = tmp_path / "home"
     shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
-    found = ended(in_folders(home))
+    found = in_folders(home)
     assert [code for _, code in found] == [0, 0], found
     assert (home / "out" / "checkpoint-2").is_dir()
 
@@ -135,11 +135,11 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
     home = make_home(tmp_path)
     plan = planned(home, 2)
     told = words(home, plan, "--device", "cuda")
-    found = ended(by_hand([told, told], CUDA_VISIBLE_DEVICES="0"))
+    found = by_hand([told, told], CUDA_VISIBLE_DEVICES="0")
     refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices, and there are 2 ranks; give each of them one")
     seen = after("from runtime.machines import streams", "streams.has_cuda = lambda: True")
     unseen = after("from runtime.machines import streams", "streams.has_cuda = lambda: False")
-    found = ended(by_hand([words(home, plan)] * 2, commands=[seen, unseen]))
+    found = by_hand([words(home, plan)] * 2, commands=[seen, unseen])
     refused_by_the_first(found, "of 2 ranks 1 see a GPU; give each of them one, or choose --device cpu")
     assert not (home / "out").exists()
 
@@ -152,7 +152,7 @@ def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(missing_bytes, tm
     plan = PlanFile.read(path).plan
     needed_bytes = 2 * (sum(host_needs(plan).values()) + sum(planned_device_needs(plan, False).values()))
     free = after("from runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - missing_bytes}")
-    found = ended(by_hand([words(home, path, steps=1)] * 2, commands=[free, free]))
+    found = by_hand([words(home, path, steps=1)] * 2, commands=[free, free])
     if missing_bytes:
         refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; plan again", code=3)
         assert not (home / "out").exists()

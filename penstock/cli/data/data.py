@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import Command, Count, show_table
+from penstock.cli.flags import PATH, data_settings, flag_of, given_settings
+from penstock.cli.options import Command
 from penstock.cli.progress import Preparing, show_overview
-from penstock.cli.run_options import PATH, data_settings, flag_of, given_settings
+from penstock.cli.tables import show_table
 from penstock.run_config import read_run
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ class Sample:
 @click.command("data", cls=Command)
 @click.argument("paths", metavar="PATH[:WEIGHT]...", nargs=-1, required=True)
 @click.option("--model", type=PATH, help="Folder with the tokenizer.  [default: none, and text is read as bytes]")
-@click.option("--seq-len", type=Count(2, 10**9), default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option("--samples", "n_samples", type=Count(0, MOST_SAMPLES), default=3, show_default=True, help="Documents to show.")
+@click.option("--seq-len", type=click.IntRange(2), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--samples", "n_samples", type=click.IntRange(0, MOST_SAMPLES), default=3, show_default=True, help="Documents to show."
+)
 @flag_of("data.format")
 @flag_of("data.columns")
 @flag_of("data.split")

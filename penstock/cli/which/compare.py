@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.options import (
+    BYTES,
     COUNT,
-    Bytes,
     ClipNorm,
-    refuse_endless,
     refuse_larger,
     sequences_of_a_step,
-    show_table,
     with_gpus,
     with_prices,
     with_training,
 )
+from penstock.cli.tables import show_table
 
 from .workers import shared
 
@@ -37,7 +36,7 @@ COMMON = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-serve
 @click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
-@click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
+@click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_training
 @with_gpus
 @click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
@@ -81,7 +80,6 @@ def compare(
     profiles = []
     is_all = machines.strip() == "all"
     for name in dict.fromkeys(part.strip() for part in (shipped_profiles() if is_all else machines.split(",")) if part.strip()):
-        refuse_endless(name)
         profile = read_profile(name)
         if is_all and (profile.n_devices < gpus or (profile.n_devices > 1) != (gpus > 1)):
             continue  # a machine of one device has no others, and one of several is not bought for one

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import COUNT, ClipNorm, Tokens, refuse_endless, show_table, with_gpus, with_training
+from penstock.cli.options import COUNT, TOKENS, ClipNorm, with_gpus, with_training
+from penstock.cli.tables import show_table
 from runtime.units import GB, parse_bytes, show_count
 
 from .workers import shared
@@ -37,7 +38,7 @@ JOB_TITLES = ("time", "rented", "bought")
 @click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Precision of the weights.")
 @with_training
 @with_gpus
-@click.option("--tokens", type=Tokens(), help="Also how long so many tokens take, and what they cost: 100M.")
+@click.option("--tokens", type=TOKENS, help="Also how long so many tokens take, and what they cost: 100M.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def fits(
@@ -101,7 +102,6 @@ def _machines(name: str) -> "list[Profile]":
     """The machine of that name or file; or all shipped ones of a GPU."""
     from hwprofiles.schema import read_profile, shipped_profiles
 
-    refuse_endless(name)
     of_gpu = [shipped for shipped in shipped_profiles() if shipped.startswith(f"{name}-")]
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
