@@ -1,4 +1,4 @@
-"""How does a user get a picture of a plan, or of a run?"""
+"""`penstock report`: the page of a plan, or of a run."""
 
 import os
 from datetime import date

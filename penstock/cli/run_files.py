@@ -1,4 +1,4 @@
-"""What did a run leave in its folder?"""
+"""The files of a run's folder, read for a report."""
 
 import os
 import stat

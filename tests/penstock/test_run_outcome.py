@@ -1,4 +1,4 @@
-"""Is a user told what a run was like, and where it was otherwise than predicted?"""
+"""The table after a run, its advice, and the progress before it."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_a_run_that_went_as_predicted_is_left_alone(capsys, predicted):
 
 
 @pytest.mark.parametrize(("factor", "how"), [(1.5, "50% longer"), (0.6, "40% shorter")])
-def test_a_run_that_differs_names_what_differs_and_says_how_to_plan_anew(capsys, predicted, factor, how):
+def test_a_run_off_its_prediction_says_how_to_plan_anew(capsys, predicted, factor, how):
     lines = said_of(capsys, predicted, {Kind.BACKWARD: factor, Kind.LOAD: 1.5}, factor)
     assert lines[0].startswith(f"a step took {how} than predicted: gpu backward ")
     assert "load" not in lines[0]
@@ -70,7 +70,7 @@ def test_waiting_is_not_blamed_on_any_kind_of_op(capsys, predicted):
 
 
 @pytest.mark.parametrize("more", [{"recalibrate": "profile.json"}, {"device": "emulated"}], ids=str)
-def test_who_writes_the_corrected_profile_or_has_no_machine_is_not_told_to_write_it(capsys, predicted, more):
+def test_recalibrating_is_not_advised_in_vain(capsys, predicted, more):
     assert len(said_of(capsys, predicted, {Kind.LOSS: 9.0}, 2.0, **more)) == 1
 
 
@@ -105,7 +105,7 @@ METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu
         ),
     ],
 )  # fmt: skip
-def test_a_line_says_how_far_how_fast_how_long_and_how_otherwise_than_predicted(capsys, metrics, n_steps, scale, expected):
+def test_a_step_line_has_progress_speed_and_prediction_error(capsys, metrics, n_steps, scale, expected):
     with Progress(0, n_steps, scale, scale, lambda: 1_500_000_000) as progress:
         progress.step(metrics)
         progress.step(metrics)
@@ -115,7 +115,7 @@ def test_a_line_says_how_far_how_fast_how_long_and_how_otherwise_than_predicted(
     assert first == expected.partition("  +")[0], "the first step fills the pipeline, which nobody predicted"
 
 
-def test_what_must_stay_in_sight_is_below_the_bar_until_the_end_and_lanes_of_a_cpu_have_plain_names(capsys, monkeypatch):
+def test_a_terminal_shows_lines_below_the_bar_until_the_end(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
     monkeypatch.setenv("COLUMNS", "80")
     with Progress(0, 3, 1.0, lanes=LANES) as shown:
@@ -130,7 +130,7 @@ def test_what_must_stay_in_sight_is_below_the_bar_until_the_end_and_lanes_of_a_c
     assert re.match(r"finishing the step \(\d s\)", told)
 
 
-def test_what_takes_long_before_the_first_step_is_said_on_a_pipe_once_and_what_does_not_is_not(capsys, monkeypatch):
+def test_a_pipe_gets_one_line_for_a_long_preparation(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LONG_S", 0.0)
     with Preparing() as report:
         for words in ("checking the plan", "loading weights: 1 of 34 blocks", "loading weights: 2 of 34 blocks"):
@@ -139,7 +139,7 @@ def test_what_takes_long_before_the_first_step_is_said_on_a_pipe_once_and_what_d
     assert re.fullmatch(r"loading weights: 2 of 34 blocks  1 s\n", capsys.readouterr().err)
 
 
-def test_on_a_terminal_the_first_word_comes_before_anything_heavy_is_imported():
+def test_a_terminal_shows_a_word_before_heavy_imports():
     code = """
 import os, sys
 from penstock.cli import main, progress

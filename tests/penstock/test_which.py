@@ -1,4 +1,4 @@
-"""Is a machine's name whole on any terminal, and a plan's price the same wherever it is shown?"""
+"""`machines`, `compare` and `fits`: names stay whole on narrow terminals, and a plan has one price everywhere."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> Non
     assert "penstock report" in text.split("<footer>")[1]
 
 
-def test_machines_are_listed_with_what_they_are_and_where_their_numbers_come_from() -> None:
+def test_machines_are_listed_with_the_sources_of_their_numbers() -> None:
     found = {m["name"]: m for m in json.loads(said("machines", "--json"))["machines"]}
     assert list(found) == shipped_profiles()
     assert "DGX Spark" in found["gb10"]["summary"]
@@ -86,7 +86,7 @@ def test_machines_are_listed_with_what_they_are_and_where_their_numbers_come_fro
     assert len(said("machines").splitlines()) == len(found) + 1
 
 
-def test_counts_of_tokens_are_read_as_they_are_written_and_refused_in_one_line() -> None:
+def test_counts_of_tokens_are_read_or_refused_in_one_line() -> None:
     assert [parse_count(text) for text in ("100M", "1.5b", "250000", "2T")] == [10**8, 15 * 10**8, 250000, 2 * 10**12]
     for text in ("", "0", "-3", "1e9", "M", "9" * 40, "100 MB"):
         with pytest.raises(PenstockError, match="100M"):

@@ -1,4 +1,4 @@
-"""How does a user ask which machine to buy?"""
+"""`penstock compare`: the plans of a model on several machines, by speed and price."""
 
 import json
 from typing import TYPE_CHECKING

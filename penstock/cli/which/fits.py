@@ -1,4 +1,4 @@
-"""How does a user ask what fits the memory that there is?"""
+"""`penstock fits`: the models that fit a machine's memory."""
 
 import json
 import re

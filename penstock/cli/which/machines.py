@@ -1,4 +1,4 @@
-"""How does a user ask which machines there are?"""
+"""`penstock machines`: the profiles that are shipped."""
 
 import json
 from dataclasses import asdict

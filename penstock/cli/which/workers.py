@@ -1,4 +1,4 @@
-"""How do this computer's cores share work on many machines?"""
+"""Worker processes for searches on many machines."""
 
 import multiprocessing
 import os

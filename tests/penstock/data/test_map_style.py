@@ -113,7 +113,7 @@ def seen(data, first, stop):
     return [bytes(i for i in row if i < END).decode() for row in ids.tolist()]
 
 
-def test_without_weights_an_epoch_holds_every_sample_of_every_set(tmp_path):
+def test_without_weights_an_epoch_holds_every_sample_of_all_sets(tmp_path):
     data = mixed(tmp_path, (None, None, None))
     every = sorted(f"{name}{i:02}" for name, n in SIZES.items() for i in range(n))
     texts = seen(data, 0, 2 * data.n_steps)
