@@ -155,7 +155,7 @@ def phases(out: Path, process: Process) -> list[str]:
     """What a run was about when it was killed, as its folder shows; it may be several things at once."""
     names, evaluated = _names(out), [said for said in lines(out / "metrics.jsonl") if "eval_loss" in said]
     found = []
-    if any(name.startswith("checkpoint-") and name.endswith((".partial", ".replaced")) for name in names):
+    if any(name.startswith("checkpoint-") and name.endswith(".partial") for name in names):
         found.append(PHASES[2])
     if any(name.endswith(".removed") for name in names):
         found.append(PHASES[3])

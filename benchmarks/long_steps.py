@@ -1,6 +1,6 @@
 """Planning, checking and performing steps of thousands of micro-batches.
 
-`python -m benchmarks.long_steps` prints two tables of Markdown: what `penstock plan -o` and `penstock check --quick` take for
+`python -m benchmarks.long_steps` prints two tables of Markdown: what `penstock plan -o` and `penstock check` take for
 steps of one to four million tokens, each in a fresh process, start-up included, with the process's peak memory; and one step of
 a tiny model in thousands of micro-batches, planned, checked and trained on this CPU, as the plan stands and with every
 repetition written out.
@@ -77,7 +77,7 @@ def row(model: str, machine: str, millions: int, micro_batch: int | None, more: 
     name = f"| {model} | {machine}{' ' + ' '.join(more) if more else ''} | {millions} M "
     if not planned.said or planned.said.startswith("error"):
         return f"{name}| {planned.said.strip()} |"
-    checked = took("check", "--quick", path)  # without it the search is done again, which takes as long as planning
+    checked = took("check", path)
     file = PlanFile.read(path)
     claim = file.claim or {}
     step_s, gap = claim["prediction"]["step_s"], claim["certificate"]["gap_fraction"]
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--micro-batches", type=int, default=4096, help="Of the step that is performed; 0: none is.")
     asked = parser.parse_args(arguments)
     print("| model | machine | step | micro-batches | group | ops a step | ops in the plan | plan, s (CPU s) | peak, MB |", end="")
-    print(" check --quick, s (CPU s) | peak, MB | predicted step | gap |")
+    print(" check, s (CPU s) | peak, MB | predicted step | gap |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         for n in asked.cells:

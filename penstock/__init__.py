@@ -1,4 +1,4 @@
-"""The functions and the command that users call.
+"""The Python interface of Penstock, and its command.
 
     import penstock
 
@@ -6,7 +6,7 @@
     print(found)
     penstock.train(found, "chats.jsonl", steps=100, lr=1e-5, out="run")
 
-Nothing heavy wakes before it is needed: torch when training, scipy when planning.
+Heavy libraries are imported when they are needed: torch by training, scipy by planning.
 """
 
 from importlib import import_module
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for comes from where it lives, and stays."""
+    """Import a name from its module when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""What does `python -m penstock` start?"""
+"""`python -m penstock`: the command."""
 
 from .cli.main import main
 

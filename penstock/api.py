@@ -1,17 +1,15 @@
-"""What do probe, plan, check, predict and train take and give?
-
-The same as the commands of that name, for programs and notebooks; the commands call what is here.
-"""
+"""The functions of `penstock`: probe, plan, check, predict and train, for programs and notebooks; the commands call them."""
 
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from runtime.errors import CheckpointError, PlanError, WrongPlanError
+from runtime.units import on_one_line
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
@@ -22,16 +20,16 @@ if TYPE_CHECKING:
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
     from runtime.plan.timeline import Timeline
-    from runtime.plan.workload import Model, Workload
+    from runtime.plan.workload import Workload
 
 Fields = TypeVar("Fields")
-PLAN_FILE = "run-plan.json"  # in the folder of a run that a program started: its plan, so that a command can resume it
+PLAN_FILE = "run-plan.json"  # the plan, in the folder of a run that a program started, so that a command can resume it
 PAGE_PIXELS = 900  # of a report in a notebook
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what is known of it. Prints as `penstock plan` does; a notebook shows its report."""
+    """A plan with its prediction and certificate. Prints as `penstock plan` does; a notebook shows its report."""
 
     answer: "Answer"
     profile: "Profile"
@@ -42,7 +40,7 @@ class Planned:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, predicted."""
+        """Predicted seconds of a step."""
         return self.answer.step_s
 
     @property
@@ -51,7 +49,7 @@ class Planned:
 
     @property
     def certificate(self) -> "Certificate":
-        """How far from optimal the plan can be."""
+        """The bounds on any schedule's step, and the plan's gap to them."""
         return self.answer.certificate
 
     @property
@@ -85,21 +83,21 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run left."""
+    """The folder, metrics and timeline of a run."""
 
     folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
-    n_done: int  # steps, those before a resume too
+    n_done: int  # steps in all, resumed ones included
     metrics: "tuple[Metrics, ...]"  # of the steps made now
-    timeline: "Timeline"  # of the last of them, op by op, on the clock of the plan's machine if that was emulated
-    late_fraction: float = 0.0  # of an emulated run's ops: took this computer longer than they are to last
+    timeline: "Timeline"  # of the last of them, op by op; of an emulated run on the clock of the plan's machine
+    late_fraction: float = 0.0  # of the ops of an emulated run: those that took this computer longer than the machine
 
     @property
     def checkpoint(self) -> Path:
-        """The state after the last step; transformers loads it as it does any model."""
+        """The folder of the last checkpoint, which transformers loads."""
         return self.folder / f"checkpoint-{self.n_done}"
 
     def page(self) -> str:
-        """What `penstock report` draws: the run beside its plan, one HTML file that needs no network."""
+        """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
         from planner.show.facts import facts
         from planner.show.page import page
         from planner.show.run_log import LoggedRun, read_log, read_samples
@@ -128,7 +126,7 @@ def probe(
     name: str = "this-machine",
     report: "Callable[[str, float], None]" = lambda what, fraction: None,
 ) -> "Profile":
-    """The profile of this machine, measured in 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` hears how far it is."""
+    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is."""
     from hwprofiles.probe import cpu, cuda, measurements
     from hwprofiles.probe.probe import probed
     from runtime.machines.streams import has_cuda
@@ -144,10 +142,9 @@ def plan(
     machine: "str | Path | Profile",
     *,
     seq_len: int = 4096,
-    batch_size: int | None = None,
-    micro_batch: int | None = None,
-    policy: "Policy | str | None" = None,
+    batch_size: int = 16,
     clip_norm: float | None = 1.0,
+    policy: "Policy | Mapping[str, Any] | str | None" = None,
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
     kernels: "Kernel | None" = None,
@@ -158,92 +155,76 @@ def plan(
     network_gbit: float | None = None,
     **semantics: Any,
 ) -> Planned:
-    """The fastest schedule of `model` on `machine`; of several `gpus`, on each of `hosts`, each one's part of a step.
+    """Search the fastest schedule of `model` on `machine`; of several `gpus`, on each of `hosts`, each one's part of a step.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
-    Profile. `policy`: a Policy, or the name of another system's, in place of a search. `semantics`: further fields of Semantics, as
-    `master_dtype="bf16"` or `train="lora:r=16"`, but for those that `kernels` and `deterministic` decide. A size that is not given
-    is the fastest. `clipped_fraction`: of the steps, if known. `network_gbit`: Gbit/s of each host, if not the profile's.
-    DoesNotFitError names the smallest changes that would fit.
+    Profile. `policy`: a Policy, its fields, or the name of another system's, in place of a search. `semantics`: further fields of
+    Semantics, as `micro_batch=2`, `master_dtype="bf16"` or `train="lora:r=16"`, but for those that `kernels` and `deterministic`
+    decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
+    `network_gbit`: Gbit/s of each host, if not the profile's. DoesNotFitError names the smallest changes that would fit.
     """
     from hwprofiles.schema import Profile, read_profile
     from hwprofiles.several import part_of
-    from planner.model.workload import read_model
-
-    profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
-    if host_memory_bytes is not None or device_memory_bytes is not None:
-        profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
-    profile = part_of(profile, gpus, hosts, network_gbit)
-    described = read_model(str(model))
-    given = semantics | {
-        "seq_len": seq_len,
-        "batch_size": 16 if batch_size is None else batch_size,
-        "micro_batch": micro_batch,
-        "clip_norm": clip_norm,
-    }
-    return Planned(answer_of(described, profile, given, kernels, deterministic, policy, clipped_fraction, gpus * hosts), profile)
-
-
-def answer_of(
-    model: "Model",
-    profile: "Profile",
-    given: Mapping[str, Any],
-    kernels: "Kernel | None" = None,
-    deterministic: bool = False,
-    policy: "Policy | str | Callable[[Semantics, Workload], Policy | None] | None" = None,
-    clipped_fraction: float | None = None,
-    gpus: int = 1,
-) -> "Answer":
-    """The search's answer to fields of Semantics, of which those that are None are chosen; `policy` may need the sizes chosen. Of
-    several `gpus` the profile is one's share of the machine."""
     from planner.model.kernels import PARTS, with_kernels
-    from planner.model.workload import supported_attention
+    from planner.model.workload import read_model, supported_attention
     from planner.search.micro_batch import LOSS_TILE, SIZES, shared_step, with_micro_batch
     from planner.search.remedy import shorter, too_long
     from planner.search.search import search
-    from planner.search.space import BASELINES, baseline
-    from runtime.plan import Kernel, Policy, Semantics
+    from runtime.plan import Kernel, Semantics
     from runtime.plan.train import training
 
-    known = {name: value for name, value in given.items() if value is not None or name == "clip_norm"}
-    known |= training(known.get("train"), known.get("base"), known.get("gradient_dtype"))
-    if decided := sorted(known.keys() & {*PARTS, "attention_kernel"}):
+    if decided := sorted(semantics.keys() & {*PARTS, "attention_kernel"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
-    free = SIZES - known.keys()
-    defaults = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0]}
-    asked = _validated(Semantics, defaults | known, "semantics")
-    asked = with_kernels(model, asked, profile, kernels, deterministic)
+    profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
+    if host_memory_bytes is not None or device_memory_bytes is not None:
+        profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
+    profile = part_of(profile, gpus, hosts, network_gbit)
+    described = read_model(str(model))
+    given = {name: value for name, value in semantics.items() if value is not None}
+    given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm}
+    given |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
+    defaults = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(described)[0]}
+    asked = with_kernels(described, _validated(Semantics, defaults | given, "semantics"), profile, kernels, deterministic)
     if asked.micro_batch > asked.batch_size:
         raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
-    if gpus > 1:
-        asked = shared_step(asked, gpus, "sum_groups" in known)
-    asked, workload = with_micro_batch(model, asked, profile, free)
-    if isinstance(policy, str):
-        if policy not in BASELINES:
-            raise PlanError(f"no policy {policy!r}; give a Policy, or one of {', '.join(BASELINES)}")
-        fixed: Policy | None = baseline(policy, asked, workload)
-    else:
-        fixed = policy(asked, workload) if callable(policy) else policy
-        fixed = None if fixed is None else _validated(Policy, fixed.to_json(), "policy")
+    if gpus * hosts > 1:
+        asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
+    free = SIZES - given.keys()
+    asked, workload = with_micro_batch(described, asked, profile, free)
+    fixed = _policy(policy, asked, workload)
     if n_ops := too_long(workload, asked, fixed):
         problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
         raise PlanError(f"{problem}; {shorter(asked)}")
-    return search(model, workload, asked, profile, fixed, free, clipped_fraction)
+    return Planned(search(described, workload, asked, profile, fixed, free, clipped_fraction), profile)
+
+
+def _policy(asked: "Policy | Mapping[str, Any] | str | None", semantics: "Semantics", workload: "Workload") -> "Policy | None":
+    """The policy asked for; None to search one."""
+    from planner.search.space import BASELINES, baseline
+    from runtime.plan import Policy
+
+    if isinstance(asked, str):
+        if asked not in BASELINES:
+            raise PlanError(f"no policy {asked!r}; give a Policy, or one of {', '.join(BASELINES)}")
+        return baseline(asked, semantics, workload)
+    return None if asked is None else _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
-    """As a file of them is validated: a program may write anything into a dataclass."""
+    """Fields from a program or a file, validated; PlanError names the first that is wrong."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(kind).validate_json(json.dumps(fields))
     except ValidationError as error:
         first = error.errors()[0]
-        raise PlanError(f"{what}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        place = on_one_line("".join(f"{part}: " for part in first["loc"]), 120)
+        problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        raise PlanError(f"{what}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
 
 
 def check(plan: "Planned | PlanFile | Plan | str | Path", search: bool = False) -> str:
@@ -283,7 +264,7 @@ def _recounted(plan: "Plan", claim: Any, search: bool) -> str:
 
 
 def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "str | Path | Profile | None" = None) -> "Prediction":
-    """A step of the plan on the machine that it was made for, or another, simulated op by op: `step_s`, `timeline`."""
+    """Simulate a step of the plan, op by op, on its machine or another: `step_s`, `timeline`."""
     from hwprofiles.schema import Profile, read_profile
     from planner.predict.cost import costs, region_of
     from planner.predict.simulate import simulate
@@ -311,18 +292,18 @@ def train(
     on_step: "Callable[[Metrics], None]" = lambda metrics: None,
     stop: "Stop | None" = None,
 ) -> Trained:
-    """Train with a plan, and save; the bits are those of `penstock run`.
+    """Train with a plan, and save checkpoints; the bits are those of `penstock run`.
 
-    `data`: a folder or file, as for `--data`; a list of them, or of the keys of `data.mix`; or an object with `batch(step)`.
-    `from_scratch`: random weights; without it, and without a folder of weights in the plan, `settings` name one, as
-    `{"model": "Qwen3-8B"}`. `settings`: all else that a run's file can say, by dotted names, as
-    `{"optimizer.weight_decay": 0.1, "checkpoint.every": 50, "tokenizer": "bytes"}`. `time_scale`: how many times slower an emulated
-    machine is. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
+    `data`: a folder or file, as for `--data`; a list of them, or of entries of `data.mix`; or an object with `batch(step)`.
+    `settings`: all other settings of a run by dotted names, as `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model` is
+    needed unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an emulated
+    machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
     last, and saves.
     """
     from penstock.run_config import RUN_FILE, read_run
-    from penstock.training.session import begun, online, write_settings
-    from penstock.training.watch import late_fraction, performed, watched
+    from penstock.training.run_folder import write_settings
+    from penstock.training.session import open_session
+    from penstock.training.trainer import Trainer
 
     _, file = _file_of(plan)
     arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
@@ -340,21 +321,18 @@ def train(
         made.append(metrics)
         on_step(metrics)
 
-    with ExitStack() as until_the_end:
-        run, first_step = until_the_end.enter_context(begun(asked, file, resume, time_scale=time_scale, data=given))
+    with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop) as session:
+        trainer = Trainer(session, step)
         if (folder / PLAN_FILE).exists() and not (folder / RUN_FILE).exists():
             raise CheckpointError(f"{folder / PLAN_FILE}: not written by a run, which writes such a file; choose another out")
         file.write(folder / PLAN_FILE)
-        write_settings(folder, asked)
-        if stop is not None:
-            run = replace(run, training=replace(run.training, stop=stop))
-        training = until_the_end.enter_context(watched(run, first_step, online()))
-        timeline, _ = performed(run, training, first_step, step)
-    return Trained(folder, made[-1].step if made else first_step, tuple(made), timeline, late_fraction(run))
+        write_settings(asked)
+        timeline, _ = trainer.train()
+    return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 
 
 def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches") -> "tuple[dict[str, Any], Batches | None]":
-    """The settings that name the data, and the object that gives them, if one does."""
+    """The settings that name the data, and the program's own batches, if it gives some."""
     match data:
         case str() | Path():
             return {"data.path": str(data)}, None
@@ -367,7 +345,7 @@ def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batche
 
 
 def _given(batches: "Batches", plan: "Plan") -> "Given":
-    """The batches as a run takes them, each held to the plan's shape."""
+    """The program's own batches, each validated against the plan's shape."""
     from penstock.data.given import Given
     from runtime.layers.documents import supports_documents
 
@@ -376,7 +354,7 @@ def _given(batches: "Batches", plan: "Plan") -> "Given":
 
 
 def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":
-    """Whatever holds a plan, and what to call it."""
+    """A plan with its claim, and its name in messages."""
     from runtime.plan import Plan, PlanFile
 
     match plan:

@@ -1,17 +1,16 @@
-"""How are the ranks of a run started, and how do they become one run?
+"""The ranks of a run: started on this host, and joined into one run.
 
-Every rank is this program, started by `torchrun` or by `penstock run` itself. Rank 0 puts the run together as if it were alone and
-leads it; the others read the same plan and settings, compare them with its own, and follow. What is wrong is said once, in a line.
+Every rank is this program, started by `torchrun` or by `penstock run`. Rank 0 puts the run together as if it were alone and leads
+it; the others read the same plan and settings, compare them with rank 0's, and follow. An error of all ranks is printed by rank 0.
 """
 
 import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,8 +21,9 @@ from importlib import metadata
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from runtime.errors import PenstockError, PlanError, RanksError
+from runtime.errors import PenstockError, PlanError
 
+from .signals import handled
 from .version import version_in_words
 
 if TYPE_CHECKING:
@@ -33,14 +33,13 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
-MEETING_PORTS = range(20_000, 32_000)  # by default Linux takes ports of connections from above these
-GRACE_S = 20.0  # that the others have to end once one has failed
+GRACE_S = 20.0  # for the other ranks to end by themselves once one has failed
 LOOK_S = 0.2
-_DEATH_SIGNAL = 1  # of prctl: which signal comes when whoever started this process ends
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl: the signal to this process when its parent ends
 
 
 class GoneError(PenstockError):
-    """A rank that follows ends because another has said why."""
+    """The end of a following rank for an error that rank 0 prints."""
 
 
 def is_rank() -> bool:
@@ -49,7 +48,7 @@ def is_rank() -> bool:
 
 
 def _number(name: str, default: int) -> int:
-    """A variable that whoever starts ranks has set."""
+    """An environment variable of the launcher."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise PlanError(f"{name} is {text[:20]!r} in the environment, no number; start ranks with `penstock run` or torchrun")
@@ -60,7 +59,7 @@ def _number(name: str, default: int) -> int:
 
 
 def refuse_several_hosts(plan: "Plan") -> None:
-    """PlanError that says what starts a plan's ranks where they are to be on several hosts."""
+    """PlanError with the torchrun command that starts a plan's ranks on several hosts."""
     from hwprofiles.schema import Profile
 
     if (n_hosts := Profile.from_json(plan.profile).n_hosts) > 1:
@@ -69,75 +68,54 @@ def refuse_several_hosts(plan: "Plan") -> None:
 
 
 def start(n: int, arguments: Sequence[str]) -> int:
-    """Start so many ranks on this machine, each with the command's own arguments; the exit code of what they did together.
+    """Start `n` ranks on this host, each with the command's own arguments; the exit code of the first to fail, or rank 0's.
 
-    A signal is passed on to rank 0, which ends the run as if it were alone. When one rank fails the others end too.
+    They meet in a store of this process, as torchrun's ranks do. Signals go to rank 0 alone, which ends the run after its step; and
+    once a rank has failed, the others have GRACE_S to end by themselves. Torchrun's launcher keeps neither promise: it answers
+    SIGTERM with code 1, kills a rank that takes 30 s to save, and sends SIGTERM to all, rank 0 too, as soon as one has failed.
     """
-    here = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "GROUP_"))}
-    here |= {
-        "WORLD_SIZE": str(n),
-        "LOCAL_WORLD_SIZE": str(n),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        STARTED_HERE: "1",
-    }
-    ranks = list[subprocess.Popen[bytes]]()
+    from runtime.machines.processes import meeting_place
+
+    store, environment = meeting_place(n)
+    environment = os.environ | environment | {STARTED_HERE: "1"}
+    ranks = [
+        subprocess.Popen(
+            [*COMMAND, *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for rank in range(n)
+    ]
+
+    def tell_rank_0(number: int, frame: FrameType | None) -> None:
+        ranks[0].send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
     try:
-        for rank in range(n):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            out = None if rank == 0 else subprocess.DEVNULL
-            ranks.append(subprocess.Popen([*COMMAND, *arguments], env=here | own, stdout=out, start_new_session=True))
-        with _signals_go_to(ranks[0]):
-            return _watched(ranks)
+        with handled(tell_rank_0, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            failed = _failed(ranks)
     finally:
         for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
+    del store  # until here: ranks lose each other without it
+    if (killed := next((rank for rank, code in failed.items() if code < 0), None)) is not None:
+        number = -failed[killed]
+        print(f"error: rank {killed} was ended by {signal.Signals(number).name}; go on with --resume", file=sys.stderr)
+        return 128 + number
+    return failed.get(0) or next(iter(failed.values()), 0)
 
 
-def free_port() -> int:
-    """A port at which ranks can meet: nobody has it on any address, and as a rule no connection takes it before they come.
-    RanksError if none is left."""
-    for port in random.SystemRandom().sample(MEETING_PORTS, len(MEETING_PORTS)):  # where two programs seed alike, not the same
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("", port))
-            return port
-    raise RanksError(f"every port from {MEETING_PORTS[0]} to {MEETING_PORTS[-1]} is in use; end other programs")
-
-
-def _watched(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Wait for all; after the first failure, not for long. The exit code of what failed first, or of rank 0 if that failed too."""
-    until_s, codes, killed = None, dict[int, int](), 0
-    while len(codes) < len(ranks):
-        left = [rank for rank in range(len(ranks)) if rank not in codes]
-        codes |= {rank: code for rank in left if (code := ranks[rank].poll()) is not None}
-        if until_s is None and any(codes.values()):
-            until_s = time.monotonic() + GRACE_S
-            if (gone := next((rank for rank, code in codes.items() if code < 0), None)) is not None:
-                killed = -codes[gone]
-                print(f"error: rank {gone} was ended by {signal.Signals(killed).name}; go on with --resume", file=sys.stderr)
-        if until_s is not None and time.monotonic() > until_s:
-            for process in ranks:
-                process.kill()
+def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
+    """Wait for all ranks, not for long once one has failed: the exit codes of those that failed, the first to fail first."""
+    until_s, codes = math.inf, dict[int, int]()
+    while True:
+        codes |= {rank: code for rank, process in enumerate(ranks) if (code := process.poll())}
+        if codes:
+            until_s = min(until_s, time.monotonic() + GRACE_S)
+        if time.monotonic() > until_s or all(process.returncode is not None for process in ranks):
+            return codes
         time.sleep(LOOK_S)
-    if killed:
-        return 128 + killed
-    return max(codes[0], 0) or next((code for code in codes.values() if code > 0), 0)
-
-
-@contextmanager
-def _signals_go_to(leader: "subprocess.Popen[bytes]") -> Iterator[None]:
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            leader.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # -- being one -----------------------------------------------------------------------------------------------------------------
@@ -145,7 +123,7 @@ def _signals_go_to(leader: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 @contextmanager
 def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Processes | None]":
-    """All ranks of a run, where it has several: each on a device and cores of its own, with one plan and one set of settings."""
+    """All ranks of a run that has several, once they have found that they have the same plan, settings and versions."""
     n, here = plan.semantics.ranks, _number("WORLD_SIZE", 1)
     if here == 1 and (n == 1 or device == "emulated"):
         yield None
@@ -155,16 +133,17 @@ def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Proc
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
     with met(device, _number("LOCAL_WORLD_SIZE", here), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
-        _compare(ranks, settings, plan)  # before anything is refused that one of them alone may have: the others would wait for it
+        _compare(ranks, settings, plan)  # before one rank alone refuses something: the others would wait for it
         if here != n or device == "emulated":
             _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
         yield ranks
 
 
 def take_own_part(asked_device: str) -> None:
-    """A device that others do not see, before anybody looks for one; and a share of the cores, unless who started the ranks has
-    given them theirs. PlanError where there are fewer devices than ranks. A rank that `start` has started is told to end when that
-    ends."""
+    """Give this rank a GPU of its own, before CUDA is initialized, and a share of the host's cores, unless its cores are pinned.
+
+    A rank that `start` has started gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
+    """
     if STARTED_HERE in os.environ:
         with contextlib.suppress(AttributeError, OSError):  # Linux has it
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGTERM))
@@ -181,7 +160,7 @@ def take_own_part(asked_device: str) -> None:
 
 
 def _compare(ranks: "Processes", settings: "RunSettings", plan: "Plan") -> None:
-    """PlanError that names what one rank has otherwise than rank 0; raised by all."""
+    """PlanError, on all ranks, that names what differs on one rank from rank 0."""
     mine = {
         "version": f"{version_in_words()}, torch {metadata.version('torch')}",
         "plan": _digest(str(plan)),
@@ -199,5 +178,5 @@ def _digest(text: str) -> str:
 
 
 def _refuse(error: PenstockError) -> NoReturn:
-    """What all ranks find is said by the first."""
+    """Raise on every rank an error that all find, which rank 0 prints."""
     raise error if int(os.environ.get("RANK", "0")) == 0 else GoneError(str(error))

@@ -1,10 +1,10 @@
-"""Which version is this?"""
+"""The version of Penstock, in words."""
 
 from importlib import metadata
 
 
 def version_in_words() -> str:
-    """`penstock 1.2`, or that it is not known."""
+    """`penstock 1.2`, or that the version is unknown."""
     try:
         return f"penstock {metadata.version('penstock')}"
     except metadata.PackageNotFoundError:

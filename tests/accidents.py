@@ -1,4 +1,4 @@
-"""What can befall a run, and how is it brought about?"""
+"""Accidents that can befall a run, and how to bring each about."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from penstock.checkpoint import checkpoint, room
+from penstock.checkpoint import checkpoint, disk
 from runtime.host.updates import CHANGES
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.torch_machine import TorchMachine
@@ -155,26 +155,7 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
     return False
 
 
-IMPORTED_BY_A_RUN = (
-    *("datasets", "transformers.models.qwen3.modeling_qwen3", "transformers.trainer_pt_utils"),
-    *(
-        "penstock.training.assembly",
-        "penstock.cli.outcome",
-        "penstock.cli.progress",
-        "penstock.cli.run",
-        "penstock.training.inputs",
-        "penstock.training.session",
-        "penstock.training.watch",
-    ),
-    *(
-        "planner.check.claim",
-        "penstock.data.data",
-        "penstock.data.map_style",
-        "penstock.data.token_cache",
-        "runtime.machines.cuda",
-    ),
-    *("penstock.training.evaluation", "penstock.training.generation", "penstock.training.trainer"),
-)
+IMPORTED_BY_A_RUN = ("datasets", "transformers.models.qwen3.modeling_qwen3", "penstock.cli.outcome", "penstock.training.following")
 
 
 @cache
@@ -283,22 +264,21 @@ def terminated(home: Path, rng: random.Random, n_trials: int) -> None:
 
 
 def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
-    """Runs on a disk that is full after some random number of bytes, and that was not seen to be before. Those that wait get room;
-    others end with one line, and go on when there is room."""
-    plans, disk, size = sorted(home.glob("plan-*.json")), home / "disk", 16 * 2**20
-    names, stood, waits = list[str](), list[list[int]](), list[Path]()
+    """Runs on a disk that is full after a random number of bytes, and that had room when they began: each ends with one line, and
+    goes on to the same bits when there is room."""
+    plans, mounted, size = sorted(home.glob("plan-*.json")), home / "disk", 16 * 2**20
+    names, stood = list[str](), list[list[int]]()
     assert penstock(*run_of(plans[0], home / "undisturbed"))[0] == 0
     expected = left_by(home / "undisturbed")
     sizes = [path.stat().st_size for path in (home / "undisturbed").rglob("*") if path.is_file()]
     needed = sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in sizes)
-    disk.mkdir()
-    room.free_bytes = lambda folder: 2**40
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=True)
+    mounted.mkdir()
+    disk.free_bytes = lambda folder: 2**40
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", mounted], check=True)
     for trial in range(n_trials):
-        out, filler = disk / f"{trial}", disk / "filler"
+        out, filler = mounted / f"{trial}", mounted / "filler"
         free = {0: 0, 1: needed - PAGE_BYTES}.get(trial, rng.randrange(needed))  # no room for the log; for the timeline; at random
         filler.write_bytes(bytes(size - free))
-        room.Wanted.has_come = _makes_room(filler, waits)  # type: ignore[method-assign]
         code, said = penstock(*run_of(rng.choice(plans), out, "--resume"))
         line = said.splitlines()[-1]
         assert code == 0 or (code == 2 and line.startswith("error: ") and "make room" in line), said
@@ -307,27 +287,15 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
         assert "Traceback" not in said
         stood.append(stands := whole_checkpoints(out))
         assert not list(out.rglob("*.partial"))
-        filler.unlink(missing_ok=True)
+        filler.unlink()
         if stands[-1:] != [N_STEPS]:
             code, said = penstock(*run_of(rng.choice(plans), out, "--resume"))
             assert code == 0, said
         assert left_by(out) == expected
         shutil.rmtree(out)
-    assert waits, "none had to wait: nothing is shown"
     assert names[1] == "timeline.json", f"the line names the file: {names}"
-    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], (
-        "without any room nothing is saved, and the timeline is the last thing written"
-    )
-    print(f"full at: {', '.join(names)}; waited for room {len(waits)} times")
-
-
-def _makes_room(filler: Path, waits: list[Path]) -> Callable[[room.Wanted], bool]:
-    def has_come(_: room.Wanted) -> bool:
-        waits.append(filler)
-        filler.unlink(missing_ok=True)
-        return True
-
-    return has_come
+    assert stood[:2] == [[], [*range(1, N_STEPS + 1)]], "the timeline is the last thing written"
+    print(f"full at: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,60 @@
-"""What does a test see of a file's rows, read as bytes?"""
+"""Data sets of the tests, read as bytes: 0..255, and 256 at the end of each document."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.data.data import read_data
-from penstock.data.map_style import MapStyleData
+from penstock.data.loader import Loader
+from penstock.data.map_style import PackedSet
 from penstock.settings import DataSettings
+from runtime.batch import Batch
 from runtime.errors import DataError
 
+END = 256
 
-def read(path: Path, **fields: object) -> MapStyleData:
-    data = read_data(DataSettings(str(path), **fields), None, 300, 64, 1, 0, path.parent / "cache")
-    assert isinstance(data, MapStyleData)
-    return data
+
+def read(path: Path, seq_len: int = 64, batch_size: int = 1, seed: int = 0, by_document: bool = False, **fields: object) -> Loader:
+    """The data of a file or folder; tokens are kept in a folder beside it."""
+    settings, cache = DataSettings(str(path), **fields), path.parent / f"run of {path.name}" / "tokens"
+    return read_data(settings, None, 300, seq_len, batch_size, seed, cache, by_document)
 
 
 def refused(path: Path, **fields: object) -> str:
+    """The one line in which data is refused."""
     with pytest.raises(DataError) as caught:
         read(path, **fields)
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 480, "no part is cut where it is shown"
     return str(caught.value)
+
+
+def only(data: Loader) -> PackedSet:
+    """The data set of map-style data that has but one."""
+    (part,) = data.source.parts
+    return part
+
+
+def tokens_of(data: Loader) -> list[list[int]]:
+    """The tokens of each document."""
+    documents = only(data).documents
+    return [documents.ids(d).tolist() for d in range(len(documents.lengths))]
+
+
+def texts_of(data: Loader) -> list[str]:
+    """The text of each document, without its end."""
+    return [bytes(i for i in ids if i < END).decode() for ids in tokens_of(data)]
+
+
+def write_lines(path: Path, rows: Iterable[object]) -> Path:
+    """Rows as lines of JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return torch.equal(a.input_ids, b.input_ids) and torch.equal(a.targets, b.targets) and a.document_tokens == b.document_tokens

@@ -1,4 +1,4 @@
-"""What does one of several processes train, and does it come to the bits of a single one?
+"""The law of ranks: several processes train to the bits of a single one.
 
 Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS:BATCH ...`. Rank 0 writes what
 all of them have in the end; `trained_alone` is the same by one process.
@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.ranks import free_port
-from penstock.training.crew import WholeState
+from penstock.training.leading import WholeState, obey
 from planner.check import operands
 from planner.check.check import check
 from runtime.executor import execute
-from runtime.machines.processes import Processes, met
+from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
@@ -79,13 +78,8 @@ def trained_alone(case: str) -> str:
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
     """By so many processes, on so many hosts as far as they know; the digest of each case. `by_memory`: as `Ranks` has it."""
-    common = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        BY_MEMORY: "yes" if by_memory else "",
-    }
+    store, there = meeting_place(ranks)
+    common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
     command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]
     here = ranks // hosts
     places = [{"RANK": str(r), "LOCAL_RANK": str(r % here), "LOCAL_WORLD_SIZE": str(here)} for r in range(ranks)]
@@ -95,6 +89,7 @@ def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memor
     finally:
         for process in started:
             process.kill()
+    del store  # until here: ranks lose each other without it
     return json.loads(out.read_text())
 
 
@@ -117,18 +112,11 @@ def main() -> None:
                 found[case] = digest(state, machine.results)
                 ranks.tell({"do": "end"})
             else:
-                give(machine, ranks)
+                obey(machine, ranks)
         if ranks.rank == 0:
             out.write_text(json.dumps(found))
     left = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]
     assert not left, f"threads that outlive the meeting: {left}"  # as Python ends, one of them could end the process instead
-
-
-def give(machine: Hostile, ranks: Processes) -> None:
-    """What rank 0 asks of this one's state."""
-    from penstock.training.crew import follow
-
-    follow(machine, ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How does a test start a run of several ranks, and what does it look at?"""
+"""Runs of several ranks: how tests start them and read what they leave."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from penstock.checkpoint.checkpoint import latest
-from penstock.ranks import free_port
+from runtime.machines.processes import meeting_place
 
 from .rank_law import ROOT
 from .running import SCRATCH, plan_in
@@ -51,29 +51,26 @@ def after(*lines):
     return [sys.executable, "-c", "\n".join([*lines, "from penstock.cli.main import main", "main()"])]
 
 
-def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
-    """Start ranks one by one, each with arguments of its own; in folders of their own, by commands of their own."""
-    n = len(arguments_of_ranks)
-    common = os.environ | QUIET | environment | {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
+def by_hand(arguments_of_ranks, folders=None, commands=None, timeout_s=90, **environment):
+    """Start ranks one by one, with arguments, folders and commands of their own: what each prints, and its exit code."""
+    store, there = meeting_place(len(arguments_of_ranks))
+    ranks = [
         subprocess.Popen(
             [*(commands[rank] if commands else COMMAND), *arguments],
             cwd=folders[rank] if folders else ROOT,
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | QUIET | environment | there | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank, arguments in enumerate(arguments_of_ranks)
     ]
-
-
-def ended(processes, timeout_s=90):
     try:
-        return [(p.communicate(timeout=timeout_s), p.returncode) for p in processes]
+        return [(process.communicate(timeout=timeout_s), process.returncode) for process in ranks]
     finally:
-        for process in processes:
+        for process in ranks:
             process.kill()
+        del store  # until here: ranks lose each other without it
 
 
 def pid_of(running, rank):

@@ -1,4 +1,4 @@
-"""How does a test perform a run as a user does?"""
+"""Commands of `penstock` as tests run them."""
 
 import hashlib
 import json

@@ -14,7 +14,7 @@ ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
-    *("runtime/host", "penstock", "penstock/data/files", "penstock/data", "penstock/training", "penstock/checkpoint"),
+    *("runtime/host", "penstock", "penstock/data", "penstock/training", "penstock/checkpoint"),
     *("penstock/cli", "penstock/cli/data", "penstock/cli/model", "penstock/cli/which"),
 )
 _HEAD = """# A tour

@@ -1,12 +1,11 @@
-"""How does training go on while its state is saved, copy-on-write?
+"""Copy-on-write snapshots: training goes on while the state between two steps is written, block by block.
 
-A copy-on-write snapshot is the state between two steps. It begins when the last change by the first of them is done, and is
-written block by block while training goes on. An update first asks here: a block that is written may change; another is copied
-aside, as far as memory for that goes, or the update waits until it is written. So no second copy of the state is needed, and what
-is written is the state between two steps to the last bit.
+A snapshot begins when the last change by a step is done. Before an update changes a block it asks here: a block that is written may
+change; another is copied first, as far as there is memory for copies, or the update waits until it is written.
+torch.distributed.checkpoint's asynchronous save would first stage a second copy of all state, which host memory has no room for.
 
-A block that nobody copied is written before one that was: an update may be waiting for it, or will be soon. Where there is memory
-for copies, blocks are written from the other end of the order, so that updates and writing meet only once.
+Blocks that are not copied are written before those that are, as an update may be waiting for one. Where there is memory for copies
+they are written in the reverse order of updates, so that updates and writing meet only once.
 """
 
 import threading
@@ -22,85 +21,82 @@ from runtime.plan import Plan
 
 
 class _Place(Enum):
-    THERE = auto()  # only in the arenas
-    IN_HAND = auto()  # being written from there
-    COPYING = auto()
+    """Where a block of a snapshot is."""
+
+    IN_STATE = auto()  # in the state that training changes
+    BEING_WRITTEN = auto()  # from there
+    BEING_COPIED = auto()
     COPIED = auto()
     WRITTEN = auto()
 
 
 class GivenUp(Exception):
-    """The snapshot is wanted no more."""
+    """The snapshot is not wanted any more."""
 
 
 class Snapshot:
-    """The state after `step` steps, for as long as it takes to write it."""
+    """The state after `step` steps, until it is written."""
 
     def __init__(self, step: int, n_updates: int, order: tuple[int, ...]) -> None:
         self.step, self.n_updates = step, n_updates
-        self.places = dict.fromkeys(order, _Place.THERE)
+        self.places = dict.fromkeys(order, _Place.IN_STATE)
         self.copies: dict[int, Copy] = {}
 
 
 class Snapshots:
-    """Between the host's lane, which changes the state, and whoever writes it: one snapshot at a time."""
+    """One snapshot at a time, between the host's lane, which changes the state, and the thread that writes it.
 
-    def __init__(
-        self,
-        state: HostState,
-        is_due: Callable[[int], bool],
-        copy_bytes: int,
-        say: Callable[[str], None],
-    ) -> None:
-        """`is_due(step)` says whether the state after that step is written while training goes on."""
+    A `runtime.host.host_state.Gate`: the methods of that name are called on the lane.
+    """
+
+    def __init__(self, state: HostState, is_due: Callable[[int], bool], copy_bytes: int, say: Callable[[str], None]) -> None:
+        """`is_due(step)`: whether the state after that step is written in the background; `copy_bytes`: memory for copies."""
         self._state, self._is_due, self._say = state, is_due, say
-        self._room_bytes = copy_bytes
+        self._free_bytes = copy_bytes
         self._order = order_of_updates(state.plan)
         self._now: Snapshot | None = None
-        self._next: int | None = None  # the step of a snapshot that could not begin, as the one before is still being written
-        self._last: int | None = None  # the step of the last that was asked for
+        self._next: int | None = None  # the step of a snapshot that waits for the one before to be written
+        self._last: int | None = None  # the step that was asked for last
         self._is_over = False
         self._changed = threading.Condition()
         self.n_begun_late = self.n_copied = self.n_waited_for = 0  # snapshots; blocks; blocks
 
-    # -- the host's lane --------------------------------------------------------------------------------------------
+    # -- on the host's lane -----------------------------------------------------------------------------------------
 
     def step_is_done(self, step: int) -> None:
-        """The last change by a step, counted from 0, has been made."""
+        """As `Gate.step_is_done`."""
         if self._is_due(step + 1):
             self.ask_for(step + 1)
 
     def before_change(self, block: int, workers: Workers[Scratch]) -> None:
-        """Return when the block's state may change; until then `workers` may copy it."""
+        """As `Gate.before_change`."""
         with self._changed:
-            self._let_the_next_begin()
+            self._wait_for_next()
             if self._now is None or self._now.places[block] in (_Place.COPIED, _Place.WRITTEN):
                 return
             snapshot, n_bytes = self._now, self._state.n_bytes(block)
-            if snapshot.places[block] is not _Place.THERE or n_bytes > self._room_bytes:
+            if snapshot.places[block] is not _Place.IN_STATE or n_bytes > self._free_bytes:
                 self._wait_until_written(snapshot, block)
                 return
-            snapshot.places[block] = _Place.COPYING
-            self._room_bytes -= n_bytes
+            snapshot.places[block] = _Place.BEING_COPIED
+            self._free_bytes -= n_bytes
         copy = None
         try:
-            with suppress(MemoryError):  # there is less than there was when the run began: from now on, updates wait
+            with suppress(MemoryError):  # less is free than when the run began: from now on updates wait
                 copy = self._state.copied(block, workers)
         finally:
             with self._changed:
                 if copy is None:
-                    snapshot.places[block], self._room_bytes = _Place.THERE, 0
+                    snapshot.places[block], self._free_bytes = _Place.IN_STATE, 0
                 else:
                     snapshot.places[block], snapshot.copies[block] = _Place.COPIED, copy
                     self.n_copied += 1
-                    if self._now is not snapshot:
-                        self._drop_copies(snapshot)
                 self._changed.notify_all()
         if copy is None:
             with self._changed:
                 self._wait_until_written(snapshot, block)
 
-    def _let_the_next_begin(self) -> None:
+    def _wait_for_next(self) -> None:
         if self._next is not None:
             self.n_begun_late += 1
             if self.n_begun_late == 1 and self._now is not None:
@@ -116,7 +112,7 @@ class Snapshots:
         while self._now is snapshot and snapshot.places[block] is not _Place.WRITTEN:
             self._changed.wait()
 
-    # -- whoever writes ---------------------------------------------------------------------------------------------
+    # -- on the thread that writes ----------------------------------------------------------------------------------
 
     def ask_for(self, step: int) -> None:
         """A snapshot of the state as it is now: at once, or when the one before is written. Nothing changes until then."""
@@ -134,33 +130,32 @@ class Snapshots:
         self._changed.notify_all()
 
     def begun(self) -> Snapshot | None:
-        """Return the next snapshot when it has begun; None when there will be no more."""
+        """Wait for the next snapshot; None when there will be no more."""
         with self._changed:
             while self._now is None and not self._is_over:
                 self._changed.wait()
             return self._now
 
     def next_block(self, snapshot: Snapshot) -> tuple[int, Copy | None] | None:
-        """Which block to write now, and its copy where it has changed since; None when all are written."""
+        """The block to write now, and its copy where it has changed since; None when all are written, and the next may begin."""
         with self._changed:
             while True:
-                if self._is_over:
-                    raise GivenUp
-                there = [block for block, place in snapshot.places.items() if place is _Place.THERE]
-                if there:
-                    block = self._next_of(there)
-                    snapshot.places[block] = _Place.IN_HAND
+                self.look()
+                in_state = [block for block, place in snapshot.places.items() if place is _Place.IN_STATE]
+                if in_state:
+                    block = in_state[0] if self._state.n_bytes(in_state[0]) > self._free_bytes else in_state[-1]
+                    snapshot.places[block] = _Place.BEING_WRITTEN
                     return block, None
                 for block, copy in snapshot.copies.items():
                     return block, copy
                 if all(place is _Place.WRITTEN for place in snapshot.places.values()):
-                    self._let_go(snapshot)
+                    self._now = None
+                    if self._next is not None:
+                        self._begin(self._next)
+                        self._next = None
+                    self._changed.notify_all()
                     return None
                 self._changed.wait()
-
-    def _next_of(self, there: list[int]) -> int:
-        """The one that is changed first, if it cannot be copied; else the one that is changed last."""
-        return there[0] if self._state.n_bytes(there[0]) > self._room_bytes else there[-1]
 
     def look(self) -> None:
         """GivenUp if there is no need to go on writing."""
@@ -172,28 +167,7 @@ class Snapshots:
         with self._changed:
             snapshot.places[block] = _Place.WRITTEN
             if snapshot.copies.pop(block, None) is not None:
-                self._room_bytes += self._state.n_bytes(block)
-            self._changed.notify_all()
-
-    def drop(self, snapshot: Snapshot) -> None:
-        """It is written no further. The state after its step may be asked for again."""
-        with self._changed:
-            self._drop_copies(snapshot)
-            if self._last == snapshot.step:
-                self._last = None
-            self._let_go(snapshot)
-
-    def _drop_copies(self, snapshot: Snapshot) -> None:
-        self._room_bytes += sum(self._state.n_bytes(block) for block in snapshot.copies)
-        snapshot.copies.clear()
-
-    def _let_go(self, snapshot: Snapshot) -> None:
-        """What is left to do for the snapshot needs the state no more: the next may begin."""
-        if self._now is snapshot:
-            self._now = None
-            if self._next is not None:
-                self._begin(self._next)
-                self._next = None
+                self._free_bytes += self._state.n_bytes(block)
             self._changed.notify_all()
 
     def end(self) -> None:

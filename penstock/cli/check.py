@@ -1,4 +1,4 @@
-"""How does a user see whether a plan is right, and what it claims true?"""
+"""`penstock check`: prove a plan right, and recompute what it claims."""
 
 from pathlib import Path
 

@@ -1,7 +1,9 @@
-"""The outcome of a run: predicted against measured, and a profile corrected by it."""
+"""The overview of a run before its first step, and the table of predicted and measured figures after its last."""
 
 import json
+import os
 import resource
+import shutil
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,14 +15,14 @@ from penstock.run_config import RunConfigError
 from runtime.errors import PlanError
 from runtime.files import try_to_write, write_whole
 from runtime.plan.footprint import planned_device_needs
-from runtime.units import on_one_line, show_bytes, show_seconds
+from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
-from .options import show_table
+from .tables import show_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.training.assembly import Session
+    from penstock.training.session import Session
     from planner.show.facts import Measured
     from runtime.plan import Kind, Lane, Plan
     from runtime.plan.timeline import Timeline
@@ -28,6 +30,49 @@ if TYPE_CHECKING:
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
 WORTH_NAMING = 0.02  # of a step
 MOST_NAMED = 4
+
+
+def overview(session: "Session") -> dict[str, str]:
+    """What a user may want to stop before step 1, by name."""
+    of, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
+    data = session.data.words()
+    data.pop("warning", None)
+    steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "all are done, evaluating"
+    rows = {
+        "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
+        "weights": session.weights,
+        "tokenizer": session.tokenizer,
+        "device": _device(session),
+        **data,
+        "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
+        "predicted": _predicted(session, n_steps - first_step),
+    }
+    if session.held_out is not None:
+        asked, words = session.settings.evaluation, session.held_out.words()
+        n = min(asked.max_sequences, session.held_out.n_steps or asked.max_sequences)
+        rows["held out"] = f"{words['data']}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
+    if session.saves:
+        free_bytes = shutil.disk_usage(session.folder).free
+        each_bytes = session.plan.checkpoint_bytes(session.settings.checkpoint.weights_only)
+        rows["checkpoints"] = f"{show_bytes(each_bytes)} each, {show_bytes(free_bytes)} free in {session.settings.out}"
+    return rows
+
+
+def _device(session: "Session") -> str:
+    name = session.plan.profile["name"]
+    if session.device == "emulated":
+        return f"{name}, emulated {session.scale:.3g} times slower on this CPU"
+    device = session.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
+    return device if session.is_comparable else f"{device}, in the place of the GPU of {name}"
+
+
+def _predicted(session: "Session", n_steps: int) -> str:
+    """On the machine that the plan is for; how long one of another kind takes is not known."""
+    machine, step_s = session.plan.profile["name"], session.prediction.step_s
+    if session.device == "emulated":
+        return f"{show_duration(n_steps * step_s * session.scale)} here, for {show_duration(n_steps * step_s)} on {machine}"
+    here = "" if session.is_comparable else "; this machine is of another kind, and how long it takes shows after some steps"
+    return f"{show_duration(n_steps * step_s)} on {machine}, {show_seconds(step_s)} a step{here}"
 
 
 def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
@@ -70,7 +115,7 @@ def _rows(run: "Session", found: "Measured") -> "Iterator[tuple[str, str, str, s
 
 def _memory_rows(run: "Session") -> "Iterator[tuple[str, str, str, str]]":
     """Arenas, and the peaks of process and device; an emulated machine's are another's."""
-    plan, store = run.plan, run.training.store
+    plan, store = run.plan, run.store
     if run.device == "emulated":
         return
     by_arena = store.arenas.n_bytes
@@ -90,24 +135,23 @@ def _memory_rows(run: "Session") -> "Iterator[tuple[str, str, str, str]]":
 def _notes(run: "Session") -> "Iterator[str]":
     """Whether the prediction is of this machine, and where the files are."""
     from penstock.checkpoint.checkpoint import latest
-    from penstock.training.watch import late_fraction
 
-    profile, training = run.plan.profile, run.training
+    profile = run.plan.profile
     if run.device == "emulated":
         yield (
             f"emulated {profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
-            f"{late_fraction(run):.1%} of the ops took this computer longer than that"
+            f"{run.late_fraction:.1%} of the ops took this computer longer than that"
         )
     elif not run.is_comparable:
         here = "CPU" if run.device == "cpu" else "GPU"
         yield f"the plan was made for {profile['name']}: its prediction is not comparable with this {here}"
-    elif (name := training.store.device_name()) is not None and name != profile["device"]["name"]:
+    elif (name := run.store.device_name()) is not None and name != profile["device"]["name"]:
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.device != "emulated":
-        yield f"host memory: {training.store.arenas.host_words()}"
-    if training.saves:
-        yield f"checkpoint: {on_one_line(str(latest(training.folder)))}"
-    folder = on_one_line(str(training.folder))
+        yield f"host memory: {run.store.arenas.host_words()}"
+    if run.saves:
+        yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
+    folder = on_one_line(str(run.folder))
     yield f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html"
 
 
@@ -169,7 +213,7 @@ def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
 
     day = datetime.now(UTC).date().isoformat()
     try:
-        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.training.store.device_name())
+        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.store.device_name())
     except PlanError as error:  # the run itself is over and saved
         click.echo(f"no profile written: {on_one_line(str(error))}", err=True)
         return

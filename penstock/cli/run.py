@@ -1,11 +1,9 @@
-"""How does a user start a run?"""
+"""`penstock run`: train with a plan, by one process or by several ranks, until it is done or a signal asks for its end."""
 
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -13,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.run_config import RUN_FILE
+from penstock.signals import handled
 from runtime.errors import RanksError
 from runtime.units import on_one_line
 
-from .run_options import PATH, POSITIVE, RunCommand, given_settings, setting_flags
+from .flags import PATH, RunCommand, given_settings, setting_flags
+from .options import Above0
 
 if TYPE_CHECKING:
     from penstock.settings import RunSettings
-    from penstock.training.assembly import Session
-    from runtime.executor import Stop
+    from penstock.training.session import Session
     from runtime.plan import Plan
 
     from .progress import Preparing
@@ -33,9 +32,11 @@ if TYPE_CHECKING:
 @setting_flags
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint in --out.")
 @click.option("--resume-from", metavar="CHECKPOINT", help="Resume from this one, as checkpoint-20.")
-@click.option("--recalibrate", type=PATH, metavar="FILE.json", help="Write the machine's profile as this run shows it to be.")
+@click.option("--recalibrate", type=PATH, metavar="FILE.json", help="Write the machine's profile, corrected by this run.")
 @click.option(
-    "--time-scale", type=POSITIVE, help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]"
+    "--time-scale",
+    type=Above0(1e6),
+    help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]",
 )
 @click.pass_context
 def run(
@@ -63,7 +64,7 @@ def run(
         settings = read_run(config, given)
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
-        _refuse_what_makes_no_sense(settings, given, resume or resume_from is not None, time_scale)
+        _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
         code = _run(settings, resume, resume_from, recalibrate, time_scale, report)
     ctx.exit(code)
 
@@ -76,11 +77,8 @@ def _run(
     time_scale: float | None,
     report: "Preparing",
 ) -> int:
-    """Put the run together and perform it; the exit code."""
+    """Start the ranks of a run, or be one of them, or the only one; the exit code."""
     from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
-    from penstock.training.assembly import device_of
-    from penstock.training.following import follow
-    from penstock.training.session import begun, let_segments_grow
     from runtime.plan import PlanFile
 
     from .outcome import refuse_to_recalibrate
@@ -89,88 +87,96 @@ def _run(
         if recalibrate is not None:
             refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
 
-    let_segments_grow(settings.device)
     try:
-        if is_rank():
-            take_own_part(settings.device)
-        device = device_of(settings.device)
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan or ""))
         n = file.plan.semantics.ranks
-        if n > 1 and device != "emulated" and not is_rank():
+        if n > 1 and settings.device != "emulated" and not is_rank():
             report.stop()
             refuse_several_hosts(file.plan)
             return start(n, sys.argv[1:])
+        if is_rank():
+            take_own_part(settings.device)
+        from penstock.training.device import device_of
+        from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
+        from penstock.training.session import open_session
+
+        device = device_of(settings.device)
         with joined(settings, file.plan, device) as ranks:
             if ranks is not None and ranks.rank > 0:
                 report.stop()
                 return follow(settings, file, device, ranks)
-            where = settings.plan or ""
-            started = begun(settings, file, resume, resume_from, time_scale, refuse=refuse, report=report, ranks=ranks, where=where)
-            with started as (session, first_step):
+            with open_session(
+                settings,
+                file,
+                settings.plan or "",
+                resume=resume,
+                resume_from=resume_from,
+                time_scale=time_scale,
+                refuse=refuse,
+                report=report,
+                ranks=ranks,
+            ) as session:
                 report.stop()
-                return _train(session, first_step, recalibrate)
+                return _train(session, recalibrate)
     except GoneError as error:
         return error.exit_code
     except RanksError:
         if is_rank() and os.environ.get("RANK", "0") != "0":
-            return 1  # the first rank says it
+            return 1  # rank 0 prints it
         raise
 
 
-def _train(run: "Session", first_step: int, recalibrate: Path | None) -> int:
-    """Perform the steps and show what came of them; the exit code."""
-    from penstock.checkpoint.room import NoRoomError
-    from penstock.training.overview import overview
-    from penstock.training.session import online, write_settings
-    from penstock.training.watch import performed, watched
+def _train(session: "Session", recalibrate: Path | None) -> int:
+    """Perform the steps and show the outcome; the exit code."""
+    from penstock.training.run_folder import write_settings
+    from penstock.training.trainer import Trainer
 
-    from .outcome import show_outcome
+    from .outcome import overview, show_outcome
     from .progress import LANES, Progress, show_overview
 
-    plan, training = run.plan, run.training
-    write_settings(Path(run.settings.out), run.settings)
-    if run.device == "emulated":
+    plan, store, stop, n_steps = session.plan, session.store, session.stop, session.n_steps
+    speed_up = session.scale * plan.semantics.tokens_per_step / store.plan.semantics.tokens_per_step
+    lanes = LANES if session.device == "cpu" else {}
+    progress = Progress(session.first_step, n_steps, speed_up, session.scale, store.device_peak_bytes, lanes)
+    trainer = Trainer(session, progress.step)
+    write_settings(session.settings)
+    if session.device == "emulated":
         name = plan.profile["name"]
-        click.echo(f"{name}, emulated {run.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
-    show_overview(overview(run, first_step), training.data.words().get("warning"))
-    speed_up = run.scale * plan.semantics.tokens_per_step / training.plan.semantics.tokens_per_step
-    lanes = LANES if run.device == "cpu" else {}
-    progress = Progress(first_step, run.n_steps, speed_up, run.scale, training.store.device_peak_bytes, lanes)
-    with ExitStack() as until_the_end:
-        training = until_the_end.enter_context(watched(run, first_step, online()))
-        asked = until_the_end.enter_context(_first_signal_asks(training.stop, progress.tell))
-        until_the_end.enter_context(progress)
-        try:
-            timeline, times_s = performed(run, training, first_step, progress.step)
-        except NoRoomError as error:
-            if asked.by is None:
-                raise
-            until_the_end.close()
-            click.echo(f"{asked.words}: {error}", err=True)
-            return 128 + asked.by
-    if training.stop.is_requested and (progress.n_done < run.n_steps or training.lacks_evaluation(run.n_steps, run.n_steps)):
-        click.echo(f"{asked.words}: {_stopped(run, first_step, progress.n_done)}", err=True)
-        return asked.exit_code
-    if first_step < run.n_steps:
-        show_outcome(run, timeline, times_s, recalibrate)
+        click.echo(f"{name}, emulated {session.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
+    show_overview(overview(session), session.data.words().get("warning"))
+    asked = list[int]()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        """The first SIGTERM or Ctrl-C requests an end after the step; a second one ends the command at once."""
+        asked.append(number)
+        stop.request()
+        progress.tell("finishing the step, then saving; once more ends at once")
+
+    with handled(ask, signal.SIGINT, signal.SIGTERM, once=True), progress:
+        timeline, times_s = trainer.train()
+    if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
+        word = "terminated" if signal.SIGTERM in asked else "interrupted"
+        click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
+        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # a run that saved on SIGTERM has done all that was asked
+    if session.first_step < n_steps:
+        show_outcome(session, timeline, times_s, recalibrate)
     return 0
 
 
-def _stopped(run: "Session", first_step: int, n_done: int) -> str:
-    """What a run leaves that was asked to end."""
-    at = f"stopped after step {n_done} of {run.n_steps}"
-    if not run.training.saves:
+def _stopped(session: "Session", n_done: int) -> str:
+    """What a run that was asked to end has saved, and how to resume."""
+    at, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
+    if not session.saves:
         return f"{at}, and nothing is saved"
-    if run.settings.checkpoint.weights_only and n_done > first_step:
-        return f"{at}; its weights alone are saved: train on from them with --model {run.settings.out}/checkpoint-{n_done}"
-    saved = "saved" if n_done > first_step else "nothing to save"
-    return (
-        f"{at}, {saved}; resume with: penstock run --config {on_one_line(shlex.quote(f'{run.settings.out}/{RUN_FILE}'))} --resume"
-    )
+    if session.settings.checkpoint.weights_only and is_new:
+        return f"{at}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
+    again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
+    return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
 
 
-def _refuse_what_makes_no_sense(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
+def _refuse_contradictions(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
+    """UsageError for flags that contradict --device."""
     if settings.device == "emulated" and (resumes or any(name.startswith("checkpoint.") for name in given)):
         about = "--resume, --save-every and all else about checkpoints"
         raise click.UsageError(f"an emulated run saves nothing: leave out {about}, or --device emulated")
@@ -178,42 +184,3 @@ def _refuse_what_makes_no_sense(settings: "RunSettings", given: dict[str, Any], 
         raise click.UsageError("an emulated run has a stand-in's weights: leave out --eval-data and --prompt, or --device emulated")
     if time_scale is not None and settings.device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")
-
-
-class _Asked:
-    """Which signal asked the run to end."""
-
-    def __init__(self) -> None:
-        self.by: int | None = None
-
-    @property
-    def words(self) -> str:
-        return "terminated" if self.by == signal.SIGTERM else "interrupted"
-
-    @property
-    def exit_code(self) -> int:
-        """A SIGTERM is how a machine is taken back: a run that has saved has done all that was asked."""
-        return 128 + signal.SIGINT if self.by == signal.SIGINT else 0
-
-
-@contextmanager
-def _first_signal_asks(stop: "Stop", tell: Callable[[str], None]) -> Iterator[_Asked]:
-    """The first SIGTERM or Ctrl-C asks for an end after the step; the second does what the first would have done before."""
-    asked = _Asked()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    heeded = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.by = number
-        stop.request()
-        for other, handler in heeded.items():
-            signal.signal(other, handler)
-        tell("finishing the step, then saving; once more ends at once")
-
-    for number in heeded:
-        signal.signal(number, ask)
-    try:
-        yield asked
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)

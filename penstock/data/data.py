@@ -1,67 +1,34 @@
-"""Where do the batches of a run come from?
+"""Training data: from the rows of files to the batches of a run.
 
-From the rows of a data set, through the model's own tokenizer and chat template, as sequences that are packed and ordered as the
-user chose. Tokens are made before training and kept in a cache, or made as they are needed; either way a step's batch depends on
-nothing but the data, the settings, the seed and the number of the step.
+Rows are read, turned into documents by the model's tokenizer and chat template, packed into sequences, and put in an order. Tokens
+are made before training and kept in a cache, or made as they are needed.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from penstock.data.files.sources import WANTED
-from penstock.data.files.splits import TRAIN
 from penstock.settings import DataSettings
-from runtime.batch import Batch
 from runtime.errors import DataError
 
-from .map_style import BatchShape, MapStyleData, fingerprint_of, in_words, order_of
-from .mixed import MixedData, shares_of
-from .packing import Counts, Packing, pack
-from .prefetch import Prefetched
-from .reading import Reading, read_set
-from .streamed import StreamedData, streamed
-from .token_cache import Row, cached_tokens
+from .chat import ChatTemplate
+from .documents import Reader, kept_documents
+from .files import TRAIN, WANTED, DataFiles, find_files
+from .formats import COLUMNS, format_of, renamed, shown
+from .given import Given
+from .loader import Loader
+from .map_style import MapStyleData, PackedSet, order_of, shares_of
+from .packing import Shape, in_words, pack
+from .rows import parsed, rows_of
+from .streamed import Stream
+from .tokenizer import ModelTokenizer, read_tokenizer
 
-
-class Data(Protocol):
-    """The batches of a run, by the number of the step."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Tells whether a resumed run sees the data it was started with."""
-        ...
-
-    @property
-    def n_steps(self) -> int | None:
-        """Steps of one epoch, the last of which may begin the next; None where that is known only at its end."""
-        ...
-
-    @property
-    def n_sequences(self) -> int | None:
-        """Sequences of one epoch; None where that is known only at its end."""
-        ...
-
-    def batch(self, step: int) -> Batch:
-        """What step number `step`, counted from 0, trains on."""
-        ...
-
-    def position(self, step: int) -> dict[str, Any]:
-        """Where that step begins, as JSON can hold it."""
-        ...
-
-    def resume(self, step: int, position: dict[str, Any]) -> None:
-        """Go on at that step; CheckpointError for a position that this data does not have."""
-        ...
-
-    def words(self) -> dict[str, str]:
-        """What was read and how sequences are made of it, by name, a line each; perhaps a `warning`."""
-        ...
-
-    def close(self) -> None: ...
+Data = Loader | Given  # the batches of a run, by the number of the step
 
 
 def read_data(
@@ -75,91 +42,103 @@ def read_data(
     by_document: bool = False,
     preferred: tuple[str, ...] = TRAIN,
     report: Callable[[str], None] = lambda words: None,
-) -> Data:
+) -> Loader:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
     `cache` is a folder in which tokens are kept for the next run, within the folder that the run writes to: neither is data.
     `by_document`: whether the model can attend to each document of a sequence alone. `preferred`: which splits of a
     folder, where the settings name none. DataError names the file, and the line or row.
     """
-    if seq_len < 2 or batch_size < 1:
-        raise DataError(f"--seq-len {seq_len}, --batch-size {batch_size}: at least 2 and 1 are needed")
-    if not 0 <= seed < 2**64:
-        raise DataError(f"seed {seed}: give one of 0 to 2^64 - 1")
-    parts = settings.parts
-    if settings.streaming and len(parts) > 1:
+    if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
-    shares = shares_of([part.weight for part in settings.mix])
-
-    def read(part: DataSettings) -> StreamedData | MapStyleData:
-        reading = read_set(part, model_folder, vocab_size, cache, preferred)
-        try:
-            shape = BatchShape(_packing(part, reading, by_document), seq_len, batch_size, reading.encoder.end_id)
-            if part.streaming:
-                return _streamed(part, reading, shape, seed)
-            return _mapped(part, reading, shape, seed, cache, report)
-        finally:
-            reading.close()
-
-    found = [read(part) for part in parts]
-    several = tuple(one for one in found if isinstance(one, MapStyleData))
-    data = found[0] if len(parts) == 1 else MixedData(several, shares)
-    return Prefetched(data, settings.workers) if settings.workers else data
+    weights = [part.weight for part in settings.mix] or [None]
+    shares_of(weights, [1] * len(weights))  # what is wrong with them is said before anything is read
+    tokenizer, shuffle_seed = read_tokenizer(model_folder), seed if settings.shuffle else None
+    sets = list[PackedSet]()
+    for part in settings.parts:
+        reader = reader_of(part, tokenizer, vocab_size, cache.parent, preferred)
+        shape = Shape(_packing(part, reader, by_document), seq_len, tokenizer.end_id, part.too_long, part.unsupervised)
+        if settings.streaming:
+            return _streamed(part, reader, shape, batch_size, shuffle_seed)
+        sets.append(_packed(reader, shape, shuffle_seed, cache, report))
+    shares = shares_of(weights, [len(each.sequences) for each in sets])
+    fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
+    return Loader(MapStyleData(tuple(sets), shares, batch_size, shuffle_seed, fingerprint), settings.workers)
 
 
-def _packing(settings: DataSettings, reading: Reading, by_document: bool) -> Packing:
+def reader_of(
+    settings: DataSettings, tokenizer: ModelTokenizer, vocab_size: int, run: Path, preferred: tuple[str, ...] = TRAIN
+) -> Reader:
+    """How a data set is read for a model of `vocab_size` token ids; of its rows only the first was looked at. `run`: the folder
+    that the run writes to, which is no data. `preferred`: which splits, where the settings name none."""
+    if tokenizer.end_id >= vocab_size:
+        advice = "reading bytes needs 257; else use the tokenizer of this model"
+        raise DataError(f"the end token {tokenizer.end_id} is outside the model's {vocab_size} token ids; {advice}")
+    columns = settings.columns or {}
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        raise DataError(f"--columns {unknown[0][:40]}=...: no such column; there are {', '.join(COLUMNS)}")
+    files = find_files(Path(settings.path or ""), run, settings.split, preferred)
+    where, first = _first_row(files, columns)
+    format: str = settings.format
+    if format == "auto":
+        format = format_of(first, where, columns) if where else "text"
+    prompt = first.get("prompt") if isinstance(first, dict) else None
+    is_text = format == "text" or (format == "prompt-completion" and isinstance(prompt, str))
+    if format != "text" and files.path.is_dir():
+        files = files.rows_only()
+    if not where and not any(file.kind == "text" for file in files.files):
+        raise DataError(f"{files.path}: no text in it; {WANTED}")
+    return Reader(files, columns, format, ChatTemplate(tokenizer), vocab_size, is_text)
+
+
+def _first_row(files: DataFiles, columns: dict[str, str]) -> tuple[str, Any]:
+    """Where the first row of the first file of rows is, if any, and that row; DataError where it lacks a column that was mapped."""
+    for number, file in enumerate(files.files):
+        for n, value in rows_of(file.path, file.kind, columns.values()) if file.kind != "text" else ():
+            where = files.where(number, n)
+            row = parsed(value, where) if isinstance(value, bytes) else value
+            theirs = row if isinstance(row, dict) else {}
+            if gone := [name for name in columns.values() if name not in theirs]:
+                raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
+            return where, renamed(row, columns)
+    return "", None
+
+
+def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
     if settings.packing == "documents" and not by_document:
         raise DataError("packing documents: this model cannot attend to each document of a sequence alone; choose one or joined")
     if settings.packing != "auto":
         return settings.packing
-    return "joined" if reading.format == "text" else "documents" if by_document else "one"
+    return "joined" if reader.format == "text" else "documents" if by_document else "one"
 
 
-def _streamed(settings: DataSettings, reading: Reading, shape: BatchShape, seed: int) -> StreamedData:
-    if not reading.source.files:
-        raise _nothing(reading, 0, Counts(), shape)
-    return streamed(settings, reading, shape, seed, _about(reading, reading.source.n_outside + reading.n_set_aside))
+def _streamed(settings: DataSettings, reader: Reader, shape: Shape, batch_size: int, seed: int | None) -> Loader:
+    content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
+    fingerprint = _fingerprint(content, reader.identity, asdict(shape), settings.shuffle_buffer, batch_size, seed)
+    stream = Stream(reader, shape, batch_size, settings.shuffle_buffer, seed, _about(reader), fingerprint)
+    return Loader(stream, min(1, settings.workers))
 
 
-def _mapped(
-    settings: DataSettings, reading: Reading, shape: BatchShape, seed: int, cache: Path, report: Callable[[str], None]
-) -> MapStyleData:
-    key = json.dumps([reading.source.content_hash(), reading.identity, reading.vocab_size])
-    kept = cached_tokens(cache, key, reading.source, reading.wide, lambda left_out: _told(reading.rows(left_out), report))
-    n = len(kept.lengths)
-    shuffle_seed = seed if settings.shuffle else None
+def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Callable[[str], None]) -> PackedSet:
+    content = reader.files.content_hash(whole=True)
+    documents = kept_documents(reader, content, cache, report)
+    n = len(documents.lengths)
     # The last number tells this order from those of the epochs. A joined row keeps the order of the files.
-    order = np.arange(n) if shuffle_seed is None or shape.packing == "joined" else order_of(n, shuffle_seed, 0, 0)
-    sequences, counts = pack(kept, order, shape.packing, settings.too_long, settings.unsupervised == "refuse", shape.seq_len)
-    n_left_out = kept.about.n_left_out + reading.source.n_outside + reading.n_set_aside
+    order = np.arange(n) if seed is None or shape.packing == "joined" else order_of(n, seed, 0, 0)
+    sequences, counts = pack(documents, order, shape)
     if not len(sequences):
-        raise _nothing(reading, n_left_out, counts, shape)
-    fingerprint = fingerprint_of(kept.about.tokens_sha256, sequences, shape, shuffle_seed)
-    return MapStyleData(kept, sequences, shape, shuffle_seed, counts, _about(reading, n_left_out), fingerprint)
+        raise DataError(f"{_about(reader)}: nothing to learn in it ({in_words(counts)}); {WANTED}")
+    segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
+    fingerprint = _fingerprint(content, reader.identity, asdict(shape), segments)
+    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint)
 
 
-def _told(rows: Iterable[Row], report: Callable[[str], None]) -> Iterator[Row]:
-    """The same; `report` hears how many there were."""
-    for n, row in enumerate(rows):
-        if n % 100 == 0:
-            report(f"tokenising: {n:,} documents")
-        yield row
+def _fingerprint(*of: Any) -> str:
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()
 
 
-def _about(reading: Reading, n_left_out: int) -> str:
+def _about(reader: Reader) -> str:
     """What the data is and how it is read."""
-    written = f"{reading.format}, {reading.chat_format.words()}" if not reading.is_text else reading.format
-    left_out = f", {n_left_out:,} files left out" if n_left_out else ""
-    left_out = (f", {reading.source.split}" if reading.source.split else "") + left_out
-    if reading.source.set_aside is not None:
-        left_out += f", without the run's own {reading.source.set_aside}"
-    return f"{reading.source.path}: {written}{left_out}"
-
-
-def _nothing(reading: Reading, n_left_out: int, counts: Counts, shape: BatchShape) -> DataError:
-    if counts.n_cut and counts.n_cut == counts.n_unsupervised == counts.n_documents:
-        problem = f"what is to be learned of each of {counts.n_documents:,} documents begins after {shape.seq_len:,} tokens"
-        return DataError(f"{reading.source.path}: {problem}, where it is cut; plan with a longer --seq-len")
-    left_out = f" ({n_left_out} files left out: not UTF-8, of another kind, or links out of the folder)" if n_left_out else ""
-    found = f"nothing to learn in it ({in_words(counts)})" if counts.n_documents else "no text in it"
-    return DataError(f"{reading.source.path}: {found}{left_out}; {WANTED}")
+    files, way = reader.files, "by the model's chat template" if reader.template.tokenizer.has_template else "as <|role|> and text"
+    said = [f"{files.path}: {reader.format}", "" if reader.is_text else f"conversations {way}", files.about]
+    return ", ".join(filter(None, [*said, f"{files.n_left_out:,} files left out" if files.n_left_out else ""]))

@@ -1,4 +1,4 @@
-"""How does a program give a run batches of its own making?"""
+"""Batches that a program makes itself, checked before the model sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Batches(Protocol):
 
 @runtime_checkable
 class Resumable(Batches, Protocol):
-    """Batches that know themselves again: a checkpoint keeps what they say, and a resumed run must be given the same."""
+    """Batches with a fingerprint and a position: a checkpoint keeps both, and a resumed run must be given the same."""
 
     @property
     def fingerprint(self) -> str:
@@ -39,45 +39,49 @@ class Resumable(Batches, Protocol):
         ...
 
     def resume(self, step: int, position: dict[str, Any]) -> None:
-        """Go on at that step."""
+        """Go on at that step; CheckpointError for a position that these batches do not have."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A program's batches, as the data of a run: looked at before the model sees them."""
+    """A program's batches, as the data of a run."""
 
     batches: Batches
     seq_len: int
     batch_size: int
     vocab_size: int
     no_documents: str | None = None  # why documents packed into a sequence cannot be kept apart; None: they can
-    n_steps: int | None = None
-    n_sequences: int | None = None
+    n_steps: None = None
 
     @property
     def fingerprint(self) -> str:
-        if isinstance(self.batches, Resumable):
-            return str(self.batches.fingerprint)
-        return f"batches of {type(self.batches).__qualname__}"
+        name = f"batches of {type(self.batches).__qualname__}"
+        return str(self.batches.fingerprint) if isinstance(self.batches, Resumable) else name
 
     def batch(self, step: int) -> Batch:
         """DataError for what is no batch of this plan."""
-        found = self.batches.batch(step)
-        made = found if isinstance(found, Batch) else _of_pair(found, step)
-        shape = (self.batch_size, self.seq_len)
-        for name, ids in (("input ids", made.input_ids), ("targets", made.targets)):
+        match self.batches.batch(step):
+            case Batch() as made:
+                pass
+            case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
+                made = Batch(input_ids, targets)
+            case other:
+                raise DataError(f"batch({step}) gave a {type(other).__name__}; give a Batch, or input ids and targets")
+        shape, last = (self.batch_size, self.seq_len), self.vocab_size - 1
+        for name, ids, unsupervised in (("input ids", made.input_ids, False), ("targets", made.targets, True)):
             if tuple(ids.shape) != shape or ids.dtype != torch.int64:
                 problem = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
                 raise DataError(f"{problem}; this plan takes {shape} torch.int64, sequences by tokens")
-            least, most = int(ids.min()), int(ids.max())
-            if most >= self.vocab_size or (least < 0 and not (name == "targets" and _are_targets(ids))):
-                raise DataError(f"the {name} of step {step} go from {least} to {most}; the model knows 0 to {self.vocab_size - 1}")
+            is_known = (ids >= 0) & (ids <= last) | unsupervised & (ids == UNSUPERVISED)
+            if not is_known.all():
+                span = f"from {int(ids.min())} to {int(ids.max())}"
+                raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
         if made.document_tokens is not None:
-            self._look_at_documents(made.document_tokens, step)
+            self._check_documents(made.document_tokens, step)
         return made
 
-    def _look_at_documents(self, document_tokens: tuple[tuple[int, ...], ...], step: int) -> None:
+    def _check_documents(self, document_tokens: tuple[tuple[int, ...], ...], step: int) -> None:
         if self.no_documents is not None:
             raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
         sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in document_tokens]
@@ -89,7 +93,6 @@ class Given:
         return self.batches.position(step) if isinstance(self.batches, Resumable) else {"step": step}
 
     def resume(self, step: int, position: dict[str, Any]) -> None:
-        """CheckpointError where these batches were not at that step."""
         if isinstance(self.batches, Resumable):
             self.batches.resume(step, position)
         elif position != {"step": step}:
@@ -99,15 +102,4 @@ class Given:
         return {"data": f"batches of {type(self.batches).__qualname__}"}
 
     def close(self) -> None:
-        """Whoever made them closes them."""
-
-
-def _are_targets(ids: torch.Tensor) -> bool:
-    return bool(((ids >= 0) | (ids == UNSUPERVISED)).all())
-
-
-def _of_pair(found: Sequence[torch.Tensor], step: int) -> Batch:
-    match found:
-        case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
-            return Batch(input_ids, targets)
-    raise DataError(f"batch({step}) gave a {type(found).__name__}; give a Batch, or input ids and targets")
+        """The program that made the batches closes them."""

@@ -1,170 +1,123 @@
-"""How does a map-style data set become batches?
+"""Map-style data: the batch of a step is a function of the step, the seed, the settings and the data.
 
-Sequences are made once, from documents in an order that the seed gives, and each epoch has an order of its own. Which sequences
-a step sees is a function of its number alone, so resuming needs nothing but that number.
-
-Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a
-sequence's last position, like padding, is not supervised. Where documents are packed whole, neither is the last of each.
+Sequences are packed once, from documents in an order that the seed gives; each epoch of a set has an order of its own. Several sets
+are mixed in rounds, in each of which every set has its share of the samples, spread evenly. Without weights a round holds every
+sequence of every set once. With weights a set begins anew, in another order, when it is through.
 """
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
-import torch
 
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.errors import CheckpointError
+from runtime.batch import Batch
+from runtime.errors import DataError
 
-from .packing import Array, Counts, Documents, Packing, Sequences
-from .token_cache import TokenCache
+from .documents import Array, Documents
+from .packing import Counts, Sequences, Shape, batch_of, in_words, row_of
 
-# B sequences of a batch, T positions of a sequence
-Segments = list[tuple[int, int, int]]
+SHARES = 1000  # samples of a round in which weights are whole numbers
+TOLERANCE = 0.002  # of weights that add up to 1: three of 0.333 do
 MANY = 1 / 3  # of the documents: where more are cut, a longer sequence is worth a thought
-_PACKED = {
-    "joined": "joined and cut, attention sees across",
-    "documents": "packed whole, each attends to itself alone",
-    "one": "one document each, padded",
-}
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShape:
-    """What sequences and batches look like."""
+class PackedSet:
+    """A data set as sequences."""
 
-    packing: Packing
-    seq_len: int
-    batch_size: int
-    pad_id: int
-
-    def words(self) -> str:
-        """What a sequence is."""
-        return f"of {self.seq_len:,} tokens, {_PACKED[self.packing]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A batch before torch sees it: it travels between processes."""
-
-    ids_BT: Array
-    targets_BT: Array
-    document_tokens: tuple[tuple[int, ...], ...] | None
-
-    def batch(self) -> Batch:
-        return Batch(torch.from_numpy(self.ids_BT), torch.from_numpy(self.targets_BT), self.document_tokens)
-
-
-def empty_rows(shape: BatchShape) -> tuple[Array, Array]:
-    size = (shape.batch_size, shape.seq_len)
-    return np.full(size, shape.pad_id, dtype=np.int64), np.full(size, UNSUPERVISED, dtype=np.int64)
-
-
-def fill(ids_T: Array, targets_T: Array, documents: Documents, segments: Segments, joined: bool) -> tuple[int, ...]:
-    """Write the segments one after another, with the target of each position but those that have none. Their lengths, and
-    that of the padding."""
-    at, lengths = 0, list[int]()
-    for document, start, stop in segments:
-        n = stop - start
-        ids_T[at : at + n] = documents.ids(document)[start:stop]
-        for first, last in documents.runs(document).clip(start, stop).tolist():
-            begin, end = at + max(first - start, int(not joined or at == 0)), at + last - start
-            if begin < end:
-                targets_T[begin - 1 : end - 1] = ids_T[begin:end]
-        at += n
-        lengths.append(n)
-    return (*lengths, len(ids_T) - at) if at < len(ids_T) else tuple(lengths)
-
-
-def fingerprint_of(tokens_sha256: str, sequences: Sequences, shape: BatchShape, seed: int | None) -> str:
-    """SHA-256 of the tokens and of what is made of them."""
-    made = hashlib.sha256()
-    for numbers in (sequences.document, sequences.start, sequences.stop, sequences.first):
-        made.update(numbers.astype("<i8").tobytes())
-    return hashlib.sha256(json.dumps([tokens_sha256, made.hexdigest(), asdict(shape), seed]).encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class MapStyleData:
-    """Sequences of documents in a cache."""
-
-    documents: TokenCache
+    documents: Documents
     sequences: Sequences
-    shape: BatchShape
-    seed: int | None  # None: in the order of the files, epoch after epoch
+    shape: Shape
     counts: Counts
-    about: str  # the data set, in words
+    about: str  # the data set and how it is read, for the user
     fingerprint: str
 
-    @property
-    def n_sequences(self) -> int:
-        return len(self.sequences)
 
-    @property
-    def n_steps(self) -> int:
-        return -(-self.n_sequences // self.shape.batch_size)
+@dataclass(slots=True, eq=False)
+class MapStyleData:
+    """One data set, or several with a share each: `shares[k]` samples of a round are set k's."""
 
-    def position(self, step: int) -> dict[str, Any]:
-        """The epoch, and the sequence within it, at which step number `step`, counted from 0, begins."""
-        epoch, sequence = divmod(step * self.shape.batch_size, self.n_sequences)
-        return {"epoch": epoch, "sequence": sequence}
+    parts: tuple[PackedSet, ...]
+    shares: tuple[int, ...]
+    batch_size: int
+    seed: int | None  # None: in the order of the files, epoch after epoch
+    fingerprint: str
+    n_sequences: int = field(init=False)
+    n_steps: int = field(init=False)  # of one epoch, the last of which may begin the next
+    _turns: Array = field(init=False, repr=False)  # (set, how many of its samples came before) of each sample of a round
 
-    def resume(self, step: int, position: dict[str, Any]) -> None:
-        if position != self.position(step):
-            raise CheckpointError(
-                f"its data position {str(position)[:80]} is not that of step {step}; resume with the data it began with"
-            )
+    def __post_init__(self) -> None:
+        self.n_sequences = sum(len(part.sequences) for part in self.parts)
+        self.n_steps = -(-self.n_sequences // self.batch_size)
+        numbers = np.concatenate([np.arange(share) for share in self.shares])
+        sets = np.repeat(np.arange(len(self.shares)), self.shares)
+        order = np.argsort((numbers + 0.5) / np.array(self.shares)[sets], kind="stable")
+        self._turns = np.stack([sets, numbers], axis=1)[order]
 
-    def rows(self, step: int) -> Rows:
-        ids_BT, targets_BT = empty_rows(self.shape)
-        lengths = []
-        for b in range(self.shape.batch_size):
-            epoch, place = divmod(step * self.shape.batch_size + b, self.n_sequences)
-            if self.seed is not None:
-                place = int(order_of(self.n_sequences, self.seed, epoch)[place])
-            lengths.append(self.write(place, ids_BT[b], targets_BT[b]))
-        return Rows(ids_BT, targets_BT, tuple(lengths) if self.shape.packing == "documents" else None)
-
-    def write(self, sequence: int, ids_T: Array, targets_T: Array) -> tuple[int, ...]:
-        """One sequence, by its number in the set; the tokens of each of its documents, and of the padding."""
-        return fill(ids_T, targets_T, self.documents, self.sequences[sequence], self.shape.packing == "joined")
+    def sample(self, n: int) -> tuple[int, int]:
+        """(set, sequence in it) of sample number `n`, counted from 0 through all epochs."""
+        n_round, turn = divmod(n, len(self._turns))
+        k, before = self._turns[turn].tolist()
+        size = len(self.parts[k].sequences)
+        epoch, place = divmod(n_round * self.shares[k] + before, size)
+        return k, place if self.seed is None else int(order_of(size, self.seed, epoch)[place])
 
     def batch(self, step: int) -> Batch:
-        return self.rows(step).batch()
+        """What step number `step`, counted from 0, trains on."""
+        samples = (self.sample(step * self.batch_size + b) for b in range(self.batch_size))
+        chosen = ((self.parts[k], sequence) for k, sequence in samples)
+        rows = (row_of(part.documents, part.sequences[sequence], part.shape) for part, sequence in chosen)
+        return batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
+
+    def batches(self, first_step: int, stride: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Every `stride`-th batch from a step on, and the position after it."""
+        for step in count(first_step, stride):
+            yield self.batch(step), self.position(step + 1)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """The sample with which that step begins."""
+        return {"sample": step * self.batch_size}
 
     def words(self) -> dict[str, str]:
-        share = (self.sequences.stop - self.sequences.start).sum() / (self.n_sequences * self.shape.seq_len)
-        sequences = f"{self.n_sequences:,} {self.shape.words()}, {share:.0%} full"
-        said = {"data": self.about, "rows": in_words(self.counts), "sequences": sequences}
-        cut = self.counts.n_cut / self.counts.n_documents
-        if cut > MANY:
-            end = f"{cut:.0%} of the documents are cut to {self.shape.seq_len:,} tokens, and what follows is not learned"
-            said["warning"] = f"{end}; plan with a longer --seq-len, or set data.too_long to split"
-        return said
+        """Of each set what was read and what became of it, and of several the share of each; perhaps a `warning`."""
+        said, cut = dict[str, str](), list[str]()
+        for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
+            of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
+            full = np.diff(part.sequences.segments[:, 1:]).sum() / (n * seq_len)
+            said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
+            said[f"sequences{of}"] = f"{n:,} of {seq_len:,} tokens, {full:.0%} full, packing {part.shape.packing}"
+            if of:
+                fraction = share / len(self._turns)
+                said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
+            cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
+        advice = (
+            "documents are cut, and the rest of them is not learned; plan with a longer --seq-len, or set data.too_long to split"
+        )
+        return said | ({"warning": f"{', '.join(cut)}: many {advice}"} if cut else {})
 
-    def close(self) -> None:
-        """A mapped file closes with the last view of it."""
+
+def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Samples of each set in a round; DataError for weights that are no shares of a whole."""
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return tuple(sizes) if len(sizes) > 1 else (1,)
+    if len(given) < len(weights):
+        raise DataError(f"{len(given)} of {len(weights)} data sets have a weight; give one to each, or to none")
+    if abs(sum(given) - 1) > TOLERANCE:
+        raise DataError(f"the weights of the data sets add up to {sum(given):.4g}, not to 1; they are shares of the samples")
+    ends = np.rint(np.cumsum(given) / sum(given) * SHARES).astype(np.int64)
+    shares = tuple(np.diff(ends, prepend=0).tolist())
+    if min(shares) < 1:
+        raise DataError(f"a data set's weight is {min(given):.3g}, and {1 / SHARES:g} is the least; leave that set out")
+    return shares
 
 
-@lru_cache(maxsize=2)  # a batch may span two epochs
+@lru_cache(maxsize=64)  # a batch may span two epochs of each of its sets
 def order_of(n: int, seed: int, *place: int) -> Array:
     """A seeded order of n things, another for each place: an epoch, or a shuffle buffer of one."""
     # RandomState's stream is frozen across versions of numpy, default_rng's is not; resuming needs the same order.
     order: Array = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *place]).permutation(n)
     return order
-
-
-def in_words(counts: Counts) -> str:
-    """What became of documents, for the user."""
-    became = {
-        "conversations taken apart answer by answer": counts.n_apart,
-        "with nothing to learn left out": counts.n_unsupervised,
-        "too long and left out": counts.n_skipped,
-        "cut to a sequence's length": counts.n_cut,
-        "split": counts.n_split,
-    }
-    parts = [f"{n:,} {what}" for what, n in became.items() if n]
-    return f"{counts.n_documents:,} documents{''.join(f', {part}' for part in parts)}"

@@ -1,147 +1,109 @@
-"""How do documents share a sequence?
+"""Packing: documents as segments of sequences, and sequences as rows of a batch.
 
-Three ways. `joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit.
-`one`: a sequence each. What a sequence is made of is a list of segments (document, first token, one past the last), and nothing
-here reads a token but to see whether anything is to be learned.
+`joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit (first fit). `one`: a
+sequence each. A segment is (document, first token, one past the last).
+
+Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a sequence's last
+position is not, nor is padding. Where documents are packed whole, neither is the last position of each.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
+from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import DataError
 
+from .documents import Array, Documents
+
+# B sequences of a batch, T positions of a sequence
 OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fullest is closed
-Array = npt.NDArray[np.int64]
 Packing = Literal["joined", "documents", "one"]
-TooLong = Literal["cut", "split", "skip", "refuse"]
+Segment = tuple[int, int, int]
+Row = tuple[Array, Array, tuple[int, ...]]  # ids_T, targets_T, and the tokens of each document that attends to itself alone
+Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
 
 
-class Documents(Protocol):
-    """Documents as tokens."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sequences of a data set, and what is done with documents that do not suit them."""
 
-    @property
-    def lengths(self) -> Array:
-        """Tokens of each."""
-        ...
-
-    @property
-    def n_learned(self) -> Array:
-        """Tokens of each that are to be learned."""
-        ...
-
-    @property
-    def n_targets(self) -> Array:
-        """The same without a first token: nothing of the document comes before that."""
-        ...
-
-    @property
-    def n_apart(self) -> int:
-        """Conversations of which each answer is a document."""
-        ...
-
-    def ids(self, document: int) -> npt.NDArray[np.unsignedinteger]: ...
-
-    def runs(self, document: int) -> Array:
-        """(first, one past the last) of each run of tokens to be learned."""
-        ...
-
-    def where(self, document: int) -> str: ...
-
-
-@dataclass(slots=True)
-class Counts:
-    """What became of documents and sequences on the way."""
-
-    n_documents: int = 0
-    n_apart: int = 0  # conversations of which each answer is a document
-    n_unsupervised: int = 0  # left out: nothing to learn
-    n_cut: int = 0
-    n_split: int = 0
-    n_skipped: int = 0  # left out: longer than a sequence
-
-    def __iadd__(self, other: "Counts") -> "Counts":
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        return self
+    packing: Packing
+    seq_len: int
+    pad_id: int
+    too_long: Literal["cut", "split", "skip", "refuse"]
+    unsupervised: Literal["refuse", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments in order, of which `first[i]` .. `first[i + 1] - 1` are sequence i's."""
+    """Segments in order, (n, 3), of which `first[i]` .. `first[i + 1] - 1` are sequence i's."""
 
-    document: Array
-    start: Array
-    stop: Array
+    segments: Array
     first: Array
 
     def __len__(self) -> int:
         return len(self.first) - 1
 
-    def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
-        part = slice(int(self.first[i]), int(self.first[i + 1]))
-        return list(zip(self.document[part].tolist(), self.start[part].tolist(), self.stop[part].tolist(), strict=True))
-
-    def taken(self, order: Array) -> "Sequences":
-        """The same sequences in another order."""
-        return _sequences([self[int(i)] for i in order])
+    def __getitem__(self, i: int) -> list[list[int]]:
+        segments: list[list[int]] = self.segments[self.first[i] : self.first[i + 1]].tolist()
+        return segments
 
 
-def pack(
-    documents: Documents, order: Array, packing: Packing, too_long: TooLong, refuse_unsupervised: bool, seq_len: int
-) -> tuple[Sequences, Counts]:
-    """All documents, in the order `order`, as sequences of up to seq_len tokens, each with something to learn."""
-    counts = Counts(n_documents=len(order), n_apart=documents.n_apart)
-    learns = (documents.n_learned if packing == "joined" else documents.n_targets)[order] > 0
-    counts.n_unsupervised = int((~learns).sum())
-    if refuse_unsupervised and counts.n_unsupervised:
+def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, Counts]:
+    """All documents, in the order `order`, as sequences that each have something to learn; DataError for one that is refused."""
+    learns = (documents.n_learned if shape.packing == "joined" else documents.n_targets)[order] > 0
+    counts = Counts({"documents": len(order), "unsupervised": int((~learns).sum())})
+    if shape.unsupervised == "refuse" and counts["unsupervised"]:
         where = documents.where(int(order[~learns].min()))
         raise DataError(f"{where}: nothing in it to learn from; leave it out, or set unsupervised to skip")
     order = order[learns]
-    if packing == "joined":
-        return _joined(documents, order, seq_len), counts
-    pieces = list(_pieces(documents, order, too_long, seq_len, counts))
-    return _sequences([[piece] for piece in pieces] if packing == "one" else _first_fit(pieces, seq_len)), counts
+    if shape.packing == "joined":
+        return _joined(documents, order, shape.seq_len), counts
+    pieces = list(_pieces(documents, order, shape, counts))
+    packed = [[piece] for piece in pieces] if shape.packing == "one" else _first_fit(pieces, shape.seq_len)
+    segments = np.array([segment for sequence in packed for segment in sequence], dtype=np.int64).reshape(-1, 3)
+    return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
 
 
-def _pieces(documents: Documents, order: Array, too_long: TooLong, seq_len: int, counts: Counts) -> Iterator[tuple[int, int, int]]:
+def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
     """Each document, or what of it fits a sequence."""
+    seq_len = shape.seq_len
     for d, length in zip(order.tolist(), documents.lengths[order].tolist(), strict=True):
         if length <= seq_len:
             yield d, 0, length
             continue
-        match too_long:
+        match shape.too_long:
             case "refuse":
-                raise DataError(
-                    f"{documents.where(d)}: {length:,} tokens, and a sequence holds {seq_len:,}; "
-                    "shorten it, or set too_long to cut, split or skip"
-                )
+                advice = "shorten it, or set too_long to cut, split or skip"
+                raise DataError(f"{documents.where(d)}: {length:,} tokens, and a sequence holds {seq_len:,}; {advice}")
             case "skip":
-                counts.n_skipped += 1
+                counts["skipped"] += 1
                 continue
             case "cut":
-                counts.n_cut += 1
+                counts["cut"] += 1
                 found = [(d, 0, seq_len)]
             case "split":
-                counts.n_split += 1
+                counts["split"] += 1
                 # Pieces share a token: the last of one comes before the first target of the next.
                 found = [(d, at, min(at + seq_len, length)) for at in range(0, length - 1, seq_len - 1)]
         kept = [piece for piece in found if n_targets_of(documents.runs(d), piece[1] + 1, piece[2])]
-        counts.n_unsupervised += not kept
+        counts["unsupervised"] += not kept
         yield from kept
 
 
 def n_targets_of(runs: Array, first: int, stop: int) -> int:
-    """How many of the tokens first .. stop - 1 are to be learned."""
+    """How many of the tokens first .. stop - 1 are learned."""
     return int((np.minimum(runs[:, 1], stop) - np.maximum(runs[:, 0], first)).clip(min=0).sum())
 
 
-def _first_fit(pieces: list[tuple[int, int, int]], seq_len: int) -> list[list[tuple[int, int, int]]]:
+def _first_fit(pieces: list[Segment], seq_len: int) -> list[list[Segment]]:
     """Each piece in the first open sequence that has room for it, sequences in the order of their opening."""
-    sequences: list[list[tuple[int, int, int]]] = []
+    sequences: list[list[Segment]] = []
     open_ones: list[tuple[int, int]] = []  # (room, number), as opened
     for piece in pieces:
         n = piece[2] - piece[1]
@@ -158,15 +120,8 @@ def _first_fit(pieces: list[tuple[int, int, int]], seq_len: int) -> list[list[tu
     return sequences
 
 
-def _sequences(sequences: list[list[tuple[int, int, int]]]) -> Sequences:
-    segments = np.array([segment for sequence in sequences for segment in sequence], dtype=np.int64).reshape(-1, 3)
-    first = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
-    document, start, stop = np.ascontiguousarray(segments.T)
-    return Sequences(document, start, stop, first)
-
-
 def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
-    """One row of all tokens, cut. A sequence in which nothing is to be learned is left out, as is a last one of a single token."""
+    """One row of all tokens, cut. A sequence in which nothing is learned is left out, as is a last one of a single token."""
     lengths = documents.lengths[order]
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -185,4 +140,32 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
     kept = learned[sequence] > 0
     numbers = sequence[kept]
     first = np.append(np.flatnonzero(np.diff(numbers, prepend=-1)), len(numbers))
-    return Sequences(order[place][kept], start[kept], (start + end - begin)[kept], first)
+    return Sequences(np.stack([order[place], start, start + end - begin], axis=1)[kept], first)
+
+
+def row_of(documents: Documents, segments: Iterable[Sequence[int]], shape: Shape) -> Row:
+    """Segments one after another, and the target of each position that has one."""
+    ids_T, targets_T = np.full(shape.seq_len, shape.pad_id), np.full(shape.seq_len, UNSUPERVISED)
+    at, lengths, is_joined = 0, list[int](), shape.packing == "joined"
+    for document, start, stop in segments:
+        n = stop - start
+        ids_T[at : at + n] = documents.ids(document)[start:stop]
+        for first, last in documents.runs(document).clip(start, stop).tolist():
+            begin, end = at + max(first - start, int(not is_joined or at == 0)), at + last - start
+            if begin < end:
+                targets_T[begin - 1 : end - 1] = ids_T[begin:end]
+        at += n
+        lengths.append(n)
+    lengths += [shape.seq_len - at] * (at < shape.seq_len)
+    return ids_T, targets_T, (shape.seq_len,) if is_joined else tuple(lengths)
+
+
+def batch_of(rows: Iterable[Row], by_document: bool) -> Batch:
+    """The rows of a step; `by_document`: documents attend to themselves alone."""
+    ids_BT, targets_BT, lengths = zip(*rows, strict=True)
+    return Batch(torch.from_numpy(np.stack(ids_BT)), torch.from_numpy(np.stack(targets_BT)), lengths if by_document else None)
+
+
+def in_words(counts: Counts) -> str:
+    """What became of documents, for the user."""
+    return ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)

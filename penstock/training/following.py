@@ -1,29 +1,30 @@
-"""How does a rank follow that does not lead?"""
+"""A rank that follows rank 0, from its start to its end."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from penstock.checkpoint.checkpoint import load_state
 from penstock.ranks import GoneError
+from penstock.settings import RunSettings
 from runtime.errors import DataError, PenstockError, RanksError
+from runtime.host.updates import NonFiniteError
+from runtime.machines.processes import Processes
+from runtime.machines.torch_machine import TorchMachine
+from runtime.plan import PlanFile
 
-from .assembly import Follower, admit, follower_of
-from .session import settle_kernels
+from .device import refuse_what_does_not_fit, settle_kernels
+from .inputs import data_of, own_model, weights_of
+from .leading import obey
+from .session import machine_of, optimizer_of, read_by_all, steps_of
+from .trainer import device_memory_named
+from .weights import fill
 
-if TYPE_CHECKING:
-    from penstock.settings import RunSettings
-    from runtime.machines.processes import Processes
-    from runtime.plan import PlanFile
 
-
-def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Processes") -> int:
-    """A rank that does not lead, from beginning to end; the exit code. What the others have said already it keeps to itself."""
-    from runtime.host.updates import NonFiniteError
-
-    from .crew import follow as obey
-    from .trainer import device_memory_named
-
+def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes) -> int:
+    """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
     try:
@@ -35,27 +36,43 @@ def follow(settings: "RunSettings", file: "PlanFile", device: str, ranks: "Proce
             with _told(status):
                 if device == "cuda":
                     settle_kernels(file.plan, settings.deterministic)
-                admit(file.plan, device, settings.device, ranks)
+                is_first_here = ranks.rank % ranks.n_here == 0  # asks for all ranks of its host, before any takes memory
+                if device == "cuda" or is_first_here:
+                    refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
             if any(other.get("error") for other in ranks.gathered(status)):
                 return 1
-            found: Follower | None = None
+            store: TorchMachine | None = None
             with _told(status):
-                found = follower_of(settings, file.plan, device, ranks, said["resume"], until_the_end)
-                status |= found.reads
-            if any(other != status for other in ranks.gathered(status)) or found is None:
+                store, reads = _put_together(settings, file, device, ranks, said["resume"], until_the_end)
+                status |= reads
+            if any(other != status for other in ranks.gathered(status)) or store is None:
                 return 1
             with device_memory_named():
-                obey(found.store, ranks)
+                obey(store, ranks)
     except (RanksError, GoneError, NonFiniteError, DataError):
-        return 1  # what all ranks find the first one says
+        return 1
     except PenstockError as error:
         raise PenstockError(f"rank {ranks.rank}: {error}") from error
     return 0
 
 
+def _put_together(
+    settings: RunSettings, file: PlanFile, device: str, ranks: Processes, resume: str | None, until_the_end: ExitStack
+) -> tuple[TorchMachine, dict[str, str]]:
+    """This rank's machine, as rank 0 has its own, and digests of what it read; PenstockError for what this rank lacks."""
+    plan, folder = own_model(file.plan, settings.model)
+    state = None if resume is None else load_state(Path(resume))
+    data = data_of(settings, plan, folder, until_the_end)
+    of_step, _ = optimizer_of(settings.optimizer, steps_of(settings, data))
+    weights = weights_of(settings, plan, folder, state)
+    store = machine_of(device, plan, data, of_step, settings.seed, ranks)
+    fill(store, settings, data, weights, state)
+    return store, read_by_all(data, weights)
+
+
 @contextmanager
 def _told(status: dict[str, Any]) -> Iterator[None]:
-    """What goes wrong on this rank is said to all: into what it tells them."""
+    """Put what goes wrong on this rank into the status that it tells all others."""
     try:
         yield
     except (PenstockError, MemoryError, RuntimeError) as error:

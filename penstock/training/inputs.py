@@ -1,26 +1,32 @@
-"""What does a run read: model, weights, data, held-out data, questions?"""
+"""What a run reads: model, weights, data, held-out data and prompts."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from penstock.checkpoint.checkpoint import State
+from penstock.checkpoint.model_files import has_weights, refuse_quantised
+from penstock.data.data import Data, read_data, reader_of
+from penstock.data.files import HELD_OUT, TRAIN
+from penstock.data.tokenizer import read_tokenizer
 from penstock.run_config import RunConfigError
+from penstock.settings import RunSettings
+from planner.model.config import download
+from planner.model.workload import read_model
 from runtime.errors import PlanError
+from runtime.layers.documents import supports_documents
+from runtime.layers.meta_models import difference
+from runtime.plan import Plan
 
-if TYPE_CHECKING:
-    from penstock.data.data import Data
-    from penstock.settings import RunSettings
-    from runtime.plan import Plan
+from .generation import check_prompts
 
-PACKED_FOLDER = "base"  # in the run's folder: weights that are not trained, packed, for the next start
 TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What the model is asked, and how it hears and answers."""
+    """Prompts for samples, and the tokenizer's part in them."""
 
     texts: tuple[str, ...]
     encode: Callable[[str], Sequence[int]]
@@ -28,11 +34,8 @@ class Prompts:
     end_ids: frozenset[int]
 
 
-def own_model(plan: "Plan", given: str | None) -> "tuple[Plan, Path | None]":
+def own_model(plan: Plan, given: str | None) -> tuple[Plan, Path | None]:
     """The folder of weights and tokenizer, if one is known, and the plan with that folder's own configuration."""
-    from planner.model.workload import read_model
-    from runtime.layers.meta_models import difference
-
     folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
         return plan, None
@@ -44,33 +47,29 @@ def own_model(plan: "Plan", given: str | None) -> "tuple[Plan, Path | None]":
     return replace(plan, model=replace(found, name=plan.model.name)), folder
 
 
-def weights_of(plan: "Plan", folder: Path | None) -> Path:
-    """The folder whose weights are trained; PlanError where there are none, CheckpointError for those that cannot be read."""
-    from penstock.checkpoint.checkpoint import has_weights, refuse_quantised
-    from planner.model.config import download
-
+def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: State | None) -> Path | None:
+    """The folder of the weights that a run loads; None where they are random, or all in the checkpoint that it resumes. PlanError
+    where there are none, CheckpointError for those that cannot be read."""
+    if settings.from_scratch or (state is not None and plan.workload.trains_all):
+        return None
     if folder is None or not has_weights(folder):
         where = f"{folder}: holds no weights" if folder is not None else "the plan names no folder of weights"
         raise PlanError(f"{where}; train random weights with --from-scratch, or name one with --model{download(plan.model)}")
-    if plan.semantics.base == "bf16":  # packed weights are read by who packs them (`packed_base.py`)
+    if plan.semantics.base == "bf16":  # else `packed_base.py` reads them
         names = {p.name for block in plan.workload.blocks for p in block.parameters}
         refuse_quantised(folder, plan.model.config, names)
     return folder
 
 
 def data_of(
-    settings: "RunSettings",
-    plan: "Plan",
+    settings: RunSettings,
+    plan: Plan,
     folder: Path | None,
     until_the_end: ExitStack,
     held_out: bool = False,
     report: Callable[[str], None] = lambda words: None,
-) -> "Data":
+) -> Data:
     """The batches to train on, or of `held_out` data the sequences to evaluate on; closed with `until_the_end`."""
-    from penstock.data.data import read_data
-    from penstock.data.files.splits import HELD_OUT, TRAIN
-    from runtime.layers.documents import supports_documents
-
     semantics = plan.semantics
     data = read_data(
         settings.data,
@@ -89,9 +88,9 @@ def data_of(
 
 
 def held_out_of(
-    settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack, report: Callable[[str], None]
-) -> "Data | None":
-    """The data to evaluate on, in its own order, read as the first that is trained on."""
+    settings: RunSettings, plan: Plan, folder: Path | None, until_the_end: ExitStack, report: Callable[[str], None]
+) -> Data | None:
+    """The data to evaluate on, in its own order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:
         return None
@@ -100,31 +99,24 @@ def held_out_of(
     return data_of(replace(settings, data=of), plan, folder, until_the_end, held_out=True, report=report)
 
 
-def prompts_of(settings: "RunSettings", plan: "Plan", folder: Path | None, until_the_end: ExitStack) -> Prompts | None:
-    """What is asked. A model that is trained on conversations answers; one that is trained on text continues it."""
-    from penstock.data.reading import read_set
-
-    from .generation import check_prompts
-
+def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:
+    """The prompts of the settings: turns of a user where the model is trained on conversations, text to continue where on text."""
     texts = settings.evaluation.prompts
     if not texts:
         return None
-    tokenizer, cache = _tokenizer_folder(settings, folder), Path(settings.out) / TOKENS_FOLDER
-    readings = [read_set(part, tokenizer, _vocab_size(plan), cache) for part in settings.data.parts]
-    for each in readings:
-        until_the_end.callback(each.close)
-    reading = next((each for each in readings if not each.is_text), readings[0])
+    tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
+    readers = [reader_of(part, tokenizer, _vocab_size(plan), Path(settings.out)) for part in settings.data.parts]
+    chats = [reader for reader in readers if not reader.is_text]
 
     def encode(text: str) -> list[int]:
-        ids = reading.encoder.encode(text) if reading.is_text else reading.chat_format.prompt([{"role": "user", "content": text}])
-        return [int(i) for i in ids]
+        return chats[0].template.prompt([{"role": "user", "content": text}]) if chats else tokenizer.encode(text)
 
     check_prompts([encode(text) for text in texts], plan.semantics.seq_len)
-    return Prompts(texts, encode, reading.encoder.decode, reading.encoder.answer_ends | {reading.encoder.end_id})
+    return Prompts(texts, encode, tokenizer.decode, tokenizer.answer_ends)
 
 
-def _tokenizer_folder(settings: "RunSettings", folder: Path | None) -> Path | None:
-    """Where the tokenizer lies; None: bytes, as was asked for."""
+def _tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:
+    """The folder of the tokenizer; None: bytes, as the settings say."""
     if settings.tokenizer == "bytes":
         return None
     if folder is None:
@@ -132,5 +124,5 @@ def _tokenizer_folder(settings: "RunSettings", folder: Path | None) -> Path | No
     return folder
 
 
-def _vocab_size(plan: "Plan") -> int:
+def _vocab_size(plan: Plan) -> int:
     return plan.workload.blocks[0].parameters[0].shape[0]

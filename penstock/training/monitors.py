@@ -1,222 +1,142 @@
-"""Where can a run be watched, besides its own log?
+"""Monitors: TensorBoard, Weights & Biases and MLflow, each through its own client, imported when a run asks for it.
 
-Each service is written to through its own client, which is imported only when it is asked for. Whatever goes wrong there once the
-run has begun is said once, and training goes on without it: `metrics.jsonl` holds everything in any case.
+What goes wrong there is said once, and training goes on without the monitor: `metrics.jsonl` holds everything.
 """
 
 import importlib.util
 import json
 import logging
 import os
-import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.run_config import RunConfigError
 
 PROJECT = "penstock"
 
 
-class Monitor(Protocol):
-    """Something that shows a run as it goes. Steps are those that are done."""
+@dataclass(frozen=True, slots=True)
+class Monitor:
+    """Shows a run as it goes. A step is the number of those that are done."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def text(self, step: int, name: str, text: str) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[int, Mapping[str, float]], Any]  # step, values by name
+    text: Callable[[int, str, str], Any]  # step, name, text
+    close: Callable[[], Any]
 
 
-def open_monitors(
-    names: Sequence[str],
-    folder: Path,
-    run: Mapping[str, Any],
-    first_step: int,
-    say: Callable[[str], None],
-    online: bool = False,
-) -> tuple[Monitor, ...]:
-    """Those of these names; what they keep lies in `folder`. RunConfigError for one that is not installed.
+def tensorboard(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
+    """Event files in the run's folder, those of a resumed run without what was logged after the checkpoint."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    `run` are the settings to show, `first_step` the steps that are done already. `online`: W&B uploads; else it keeps files that
-    `wandb sync` uploads, and asks for no login.
-    """
-    makers: dict[str, Callable[[], Monitor]] = {
-        "tensorboard": lambda: TensorBoard(folder / "tensorboard", run, first_step),
-        "wandb": lambda: WeightsAndBiases(folder, run, online),
-        "mlflow": lambda: MLflow(folder, run, first_step),
-    }
-    opened: list[Monitor] = []
-    try:
-        for name in dict.fromkeys(names):
-            opened += _opened(name, makers[name], say)
-    except BaseException:
-        for monitor in opened:
-            monitor.close()
-        raise
-    return tuple(opened)
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+    writer.add_text("run", "```\n" + json.dumps(run, indent=1, ensure_ascii=False) + "\n```", first_step)
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        for name, value in in_groups(values).items():
+            writer.add_scalar(name, value, step)
+        writer.flush()  # the run may be killed
+
+    return Monitor(log, lambda step, name, text: writer.add_text(name, text, step), writer.close)
+
+
+def wandb(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
+    """A run of W&B: uploaded where the environment has an API key, else kept in files for `wandb sync`; no login is asked for."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    settings = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True, disable_code=True)
+    mode, name = None if "WANDB_API_KEY" in os.environ else "offline", folder.resolve().name  # None: as WANDB_MODE says
+    of_run = wandb.init(project=PROJECT, name=name, dir=str(folder), config=dict(run), mode=mode, settings=settings)
+
+    def text(step: int, name: str, text: str) -> None:
+        of_run.log({name: wandb.Table(columns=["step", "text"], data=[[step, text]])}, step=step)
+
+    return Monitor(lambda step, values: of_run.log(in_groups(values), step=step), text, of_run.finish)
+
+
+def mlflow(folder: Path, run: Mapping[str, Any], first_step: int) -> Monitor:
+    """A run of MLflow, in a database of the run's own folder: `mlflow ui --backend-store-uri sqlite:///OUT/mlflow.db`."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow
+
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    folder = folder.resolve()
+    mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    if mlflow.get_experiment_by_name(PROJECT) is None:
+        mlflow.create_experiment(PROJECT, artifact_location=(folder / "mlartifacts").as_uri())
+    mlflow.set_experiment(PROJECT)
+    mlflow.start_run(run_name=f"{folder.name} from step {first_step + 1}")
+    mlflow.log_params({name: value[:500] for name, value in _flat(run)})
+    return Monitor(
+        lambda step, values: mlflow.log_metrics(dict(values), step=step),
+        lambda step, name, text: mlflow.log_text(text, f"{name}/step-{step}.txt"),
+        mlflow.end_run,
+    )
+
+
+CLIENTS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
+
+
+def in_groups(values: Mapping[str, float]) -> dict[str, float]:
+    """Names as transformers' trainer has them, so that curves of both are in one chart: `train/loss`, `eval/loss`."""
+    return {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value for name, value in values.items()}
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings by dotted names, as text."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, str(value)
 
 
 def refuse_missing(names: Sequence[str]) -> None:
-    """RunConfigError for the first of these that is not installed: before long work rather than after it."""
+    """RunConfigError for the first monitor that is not installed."""
     for name in names:
         try:
             found = importlib.util.find_spec(name) is not None
         except ValueError:  # kept from being imported
             found = False
         if not found:
-            raise _missing(name, name)
+            raise RunConfigError(f"--monitor {name}: {name} is not installed here; pip install {name}, or leave the monitor out")
 
 
-def _opened(name: str, make: Callable[[], Monitor], say: Callable[[str], None]) -> "list[_SafeMonitor]":
-    try:
-        return [_SafeMonitor(name, make(), say)]
-    except ModuleNotFoundError as error:
-        raise _missing(name, error.name) from None
-    except Exception as error:
-        say(_gone(name, error))
-        return []
+class Monitors:
+    """The monitors of a run, opened as a context. One that fails is told no more."""
 
+    def __init__(self, names: Sequence[str], of_run: tuple[Path, Mapping[str, Any], int], say: Callable[[str], None]) -> None:
+        """`of_run`: its folder, the settings to show, and the number of steps that are done already."""
+        self._names, self._of_run, self._say = dict.fromkeys(names), of_run, say
+        self._open = dict[str, Monitor]()
 
-def _missing(name: str, module: str | None) -> RunConfigError:
-    what = f" ({module} is missing)" if module is not None and module.partition(".")[0] != name else ""
-    return RunConfigError(f"--monitor {name}: {name} is not installed here{what}; pip install {name}, or leave the monitor out")
+    def __enter__(self) -> None:
+        for name in self._names:
+            with self._going_on_without(name):
+                self._open[name] = CLIENTS[name](*self._of_run)
 
-
-class _SafeMonitor:
-    """A monitor whose first failure is its last: it is said, and nothing more is asked of it."""
-
-    def __init__(self, name: str, monitor: Monitor, say: Callable[[str], None]) -> None:
-        self.name, self.say = name, say
-        self.monitor: Monitor | None = monitor
+    def __exit__(self, *_: object) -> None:
+        self._tell(lambda monitor: monitor.close())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._try(lambda monitor: monitor.log(step, values))
+        self._tell(lambda monitor: monitor.log(step, values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._try(lambda monitor: monitor.text(step, name, text))
+        self._tell(lambda monitor: monitor.text(step, name, text))
 
-    def close(self) -> None:
-        self._try(lambda monitor: monitor.close())
-        self.monitor = None
+    def _tell(self, tell: Callable[[Monitor], Any]) -> None:
+        for name, monitor in list(self._open.items()):
+            with self._going_on_without(name):
+                tell(monitor)
 
-    def _try(self, ask: Callable[[Monitor], None]) -> None:
-        if self.monitor is None:
-            return
+    @contextmanager
+    def _going_on_without(self, name: str) -> Iterator[None]:
         try:
-            ask(self.monitor)
-        except Exception as error:  # another's client may raise anything, and a run is worth more than its picture
-            failed, self.monitor = self.monitor, None
-            self.say(_gone(self.name, error))
-            try:
-                failed.close()
-            except Exception as again:
-                self.say(f"{self.name}: not closed either ({_short(again)})")
-
-
-def _gone(name: str, error: Exception) -> str:
-    return f"{name}: {_short(error)}; the run goes on without it, and metrics.jsonl holds what it lacks"
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def in_groups(values: Mapping[str, float]) -> dict[str, float]:
-    """As the trainer of transformers names them, so that curves of both lie in one chart: `train/loss`, `eval/loss`."""
-    return {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value for name, value in values.items()}
-
-
-class TensorBoard:
-    """Event files that TensorBoard reads. Written where it is called, without the thread that would end in a traceback."""
-
-    def __init__(self, folder: Path, run: Mapping[str, Any], first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        self._event = Event
-        path = folder / f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
-        self._file = path.open("ab")
-        self._records = RecordWriter(self._file)
-        self._write(Event(file_version="brain.Event:2"))
-        if first_step:  # what an earlier run logged after the checkpoint that this one resumed from did not happen
-            self._write(Event(step=first_step + 1, session_log=SessionLog(status=SessionLog.START)))
-        self.text(first_step, "run", "```\n" + json.dumps(run, indent=1, ensure_ascii=False) + "\n```")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        from torch.utils.tensorboard.summary import scalar
-
-        for name, value in in_groups(values).items():
-            self._write(self._event(step=step, summary=scalar(name, value)))
-
-    def text(self, step: int, name: str, text: str) -> None:
-        from torch.utils.tensorboard.summary import text as summary
-
-        self._write(self._event(step=step, summary=summary(name, text)))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
-        self._file.flush()
-
-
-class WeightsAndBiases:
-    """A run of Weights & Biases."""
-
-    def __init__(self, folder: Path, run: Mapping[str, Any], online: bool) -> None:
-        import wandb
-
-        self._table = wandb.Table
-        settings = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True, disable_code=True)
-        name, mode = folder.resolve().name, "online" if online else "offline"
-        self._run = wandb.init(project=PROJECT, name=name, dir=str(folder), config=dict(run), mode=mode, settings=settings)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(in_groups(values), step=step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._run.log({name: self._table(columns=["step", "text"], data=[[step, text]])}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MLflow:
-    """A run of MLflow, in a database of the run's own folder: `mlflow ui --backend-store-uri sqlite:///OUT/mlflow.db`."""
-
-    def __init__(self, folder: Path, run: Mapping[str, Any], first_step: int) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
-        folder = folder.resolve()
-        self._metric = Metric
-        self._client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-        found = self._client.get_experiment_by_name(PROJECT)
-        experiment = found.experiment_id if found else self._client.create_experiment(PROJECT, (folder / "mlartifacts").as_uri())
-        self._id = self._client.create_run(experiment, run_name=f"{folder.name} from step {first_step + 1}").info.run_id
-        self._client.log_batch(self._id, params=[Param(name, value[:500]) for name, value in _flat(run)])
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        at_ms = time.time_ns() // 10**6
-        self._client.log_batch(self._id, metrics=[self._metric(name, value, at_ms, step) for name, value in values.items()])
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._client.log_text(self._id, text, f"{name}/step-{step}.txt")
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-def _flat(fields: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings by dotted names, as text."""
-    flat: list[tuple[str, str]] = []
-    for name, value in fields.items():
-        flat += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, str(value))]
-    return flat
+            yield
+        except Exception as error:  # a client may raise anything, and the run is worth more than its picture
+            self._open.pop(name, None)
+            self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run goes on without it")

@@ -1,20 +1,15 @@
-"""How large is a step's learning rate?
+"""Learning rate schedules: those of transformers, as a function of the step, so that a resumed run needs no state of them."""
 
-The curves are those of transformers' own schedulers. Such a scheduler multiplies the learning rate by a function of the step; here
-that function is asked directly, so a resumed run needs no state of it.
-"""
-
-import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from transformers import get_scheduler
 
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings, ScheduleSettings
 
-DECAY_FRACTION = 0.1  # of a run: what warmup-stable-decay spends on its decay where the settings do not say
+DECAY_FRACTION = 0.1  # of a run: the decay of warmup-stable-decay where the settings do not say
 
 _NAMES = {
     "constant": "constant_with_warmup",
@@ -24,44 +19,28 @@ _NAMES = {
 }
 
 
-def _import_get_scheduler() -> Callable[..., Any]:
-    """transformers' own. Where bitsandbytes is installed the import wakes it, and it warns of kernels that nobody asked for."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        from transformers import get_scheduler
-    finally:
-        logger.setLevel(level)
-    return get_scheduler
-
-
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:
     """The learning rate of a step, counted from 0, of a run of `n_steps`. RunConfigError where the parts do not fit into it.
 
     With warm-up the first step's is 0, as in transformers. Steps beyond the last are given what the scheduler gives them.
     """
     schedule = settings.schedule
-    decay_steps = _decay_steps(schedule, n_steps)
+    decay_steps = 0
+    if schedule.kind == "warmup-stable-decay":
+        decay_steps = schedule.decay_steps if schedule.decay_steps is not None else max(1, round(n_steps * DECAY_FRACTION))
     _refuse_what_does_not_fit(schedule, decay_steps, n_steps)
     particular = {
         "cosine": {"min_lr_rate": schedule.min_lr_fraction},
         "warmup-stable-decay": {"num_decay_steps": decay_steps, "min_lr_ratio": schedule.min_lr_fraction},
     }
-    nothing = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=settings.lr)
+    unused = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=settings.lr)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that nothing was optimised: nothing is
-        scheduler = _import_get_scheduler()(
-            _NAMES[schedule.kind], nothing, schedule.warmup_steps, n_steps, scheduler_specific_kwargs=particular.get(schedule.kind)
+        warnings.simplefilter("ignore")  # torch's, that the scheduler steps before the optimizer
+        scheduler = get_scheduler(
+            _NAMES[schedule.kind], unused, schedule.warmup_steps, n_steps, scheduler_specific_kwargs=particular.get(schedule.kind)
         )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return lambda step: settings.lr * factor(step)
-
-
-def _decay_steps(schedule: ScheduleSettings, n_steps: int) -> int:
-    if schedule.kind != "warmup-stable-decay":
-        return 0
-    return schedule.decay_steps if schedule.decay_steps is not None else max(1, round(n_steps * DECAY_FRACTION))
 
 
 def _refuse_what_does_not_fit(schedule: ScheduleSettings, decay_steps: int, n_steps: int) -> None:

@@ -1,238 +1,316 @@
-"""How is a run begun: alone in its folder, with the kernels of its plan, where it was left or at its beginning?"""
+"""A session: a run that is put together from a plan, settings, data and a machine, and waits to be started."""
 
-import fcntl
-import os
-import shutil
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN
-from runtime.errors import CheckpointError, PlanError
-from runtime.units import on_one_line
+from hwprofiles.schema import Profile
+from penstock.checkpoint.checkpoint import State
+from penstock.checkpoint.disk import refuse_without_room
+from penstock.checkpoint.model_files import weights_digest
+from penstock.checkpoint.resuming import identity, refuse_another
+from penstock.data.data import Data
+from penstock.run_config import RunConfigError
+from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
+from planner.check.check import check
+from planner.check.claim import check_origin, claimed
+from planner.lower.lower import lower
+from planner.model.config import refuse_another as refuse_another_model
+from planner.model.workload import build_workload
+from planner.predict.cost import costs, region_of
+from planner.predict.simulate import Prediction, simulate
+from runtime.errors import PlanError, WorkloadError
+from runtime.executor import Stop, say
+from runtime.machine import Machine
+from runtime.machines.cpu import CpuMachine
+from runtime.machines.cuda import CudaMachine
+from runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for
+from runtime.machines.processes import Processes
+from runtime.machines.torch_machine import TorchMachine
+from runtime.plan import Plan, PlanFile
+from runtime.plan.optimizer import AdamW
+from runtime.plan.region import Demand, Region
+from runtime.plan.workload import Model
+from runtime.ranks import Ranks
+from runtime.units import on_one_line, show_bytes
 
-if TYPE_CHECKING:
-    from penstock.checkpoint.checkpoint import State
-    from penstock.data.data import Data
-    from penstock.settings import RunSettings
-    from runtime.machines.processes import Processes
-    from runtime.plan import Plan, PlanFile
+from .device import device_of, refuse_what_does_not_fit, settle_kernels
+from .inputs import Prompts, data_of, held_out_of, own_model, prompts_of, weights_of
+from .leading import Leader, begin, wait_for_others
+from .monitors import refuse_missing
+from .run_folder import run_folder, state_to_resume
+from .schedules import learning_rates
+from .weights import fill
 
-    from .assembly import Session
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints, each perhaps in a .partial first
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A run that waits to be started."""
+
+    settings: RunSettings
+    plan: Plan  # the user's, with the model's own configuration
+    device: str  # cuda, cpu or emulated
+    machine: Machine  # performs the ops
+    store: TorchMachine  # holds the state, of a stand-in model where the machine is emulated
+    data: Data
+    n_steps: int  # of the whole run
+    prediction: Prediction
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # settings that a resumed run must share, as JSON
+    first_step: int = 0  # steps that are done
+    scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
+    weights: str = ""  # where they come from, in words
+    tokenizer: str = "bytes"
+    tokenizer_from: Path | None = None  # folder of the tokenizer that checkpoints hold
+    frozen: str | None = None  # digest of the weights that are not trained
+    held_out: Data | None = None  # each sequence is a batch of its own
+    prompts: Prompts | None = None
+    leader: Leader | None = None  # of several ranks
+    stop: Stop = field(default_factory=Stop)
+    say: Callable[[str], None] = say
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.out)
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints; an emulated run has the state of a stand-in."""
+        return self.device != "emulated"
+
+    @property
+    def checkpoint(self) -> CheckpointSettings:
+        """When and how states are saved: of several ranks while all lanes are idle."""
+        asked = self.settings.checkpoint
+        return asked if self.leader is None else replace(asked, background=False)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the prediction is for a machine of this kind."""
+        return self.device == "emulated" or self.plan.profile["device"]["kind"] == self.device
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        """Seconds of a step here, as predicted; None where the prediction is for another kind of machine."""
+        return self.prediction.step_s * self.scale if self.is_comparable else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run that resumes from this one's checkpoints must share."""
+        return identity(self.store.plan, self.data, self.settings.seed, self.optimizer, self.frozen)
+
+    @property
+    def late_fraction(self) -> float:
+        """Of the ops of an emulated run: those whose real work took this computer longer than they were to last."""
+        machine = self.machine
+        return machine.n_real_work_binds / max(machine.n_performed, 1) if isinstance(machine, EmulatedMachine) else 0.0
 
 
 @contextmanager
-def begun(
-    settings: "RunSettings",
-    file: "PlanFile | None" = None,
+def open_session(
+    settings: RunSettings,
+    file: PlanFile,
+    where: str = "the plan",
+    *,
     resume: bool = False,
     resume_from: str | None = None,
     time_scale: float | None = None,
-    data: "Data | None" = None,
-    refuse: "Callable[[Plan, str], None]" = lambda plan, device: None,
-    report: "Callable[[str], None]" = lambda words: None,
-    ranks: "Processes | None" = None,
-    where: str = "the plan",
-) -> "Iterator[tuple[Session, int]]":
-    """A run that waits to be started, and how many of its steps are done. PenstockError for what cannot be, and nothing is written.
+    data: Data | None = None,
+    refuse: Callable[[Plan, str], None] = lambda plan, device: None,
+    report: Callable[[str], None] = lambda words: None,
+    ranks: Processes | None = None,
+    stop: Stop | None = None,
+) -> Iterator[Session]:
+    """Put a run together. PenstockError for what cannot be, before anything but a cache of tokens is written.
 
-    `file`: a plan that is not read from where the settings say, but was from `where`; `data`: batches that are not read from there
-    either; `refuse` may refuse a plan and a device before any weight is read; `report` hears what is done. Of several `ranks` this
-    is the first.
+    `where`: the plan's place, for errors; `data`: batches that are not read from where the settings say; `refuse(plan, device)` may
+    raise before weights are read; `report` is told of progress; `ranks`: all ranks of the run, where this is the first of several.
     """
-    from penstock.checkpoint.checkpoint import writable_folder
-    from runtime.executor import say
-
-    from .assembly import assemble, checked, checked_plan, device_of
-    from .monitors import refuse_missing
-    from .watch import lacks_evaluation
-
-    let_segments_grow(settings.device)
     report("checking the plan")
-    if file is None:
-        assert settings.plan is not None
-        file = checked_plan(Path(settings.plan))
-    else:
-        checked(file, where)
-    device, out = device_of(settings.device), Path(settings.out)
-    if ranks is None and file.plan.semantics.ranks > 1 and device != "emulated":
-        n = file.plan.semantics.ranks
+    plan, device, out = checked(file, where).plan, device_of(settings.device), Path(settings.out)
+    if ranks is None and plan.semantics.ranks > 1 and device != "emulated":
+        n = plan.semantics.ranks
         raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or torchrun --nproc-per-node {n} -m penstock run")
-    if settings.device == "auto" and device == "cpu" and file.plan.profile["device"]["kind"] == "cuda":
-        say(f"no GPU found: the plan for {on_one_line(file.plan.profile['name'])} trains on this CPU")
-    _refuse_odd_files(out)
-    _refuse_what_others_wrote(out)
+    if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
+        say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
     refuse_missing(settings.monitors)
     if device == "cuda":
-        settle_kernels(file.plan, settings.deterministic)
-    _tell_clients_of_monitors(settings)
-    with _no_empty_folder(out), ExitStack() as until_the_end:
-        writable_folder(out)
-        until_the_end.enter_context(_alone_in(out))
+        settle_kernels(plan, settings.deterministic)
+    with run_folder(out), ExitStack() as until_the_end:
         if resume or resume_from is not None:
             report("reading the checkpoint")
-        state = _state(out, resume, resume_from)
-        refuse(file.plan, device)
-        first_step = state.step if state is not None else 0
-        run = assemble(settings, file.plan, device, time_scale, until_the_end, data, state, report, ranks)
-        if first_step > run.n_steps or (first_step == run.n_steps and not lacks_evaluation(run, first_step)):
-            raise CheckpointError(f"{out}: holds step {first_step} already; ask for more than {run.n_steps} with --steps")
-        yield run, first_step
-        if run.training.lead is not None:
-            run.training.lead.end()
+        state = state_to_resume(out, resume, resume_from)
+        refuse(plan, device)
+        _refuse_unknown_parameters(settings.optimizer, plan)
+        parts = _Parts(settings, plan, device, *predicted(plan), state, until_the_end, report, stop or Stop())
+        session = _emulated(parts, data, time_scale) if device == "emulated" else _real(parts, data, ranks)
+        yield session
+        if session.leader is not None:
+            session.leader.end()
 
 
-def _state(out: Path, resume: bool, resume_from: str | None) -> "State | None":
-    """The checkpoint to resume, found whole; None to begin at the beginning."""
-    from penstock.checkpoint.checkpoint import latest
-    from penstock.checkpoint.retention import clean
-    from runtime.executor import say
-
-    if resume_from is not None:
-        clean(out)
-        return _offering(out, _named(out, resume_from))
-    if not resume:
-        found = latest(out)
-        if found is not None:
-            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
-        return None
-    clean(out)  # of a checkpoint that was being replaced, the old one comes back
-    found = latest(out)
-    if found is None:
-        say(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning")
-        return None
-    return _offering(out, found)
-
-
-def _named(out: Path, name: str) -> Path:
-    """The checkpoint of this folder, or of another one that is taken up in an empty folder."""
-    from penstock.checkpoint.checkpoint import latest, whole
-
-    if name and Path(name).name == name and (out / name).is_dir():
-        return out / name
-    elsewhere = Path(name)
-    if not name or not elsewhere.is_dir():
-        there = ", ".join(path.name for _, path in whole(out)) or "none"
-        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {there}")
-    if (own := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
-        raise CheckpointError(f"{out}: holds {own.name} of another run than {elsewhere}; choose another --out")
-    return elsewhere
-
-
-def _offering(out: Path, found: Path) -> "State":
-    """A checkpoint that is whole; CheckpointError offers the one before."""
-    from penstock.checkpoint.checkpoint import load_state
-    from penstock.checkpoint.retention import offers
-
+def checked(file: PlanFile, where: str) -> PlanFile:
+    """The plan, proven by the checker, with the blocks and arenas of its model and policy; else PlanError."""
+    claim = None if file.claim is None else claimed(file.claim, where)
     try:
-        return load_state(found)
-    except CheckpointError as error:
-        before = offers(out, found)
-        advice = f"resume with --resume-from {before.name}, which is whole" if before is not None else "none before it is whole"
-        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; {advice}") from None
+        check(file.plan)
+        refuse_another_model(file.plan.model, file.plan.workload.n_layers)
+        check_origin(file.plan, claim)
+    except (PlanError, WorkloadError) as error:
+        raise PlanError(f"{where}: refused: {error}") from None
+    return file
 
 
-# -- the environment ---------------------------------------------------------------------------------------------------------
+def predicted(plan: Plan) -> tuple[list[Demand], Region, Prediction]:
+    """What the ops ask of the machine in the plan's profile, what that offers, and the prediction that follows."""
+    profile = Profile.from_json(plan.profile, "the plan's profile")
+    demands, region = costs(plan, profile), region_of(profile)
+    return demands, region, simulate(plan, demands, region)
 
 
-def settle_kernels(plan: "Plan", asked_in_order: bool) -> None:
-    """Those that the plan names, and with them no others on a GPU. PlanError where it cannot be so."""
-    from runtime.layers.attention import refuse_any_order, refuse_missing_attention
-    from runtime.machines.streams import use_same_kernels
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What every session is put together from."""
 
-    if asked_in_order:
-        refuse_any_order(plan.semantics)
-    refuse_missing_attention(plan)
-    if not asked_in_order and plan.semantics.attention_kernel != "deterministic":
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-    use_same_kernels()
-
-
-def let_segments_grow(asked_device: str) -> None:
-    """What is free of the device's memory can then be had in one piece. torch reads it when it first looks for a device."""
-    if asked_device not in ("cpu", "emulated") and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    settings: RunSettings
+    plan: Plan
+    device: str
+    demands: list[Demand]
+    region: Region
+    prediction: Prediction
+    state: State | None
+    until_the_end: ExitStack
+    report: Callable[[str], None]
+    stop: Stop
 
 
-def _tell_clients_of_monitors(settings: "RunSettings") -> None:
-    """What they would send elsewhere of their own accord stays here; who wants it otherwise has said so already."""
-    for service, name, value in (("mlflow", "MLFLOW_DISABLE_TELEMETRY", "true"), ("wandb", "WANDB_ERROR_REPORTING", "false")):
-        if service in settings.monitors:
-            os.environ.setdefault(name, value)
+def _real(parts: _Parts, data: Data | None, ranks: Processes | None) -> Session:
+    """A run of the plan's own model on this machine. What is quickly refused is read before the weights are."""
+    settings, state, report, until_the_end = parts.settings, parts.state, parts.report, parts.until_the_end
+    plan, folder = own_model(parts.plan, settings.model)
+    weights = weights_of(settings, plan, folder, state)
+    refuse_what_does_not_fit(plan, parts.device, settings.device, 1 if ranks is None else ranks.n_here)
+    report("reading the data")
+    data = data or data_of(settings, plan, folder, until_the_end, report=report)
+    held_out = held_out_of(settings, plan, folder, until_the_end, report)
+    prompts = prompts_of(settings, plan, folder)
+    n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
+    each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), parts.prediction.step_s * (n_steps - first_step)
+    refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)
+    if ranks is not None:
+        begin(ranks, None if state is None else state.path)
+    of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
+    report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
+    store = machine_of(parts.device, plan, data, of_step, settings.seed, ranks)
+    session = Session(
+        settings,
+        plan,
+        parts.device,
+        store,
+        store,
+        data,
+        n_steps,
+        parts.prediction,
+        optimizer,
+        first_step,
+        weights=_weights_in_words(settings, weights, state),
+        tokenizer=str(folder) if settings.tokenizer == "model" and folder is not None else settings.tokenizer,
+        tokenizer_from=folder if settings.tokenizer == "model" else None,
+        frozen=None if plan.workload.trains_all else _frozen_digest(weights, settings.seed),
+        held_out=held_out,
+        prompts=prompts,
+        leader=None if ranks is None else Leader(store, ranks),
+        stop=parts.stop,
+    )
+    if state is not None:
+        refuse_another(state, session.identity)
+    elif weights is None:
+        say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model knows nothing at its first step")
+    fill(store, settings, data, weights, state, report)
+    if ranks is not None:
+        report("waiting for all ranks")
+        wait_for_others(ranks, read_by_all(data, weights))
+    return session
 
 
-def online() -> bool:
-    """Whether W&B can upload without asking for anything."""
-    return "WANDB_API_KEY" in os.environ and os.environ.get("WANDB_MODE", "online") == "online"
+def _weights_in_words(settings: RunSettings, weights: Path | None, state: State | None) -> str:
+    if state is not None:
+        return f"{state.path}, after step {state.step}"
+    found = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
+    return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
 
 
-# -- the folder -----------------------------------------------------------------------------------------------------------
+def _frozen_digest(weights: Path | None, seed: int) -> str:
+    return f"random, by seed {seed}" if weights is None else weights_digest(weights)
 
 
-@contextmanager
-def _no_empty_folder(out: Path) -> Iterator[None]:
-    """A run that fails before it wrote anything of its own leaves no folder that was not there before."""
-    from .inputs import TOKENS_FOLDER
-
-    was_there = out.is_dir()
-    try:
-        yield
-    except BaseException:
-        if not was_there and not any((out / name).exists() for name in WRITTEN):
-            shutil.rmtree(out / TOKENS_FOLDER, ignore_errors=True)
-            with suppress(OSError):
-                out.rmdir()  # only if empty
-        raise
+def read_by_all(data: Data, weights: Path | None) -> dict[str, str]:
+    """Digests of what every rank reads for itself, by name."""
+    return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
-@contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    """No second run in a folder: each would delete what the other is writing. The system lets go when the process ends."""
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{out}: another run is at work in it; wait until it ends, or choose another --out") from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(descriptor)
+def _emulated(parts: _Parts, data: Data | None, time_scale: float | None) -> Session:
+    """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
+    if parts.state is not None:
+        raise RunConfigError("an emulated run saves nothing and resumes nothing: leave out resume, or choose another device")
+    if data is not None:
+        raise RunConfigError("an emulated run trains a stand-in with a vocabulary of its own: give it files, not batches")
+    settings, small = parts.settings, _stand_in(parts.plan)
+    parts.report("reading the data")
+    data = data_of(replace(settings, tokenizer="bytes"), small, None, parts.until_the_end, report=parts.report)
+    n_steps = steps_of(settings, data)
+    of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
+    n, n_hosts = small.semantics.ranks, Profile.from_json(parts.plan.profile).n_hosts
+    store = machine_of("cpu", small, data, of_step, settings.seed, Alike(n, max(1, n // n_hosts)) if n > 1 else None)
+    store.initialise(settings.seed)
+    scale = time_scale or time_scale_for(parts.demands)
+    machine = EmulatedMachine(store, parts.demands, parts.region, scale)
+    said = "random, of a tiny stand-in"
+    of_run = (settings, parts.plan, "emulated", machine, store, data, n_steps, parts.prediction, optimizer)
+    return Session(*of_run, scale=scale, weights=said, stop=parts.stop)
 
 
-def _refuse_what_others_wrote(out: Path) -> None:
-    """What is written there replaces what an earlier run wrote, and nothing else: a run's first file holds its settings."""
-    with suppress(OSError):
-        if (out / RUN_FILE).read_bytes().startswith(WRITTEN_BY_A_RUN.encode()):
-            return
-    for path in (out / name for name in WRITTEN):
-        if path.exists():
-            raise CheckpointError(f"{path}: not written by a run, which writes a file of that name; give it another name or place")
+def _stand_in(plan: Plan) -> Plan:
+    """The same ops on a tiny model with the same blocks."""
+    semantics = stand_in_semantics(plan.semantics)
+    model = Model(stand_in_config(plan.model.config), name="stand-in")
+    small = lower(model, build_workload(model, semantics), semantics, plan.policy, plan.profile)
+    if [(a.name, len(a.slot_bytes)) for a in small.arenas] != [(a.name, len(a.slot_bytes)) for a in plan.arenas]:
+        raise PlanError("this plan's arenas are not those of its policy; only plans of `penstock plan` can be emulated")
+    return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def _refuse_odd_files(out: Path) -> None:
-    """A pipe where a log is to be written would hold up the run for ever."""
-    for name in (*WRITTEN, *(f"{name}.partial" for name in WRITTEN)):
-        path = out / name
-        try:
-            mode = path.lstat().st_mode
-        except OSError:
-            continue  # not there; a folder that cannot be searched is found out when it is tried
-        if not stat.S_ISREG(mode):
-            raise CheckpointError(f"{path}: a folder, link, pipe or device where the run writes a file; choose another --out")
+def machine_of(
+    device: str, plan: Plan, data: Data, of_step: Callable[[int], AdamW], seed: int, ranks: Ranks | None
+) -> TorchMachine:
+    """A machine that trains the plan, with its memory taken."""
+    if device == "cuda":
+        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks)
+    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks)
 
 
-def write_settings(out: Path, settings: "RunSettings") -> None:
-    from penstock.run_config import write_run
+def steps_of(settings: RunSettings, data: Data) -> int:
+    """Steps of the whole run."""
+    if settings.steps is not None:
+        return settings.steps
+    if data.n_steps is None:
+        raise RunConfigError("how long streamed data is shows only at its end: say how many --steps to take")
+    return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
-    from .log import writing
 
-    path = out / RUN_FILE
-    with writing(path):
-        write_run(path, settings)
+def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Callable[[int], AdamW], dict[str, Any]]:
+    """The hyperparameters of each step, and what of them a checkpoint keeps: a resumed run must use the same."""
+    lr_of = learning_rates(settings, n_steps)
+    horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it
+    kept = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
+    return lambda step: replace(settings, lr=lr_of(step)), kept
+
+
+def _refuse_unknown_parameters(settings: OptimizerSettings, plan: Plan) -> None:
+    names = [p.name for block in plan.workload.blocks for p in block.parameters]
+    for part in settings.no_decay:
+        if not any(part in name for name in names):
+            raise RunConfigError(f"optimizer.no_decay: no parameter's name holds {part[:60]!r}; names are for example {names[1]}")

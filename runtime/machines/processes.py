@@ -1,7 +1,7 @@
-"""How do the ranks of a run reach each other?
+"""Ranks as processes of torch.distributed, started by torchrun or with its environment variables.
 
-As processes that `torchrun`, or whoever sets its variables, has started: NCCL between GPUs, gloo between CPUs and for what lies in
-host memory. Each of a machine's lanes that meets the others' has a group of its own, so that one lane's order is all that counts.
+NCCL between GPUs; gloo between CPUs and for what lies in host memory. Each lane that has collectives has process groups of its own,
+so that its order of ops is the order of its collectives.
 """
 
 import json
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from runtime.errors import PlanError, RanksError
 from runtime.host.common_memory import Shared, slab_of
 
-PATIENCE = timedelta(minutes=30)  # of a collective that a thread waits in: as long as the slowest rank's longest op may take
-LONG = timedelta(days=30)  # of what is issued a step ahead, or waited for between steps: a full disk, an evaluation
+PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
+LONG = timedelta(days=30)  # timeout of collectives that are issued a step ahead, or between steps: an evaluation may be long
 MAX_MESSAGE_BYTES = 2**20
 # torch 2.13 gave it a new name, and warns of the old one
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Processes:
-    """All ranks: processes of which this is one."""
+    """All ranks of a run, as the process of one of them."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Processes:
         by_memory: bool = False,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """The process group is there. Called by every rank, with the number of ranks on its host, None for all, and its place among
-        these."""
+        """Called by every rank, after `dist.init_process_group`. `here`: ranks of this host, None for all; `place`: this rank's
+        number among them."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.n_here = self.n if here is None else self._agreed(here, place)
         self.by_memory = by_memory and self.n_here == self.n
@@ -53,12 +53,12 @@ class Processes:
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
 
     def _own_group(self, groups: Iterable[Iterable[int]], backend: str, wait: timedelta) -> Any:
-        """This rank's of some groups, each of which every rank makes."""
+        """This rank's process group among these, each of which every rank has to create."""
         made = [(ranks, dist.new_group(ranks, backend=backend, timeout=wait)) for ranks in map(list, groups)]
         return next(group for ranks, group in made if self.rank in ranks)
 
     def _agreed(self, n_here: int, place: int) -> int:
-        """How many ranks each host has; RanksError where they are not as many, or not one after another."""
+        """The number of ranks of each host; RanksError where it differs, or a host's ranks do not follow one another."""
         of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
         with _meeting("counted themselves"):
             _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - place]))
@@ -68,7 +68,7 @@ class Processes:
         return n_here
 
     def leave(self) -> None:
-        """End the groups' threads. One that is still at letting go of a tensor when Python ends takes the process down with it."""
+        """Drop the process groups, which ends their threads: one that still frees a tensor while Python exits would crash it."""
         self._of_device = self._here = self._between_hosts = self._of_host = self._of_meetings = self._between_steps = None
 
     # -- ops ----------------------------------------------------------------------------------------------------------
@@ -103,28 +103,28 @@ class Processes:
     # -- between steps --------------------------------------------------------------------------------------------------
 
     def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What rank 0 says, heard by all: JSON."""
-        said = json.dumps(message).encode() if self.rank == 0 else b""
+        """Broadcast rank 0's message, JSON, to all."""
         with _meeting("waited for what rank 0 says"):
-            return _read(self._sent(said, 0))
+            return self._broadcast(message, 0)
 
     def gathered(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each rank says, heard by all, in order."""
-        said = json.dumps(message).encode()
+        """The messages of all ranks, in order."""
         with _meeting("compared what they are to do"):
-            return [_read(self._sent(said, rank)) for rank in range(self.n)]
+            return [self._broadcast(message, rank) for rank in range(self.n)]
 
-    def _sent(self, said: bytes, rank: int) -> bytes:
-        """One rank's bytes, at every rank."""
-        n = torch.tensor([len(said)])
+    def _broadcast(self, message: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
+        """One rank's message, at every rank. JSON: nothing is unpickled."""
+        content = bytearray(json.dumps(message).encode() if rank == self.rank else b"")
+        n = torch.tensor([len(content)])
         dist.broadcast(n, rank, group=self._between_steps)
         if not 0 < (n_bytes := int(n)) <= MAX_MESSAGE_BYTES:
             raise RanksError(f"rank {rank} sends a message of {n_bytes} bytes; start all ranks with the same version of penstock")
-        content = (
-            torch.frombuffer(bytearray(said), dtype=torch.uint8) if rank == self.rank else torch.empty(n_bytes, dtype=torch.uint8)
-        )
-        dist.broadcast(content, rank, group=self._between_steps)
-        return content.numpy().tobytes()
+        sent = torch.frombuffer(content or bytearray(n_bytes), dtype=torch.uint8)
+        dist.broadcast(sent, rank, group=self._between_steps)
+        with suppress(ValueError):
+            if isinstance(fields := json.loads(sent.numpy().tobytes()), dict):
+                return fields
+        raise RanksError("a rank sends what is no message; start all ranks with the same version of penstock")
 
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
         """As `Ranks.common`. Called by every rank; all find the same."""
@@ -137,7 +137,7 @@ class Processes:
         return found if has_all else None
 
     def to_first(self, part: torch.Tensor | None, rank: int, into: torch.Tensor | None) -> None:
-        """A flat tensor of one rank's host memory into rank 0's. Called by these two."""
+        """Send a flat tensor of one rank's host memory to rank 0. Called by these two."""
         with _meeting("wrote a checkpoint"):
             if self.rank == rank:
                 assert part is not None
@@ -148,9 +148,8 @@ class Processes:
 
 @contextmanager
 def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = False) -> Iterator[Processes]:
-    """All ranks, once each has come: as the environment says who and where they are. `device`: cuda, the first that this process
-    sees, or cpu; `here`, `place`: how many ranks this host has, None for all, and the how-manieth of them this one is;
-    `by_memory`: as `Ranks` has it."""
+    """All ranks, once each has come, where torchrun's environment variables lead. `device`: cuda, the first that this process sees,
+    or cpu; `here`, `place`: as `Processes` has them; `by_memory`: as `Ranks` has it."""
     try:
         dist.init_process_group("gloo")
         _refuse_unlike_devices(device)
@@ -168,8 +167,16 @@ def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = 
     ranks.leave()  # not after a failure: a thread may be in a collective that never ends
 
 
+def meeting_place(n: int) -> tuple[object, dict[str, str]]:
+    """A store where `n` ranks of this host meet while this process holds it, as torchrun's agent does, at a port that the system
+    gives; and the environment variables that lead each rank there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    there = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return store, there | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
 def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
-    """PlanError with the first error among what ranks have said."""
+    """PlanError with the first error among the ranks' messages."""
     for rank, other in enumerate(said):
         if other.get("error"):
             error = PlanError(f"rank {rank}: {other['error']}")
@@ -178,26 +185,16 @@ def refuse_errors(said: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _refuse_unlike_devices(device: str) -> None:
-    """RanksError where some have a GPU and others none: in groups of NCCL and of gloo they would wait for each other."""
+    """RanksError where some ranks have a GPU and others none: in NCCL and gloo groups they would wait for each other."""
     n_gpus = torch.tensor([device == "cuda"], dtype=torch.int32)
     dist.all_reduce(n_gpus)
     if 0 < (n := int(n_gpus)) < dist.get_world_size():
         raise RanksError(f"of {dist.get_world_size()} ranks {n} see a GPU; give each of them one, or choose --device cpu")
 
 
-def _read(content: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(content)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise RanksError("a rank sends what is no message; start all ranks with the same version of penstock")
-    return fields
-
-
 @contextmanager
 def _meeting(what: str) -> Iterator[None]:
-    """One line where another rank has gone: its own words say why."""
+    """RanksError, one line, where another rank has gone."""
     try:
         yield
     except (RuntimeError, dist.DistBackendError) as error:

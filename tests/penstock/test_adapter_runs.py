@@ -1,4 +1,4 @@
-"""Does a user get from a plan with adapters, or with some weights frozen, to files that PEFT and transformers load?"""
+"""Runs that train adapters, or some of the weights: their files are loaded by PEFT and transformers."""
 
 import json
 import shutil
@@ -10,8 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from runtime.plan import PlanFile
-from runtime.plan.footprint import host_needs, planned_device_needs
+from runtime.plan.train import TARGETS
 from tests.running import make_home, one_line, penstock, plan_in, train
 from tests.tiny import tiny_config
 
@@ -41,6 +40,15 @@ def trained(home, plan, *extra, out="out", steps=4):
     return home / out / f"checkpoint-{steps}"
 
 
+def resumed_alike(home, plan):
+    """The checkpoint of a run, which is also that of one that resumed from its middle."""
+    whole = trained(home, plan, "--save-every", 2)
+    shutil.copytree(home / "out", home / "again")
+    shutil.rmtree(home / "again" / "checkpoint-4")
+    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(whole)
+    return whole
+
+
 def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
@@ -51,12 +59,9 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_a_run_that_is_stopped_goes_on_to_the_same_bits_and_merges_into_a_model(home, base):
+def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     plan = plan_in(home, *LORA, "--base", base)
-    whole = trained(home, plan, "--save-every", 2)
-    shutil.copytree(home / "out", home / "again")
-    shutil.rmtree(home / "again" / "checkpoint-4")
-    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(whole)
+    whole = resumed_alike(home, plan)
     assert {path.name for path in whole.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert not list(whole.glob("model*.safetensors"))
     before = load_file(home / "model" / "model.safetensors")
@@ -66,15 +71,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits_and_merges_into_a_model(
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     changed = {name for name, weight in load_file(home / "merged" / "model.safetensors").items() if not weight.equal(before[name])}
-    assert {name.split(".")[-2] for name in changed} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    }
+    assert {name.split(".")[-2] for name in changed} == {*TARGETS}
     beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32), whole)
     torch.testing.assert_close(logits_of(merged.float()), logits_of(beside), atol=2e-2, rtol=2e-2)  # merged weights are bf16
 
@@ -104,7 +101,7 @@ def test_an_adapter_goes_on_where_another_run_left_it(home):
     assert all(0 < (was[name] - now[name]).abs().max() < 0.01 for name in was), "a step of 1e-3 from where the first run ended"
 
 
-def test_what_an_adapter_does_is_shown_beside_the_model_without_it(home):
+def test_an_evaluation_shows_the_model_without_its_adapter(home):
     shutil.copytree(home / "data", home / "held-out")
     plan = plan_in(home, *LORA)
     trained(home, plan, "--eval-data", home / "held-out", "--eval-base", "--prompt", "To be", "--lr", "1e-2")
@@ -115,12 +112,8 @@ def test_what_an_adapter_does_is_shown_beside_the_model_without_it(home):
     assert {"text", "base_text"} <= json.loads((home / "out" / "samples.jsonl").read_text().splitlines()[0]).keys()
 
 
-def test_layers_that_are_trained_leave_a_whole_model_and_the_others_bits(home):
-    plan = plan_in(home, "--train", "layers:1-2")
-    whole = trained(home, plan, "--save-every", 2)
-    shutil.copytree(home / "out", home / "again")
-    shutil.rmtree(home / "again" / "checkpoint-4")
-    assert files(trained(home, plan, "--save-every", 2, "--resume", out="again")) == files(whole)
+def test_trained_layers_leave_the_bits_of_all_others(home):
+    whole = resumed_alike(home, plan_in(home, "--train", "layers:1-2"))
     before, after = (load_file(folder / "model.safetensors") for folder in (home / "model", whole))
     assert before.keys() == after.keys()
     changed = {name for name in before if not before[name].equal(after[name])}
@@ -164,11 +157,8 @@ def test_packed_weights_that_were_cut_are_packed_again_or_named(home):
     [
         ("lora:r=0", "rank is 0"),
         ("lora:targets=nobody", "no projection of a layer is called 'nobody'"),
-        ("lora:r=4,depth=3", "'depth=3' is not understood"),
         ("names:nobody*", "is called nobody*"),
         ("layers:2-9", "there is no layer 9"),
-        ("layers:3-1", "layer 1 comes before layer 3"),
-        ("some", "'some' is not understood"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(home, train_what, words):
@@ -178,7 +168,7 @@ def test_what_cannot_be_trained_is_one_line(home, train_what, words):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_experts_are_refused_by_name_and_attention_beside_them_is_not(home):
+def test_experts_are_refused_and_attention_beside_them_is_not(home):
     with_weights(home / "experts", "qwen3_moe")
     done = penstock("plan", home / "experts", "--machine", "cpu-2core", "--train", "lora:targets=gate_proj")
     assert (done.exit_code, "experts of qwen3_moe cannot have adapters" in done.stderr) == (2, True)
@@ -186,24 +176,7 @@ def test_experts_are_refused_by_name_and_attention_beside_them_is_not(home):
     assert {name.split(".")[-3] for name in leaves} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_a_base_larger_than_the_memory_at_hand_is_refused_with_what_would_fit(home, monkeypatch):
-    with_weights(home / "wide", "qwen3", intermediate_size=4096)
-    plan = plan_in(home, *LORA, model="wide")
-    of = PlanFile.read(plan).plan
-    n_bytes = sum(planned_device_needs(of, on_cuda=False).values()) + sum(host_needs(of).values())
-    for available_bytes, words in (
-        (n_bytes - 1, "--base bf16, which needs 10.8 MB"),
-        (10_000, ""),
-    ):
-        monkeypatch.setattr("runtime.host.memory.available_host_bytes", lambda n=available_bytes: n)
-        done = train(home, plan, scratch=BYTES)
-        assert done.exit_code == 3
-        assert words in done.stderr
-    assert "or plan a smaller model" in done.stderr
-    assert not (home / "out" / "checkpoint-4").exists()
-
-
-def test_a_model_that_was_published_in_4_bits_is_trained_beside_as_it_is(home):
+def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
     """Its projections as bitsandbytes stores them; what is packed here from the same weights trains the same bits."""
     weights = load_file(home / "model" / "model.safetensors")
     shutil.copytree(home / "model", home / "packed")

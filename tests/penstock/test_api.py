@@ -1,4 +1,4 @@
-"""Does a program get from a model to a checkpoint, as a user of the commands does?"""
+"""The functions of `penstock`: from a model to a checkpoint, as the commands do it."""
 
 import json
 import subprocess
@@ -20,39 +20,23 @@ from penstock.data.given import Given
 from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
+from tests.running import SIZES as FLAGS
 from tests.running import make_home, train, weights_sha
 from tests.running import penstock as command
 
 SIZES = {"seq_len": 32, "batch_size": 4, "micro_batch": 2}
 
 
-class Counting:
-    """Batches that are a function of the number of the step."""
+class Batches:
+    """Random batches, a function of the step, perhaps with wrong targets, documents or a fingerprint."""
 
-    def __init__(self, first_target: int = 0) -> None:
-        self.first_target = first_target
+    def __init__(self, first_target: int = 0, documents: tuple[tuple[int, ...], ...] | None = None) -> None:
+        self.first_target, self.documents = first_target, documents
 
     def batch(self, step: int) -> Batch | tuple[torch.Tensor, torch.Tensor]:
         ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
         pair = ids[:, :-1].contiguous(), ids[:, 1:] + self.first_target
-        return pair if step % 2 else Batch(*pair)
-
-
-class Packed(Counting):
-    """Batches of documents of these lengths."""
-
-    def __init__(self, document_tokens: tuple[tuple[int, ...], ...]) -> None:
-        super().__init__()
-        self.document_tokens = document_tokens
-
-    def batch(self, step: int) -> Batch:
-        input_ids, targets = super().batch(1)
-        return Batch(input_ids, targets, self.document_tokens)
-
-
-def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Train random weights, on bytes."""
-    return penstock.train(plan, data, from_scratch=True, settings={"tokenizer": "bytes"} | (settings or {}), **options)
+        return pair if step % 2 and self.documents is None else Batch(*pair, self.documents)
 
 
 class FromFiles:
@@ -65,8 +49,8 @@ class FromFiles:
         return self.data.batch(step)
 
 
-class Known(Counting):
-    """Batches that know themselves again."""
+class Known(Batches):
+    """Batches with a fingerprint and a position."""
 
     def __init__(self, fingerprint: str) -> None:
         super().__init__()
@@ -88,11 +72,16 @@ def planned(home: Path) -> "penstock.api.Planned":
     return penstock.plan(home / "model", "cpu-2core", **SIZES)
 
 
+def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Train random weights, on bytes."""
+    return penstock.train(plan, data, from_scratch=True, settings={"tokenizer": "bytes"} | (settings or {}), **options)
+
+
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_names_are_these_and_none_wakes_torch() -> None:
+def test_the_names_are_these_and_planning_imports_no_torch() -> None:
     types = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
     names = [*types, "check", "plan", "predict", "probe", "train"]
     assert penstock.__all__ == names
@@ -108,19 +97,20 @@ def test_the_names_are_these_and_none_wakes_torch() -> None:
         _ = penstock.plann
 
 
-def test_a_plan_is_that_of_the_command_in_words_and_in_its_file(home: Path) -> None:
+def test_a_plan_is_the_commands_in_words_and_in_its_file(home: Path) -> None:
     found = planned(home)
-    words = command("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2)
-    written = command(
-        "plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 2, "-o", home / "a"
-    )
-    assert str(found) == words.stdout.rstrip()
-    assert written.exit_code == 0
+    done = command("plan", home / "model", *FLAGS[:-2], "-o", home / "a")
+    assert str(found) == done.stdout.rstrip()
     assert found.save(home / "b").read_bytes() == (home / "a").read_bytes()
     assert penstock.predict(home / "b").step_s == found.step_s
     assert penstock.predict(home / "b", "h100-sxm").step_s < found.step_s
     assert penstock.check(home / "b") == penstock.check(found)
     assert 'sandbox="allow-scripts"' in found._repr_html_()
+    fields = json.loads((home / "b").read_text())
+    fields["claim"]["prediction"]["step_s"] /= 2
+    (home / "b").write_text(json.dumps(fields))
+    with pytest.raises(WrongPlanError, match="b: "):
+        penstock.check(home / "b")
 
 
 def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +125,6 @@ def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(probing, "probed", probed)
     assert penstock.probe("cpu", quick=True, name="mine", report=lambda *what: heard.append(what)) is mine
     assert heard == [("matrix products", 0.5)]
-
-
-def test_a_wrong_plan_is_named(home: Path) -> None:
-    found = planned(home)
-    fields = json.loads(found.save(home / "a.json").read_text())
-    fields["claim"]["prediction"]["step_s"] /= 2
-    (home / "a.json").write_text(json.dumps(fields))
-    with pytest.raises(WrongPlanError, match=r"a\.json"):
-        penstock.check(home / "a.json")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +148,7 @@ def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict
     assert "\n" not in str(refused.value)
 
 
-def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
+def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:
     found, seen = planned(home), list[int]()
     trained = train_new(found, home / "data", out=home / "a", steps=3, lr=1e-3, on_step=lambda metrics: seen.append(metrics.step))
     assert seen == [1, 2, 3] == [metrics.step for metrics in trained.metrics]
@@ -183,35 +164,32 @@ def test_training_leaves_the_bytes_that_the_command_leaves(home: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(trained.checkpoint, dtype="auto").dtype == torch.bfloat16
 
 
-def test_a_stopped_run_on_ones_own_batches_goes_on_to_the_same_bytes(home: Path) -> None:
+def test_a_stopped_run_on_own_batches_resumes_to_the_bits(home: Path) -> None:
     found, stop = planned(home), penstock.Stop()
-    whole = train_new(found, Counting(), out=home / "whole", steps=4, lr=1e-3)
-    part = train_new(found, Counting(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
+    whole = train_new(found, Batches(), out=home / "whole", steps=4, lr=1e-3)
+    part = train_new(found, Batches(), out=home / "part", steps=4, lr=1e-3, on_step=lambda _: stop.request(), stop=stop)
     assert 1 <= part.n_done < 4
-    rest = train_new(found, Counting(), out=home / "part", steps=4, lr=1e-3, resume=True)
+    rest = train_new(found, Batches(), out=home / "part", steps=4, lr=1e-3, resume=True)
     assert rest.n_done == 4
     assert weights_sha(rest.checkpoint) == weights_sha(whole.checkpoint)
     assert losses(home / "part") == losses(home / "whole")
 
 
-def test_a_plan_that_no_run_wrote_is_not_written_over(home: Path) -> None:
-    (home / "out").mkdir()
-    (home / "out" / "run-plan.json").write_text("mine")
-    with pytest.raises(CheckpointError, match="not written by a run"):
-        train_new(planned(home), home / "data", out=home / "out", steps=1)
-    assert (home / "out" / "run-plan.json").read_text() == "mine"
-
-
-def test_a_command_goes_on_with_what_a_program_began(home: Path) -> None:
+def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
     found = planned(home)
     whole = train_new(found, home / "data", out=home / "whole", steps=4)
     train_new(found, home / "data", out=home / "part", steps=2)
     done = command("run", "--config", home / "part" / "run.yaml", "--resume", "--steps", 4)
     assert done.exit_code == 0, done.output
     assert weights_sha(home / "part" / "checkpoint-4") == weights_sha(whole.checkpoint)
+    (home / "out").mkdir()
+    (home / "out" / "run-plan.json").write_text("mine")
+    with pytest.raises(CheckpointError, match="not written by a run"):
+        train_new(found, home / "data", out=home / "out", steps=1)
+    assert (home / "out" / "run-plan.json").read_text() == "mine"
 
 
-def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
+def test_a_fingerprint_and_position_of_batches_are_kept(home: Path) -> None:
     found = planned(home)
     train_new(found, Known("a"), out=home / "out", steps=1)
     other = Known("a")
@@ -222,7 +200,7 @@ def test_batches_that_know_themselves_are_asked_and_told(home: Path) -> None:
 
 
 @pytest.mark.soak
-def test_an_emulated_run_tells_the_time_of_the_machine_that_it_emulates(home: Path) -> None:
+def test_an_emulated_run_keeps_the_machines_time(home: Path) -> None:
     found = planned(home)
     trained = penstock.train(found, home / "data", out=home / "out", steps=1, device="emulated")
     slowed_s = sum(metrics.step_s for metrics in trained.metrics)
@@ -231,30 +209,24 @@ def test_an_emulated_run_tells_the_time_of_the_machine_that_it_emulates(home: Pa
     assert max(span["end_s"] for span in written) == trained.timeline.total_s
 
 
-def test_an_emulated_run_takes_no_batches(home: Path) -> None:
-    with pytest.raises(penstock.PenstockError, match="give it files, not batches"):
-        penstock.train(planned(home), Counting(), out=home / "out", steps=1, device="emulated")
-    assert not (home / "out").exists()
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        (Counting(first_target=300), "the model knows 0 to 271"),
-        (Counting(first_target=-400), "the targets of step 0 go from"),
+        (Batches(300), "the model knows 0 to 271"),
+        (Batches(-400), "the targets of step 0 go from"),
         (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
-        (Packed(((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
-        (Packed(((16, 16),) * 3), r"each of 4 sequences has 32"),
+        (Batches(documents=((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
+        (Batches(documents=((16, 16),) * 3), r"each of 4 sequences has 32"),
         (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),
     ],
 )
-def test_what_is_no_batch_is_named_and_nothing_hangs(home: Path, batches: penstock.Batches, said: str) -> None:
+def test_a_wrong_batch_is_refused_by_its_step(home: Path, batches: penstock.Batches, said: str) -> None:
     with pytest.raises(DataError, match=said):
         train_new(planned(home), batches, out=home / "out", steps=2)
 
 
-def test_settings_go_by_the_names_of_a_runs_file(home: Path) -> None:
+def test_settings_go_by_their_dotted_names(home: Path) -> None:
     settings = {"checkpoint.every": 1, "evaluation.data": str(home / "data"), "optimizer.weight_decay": 0.1}
     trained = train_new(planned(home), home / "data", out=home / "out", steps=2, settings=settings)
     assert (trained.folder / "checkpoint-1").is_dir()
@@ -266,8 +238,11 @@ def test_settings_go_by_the_names_of_a_runs_file(home: Path) -> None:
         train_new(planned(home), home / "data", out=home / "other", settings={"out": "elsewhere"})
 
 
-def test_documents_are_refused_where_none_can_be_kept_apart() -> None:
-    given = Given(Packed(((16, 16),) * 4), 32, 4, 272, "attention by document is not there")
+def test_batches_are_refused_where_they_cannot_be_used(home: Path) -> None:
+    with pytest.raises(penstock.PenstockError, match="give it files, not batches"):
+        penstock.train(planned(home), Batches(), out=home / "out", steps=1, device="emulated")
+    assert not (home / "out").exists()
+    packed = Batches(documents=((16, 16),) * 4)
     with pytest.raises(DataError, match="leave document_tokens out"):
-        given.batch(0)
-    assert Given(Packed(((16, 16),) * 4), 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4
+        Given(packed, 32, 4, 272, "attention by document is not there").batch(0)
+    assert Given(packed, 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4

@@ -1,4 +1,4 @@
-"""Does a user see what would be learned, and train on data in whatever way it is given?"""
+"""Runs on data of every kind, and `penstock data`, which shows what is learned of it."""
 
 import csv
 import gzip
@@ -62,7 +62,7 @@ def given(home):
 
 
 @pytest.mark.parametrize("way", ["pairs", "turns", "list", "gz", "csv", "hub", "mix"])
-def test_a_run_learns_from_data_in_every_way_that_it_is_given(home, given, way):
+def test_a_run_learns_from_data_of_every_kind(home, given, way):
     done = penstock("run", home / "plan.json", *given[way], *SCRATCH, "--steps", 2, "--lr", "1e-3", "--out", home / f"run-{way}")
     assert done.exit_code == 0, done.output
     trained = [line for line in lines_of(home, f"run-{way}") if "loss" in line]
@@ -74,7 +74,7 @@ def test_a_run_learns_from_data_in_every_way_that_it_is_given(home, given, way):
         assert lines_of(home, f"run-{way}")[-1]["eval_tokens"] == sum(len(a) + 1 for _, a in PAIRS[8:])
 
 
-def test_a_mix_is_resumed_to_the_last_bit_and_from_its_own_settings(home, given):
+def test_a_mix_is_resumed_to_the_last_bit(home, given):
     for out, steps in (("whole", 4), ("broken", 2)):
         done = penstock("run", home / "plan.json", *given["mix"], *SCRATCH, "--steps", steps, "--lr", "1e-3", "--out", home / out)
         assert done.exit_code == 0, done.output
@@ -95,7 +95,7 @@ def test_a_mix_is_resumed_to_the_last_bit_and_from_its_own_settings(home, given)
         (["--data", "qa.json", "--columns", "prompt=nix"], ("no column 'nix'", "its columns are question, answer")),
         (["--data", "qa.json", "--columns", "prompt"], ("--columns prompt: say which column",)),
         (["--data", "odd.csv"], ("its columns are frage, antwort; what is read: ",)),
-        (["--data", "hub", "--split", "val"], ("no split 'val' in it; there are: test_sft, train_sft",)),
+        (["--data", "hub", "--split", "val"], ("no split 'val' in it; there are test_sft, train_sft",)),
         (["--data", "qa.json", "--lora-r", "8"], ("--lora-r: no such option; the plan says it: `penstock plan --train lora",)),
         (["--data", "qa.json", "--batch-size", "8"], ("--batch-size: no such option; it is the plan's: say --batch-size to",)),
         (["--data", "qa.json", "--adam_beta1", "8"], ("--adam_beta1: no such option; it is optimizer.beta1 in the file of",)),
@@ -103,29 +103,27 @@ def test_a_mix_is_resumed_to_the_last_bit_and_from_its_own_settings(home, given)
     ],
     ids=lambda value: " ".join(value)[:40],
 )
-def test_what_is_said_wrongly_of_data_is_one_line_and_leaves_nothing(home, given, monkeypatch, flags, words):
+def test_a_wrong_flag_of_data_is_one_line_and_leaves_nothing(home, given, monkeypatch, flags, words):
     monkeypatch.chdir(home)
     one_line(penstock("run", "plan.json", *SCRATCH, *flags, "--out", home / "o"), 2, *words)
     assert not (home / "o").exists()
 
 
-def test_flags_are_taken_by_the_names_that_other_trainers_give_them(home, given):
+def test_flags_have_the_names_of_other_trainers_too(home, given):
     asked = ["--train-file", home / "pairs.jsonl", "--learning_rate=1e-3", "--max-steps", 1, "--output-dir", home / "o2"]
     done = penstock("run", home / "plan.json", *SCRATCH, *asked)
     assert done.exit_code == 0, done.output
     (line,) = [line for line in lines_of(home, "o2") if "loss" in line]
     assert line["lr"] == 1e-3
-    plan = ["plan", home / "model", "--machine", "cpu-2core"]
-    done = penstock(*plan, "--max-length", 32, "--global_batch_size", 4, "-o", home / "p2.json")
-    assert done.exit_code == 0, done.output
-    assert '"seq_len": 32' in (home / "p2.json").read_text()
-    one_line(penstock(*plan, "--learning-rate", 1), 2, "--learning-rate: no such option; it is optimizer.lr in the file of")
+    one_line(
+        penstock("plan", home / "model", "--machine", "cpu-2core", "--learning-rate", 1), 2, "it is optimizer.lr in the file of"
+    )
 
 
 # -- penstock data --------------------------------------------------------------------------------------------------------
 
 
-def test_the_learned_tokens_of_the_first_documents_are_marked_and_all_are_counted(home, given):
+def test_learned_tokens_are_marked_and_all_are_counted(home, given):
     write_talker(home / "talker", "chatml, unmarked")
     weighed = {"messages": [*CHATS[0], CHATS[1][0], {**CHATS[1][1], "weight": 0}]}
     (home / "more.jsonl").write_bytes(lines([weighed, {"messages": CHATS[1]}, {"messages": CHATS[2][:1]}]))
@@ -138,21 +136,13 @@ def test_the_learned_tokens_of_the_first_documents_are_marked_and_all_are_counte
     assert rows[1][3].count("[[") == 1, "an answer of weight 0 is not learned"
     assert rows[2][3] == "<|im_start|>user\\nWhat is 1?<|im_end|>\\n<|im_start|>assistant\\n[[A number, 1.<|im_end|>]]\\n"
     counted = dict(rows[rows.index(["what", "count"]) + 1 :])
-    assert (counted["rows"], counted["cut"], counted["left out with nothing to learn"], counted["sequences"]) == (
-        "3",
-        "0",
-        "1",
-        "2",
-    )
+    assert [counted[name] for name in ("rows", "cut", "left out with nothing to learn", "sequences")] == ["3", "0", "1", "2"]
     in_json = json.loads(penstock(*asked, "--json").stdout)
     assert [sample["n_learned"] for sample in in_json["samples"]] == [int(rows[1][2]), int(rows[2][2]), 0]
     assert in_json["counts"]["learned_tokens"] == int(rows[1][2]) + int(rows[2][2])
-    assert "".join(text for text, _ in in_json["samples"][1]["parts"]) == rows[2][3].replace("[[", "").replace("]]", "").replace(
-        "\\n", "\n"
-    )
 
 
-def test_without_a_model_bytes_are_shown_and_that_is_said(home, given):
+def test_without_a_model_bytes_are_shown(home, given):
     done = penstock("data", f"{home}/qa.json:0.5", f"{home}/pairs.jsonl:0.5", "--samples", 1)
     assert done.exit_code == 0, done.output
     assert "no tokenizer: text is read as bytes" in done.stderr
@@ -161,7 +151,7 @@ def test_without_a_model_bytes_are_shown_and_that_is_said(home, given):
     one_line(penstock("data", home / "qa.json", "--model", home / "none"), 2, "no such folder")
 
 
-def test_a_program_may_mix_too_and_what_is_no_data_is_one_line(home, given, tmp_path):
+def test_a_program_may_mix_too(home, given, tmp_path):
     asked = {"steps": 1, "lr": 1e-3, "from_scratch": True, "settings": {"tokenizer": "bytes"}}
     parts = [{"path": str(home / "qa.json"), "weight": 0.75}, {"path": str(home / "pairs.jsonl"), "weight": 0.25}]
     trained = train(home / "plan.json", parts, out=tmp_path / "run", **asked)
@@ -170,18 +160,8 @@ def test_a_program_may_mix_too_and_what_is_no_data_is_one_line(home, given, tmp_
         train(home / "plan.json", 3, out=tmp_path / "other", **asked)
 
 
-def test_data_that_is_called_train_alone_is_not_evaluated_on_without_a_word(home, given):
+def test_data_that_is_called_train_is_not_evaluated_on(home, given):
     (home / "shards").mkdir()
     (home / "shards" / "train-00000-of-00001.jsonl").write_bytes(lines({"text": a} for _, a in PAIRS))
     asked = ["run", home / "plan.json", "--data", home / "shards", "--eval-data", home / "shards", *SCRATCH, "--steps", 1]
     one_line(penstock(*asked, "--out", home / "o3"), 2, "all of it is called train; say evaluation.split: train")
-
-
-def test_a_completion_that_ends_with_the_models_own_end_is_learned_once(home):
-    """As many data sets for completing texts have it."""
-    write_talker(home / "ended", "chatml")
-    for name, end in (("with", "<|im_end|>"), ("without", "")):
-        (home / f"{name}.jsonl").write_bytes(lines([{"prompt": "Q: hi\nA:", "completion": f" hello{end}"}]))
-    asked = ["--model", home / "ended", "--seq-len", 64, "--json"]
-    found = [json.loads(penstock("data", home / f"{name}.jsonl", *asked).stdout)["samples"] for name in ("with", "without")]
-    assert found[0][0]["parts"] == found[1][0]["parts"]

@@ -1,53 +1,53 @@
-"""Does every mistake, accident and trick end in one line and an exit code, with nothing half-written and nothing waiting?"""
+"""Damaged files, pipes, full disks, odd names: a command does its work or refuses in one line, and nothing hangs."""
 
 import importlib.metadata
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from hwprofiles.schema import read_profile, shipped_profiles
+from hwprofiles.schema import shipped_profiles
+from penstock.version import version_in_words
 from planner.model.workload import shipped_models
 from runtime.files import read_whole, write_whole
-from runtime.units import on_one_line, show_count
-from tests.running import SCRATCH, penstock
-from tests.tiny import tiny_config
-from tests.tour import ROOT
+from runtime.units import on_one_line
+from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, damaged, judged, make_house
+from tests.running import SIZES, penstock
 
-SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
-ENDED_S = 60  # far beyond what any of these commands takes: only waiting for ever is longer
+N_DAMAGED = 30  # files of each format, in the long lane
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    home = tmp_path_factory.mktemp("good") / "house"
+    home.mkdir()
+    make_house(home)
+    return home
+
+
+@pytest.fixture
+def house(good, tmp_path, monkeypatch):
+    """A house of one's own, the working directory."""
+    shutil.copytree(good.parent, tmp_path / "street")
+    monkeypatch.chdir(tmp_path / "street" / "house")
+    return tmp_path / "street" / "house"
 
 
 def process(*args, **options):
-    """The command as a process of its own: what waits for ever in it is ended, and fails the test."""
-    command = [sys.executable, "-m", "penstock.cli.main", *map(str, args)]
-    options = {"capture_output": True, "text": True} | options
-    return subprocess.run(command, cwd=ROOT, timeout=ENDED_S, check=False, **options)
-
-
-def answered(*args):
-    """The command in this process: what waits for ever in it is interrupted, and fails the test."""
-
-    def fail(*_):
-        raise AssertionError(f"{args[0]} waits for ever")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(ENDED_S)
-    try:
-        return penstock(*args)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    """The command as a process of its own, ended if it waits for ever."""
+    command = [sys.executable, "-m", "penstock", *map(str, args)]
+    return subprocess.run(command, timeout=ENDED_S, check=False, **({"capture_output": True, "text": True} | options))
 
 
 def refused(done, code=2):
-    """One line, no more, the exit code; returns the line."""
+    """The one line of a command that ended with this exit code."""
     exit_code = done.returncode if isinstance(done, subprocess.CompletedProcess) else done.exit_code
     assert exit_code == code, (exit_code, done.stdout, done.stderr)
     assert not done.stdout
@@ -57,286 +57,206 @@ def refused(done, code=2):
     return done.stderr
 
 
-@pytest.fixture(scope="module")
-def house(tmp_path_factory):
-    """A tiny model, some text and a plan."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
-    (home / "data").mkdir()
-    (home / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
-    done = penstock("plan", home / "model", *SIZES, "-o", home / "p.json")
-    assert done.exit_code == 0, done.output
-    return home
+# -- content ------------------------------------------------------------------------------------------------------------------
 
 
-def run_args(house, out, *extra, scratch=SCRATCH):
-    return ["run", house / "p.json", "--data", house / "data", "--out", out, "--steps", 2, *scratch, *extra]
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_good_file_is_taken_and_half_of_one_is_judged(house, name):
+    file, words = FORMATS[name]
+    content = (house / file).read_bytes()
+    if name not in ("tokenizer.json", "published runs"):  # slow, and taken in tests of their own
+        shutil.copytree(house.parent, house.parent.parent / "second")
+        assert judged(house.parent.parent / "second" / "house", words) == 0
+    (house / file).write_bytes(content[: len(content) // 2])
+    code = judged(house, words)
+    assert code if name not in ("log", "CSV") else code == 0 or code == 2
 
 
-# -- files that are none ------------------------------------------------------------------------------------------------
+@pytest.mark.soak
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_damaged_file_is_taken_or_refused_in_one_line(good, tmp_path, name):
+    file, words = FORMATS[name]
+    for seed in range(N_DAMAGED):
+        shutil.copytree(good.parent, tmp_path / "street")
+        home = tmp_path / "street" / "house"
+        (home / file).write_bytes(damaged((good / file).read_bytes(), Random(seed)))
+        judged(home, words)
+        shutil.rmtree(tmp_path / "street")
 
 
-@pytest.mark.parametrize("where", ["plan", "profile", "policy", "model", "run's plan", "timeline", "data", "-o"])
-def test_a_pipe_where_a_file_belongs_is_refused_at_once(house, tmp_path, where):
-    pipe = tmp_path / "timeline.json"
-    os.mkfifo(pipe)
-    plan, model = house / "p.json", house / "model"
-    args = {
-        "plan": ["check", pipe],
-        "profile": ["plan", model, "--machine", pipe],
-        "policy": ["plan", model, *SIZES, "--policy", pipe],
-        "model": ["plan", pipe, *SIZES],
-        "run's plan": ["run", pipe, "--data", house / "data", "--out", tmp_path / "out", *SCRATCH],
-        "timeline": ["report", plan, tmp_path, "-o", tmp_path / "t.json"],
-        "data": ["run", plan, "--data", pipe, "--out", tmp_path / "out", *SCRATCH],
-        "-o": ["report", plan, "-o", pipe],
-    }[where]
-    refused(answered(*args))
-    assert [p.name for p in tmp_path.iterdir()] == ["timeline.json"]
-    assert pipe.is_fifo()
+def test_a_judge_notices_what_must_not_happen(house, monkeypatch):
+    def does(work):
+        monkeypatch.setattr("tests.hostile.penstock", lambda *_: (work(), penstock("--version"))[1])
+        return lambda: judged(house, ["x"])
+
+    assert does(lambda: None)() == 0
+    for work in (
+        (house.parent / "outside" / "secret.json").read_bytes,
+        lambda: (house.parent / "new").write_text(""),
+        lambda: os.system("true"),
+        lambda: (house / "EXECUTED").write_text(""),
+    ):
+        with pytest.raises(AssertionError):
+            does(work)()
+        (house.parent / "new").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.jsonl.partial", "timeline.json", "timeline.json.partial"])
-def test_a_pipe_where_a_run_writes_a_log_is_refused_before_it_trains(house, tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    assert name in refused(answered(*run_args(house, tmp_path)))
-
-
-def test_a_pipe_named_as_the_trial_file_holds_up_no_run(house, tmp_path):
-    os.mkfifo(tmp_path / ".penstock-writable")
-    assert answered(*run_args(house, tmp_path)).exit_code == 0
-
-
-def test_a_link_laid_beside_the_output_leads_nowhere(house, tmp_path):
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "p.json.partial").symlink_to(tmp_path / "precious")
-    assert penstock("plan", house / "model", *SIZES, "-o", tmp_path / "p.json").exit_code == 0
-    assert (tmp_path / "precious").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["p.json", "precious"]
-
-
-def test_an_output_that_is_a_link_stays_one_and_what_it_names_is_written(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "file")
-    write_whole(tmp_path / "link", "x")
-    assert (tmp_path / "link").is_symlink()
-    assert read_whole(tmp_path / "a" / "file", 1) == b"x"
-    with pytest.raises(OSError, match="larger"):
-        read_whole(tmp_path / "a" / "file", 0)
-
-
-def test_a_circle_of_links_among_the_data_is_left_out(house, tmp_path):
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "loop").symlink_to(data / "loop")
-    (data / "a.txt").write_text("some text " * 50)
-    assert penstock("run", house / "p.json", "--data", data, "--out", tmp_path / "o", "--steps", 1, *SCRATCH).exit_code == 0
-
-
-# -- full, closed and odd outputs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("command", ["plan", "report"])
-def test_a_disk_that_is_full_leaves_nothing_half_written(house, tmp_path, command):
-    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
-    limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))"
-    first = ["plan", house / "model", *SIZES] if command == "plan" else ["report", house / "p.json"]
-    code = f"{limit}; from penstock.cli.main import cli; cli({[*map(str, first), '-o', str(tmp_path / 'x.json')]!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=ENDED_S, check=False, capture_output=True, text=True)
-    assert "cannot be written" in refused(done)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.fast("some")
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
-@pytest.mark.parametrize("json_too", [[], ["--json"]])
-def test_standard_output_that_is_full_is_one_line(house, json_too):
-    with open("/dev/full", "w") as full:
-        done = process("plan", house / "model", *SIZES, *json_too, capture_output=False, stdout=full, stderr=subprocess.PIPE)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_terminal_that_knows_only_ascii_gets_an_answer(house):
-    done = process("plan", house / "model", *SIZES, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stdout
-
-
-def test_names_with_newlines_or_no_encoding_stay_on_one_line(house, tmp_path):
-    assert "a\\nb" in refused(process("check", tmp_path / "a\nb"))
-    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.json")
-    done = process("plan", house / "model", *SIZES, "-o", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert penstock("check", out).exit_code == 0
-    assert on_one_line("\x1b[31m\udcff") == "\\x1b[31m\\udcff"
-    for args in (["check", "x" * 5000], ["plan", house / "model", *SIZES, "--policy", "x" * 5000]):
-        refused(penstock(*args))
-
-
-def test_the_same_one_line_comes_from_a_checker_that_says_no(house, tmp_path):
-    fields = json.loads((house / "p.json").read_text())
-    first_forward = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
-    fields["ops"][first_forward] = fields["ops"][first_forward].split(" ^ ")[0]
-    (tmp_path / "a\nb").write_text(json.dumps(fields))
-    refused(process("check", tmp_path / "a\nb"), code=1)
-
-
-# -- content ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_in_which_a_key_stands_twice_is_refused(house, tmp_path):
-    text = (house / "p.json").read_text()
-    path = tmp_path / "p.json"
-    path.write_text(text.rstrip()[:-1] + ', "ops": []}')
-    assert "`ops` stands twice" in refused(penstock("check", path))
-    path.write_text(text.replace('"step_s":', '"step_s": 1.0, "step_s":', 1))
-    assert "`step_s` stands twice" in refused(penstock("check", path))
-
-
-def test_a_plan_without_any_one_of_its_keys_is_refused(house, tmp_path):
-    fields = json.loads((house / "p.json").read_text())
+def test_a_plan_lacking_a_key_or_with_one_twice_is_refused(house):
+    fields = json.loads((house / "plan.json").read_text())
     for key in fields:
-        (tmp_path / "p.json").write_text(json.dumps({k: v for k, v in fields.items() if k != key}))
-        assert key in refused(penstock("check", tmp_path / "p.json"))
+        (house / "less.json").write_text(json.dumps({k: v for k, v in fields.items() if k != key}))
+        assert key in refused(penstock("check", house / "less.json"))
+    many = ",".join(f'"k{i}":0' for i in range(200_000))
+    (house / "more.json").write_text(f'{{{many},"k199999":1}}')
+    assert "`k199999` stands twice" in refused(answered("check", house / "more.json"))
 
 
-@pytest.mark.fast("some")
+@pytest.mark.parametrize("part", ["blocks", "parameters", "dimensions"])
+def test_a_plan_of_more_parts_than_any_model_is_refused(house, part):
+    fields = json.loads((house / "plan.json").read_text())
+    blocks = fields["workload"]["blocks"]
+    if part == "blocks":
+        blocks[1:1] = [blocks[1]] * 20_000
+    elif part == "parameters":
+        blocks[1]["parameters"] = [{"name": f"p{i}", "shape": [1]} for i in range(50_000)]
+    else:
+        blocks[1]["parameters"][0]["shape"] = [2**53 - 1] * 20_000
+    (house / "large.json").write_text(json.dumps(fields))
+    refused(answered("check", house / "large.json"), code=1 if part == "dimensions" else 2)
+
+
+def test_a_tokenizer_on_which_its_library_panics_is_one_line(house):
+    fields = {"version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "added_tokens": []}
+    fields |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}}
+    (house / "model" / "tokenizer.json").write_text(json.dumps(fields))
+    assert "its tokenizer.json cannot be used" in refused(answered("data", "chats.jsonl", "--model", "model"))
+
+
 @pytest.mark.parametrize("size", [["--micro-batch", "1000000000"], []])
-@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "gpt-oss-120b"])
-def test_a_batch_beyond_all_measure_is_answered(model, size):
-    """A remedy of a billion micro-batches is not even tried."""
-    done = answered("plan", model, "--machine", "cpu-2core", "--batch-size", 1_000_000_000, *size)
+def test_a_batch_beyond_all_measure_is_answered(size):
+    done = answered("plan", "qwen2.5-0.5b", "--machine", "cpu-2core", "--batch-size", 1_000_000_000, *size)
     refused(done, code=3 if size else 2)
 
 
-@pytest.mark.parametrize("option", ["--lr", "--weight-decay", "--time-scale"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
-def test_a_number_that_is_none_starts_no_run(house, tmp_path, option, value):
-    assert option in refused(penstock(*run_args(house, tmp_path / "o", "--device", "emulated", option, value)))
-    assert not (tmp_path / "o").exists()
+@pytest.mark.parametrize("option", ["--lr", "--weight-decay", "--time-scale"])
+def test_a_number_out_of_range_starts_no_run(house, option, value):
+    assert option in refused(penstock(*RUN, *SCRATCH, "--device", "emulated", option, value))
+    assert not (house / "out").exists()
 
 
-@pytest.mark.parametrize("extra", [["--resume"], ["--save-every", "1"]])
-def test_an_emulated_run_that_is_to_save_is_refused_before_it_starts(house, tmp_path, extra):
-    refused(penstock(*run_args(house, tmp_path / "o", "--device", "emulated", *extra)))
-    assert not (tmp_path / "o").exists()
+# -- pipes, devices and links -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"])
-def test_weights_that_are_garbage_leave_no_folder(house, tmp_path, file):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_bytes((house / "model" / "config.json").read_bytes())
-    (model / file).write_bytes(b"\xff" * 100)
-    refused(answered(*run_args(house, tmp_path / "o", "--model", model, scratch=SCRATCH[1:])))
-    assert not (tmp_path / "o").exists()
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "pipe"],
+        ["plan", "model", "--machine", "pipe"],
+        ["plan", "model", "--machine", "/dev/zero"],
+        [*PLAN, "pipe"],
+        ["plan", "pipe", *SIZES],
+        ["compare", "qwen2.5-0.5b", "--machine", "pipe"],
+        ["validate", "pipe"],
+        ["run", "pipe", "--data", "data.jsonl", *SCRATCH],
+        ["run", "--config", "pipe.yaml"],
+        ["run", "plan.json", "--data", "pipe", *SCRATCH],
+        [*RUN, "--model", "pipes"],
+        [*RUN, *SCRATCH, "--recalibrate", "pipe"],
+        ["run", "plan.json", "--data", "data.jsonl", *SCRATCH, "--out", "pipes"],
+        ["report", "plan.json", "pipes", "-o", "page.html"],
+        ["report", "plan.json", "-o", "pipe.html"],
+    ],
+    ids=" ".join,
+)
+def test_a_pipe_or_device_for_a_file_is_refused_at_once(house, words):
+    (house / "pipes").mkdir()
+    pipes = ["pipe", "pipe.yaml", "pipe.html", *(f"pipes/{name}" for name in ("metrics.jsonl", "config.json", "tokenizer.json"))]
+    for name in pipes:
+        os.mkfifo(house / name)
+    refused(answered(*words))
+    assert not (house / "out").exists()
+    assert all((house / name).is_fifo() for name in pipes)
+
+
+def test_links_lead_no_output_elsewhere(house, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (house / "p.json.partial").symlink_to(tmp_path / "precious")
+    assert penstock(*PLAN, "megatrain", "-o", house / "p.json").exit_code == 0
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (house / "p.json.partial").is_symlink()
+    (house / "link").symlink_to(tmp_path / "precious")
+    write_whole(house / "link", "x")
+    assert (house / "link").is_symlink(), "an output that is a link stays one, and its target is written"
+    assert read_whole(tmp_path / "precious", 1) == b"x"
+    with pytest.raises(OSError, match="larger"):
+        read_whole(tmp_path / "precious", 0)
+
+
+# -- outputs and names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[*PLAN, "megatrain"], ["report", "plan.json"]], ids=["plan", "report"])
+def test_a_full_disk_leaves_nothing_half_written(house, words):
+    before = sorted(house.iterdir())
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))"
+    code = f"{limit}; from penstock.cli.main import cli; cli({[*words, '-o', 'x.json']!r})"
+    done = subprocess.run([sys.executable, "-c", code], timeout=ENDED_S, check=False, capture_output=True, text=True)
+    assert "cannot be written" in refused(done)
+    assert sorted(house.iterdir()) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
+def test_a_full_standard_output_is_one_line(house):
+    with open("/dev/full", "w") as full:
+        done = process(*PLAN, "megatrain", "--json", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: ")
+
+
+def test_odd_names_stay_on_one_line(house):
+    assert "a\\nb" in refused(process("check", house / "a\nb"))
+    assert on_one_line("\x1b[31m\udcff") == "\\x1b[31m\\udcff"
+    out = os.fsdecode(os.fsencode(house) + b"/\xff.json")
+    done = process(*PLAN, "megatrain", "-o", out, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert penstock("check", out).exit_code == 0
+    (house / "texts").mkdir()
+    (house / "texts" / "a\x1b[2J\nb.jsonl").write_text("{broken\n")
+    assert "a\\x1b[2J\\nb.jsonl" in refused(answered("data", "texts"))
+    for words in (["check", "x" * 5000], [*PLAN, "x" * 5000]):
+        refused(penstock(*words))
 
 
 @pytest.mark.soak
-def test_a_tokenizer_on_which_its_library_panics_is_one_line(house, tmp_path):
-    fields = {"version": "1.0", "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "added_tokens": []}
-    fields |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}}
-    (tmp_path / "config.json").write_bytes((house / "model" / "config.json").read_bytes())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    done = process(*run_args(house, tmp_path / "o", "--model", tmp_path, scratch=SCRATCH[:1]))
-    assert "not a tokenizer" in done.stderr.splitlines()[-1]
-    assert done.returncode == 2
-
-
-# -- signals ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("number", "said", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 0)])
-def test_a_run_that_is_stopped_ends_with_one_line_and_only_whole_checkpoints(house, tmp_path, number, said, code):
-    args = [*run_args(house, tmp_path, "--save-every", 1), "--steps", 10_000]
-    command = [sys.executable, "-m", "penstock.cli.main", *map(str, args)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        began_s = time.monotonic()
-        while not list(tmp_path.glob("checkpoint-2")) and running.poll() is None and time.monotonic() < began_s + ENDED_S:
+@pytest.mark.parametrize(("number", "word", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 0)])
+def test_a_signal_ends_a_run_with_one_line_and_whole_checkpoints(house, number, word, code):
+    command = [sys.executable, "-m", "penstock", *RUN, *SCRATCH, "--save-every", "1", "--steps", "10000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while not (house / "out" / "checkpoint-2").exists() and running.poll() is None:
             time.sleep(0.01)
         running.send_signal(number)
         _, stderr = running.communicate(timeout=ENDED_S)
     assert running.returncode == code, stderr
-    assert stderr.splitlines()[-1].startswith(f"{said}: stopped after step ")
+    assert stderr.splitlines()[-1].startswith(f"{word}: stopped after step ")
     assert "Traceback" not in stderr
-    assert not [p.name for p in tmp_path.iterdir() if p.name.endswith((".partial", ".replaced", ".removed"))]
-    for checkpoint in tmp_path.glob("checkpoint-*"):
-        assert (checkpoint / "trainer_state.json").is_file()
+    assert not list((house / "out").glob("*.partial"))
+    assert all((checkpoint / "trainer_state.json").is_file() for checkpoint in (house / "out").glob("checkpoint-*"))
 
 
-# -- words --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_version_is_named_even_where_nothing_is_installed(monkeypatch):
+def test_the_version_is_named_even_where_nothing_is_installed(monkeypatch):
     assert penstock("--version").exit_code == 0
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    done = penstock("--version")
-    assert (done.exit_code, done.stdout.count("\n")) == (0, 1)
-    assert "unknown" in done.stdout
+    assert "unknown" in version_in_words()
 
 
-def test_help_names_every_shipped_machine_and_model_and_no_absurd_range():
-    text = penstock("plan", "--help").stdout
-    unbroken = "".join(text.split())  # a name may be broken at its hyphen
-    for name in (*shipped_profiles(), *shipped_models()):
-        assert name in unbroken
-    assert "000000" not in text
-    assert "000000" not in penstock("run", "--help").stdout
-
-
-def test_what_binds_is_what_the_step_is_full_of(house):
-    """A lane at work for all of the step binds it, whatever chain of ops is as long."""
-    args = ["plan", house / "model", *SIZES]
-    said = json.loads(penstock(*args, "--json").stdout)
-    assert said["prediction"]["busy_s"]["gpu"] > 0.9 * said["prediction"]["step_s"]
-    assert said["certificate"]["binding"] == "device compute"
-    assert re.search("^binding +device compute$", penstock(*args).stdout, re.M)
-
-
-@pytest.mark.soak
-def test_what_binds_a_step_that_is_full_of_nothing_is_what_waits():
-    large = ["plan", "gpt-oss-120b", "--machine", "h200-pcie5", "--batch-size", 64, "--seq-len", 1024, "--master", "bf16", "--json"]
-    said = json.loads(penstock(*large).stdout)
-    assert max(said["prediction"]["busy_s"].values()) < 0.9 * said["prediction"]["step_s"]
-    assert "waits for" in said["certificate"]["binding"]
-
-
-def test_a_resource_that_is_used_up_binds_before_the_lanes_that_wait_for_it(house):
-    fields = read_profile("cpu-2core").to_json()
-    fields["host"]["dram_bytes_per_s"]["value"] /= 1000
-    path = house / "slow.json"
-    path.write_text(json.dumps(fields))
-    done = penstock("plan", house / "model", *SIZES, "--machine", path, "--json")
-    assert json.loads(done.stdout)["certificate"]["binding"] == "host DRAM", done.stdout
-
-
-def test_measuring_is_advised_only_where_much_is_not_measured(house):
-    assert "penstock probe" not in penstock("plan", house / "model", *SIZES).stdout
-    for machine, is_advised in (("h100-sxm", False), ("rtx3090-desktop", True), ("mi355x", True)):
-        said = penstock("plan", "qwen2.5-0.5b", "--machine", machine, "--seq-len", 2048, "--policy", "megatrain").stdout
-        assert ("measure the machine with `penstock probe`" in " ".join(said.split())) is is_advised
-
-
-def test_an_emulated_run_counts_the_tokens_of_the_planned_model_in_the_time_of_its_machine(house, tmp_path):
-    done = penstock(*run_args(house, tmp_path, "--device", "emulated", "--time-scale", 40))
-    assert done.exit_code == 0, done.output
-    shown = [float(found.replace(",", "")) for found in re.findall(r"^step .* ([0-9,]+) tokens/s", done.stderr, re.M)]
-    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    stretched_s = [line["tokens"] / line["tokens_per_s"] for line in logged]  # the log is the stand-in's, forty times slower
-    assert shown == pytest.approx([4 * 32 / (seconds / 40) for seconds in stretched_s], rel=0.01)
-    assert "stand-in" in done.stderr
-
-
-@pytest.mark.parametrize(("n", "text"), [(116_829_156_672, "116.8 G"), (494_032_768, "494 M"), (54_592, "54.59 k"), (7, "7")])
-def test_counts_are_shown_in_their_own_size(n, text):
-    assert show_count(n) == text
+def test_help_names_every_shipped_machine_and_model():
+    unbroken = "".join(penstock("plan", "--help").stdout.split())  # a name may be broken at its hyphen
+    assert all(name in unbroken for name in (*shipped_profiles(), *shipped_models()))

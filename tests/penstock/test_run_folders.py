@@ -1,4 +1,4 @@
-"""Is what lies in a folder safe from a run that is given it?"""
+"""The folder of a run: what is in it is safe from another run, and from one without room."""
 
 import fcntl
 import os
@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from penstock.checkpoint import room
-from penstock.training.assembly import checked_plan
+from penstock.checkpoint import disk
+from runtime.plan import PlanFile
 from tests.running import SCRATCH, lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
 
 
@@ -26,7 +26,7 @@ def test_two_runs_never_share_a_folder(home):
     assert train(home, plan).exit_code == 0
 
 
-def test_another_runs_checkpoint_is_taken_up_in_a_folder_of_its_own_only(home):
+def test_another_runs_checkpoint_is_resumed_in_a_new_folder(home):
     plan = plan_in(home)
     for out, seed in (("one", 0), ("two", 7)):
         assert train(home, plan, "--save-every", 2, "--seed", seed, out=out).exit_code == 0
@@ -48,14 +48,14 @@ def test_another_runs_checkpoint_is_taken_up_in_a_folder_of_its_own_only(home):
         (["--save-every", 2, "--keep", 1, "--weights-only"], 2, "make room, or choose"),
     ],
 )
-def test_a_folder_without_room_for_what_will_be_saved_is_refused_before_the_first_step(home, monkeypatch, more, n, ways):
-    """All that lie there at once, that which is being written too; a byte more, and the run is made."""
+def test_a_folder_without_room_for_checkpoints_is_refused(home, monkeypatch, more, n, ways):
+    """Before the first step; with a byte more, the run is made."""
     plan = plan_in(home)
-    each_bytes = checked_plan(plan).plan.checkpoint_bytes("--weights-only" in more)
-    monkeypatch.setattr(room, "free_bytes", lambda folder: n * each_bytes - 1)
+    each_bytes = PlanFile.read(plan).plan.checkpoint_bytes("--weights-only" in more)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: n * each_bytes - 1)
     one_line(train(home, plan, *more, steps=8), 2, f"{n} checkpoints of" if n > 1 else "a checkpoint of", ways)
     assert not (home / "out").exists()
-    monkeypatch.setattr(room, "free_bytes", lambda folder: n * each_bytes)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: n * each_bytes)
     assert train(home, plan, *more, steps=8).exit_code == 0
     sizes = [path.stat().st_size for path in (home / "out" / "checkpoint-8").glob("*.safetensors")]
     assert each_bytes < sum(sizes) < 1.1 * each_bytes + 4096
@@ -96,7 +96,7 @@ def test_no_profile_is_written_over_the_plan(home):
 
 
 @pytest.mark.soak
-def test_a_checkpoint_is_a_model_to_begin_from_as_the_refusal_of_another_schedule_says(home):
+def test_a_checkpoint_is_a_model_to_begin_from(home):
     plan = plan_in(home)
     assert train(home, plan).exit_code == 0
     checkpoint = home / "out" / "checkpoint-4"

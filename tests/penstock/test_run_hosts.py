@@ -1,17 +1,23 @@
-"""Does a run on several hosts, each of which starts its own ranks, leave what one process leaves?"""
+"""Several hosts, each of which starts its own ranks: the files of one process."""
 
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from penstock.ranks import free_port
 from tests.rank_law import ROOT
 from tests.rank_runs import BATCH, QUIET, contents, done, planned, words
 from tests.running import make_home, penstock, plan_in
 
 HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def started(arguments, ranks_of_hosts):

@@ -13,9 +13,8 @@ import pytest
 from penstock.cli import outcome as cli_outcome
 from penstock.cli import progress
 from penstock.cli.progress import LANES, Preparing, Progress
-from penstock.training.assembly import demands_of
+from penstock.training.session import predicted as prediction_of
 from penstock.training.trainer import Metrics
-from planner.predict.simulate import simulate
 from planner.show.facts import Measured
 from runtime.plan import Kind, Lane, PlanFile
 from runtime.plan.timeline import Timeline
@@ -26,7 +25,7 @@ from tests.running import make_home, plan_in
 def predicted(tmp_path_factory):
     """A plan and its prediction."""
     plan = PlanFile.read(plan_in(make_home(tmp_path_factory.mktemp("home")))).plan
-    return plan, simulate(plan, *demands_of(plan))
+    return plan, prediction_of(plan)[2]
 
 
 def slowed(plan, timeline, factors):

@@ -1,10 +1,9 @@
-"""Does a run by several ranks leave what one leaves, whatever becomes of them?"""
+"""Several ranks: the files of one, whatever becomes of them."""
 
 import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,8 +11,7 @@ import time
 import pytest
 
 from penstock.checkpoint.checkpoint import latest
-from penstock.ranks import free_port, start
-from runtime.errors import RanksError
+from penstock.ranks import start
 from tests.rank_law import ROOT
 from tests.rank_runs import QUIET, begun, contents, done, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import make_home, penstock
@@ -27,7 +25,7 @@ def logged(home, out):
     ]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_leaves_the_bytes_of_one(tmp_path):
+def test_another_number_of_ranks_goes_on_to_the_same_bytes(tmp_path):
     """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
     home = make_home(tmp_path)
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
@@ -43,7 +41,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_leaves_the_bytes_of_one(
 
 
 @pytest.mark.soak
-def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
+def test_a_killed_rank_ends_all_and_another_number_goes_on(tmp_path):
     home, rng = make_home(tmp_path), random.Random(5)
     plan, last = planned(home, 2), 0
     for victim in (0, 1):
@@ -64,7 +62,7 @@ def test_when_a_rank_is_killed_all_end_and_another_number_goes_on(tmp_path):
 
 
 @pytest.mark.soak
-def test_torchrun_starts_a_run_as_well_and_a_signal_ends_it_after_the_step(tmp_path):
+def test_torchrun_starts_a_run_and_a_signal_ends_its_step(tmp_path):
     home = make_home(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
     found = subprocess.run(
@@ -96,14 +94,3 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
     began_s = time.monotonic()
     assert start(3, []) == 3
     assert time.monotonic() - began_s < 20
-
-
-def test_ranks_meet_at_a_port_that_nobody_has(monkeypatch):
-    first = free_port()
-    monkeypatch.setattr("penstock.ranks.MEETING_PORTS", range(first, first + 2))
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", first))
-        assert free_port() == first + 1
-        other.bind(("127.0.0.1", first + 1))
-        with pytest.raises(RanksError, match="is in use"):
-            free_port()

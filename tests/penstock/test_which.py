@@ -1,4 +1,4 @@
-"""Tables of machines on narrow terminals, and prices that agree wherever they are shown."""
+"""`machines`, `compare` and `fits`: names stay whole on narrow terminals, and a plan has one price everywhere."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from hwprofiles.schema import shipped_profiles
 from penstock.cli.main import cli
-from penstock.cli.options import show_table
+from penstock.cli.tables import show_table
 from planner.show.compare import COLUMNS, JOB_TITLES, MATTER
 from runtime.errors import PenstockError
 from runtime.units import parse_count
@@ -76,7 +76,7 @@ def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> Non
     assert "penstock report" in text.split("<footer>")[1]
 
 
-def test_machines_are_listed_with_where_their_numbers_are_from() -> None:
+def test_machines_are_listed_with_the_sources_of_their_numbers() -> None:
     found = {m["name"]: m for m in json.loads(said("machines", "--json"))["machines"]}
     assert list(found) == shipped_profiles()
     assert "DGX Spark" in found["gb10"]["summary"]

@@ -67,7 +67,7 @@ def test_a_run_refuses_it_in_one_line_before_anything_is_allocated(tmp_path, mon
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
     monkeypatch.setattr("runtime.layers.attention._can_use", lambda kernel, heads: False)
-    for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.training.assembly._refuse_what_does_not_fit"):
+    for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.training.session.refuse_what_does_not_fit"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch does not have")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from penstock.training.evaluation import Evaluator
+from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
@@ -18,7 +18,7 @@ from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
 from runtime.plan import Policy, Semantics, saves
 from runtime.plan.train import TARGETS, Lora, Train
 from runtime.plan.workload import Model, Saved
-from tests.penstock.training.test_evaluation import HostileToBoth, Several
+from tests.forwards import HostileToBoth, sequences_of
 from tests.real_layers import SIZES, Work, cases, layers_of, tensors
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import (
@@ -315,11 +315,11 @@ def test_an_evaluation_uses_adapters_drops_nothing_and_changes_nothing(model_typ
     policy = replace(policy, device_blocks=mixed)
     machine, batch = machine_of(config, semantics, policy, HostileToBoth), batches_of(config["vocab_size"], 4, 16)[0]
     begin(machine)
-    found = Evaluator(machine, Several(batch), 4).run()
+    found = evaluate(machine, sequences_of(batch), 4)
     assert found.loss == streamed(config, without, policy).results[0].loss
     for step in range(N_STEPS):
         execute(machine.plan, machine, 1, step)
-        Evaluator(machine, Several(batch), 4).run()
+        evaluate(machine, sequences_of(batch), 4)
     assert differences(machine, kept_whole(model_type, semantics, (("num_hidden_layers", 3),))) == []
     assert all(map(torch.equal, frozen_of(machine).values(), frozen_of(streamed(config, without, Policy())).values()))
 

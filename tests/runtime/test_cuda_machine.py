@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.main import cli
-from penstock.training.evaluation import Evaluator
+from penstock.training.device import device_of
 from penstock.training.generation import generate
+from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
@@ -28,8 +29,8 @@ from runtime.executor import Execution, OpError, execute
 from runtime.machines.staging import Staging
 from runtime.plan import Kind, Lane, Policy, Update, saves
 from runtime.plan.workload import Model
+from tests.forwards import LateForBoth, sequences, sequences_of, watch_forwards
 from tests.late_streams import LateStreams, Poisoned, machine_of
-from tests.penstock.training.test_evaluation import LateForBoth, Several, sequences, watch_forwards
 from tests.running import SCRATCH
 from tests.strategies import policies
 from tests.tiny import tiny_config
@@ -187,7 +188,7 @@ def test_all_that_a_machine_computes_is_issued_by_one_thread_which_ends_with_the
     semantics, config = semantics_of("llama"), tiny_config("llama")
     machine = machine_of(config, semantics, Policy(), machine_type=NotesThreads)
     execute(machine.plan, machine, 2)
-    Evaluator(machine, Several(sequences(config["vocab_size"], 3)), 3).run()
+    evaluate(machine, sequences_of(sequences(config["vocab_size"], 3)), 3)
     generate(machine, [[1, 2, 3]], 2)
     for kind in (Kind.BACKWARD, Kind.OFFLOAD_GRADIENT):  # in the lane itself, and in another
         machine.fails_at = (kind, 2)
@@ -394,22 +395,21 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         ("cpu", {}, {}),
     ],
 )
-def test_the_devices_segments_may_grow_unless_the_user_says_otherwise(home, monkeypatch, device, said, found):
-    """It is settled before anybody looks for a device, when torch may read it."""
-    looked = []
-
-    def look(*args):
-        looked.append({name: os.environ[name] for name in ALLOCATOR if name in os.environ})
-        raise PenstockError("enough seen")
-
+def test_the_devices_segments_may_grow_unless_told_otherwise(monkeypatch, device, said, found):
+    """It is settled before the first look for a device, when torch may read it."""
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that what it was is put back
         monkeypatch.delenv(name)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("penstock.training.assembly.device_of", look)
-    assert train(home, "o", "--device", device).exit_code == 2
-    assert looked == [found]
+
+    def look():
+        assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == found
+        return True
+
+    monkeypatch.setattr("runtime.machines.streams.has_cuda", look)
+    assert device_of(device) == ("cpu" if device == "cpu" else "cuda")
+    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == found
 
 
 def test_no_machine_adds_the_parts_of_a_product_in_less_than_fp32(monkeypatch):

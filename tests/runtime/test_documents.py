@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.training.evaluation import Evaluator
+from penstock.training.validation import evaluate
 from planner.check.check import check
 from runtime.batch import Batch
 from runtime.errors import WorkloadError
@@ -21,8 +21,8 @@ from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
 from tests import reference
+from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
 from tests.late_streams import LateStreams, Poisoned
-from tests.penstock.training.test_evaluation import HostileToBoth, LateForBoth, Several, exact
 from tests.real_layers import peak_bytes
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import (
@@ -213,8 +213,8 @@ def test_an_evaluation_attends_by_document_too():
     config, semantics = config_of("llama"), semantics_of("llama", micro_batch=2)
     batches = packed_batches(CUTS, OTHERS, CUTS)
     machine = trained(config, semantics, Policy(), batches, LateForBoth, n_steps=0, streams=LateStreams(0, 0.5))
-    padded = Evaluator(machine, Several(batches[0]), 3).run()
-    found = Evaluator(machine, Several(batches[0]), 4).run()
+    padded = evaluate(machine, sequences_of(batches[0]), 3)
+    found = evaluate(machine, sequences_of(batches[0]), 4)
     execute(machine.plan, machine, 1)
     assert found.loss == machine.results[0].loss
     assert padded.n_tokens == int((batches[0].targets[:3] != -100).sum())

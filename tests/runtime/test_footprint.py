@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
-from penstock.training import assembly as cli_assembly
+from penstock.training.device import refuse_what_does_not_fit
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.forward import AttentionShape, fused_attention
@@ -64,7 +64,7 @@ def start(plan: Plan, device: str) -> None:
         patched.setattr(streams, "free_cuda_bytes", lambda index=0: free_bytes)
         available_bytes = plan.semantics.ranks * (host_bytes + (free_bytes if device == "cpu" else 0))
         patched.setattr(memory, "available_host_bytes", lambda: available_bytes)
-        cli_assembly._refuse_what_does_not_fit(plan, device, "auto")
+        refuse_what_does_not_fit(plan, device, "auto", plan.semantics.ranks)
 
 
 @pytest.mark.drawn
@@ -137,6 +137,6 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that asks for a byte more than is booked is seen."""
     plan = exactly(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
     real = planned_device_needs
-    monkeypatch.setattr("runtime.plan.footprint.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
+    monkeypatch.setattr("penstock.training.device.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
     with pytest.raises(DoesNotFitError, match="GPU's memory"):
         start(plan, "cuda")

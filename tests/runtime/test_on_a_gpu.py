@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.training.evaluation import Evaluator
 from penstock.training.generation import generate
+from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import Execution, execute
@@ -29,8 +29,8 @@ from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model, Saved
 from tests import reference
-from tests.penstock.training.test_evaluation import OfAnyPlan, Several, sequences
-from tests.penstock.training.test_generation import PROMPTS, resident, said_by_transformers
+from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
+from tests.penstock.training.test_generation import PROMPTS, said_by_transformers
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.tour import ROOT
@@ -178,8 +178,8 @@ def test_evaluations_between_steps_see_the_steps_loss_and_change_no_bit_of_train
     semantics, config = semantics_of(model_type), tiny_config(model_type, num_hidden_layers=4)
     alone, evaluated = run(config, semantics, EVERYTHING), machine_for_both(config, semantics, EVERYTHING)
     for step, batch in enumerate(batches_of(config["vocab_size"], 4, 16)):
-        before = Evaluator(evaluated, Several(batch), 4).run()
-        Evaluator(evaluated, Several(sequences(config["vocab_size"], 7)), 7).run()
+        before = evaluate(evaluated, sequences_of(batch), 4)
+        evaluate(evaluated, sequences_of(sequences(config["vocab_size"], 7)), 7)
         generate(evaluated, [[1, 2, 3]], 2, temperature=1.0)
         execute(evaluated.plan, evaluated, 1, step)
         assert before.loss == evaluated.results[step].loss

@@ -520,9 +520,13 @@ from pathlib import Path
 import torch
 from penstock.checkpoint import tensor_files
 from penstock.checkpoint.checkpoint import load_state
-from penstock.checkpoint.saving import save
+from penstock.settings import CheckpointSettings, DataSettings, RunSettings
+from penstock.training.session import Session, predicted
+from penstock.training.trainer import Trainer
+from penstock.training.weights import load_model
 from runtime.host.slabs import give_back_freed
-from penstock.training.trainer import Training, load_model
+from tests.checkpoints import save
+from tests.sessions import resumed
 from tests.runtime.test_store import ADAMW, CpuMachine, Policy, batches_of, plan_of, semantics_of, tiny_config
 from tests.training import state_of
 
@@ -559,16 +563,18 @@ first = machine()
 first.initialise(0)
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned(b)]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
-training = Training(first.plan, first, first, Text(), 0, out, True)
-warm = training.save(1)
-load_model(first, warm)
-training.resume(load_state(warm))
+settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))
+session = Session(settings, first.plan, "cpu", first, first, Text(), 4, predicted(first.plan)[2])
+trainer, warm = Trainer(session, validations=()), out / "checkpoint-1"
+trainer.saver().save(1)
+load_model(first, warm, out)
+resumed(session, load_state(warm))
 weights = {p.name: first.host.master(p).view(p.shape) for p in owned}  # as Hugging Face has them, in fp32
 model = save(out / "model", 1, weights, [], first.plan.model.config, {})
 del weights
-found["save"] = growth(lambda: training.save(2))
-found["load"] = growth(lambda: load_model(first, model))
-found["resume"] = growth(lambda: training.resume(load_state(warm)))
+found["save"] = growth(lambda: trainer.saver().save(2))
+found["load"] = growth(lambda: load_model(first, model, out))
+found["resume"] = growth(lambda: resumed(session, load_state(warm)))
 print(json.dumps(found))
 """
 

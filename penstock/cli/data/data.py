@@ -1,32 +1,48 @@
-"""How does a user see what would be learned?"""
+"""`penstock data`: the first documents of a data set as the model reads them, and counts of all."""
 
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import Command, Count, show_table
+from penstock.cli.flags import PATH, data_settings, flag_of, given_settings
+from penstock.cli.options import Command
 from penstock.cli.progress import Preparing, show_overview
-from penstock.cli.run_options import PATH, data_settings, flag_of, given_settings
+from penstock.cli.tables import show_table
 from penstock.run_config import read_run
 
 if TYPE_CHECKING:
-    from .preview import Sample
+    from penstock.data.map_style import PackedSet
+    from penstock.data.tokenizer import ModelTokenizer
 
 MOST_SAMPLES = 1000
 LONGEST = 2**32  # token ids of a folder that holds a tokenizer and no config.json
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A document as the model reads it: its text in parts, and whether each is learned."""
+
+    where: str
+    n_tokens: int
+    n_learned: int
+    n_cut: int  # tokens beyond a sequence's length, which are not shown
+    parts: tuple[tuple[str, bool], ...]
+
+
 @click.command("data", cls=Command)
 @click.argument("paths", metavar="PATH[:WEIGHT]...", nargs=-1, required=True)
 @click.option("--model", type=PATH, help="Folder with the tokenizer.  [default: none, and text is read as bytes]")
-@click.option("--seq-len", type=Count(2, 10**9), default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option("--samples", "n_samples", type=Count(0, MOST_SAMPLES), default=3, show_default=True, help="Documents to show.")
+@click.option("--seq-len", type=click.IntRange(2), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--samples", "n_samples", type=click.IntRange(0, MOST_SAMPLES), default=3, show_default=True, help="Documents to show."
+)
 @flag_of("data.format")
 @flag_of("data.columns")
 @flag_of("data.split")
@@ -38,33 +54,38 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     Learned tokens are in green on a terminal, elsewhere in [[ ]].
     """
     from penstock.data.data import read_data
-    from penstock.data.encoders import ByteEncoder, read_encoder
     from penstock.data.map_style import MapStyleData
-    from penstock.data.mixed import MixedData
-
-    from .preview import figures, samples
+    from penstock.data.tokenizer import read_tokenizer
 
     settings = replace(read_run(None, given_settings(flags) | data_settings(paths)).data, shuffle=False)
     if model is not None and not model.is_dir():
         raise click.UsageError(f"--model {model}: no such folder; give one with config.json and tokenizer.json")
     vocab_size, by_document = _model(model, seq_len)
-    encoder = read_encoder(model)
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
         found = read_data(settings, model, vocab_size, seq_len, 1, 0, Path(folder) / "tokens", by_document, report=report)
-        assert isinstance(found, MapStyleData | MixedData)
-        parts = found.parts if isinstance(found, MixedData) else (found,)
-        first = [sample for part in parts for sample in samples(part, encoder, n_samples)]
-        counted, about = figures(parts), found.words()
-        found.close()
+        assert isinstance(found.source, MapStyleData)
+        parts, about = found.source.parts, found.words()
+        samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]
+        counted = _counts(parts)
     if as_json:
-        click.echo(json.dumps({"about": about, "samples": [asdict(sample) for sample in first], "counts": counted}))
+        click.echo(json.dumps({"about": about, "samples": [asdict(sample) for sample in samples], "counts": counted}))
         return
-    if isinstance(encoder, ByteEncoder):
+    if model is None:
         click.echo("no tokenizer: text is read as bytes; give the model's folder with --model", err=True)
     warning = about.pop("warning", None)
     show_overview(about, warning)
-    _show(first)
+    if sys.stdout.isatty():
+        for sample in samples:
+            cut = f", {sample.n_cut:,} of them cut" if sample.n_cut else ""
+            title = f"{_printable(sample.where)}: {sample.n_tokens:,} tokens{cut}, {sample.n_learned:,} to be learned"
+            texts = [click.style(_printable(text), fg="green" if learned else None) for text, learned in sample.parts]
+            click.echo(f"{click.style(title, bold=True)}\n{''.join(texts)}\n")
+    else:
+        marked = ["".join(f"[[{text}]]" if learned else text for text, learned in sample.parts) for sample in samples]
+        texts = [json.dumps(text, ensure_ascii=False)[1:-1] for text in marked]
+        rows = [(s.where, str(s.n_tokens), str(s.n_learned), text) for s, text in zip(samples, texts, strict=True)]
+        show_table(("where", "tokens", "learned", "text"), rows)
     show_table(("what", "count"), [(name.replace("_", " "), f"{n:,}") for name, n in counted.items()])
 
 
@@ -80,23 +101,39 @@ def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     return int(config["vocab_size"]), supports_documents(config, Semantics(seq_len=seq_len, batch_size=1, micro_batch=1)) is None
 
 
-def _show(found: "Sequence[Sample]") -> None:
-    """Whole on a terminal, elsewhere a line each."""
-    if not sys.stdout.isatty():
-        lines = [(s.where, str(s.n_tokens), str(s.n_learned), json.dumps(_marked(s), ensure_ascii=False)[1:-1]) for s in found]
-        show_table(("where", "tokens", "learned", "text"), lines)
-        return
-    for sample in found:
-        cut = f", {sample.n_cut:,} of them cut" if sample.n_cut else ""
-        click.secho(f"{_plain(sample.where)}: {sample.n_tokens:,} tokens{cut}, {sample.n_learned:,} to be learned", bold=True)
-        click.echo("".join(click.style(_plain(text), fg="green") if learned else _plain(text) for text, learned in sample.parts))
-        click.echo()
+def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:
+    """The first documents in the order of the files."""
+    documents, shape = part.documents, part.shape
+    for d in range(min(n, len(documents.lengths))):
+        ids, runs = documents.ids(d).tolist(), documents.runs(d)
+        shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document goes on in the next sequence
+        edges = [0, *runs.reshape(-1).clip(0, len(shown)).tolist(), len(shown)]
+        texts = [tokenizer.decode(shown[:edge], special=True) for edge in edges]
+        parts = tuple((after[len(before) :], i % 2 == 1) for i, (before, after) in enumerate(pairwise(texts)) if after != before)
+        yield Sample(documents.where(d), len(ids), int(documents.n_learned[d]), len(ids) - len(shown), parts)
 
 
-def _marked(sample: "Sample") -> str:
-    return "".join(f"[[{text}]]" if learned else text for text, learned in sample.parts)
+def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
+    """What became of the rows of all sets, and what their sequences hold."""
+    from penstock.data.packing import Counts, row_of
+    from runtime.batch import UNSUPERVISED
+
+    of = sum((part.counts for part in parts), Counts())
+    packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
+    targets = (row_of(part.documents, segments, part.shape)[1] for part, segments in packed)
+    return {
+        "rows": sum(len({part.documents.where(d) for d in range(len(part.documents.lengths))}) for part in parts),
+        "documents": of["documents"],
+        "left_out_with_nothing_to_learn": of["unsupervised"],
+        "left_out_as_too_long": of["skipped"],
+        "cut": of["cut"],
+        "split": of["split"],
+        "sequences": len(packed),
+        "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
+        "learned_tokens": sum(int((targets_T != UNSUPERVISED).sum()) for targets_T in targets),
+    }
 
 
-def _plain(text: str) -> str:
+def _printable(text: str) -> str:
     """Text for a terminal, which obeys nothing that a file says but line ends."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

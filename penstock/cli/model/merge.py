@@ -1,4 +1,4 @@
-"""How does a user make one model of a model and its adapter?"""
+"""`penstock merge`: merge a LoRA adapter into its base model."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from runtime.units import on_one_line, show_bytes
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The new model's folder.")
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write the model in BASE with ADAPTER merged into it to a new folder, tensor by tensor: it needs the memory of one.
+    """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
 
-    ADAPTER is a folder as PEFT saves it; a run's checkpoint with adapters is one. Each adapted weight is computed in fp32 and
-    rounded once, to the type in which BASE has it.
+    ADAPTER is a folder as PEFT saves it, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
+    rounded once, to its dtype in BASE. At no time are two models in memory.
     """
     from penstock.checkpoint.merging import merge as merged
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import COUNT, Bytes, refuse_endless, refuse_larger, sequences_of_a_step, show_table, with_prices
+from penstock.cli.options import BYTES, COUNT, refuse_larger, sequences_of_a_step, with_prices
+from penstock.cli.tables import show_table
 
 from .sweep import semantics_of, swept, with_work
 
@@ -27,7 +28,7 @@ COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h10
 @click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
 @click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
-@click.option("--host-memory", type=Bytes(), help="Host memory of every machine, for example 2TB.  [default: the profiles']")
+@click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
 @with_work
 def compare(
@@ -87,7 +88,6 @@ def _machines(names: str, n_gpus: int) -> "Iterator[Profile]":
 
     is_all = names.strip() == "all"
     for name in dict.fromkeys(part.strip() for part in (shipped_profiles() if is_all else names.split(",")) if part.strip()):
-        refuse_endless(name)
         profile = read_profile(name)
         if not is_all or (profile.n_devices >= n_gpus and (profile.n_devices > 1) == (n_gpus > 1)):
             yield profile

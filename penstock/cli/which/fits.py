@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import COUNT, Tokens, refuse_endless, show_table
+from penstock.cli.options import COUNT, TOKENS
+from penstock.cli.tables import show_table
 from runtime.units import GB, parse_bytes, show_count
 
 from .sweep import semantics_of, swept, with_work
@@ -30,7 +31,7 @@ JOB_TITLES = ("time", "rented", "bought")
 @click.option("--host-memory", help="Sizes with commas between: 64GB,128GB.  [default: 32GB to 2048GB, by doubling]")
 @click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
 @click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
-@click.option("--tokens", type=Tokens(), help="Also the time and the price of this many tokens: 100M.")
+@click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
 def fits(
@@ -87,7 +88,6 @@ def _machines(name: str) -> "list[Profile]":
     """The machine of that name or file; or all shipped ones of a GPU."""
     from hwprofiles.schema import read_profile, shipped_profiles
 
-    refuse_endless(name)
     of_gpu = [shipped for shipped in shipped_profiles() if shipped.startswith(f"{name}-")]
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 

@@ -1,4 +1,4 @@
-"""When is the model in a folder the one that a plan was made for?"""
+"""A model in a folder is the plan's where it computes the same."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_shipped_model_is_the_published_one_whatever_else_its_file_says(name: str) -> None:
+def test_a_shipped_model_is_the_published_one(name: str) -> None:
     assert difference(shipped(name) | _USUAL | PUBLISHED[name], shipped(name)) is None
 
 
@@ -59,7 +59,7 @@ def test_a_shipped_model_is_the_published_one_whatever_else_its_file_says(name: 
         ("gpt-oss-120b", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, not 131072"),  # YaRN may depend on it
     ],
 )
-def test_what_computes_otherwise_is_another_model_and_named(name: str, other: dict[str, Any], said: str) -> None:
+def test_another_model_is_named_by_the_first_difference(name: str, other: dict[str, Any], said: str) -> None:
     found = difference(shipped(name) | other, shipped(name))
     assert found is not None
     assert found.startswith(said)
@@ -74,5 +74,5 @@ def test_a_model_is_alike_to_what_transformers_writes_of_it(model_type: str, tmp
     assert difference(json.loads((tmp_path / "config.json").read_text()), config) is None
 
 
-def test_of_every_shipped_model_it_is_said_where_its_weights_are() -> None:
+def test_every_shipped_model_names_its_weights() -> None:
     assert [name for name in shipped_models() if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_name(name) or "")] == []

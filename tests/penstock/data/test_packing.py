@@ -1,4 +1,4 @@
-"""Is every token that is to be learned learned once, and only from its own document where that was asked?"""
+"""Packing: every token to be learned is a target once, after its own document alone where that was asked."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data import packing as room
-from penstock.data.map_style import fill
-from penstock.data.packing import Sequences, n_targets_of, pack
+from penstock.data.packing import Shape, n_targets_of, pack, row_of
 from runtime.batch import UNSUPERVISED
 from runtime.errors import DataError
 
@@ -21,7 +20,6 @@ class Listed:
     """Documents as lists: (id, whether it is to be learned) of each token."""
 
     tokens: list[list[tuple[int, bool]]]
-    n_apart: int = 0
 
     @property
     def lengths(self):
@@ -61,14 +59,14 @@ lengths = st.integers(2, 9)
 ways = st.sampled_from(["cut", "split", "skip"])
 
 
-def shown(documents, sequences: Sequences, seq_len: int, joined: bool) -> list[tuple[list[int], list[int], tuple[int, ...]]]:
-    rows = []
-    for i in range(len(sequences)):
-        ids, targets = np.full(seq_len, PAD), np.full(seq_len, UNSUPERVISED)
-        spans = fill(ids, targets, documents, sequences[i], joined)
-        assert sum(spans) == seq_len
-        rows.append((ids.tolist(), targets.tolist(), spans))
-    return rows
+def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised="skip"):
+    """Sequences, their rows, and what became of documents."""
+    shape = Shape(packing, seq_len, PAD, too_long, unsupervised)
+    sequences, counts = pack(
+        documents, np.arange(len(documents.tokens)) if order is None else np.array(order, dtype=np.int64), shape
+    )
+    rows = [row_of(documents, sequences[i], shape) for i in range(len(sequences))]
+    return sequences, [(ids.tolist(), targets.tolist(), spans) for ids, targets, spans in rows], counts
 
 
 def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
@@ -77,10 +75,9 @@ def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
 
 
 @given(documents=listed(), seq_len=lengths, way=ways, packing=st.sampled_from(["documents", "one"]), data=st.data())
-def test_every_token_to_be_learned_is_a_target_exactly_once_after_the_one_before_it(documents, seq_len, way, packing, data):
-    order = np.array(data.draw(st.permutations(range(len(documents.tokens)))), dtype=np.int64)
-    sequences, counts = pack(documents, order, packing, way, False, seq_len)
-    rows = shown(documents, sequences, seq_len, joined=False)
+def test_every_learned_token_is_a_target_once_after_its_own(documents, seq_len, way, packing, data):
+    order = data.draw(st.permutations(range(len(documents.tokens))))
+    _, rows, counts = packed(documents, packing, seq_len, order, way)
     found = sorted(target for _, targets, _ in rows for target in targets if target != UNSUPERVISED)
     kept = {
         "cut": [document[:seq_len] for document in documents.tokens],
@@ -89,16 +86,17 @@ def test_every_token_to_be_learned_is_a_target_exactly_once_after_the_one_before
     }[way]
     assert found == obvious_targets(kept)
     for ids, targets, spans in rows:
+        assert sum(spans) == seq_len
         assert any(target != UNSUPERVISED for target in targets), "a sequence without a target"
         ends = np.cumsum(spans) - 1
         assert all(targets[end] == UNSUPERVISED for end in ends), "a target across the border of a document"
         assert all(target in (UNSUPERVISED, ids[t] + 1) for t, target in enumerate(targets)), "ids rise by one in a document"
         assert all(target == UNSUPERVISED or ids[t + 1] == target for t, target in enumerate(targets))
     long = [document for document in documents.tokens if len(document) > seq_len and any(learn for _, learn in document[1:])]
-    assert {"cut": counts.n_cut, "split": counts.n_split, "skip": counts.n_skipped}[way] == len(long)
+    assert counts[{"cut": "cut", "split": "split", "skip": "skipped"}[way]] == len(long)
     nothing = [document for document in documents.tokens if not obvious_targets([document])]
     lost = [document for document in long if not obvious_targets([document[:seq_len]])] if way == "cut" else []
-    assert counts.n_unsupervised == len(nothing) + len(lost)
+    assert counts["unsupervised"] == len(nothing) + len(lost)
 
 
 def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[list[int]]:
@@ -127,7 +125,7 @@ def test_documents_are_packed_as_the_obvious_packer_does(ns, seq_len, n_open):
     documents = Listed([[(i, True) for i in range(n)] for n in ns])
     kept, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open
     try:
-        sequences, _ = pack(documents, np.arange(len(ns)), "documents", "refuse", True, seq_len)
+        sequences, _, _ = packed(documents, "documents", seq_len, too_long="refuse", unsupervised="refuse")
     finally:
         room.OPEN_SEQUENCES = kept
     found = [[stop - start for _, start, stop in sequences[i]] for i in range(len(sequences))]
@@ -137,8 +135,8 @@ def test_documents_are_packed_as_the_obvious_packer_does(ns, seq_len, n_open):
 
 @given(documents=listed(), seq_len=lengths, data=st.data())
 def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
-    order = np.array(data.draw(st.permutations(range(len(documents.tokens)))), dtype=np.int64)
-    sequences, counts = pack(documents, order, "joined", "refuse", False, seq_len)
+    order = data.draw(st.permutations(range(len(documents.tokens))))
+    _, rows, counts = packed(documents, "joined", seq_len, order, "refuse")
     learns = [d for d in order if any(learn for _, learn in documents.tokens[d])]
     row = [token for d in learns for token in documents.tokens[d]]
     pieces = [row[at : at + seq_len] for at in range(0, len(row), seq_len)]
@@ -149,8 +147,8 @@ def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
         ids = [i for i, _ in piece] + [PAD] * n_pad
         targets = [i if learn else UNSUPERVISED for i, learn in piece[1:]] + [UNSUPERVISED] * (n_pad + 1)
         expected.append((ids, targets))
-    assert [(ids, targets) for ids, targets, _ in shown(documents, sequences, seq_len, joined=True)] == expected
-    assert counts.n_unsupervised == len(documents.tokens) - len(learns)
+    assert rows == [(ids, targets, (seq_len,)) for ids, targets in expected]
+    assert counts["unsupervised"] == len(documents.tokens) - len(learns)
 
 
 @given(first=st.integers(0, 9), stop=st.integers(0, 9), learn=st.lists(st.booleans(), max_size=9))
@@ -159,28 +157,18 @@ def test_targets_are_counted_one_by_one(first, stop, learn):
     assert n_targets_of(runs, first, stop) == sum(learn[first:stop])
 
 
-@given(documents=listed(), seq_len=lengths, data=st.data())
-def test_sequences_in_another_order_are_the_same_sequences(documents, seq_len, data):
-    sequences, _ = pack(documents, np.arange(len(documents.tokens)), "documents", "split", False, seq_len)
-    order = data.draw(st.permutations(range(len(sequences))))
-    taken = sequences.taken(np.array(order, dtype=np.int64))
-    assert [taken[i] for i in range(len(taken))] == [sequences[i] for i in order]
-
-
 @pytest.mark.parametrize("packing", ["documents", "one"])
 def test_what_is_refused_is_named(packing):
     documents = Listed([[(1, False), (2, True)], [(3, False), (4, True), (5, True)], [(6, False), (7, False)]])
     with pytest.raises(DataError, match=r"data:2: nothing in it to learn"):
-        pack(documents, np.arange(3), packing, "cut", True, 3)
+        packed(documents, packing, 3, unsupervised="refuse")
     with pytest.raises(DataError, match=r"data:1: 3 tokens, and a sequence holds 2"):
-        pack(documents, np.arange(3), packing, "refuse", False, 2)
-    assert len(pack(documents, np.arange(2), packing, "refuse", True, 3)[0]) == 2
+        packed(documents, packing, 2, too_long="refuse")
+    assert len(packed(documents, packing, 3, [0, 1], "refuse", "refuse")[0]) == 2
 
 
 def test_whole_documents_fill_most_of_every_sequence():
     """What the window of open sequences is for: with one open sequence a fifth would be padding."""
-    random = np.random.RandomState(0)
-    ns = random.geometric(1 / 200, 3000).clip(2, 1024)
-    documents = Listed([[(i, True) for i in range(n)] for n in ns.tolist()])
-    sequences, _ = pack(documents, np.arange(len(ns)), "documents", "refuse", True, 1024)
+    ns = np.random.RandomState(0).geometric(1 / 200, 3000).clip(2, 1024)
+    sequences, _, _ = packed(Listed([[(i, True) for i in range(n)] for n in ns.tolist()]), "documents", 1024)
     assert ns.sum() / (len(sequences) * 1024) > 0.97

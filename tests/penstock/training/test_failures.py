@@ -1,4 +1,4 @@
-"""Does every accident stop all lanes, name its cause, and leave a checkpoint from which the run goes on to the same bits?"""
+"""Accidents: each stops all lanes, is named, and leaves a checkpoint from which the run goes on to the same bits."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.checkpoint import latest, load_state
-from penstock.training.trainer import Training
+from penstock.checkpoint.checkpoint import latest
+from penstock.training.session import Session
 from planner.model.workload import build_workload
 from runtime.errors import DataError, PenstockError
 from runtime.executor import OpError
@@ -21,12 +21,11 @@ from runtime.host.updates import NonFiniteError
 from runtime.plan import Kind, Plan, Policy, Update, saves
 from runtime.plan.workload import Model
 from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, penstock, whole_checkpoints
+from tests.sessions import lines, resumed, same_state, session_of, train
 from tests.strategies import policies
 from tests.tiny import tiny_config
 from tests.tour import ROOT
-from tests.training import Tensors, plan_of, same_bits, semantics_of, state_of
-
-from .test_trainer import lines, training
+from tests.training import Tensors, plan_of, semantics_of, state_of
 
 N_STEPS = 4
 ACCIDENTS = settings(
@@ -44,7 +43,7 @@ Fields = tuple[tuple[str, object], ...]
 
 
 def drawn_plan(data: st.DataObject, **fields) -> Plan:
-    """A plan of any legal policy for the model that `training` trains."""
+    """A plan of any legal policy for the model of `session_of`."""
     semantics = semantics_of("llama", **fields)
     policy = data.draw(policies(semantics, build_workload(Model(tiny_config("llama")), semantics)), label="policy")
     return plan_of(tiny_config("llama"), semantics, policy)
@@ -52,36 +51,25 @@ def drawn_plan(data: st.DataObject, **fields) -> Plan:
 
 @lru_cache(maxsize=16)
 def undisturbed(folder: Path, fields: Fields = (), left_out: int | None = None) -> tuple[Tensors, Tensors, Tensors]:
-    """What N_STEPS leave, or would leave if one step's updates were left out."""
+    """The state after N_STEPS, or what it would be if one step's updates were left out."""
 
     class Runs(LeavesOut):
         pass
 
     Runs.left_out = N_STEPS if left_out is None else left_out
-    run = training(folder / f"undisturbed-{left_out}-{hash(fields)}", Policy(), Runs, **dict(fields))
-    run.run(0, N_STEPS, lambda metrics: None)
-    return state_of(run.store)
+    return state_of(train(session_of(folder / f"undisturbed-{left_out}-{hash(fields)}", Policy(), Runs, **dict(fields))).store)
 
 
-def same_state(run: Training, expected: tuple[Tensors, Tensors, Tensors]) -> bool:
-    return all(same_bits(x[name], y[name]) for x, y in zip(state_of(run.store), expected, strict=True) for name in y)
-
-
-def go_on(run: Training, to: int = N_STEPS) -> int:
-    """Resume from the last checkpoint, or begin again where there is none; the step it went on from."""
-    found = latest(run.folder)
-    if found is None:
-        host = run.store.host
-        run.store.initialise(7)
-        for moment in (m for b in range(len(run.plan.workload.blocks)) for p in host.owned(b) for m in host.moments(p)):
-            moment.zero_()
-        host.n_updates = 0
-        run.run(0, to, lambda metrics: None)
-        return 0
-    state = load_state(found)
-    run.resume(state)
-    run.run(state.step, to, lambda metrics: None)
-    return state.step
+def go_on(session: Session) -> int:
+    """Resume from the last checkpoint, or begin again where there is none; the step it resumed from."""
+    if latest(session.folder) is not None:
+        return train(resumed(session)).first_step
+    host = session.store.host
+    session.store.initialise(7)
+    for moment in (m for b in range(len(session.plan.workload.blocks)) for p in host.owned(b) for m in host.moments(p)):
+        moment.zero_()
+    host.n_updates = 0
+    return train(session).first_step
 
 
 def awaited(plan: Plan) -> list[int]:
@@ -91,9 +79,9 @@ def awaited(plan: Plan) -> list[int]:
 @pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
-def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path_factory, data):
+def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, data):
     """In any op of any plan, before it, in its midst or after it, or where a lane hands over to another; of any kind. Then the
-    same machine goes on as its checkpoint was, or a new one does under another plan."""
+    same machine goes on from its checkpoint, or a new one does under another plan."""
     plan, where = drawn_plan(data), data.draw(st.sampled_from(["before", "middle", "after", "mark", "follow"]), label="where")
     index = data.draw(st.sampled_from(awaited(plan) if where == "follow" else range(len(plan.ops))), label="op")
     step = data.draw(st.integers(0, N_STEPS - 1), label="step")
@@ -102,12 +90,12 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
         pass
 
     Breaks.at, Breaks.where, Breaks.error = (step, index), where, data.draw(st.sampled_from(ERRORS), label="error")
-    save_every, background = data.draw(st.integers(1, 2), label="save_every"), data.draw(st.booleans(), label="background")
+    every, background = data.draw(st.integers(1, 2), label="every"), data.draw(st.booleans(), label="background")
     folder = tmp_path_factory.mktemp("struck")
-    run = training(folder, plan.policy, Breaks, save_every, background)
+    session = session_of(folder, plan.policy, Breaks, every=every, background=background)
     before = threading.active_count()
     with pytest.raises((OpError, DataError)) as caught:
-        in_time(lambda: run.run(0, N_STEPS, lambda metrics: None))
+        in_time(lambda: train(session))
     assert threading.active_count() == before, "a lane was left running"
     if isinstance(Breaks.error, PenstockError):
         assert caught.value is Breaks.error
@@ -117,15 +105,15 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
         if where != "follow":  # then it is the lane that follows which is named
             assert str(caught.value).startswith(f"step {step + 1}, lane {plan.ops[index].lane}: {plan.ops[index].name} failed")
     stands = whole_checkpoints(folder)
-    last = step // save_every * save_every
+    last = step // every * every
     # In the background lanes are not drained: one may fail in a step while another has not yet ended the step before.
-    allowed = [last, (step - 1) // save_every * save_every if background and step else last]
+    allowed = [last, (step - 1) // every * every if background and step else last]
     assert (stands[-1] if stands else 0) in allowed
     assert not list(folder.glob("*.partial"))
     if data.draw(st.booleans(), label="another plan"):
-        run = training(folder, drawn_plan(data).policy)
-    assert in_time(lambda: go_on(run)) == (stands[-1] if stands else 0)
-    assert same_state(run, undisturbed(tmp_path_factory.getbasetemp()))
+        session = session_of(folder, drawn_plan(data).policy)
+    assert in_time(lambda: go_on(session)) == (stands[-1] if stands else 0)
+    assert same_state(session, undisturbed(tmp_path_factory.getbasetemp()))
     assert [line["step"] for line in lines(folder)] == list(range(1, N_STEPS + 1))
 
 
@@ -134,7 +122,7 @@ def test_an_exception_anywhere_stops_all_lanes_is_named_and_the_run_goes_on_from
     ("kind", "step"), [(Kind.FORWARD, 3), (Kind.LOSS, 3), (Kind.BACKWARD, 3), (Kind.UPDATE, 2), (Kind.SETTLE, 2)]
 )
 @pytest.mark.parametrize("policy", [{"save": saves(all=(1, 2))}, {"save": saves(products=(1, 2))}], ids=["keeps", "saves"])
-def test_a_machine_that_goes_on_has_forgotten_the_step_in_which_it_failed(tmp_path, kind, step, policy):
+def test_a_machine_forgets_the_step_in_which_it_failed(tmp_path, kind, step, policy):
     """Graphs of a step that is not the next one it performs; a clip factor and a count of updates of one that is."""
     policy = Policy(accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,), **policy)
     of_kind = [i for i, op in enumerate(plan_of(tiny_config("llama"), semantics_of("llama"), policy).ops) if op.kind is kind]
@@ -143,57 +131,60 @@ def test_a_machine_that_goes_on_has_forgotten_the_step_in_which_it_failed(tmp_pa
         pass
 
     Breaks.at, Breaks.where, Breaks.error = (step, of_kind[len(of_kind) // 2]), "after", OSError("gone")
-    run = training(tmp_path, policy, Breaks, save_every=2)
+    session = session_of(tmp_path, policy, Breaks, every=2)
     with pytest.raises(OpError):
-        in_time(lambda: run.run(0, N_STEPS, lambda metrics: None))
-    assert in_time(lambda: go_on(run)) == 2
-    assert same_state(run, undisturbed(tmp_path.parent))
+        in_time(lambda: train(session))
+    assert in_time(lambda: go_on(session)) == 2
+    assert same_state(session, undisturbed(tmp_path.parent))
 
 
-def poisoned(data: st.DataObject, folder: Path, **fields) -> tuple[Training, int]:
-    """A run of a drawn plan in which what one op writes in one step is not a number; and that step."""
+def poisoned(data: st.DataObject, folder: Path, **fields) -> tuple[Session, int]:
+    """A run of a drawn plan in which one op of one step writes NaN; and that step."""
     plan, step = drawn_plan(data, **fields), data.draw(st.integers(0, N_STEPS - 1), label="step")
 
     class Strikes(Poisoned):
         pass
 
     Strikes.at = (step, data.draw(st.sampled_from(can_be_poisoned(plan)), label="op"))
-    return training(folder, plan.policy, Strikes, save_every=1, **fields), step
+    return session_of(folder, plan.policy, Strikes, every=1, **fields), step
 
 
 @pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
-def test_what_is_not_a_number_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
+def test_nan_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
     """Whatever it was first: a weight, a boundary, a gradient, a sum. No update of that step is done."""
     folder = tmp_path_factory.mktemp("stops")
-    run, step = poisoned(data, folder)
+    session, step = poisoned(data, folder)
     with pytest.raises(NonFiniteError) as caught:
-        in_time(lambda: run.run(0, N_STEPS, lambda metrics: None))
-    names = [p.name for b in range(len(run.plan.workload.blocks)) for p in run.store.host.owned(b)]
+        in_time(lambda: train(session))
+    names = [p.name for b in range(len(session.plan.workload.blocks)) for p in session.store.host.owned(b)]
     assert str(caught.value).startswith(tuple(f"step {step + 1}: the gradient of {name} is not finite" for name in names))
     assert whole_checkpoints(folder) == list(range(1, step + 1))
-    run = training(folder, drawn_plan(data).policy)
-    assert in_time(lambda: go_on(run)) == step
-    assert same_state(run, undisturbed(tmp_path_factory.getbasetemp()))
+    session = session_of(folder, drawn_plan(data).policy)
+    assert in_time(lambda: go_on(session)) == step
+    assert same_state(session, undisturbed(tmp_path_factory.getbasetemp()))
 
 
 @pytest.mark.drawn
 @ACCIDENTS
 @given(data=st.data())
-def test_what_is_not_a_number_skips_the_step_and_touches_neither_weights_nor_moments_nor_counters(tmp_path_factory, data):
+def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
     folder, fields = tmp_path_factory.mktemp("skips"), {"on_nonfinite": "skip"}
-    run, step = poisoned(data, folder, **fields)
-    in_time(lambda: run.run(0, N_STEPS, lambda metrics: None))
-    assert run.store.host.n_updates == N_STEPS - 1
+    session, step = poisoned(data, folder, **fields)
+    in_time(lambda: train(session))
+    assert session.store.host.n_updates == N_STEPS - 1
     assert [line["skipped"] for line in lines(folder)] == [s == step for s in range(N_STEPS)]
     assert lines(folder)[step]["grad_norm"] is None
-    assert same_state(run, undisturbed(tmp_path_factory.getbasetemp(), tuple(fields.items()), step))
+    assert same_state(session, undisturbed(tmp_path_factory.getbasetemp(), tuple(fields.items()), step))
+
+
+# -- whole processes
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Text, and three plans of one model that share no habit."""
+    """Text, and three plans of one model with policies that differ in everything."""
     home = tmp_path_factory.mktemp("home")
     (home / "model").mkdir()
     (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
@@ -224,18 +215,18 @@ def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *bef
 
 @pytest.mark.soak_cases("4-5")
 @pytest.mark.parametrize(("n_trials", "seed"), [(1, 13), (4, 5)])
-def test_a_run_that_is_killed_at_any_moment_and_goes_on_ends_as_the_undisturbed_one(home, tmp_path, n_trials, seed):
-    """By a signal that nobody can catch, in ops and in the midst of a checkpoint's files; and once more after it went on."""
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_bits(home, tmp_path, n_trials, seed):
+    """By SIGKILL, in ops and in the midst of a checkpoint's files; and once more after it went on."""
     assert "killed" in befallen(home, tmp_path, "killed", n_trials, seed)
 
 
 @pytest.mark.soak
-def test_a_run_that_is_told_to_end_saves_its_step_exits_with_0_and_the_next_goes_on_to_the_same_bits(home, tmp_path):
-    """By SIGTERM, at any moment, as machines that are taken back send it."""
+def test_a_run_that_gets_sigterm_saves_its_step_and_exits_with_0(home, tmp_path):
+    """At any moment, as machines that are taken back send it; the next run goes on to the same bits."""
     assert "terminated" in befallen(home, tmp_path, "terminated", 4, 5)
 
 
-NAMESPACE = ("unshare", "-rm")  # where a disk of a few megabytes can be mounted by anybody
+NAMESPACE = ("unshare", "-rm")  # where any user can mount a disk of a few megabytes
 
 
 def can_mount() -> bool:
@@ -248,6 +239,6 @@ def can_mount() -> bool:
 
 @pytest.mark.soak
 @pytest.mark.skipif(not can_mount(), reason="needs a namespace in which to mount a small disk")
-def test_a_disk_that_is_full_at_any_moment_is_one_line_and_with_room_the_run_goes_on(home, tmp_path):
+def test_a_disk_full_at_any_moment_is_one_line_and_resumable(home, tmp_path):
     """Whether it was a checkpoint, a line of the log or the timeline that found no room."""
     assert "full" in befallen(home, tmp_path, "full_disk", 5, 5, *NAMESPACE)

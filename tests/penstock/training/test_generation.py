@@ -1,27 +1,19 @@
-"""Does the streamed model say what transformers makes it say?"""
+"""Generation: the streamed model writes what transformers has it write."""
 
 import pytest
 import torch
 
-from penstock.training.generation import STEP_TOKENS, Sample, check_prompts, generate, samples
+from penstock.training.generation import LENGTH_STEP_TOKENS, generate
 from runtime.errors import DataError, PenstockError
 from runtime.executor import execute
 from runtime.plan import Kind, Policy, saves
-from tests import reference
+from tests.forwards import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, resident, watch_forwards
 from tests.late_streams import LateStreams
-from tests.penstock.training.test_evaluation import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, watch_forwards
 from tests.tiny import STRUCTURES, tiny_config
-from tests.training import N_STEPS, batches_of, differences, initial_masters, plain, semantics_of
+from tests.training import N_STEPS, differences, plain, semantics_of
 
 # Of lengths on both sides of a step of the shapes, one of them among padding
 PROMPTS = [[5, 17, 3], [1], list(range(20, 82)), [7, 7, 9, 40, 2, 11]]
-
-
-def resident(config, semantics) -> torch.nn.Module:
-    model = reference.build(config, semantics, torch.float32).eval()
-    model.load_state_dict(initial_masters(config, semantics), strict=False)
-    model.tie_weights()
-    return model
 
 
 def said_by_transformers(model, prompt: list[int], n: int, end_ids=()) -> list[int]:
@@ -53,7 +45,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(model_type):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_every_plan_and_lateness_says_the_same(policy):
+def test_every_plan_and_lateness_writes_the_same(policy):
     config, semantics = tiny_config("qwen3", num_hidden_layers=3), semantics_of("qwen3", seq_len=80, batch_size=4)
     wanted = generate(machine_of(config, semantics, Policy(), HostileToBoth), PROMPTS, 4, temperature=0.8, seed=3)
     assert generate(machine_of(config, semantics, policy, HostileToBoth, delay_seed=5), PROMPTS, 4, 0.8, seed=3) == wanted
@@ -61,7 +53,7 @@ def test_every_plan_and_lateness_says_the_same(policy):
     assert generate(late, PROMPTS, 4, 0.8, seed=3) == wanted
 
 
-def test_training_goes_on_as_if_nothing_had_been_said():
+def test_samples_between_steps_change_no_bit_of_training():
     semantics, config = semantics_of("gemma2"), tiny_config("gemma2")
     machine = machine_of(config, semantics, Policy(save=saves(all=(1,))))
     for step in range(N_STEPS):
@@ -71,7 +63,7 @@ def test_training_goes_on_as_if_nothing_had_been_said():
 
 
 @pytest.mark.soak
-def test_drawn_tokens_are_among_the_likeliest_and_come_as_often_as_they_should():
+def test_drawn_tokens_come_as_often_as_they_should():
     config, semantics = tiny_config("llama"), exact("llama", seq_len=8)
     machine = machine_of(config, semantics, Policy())
     with torch.no_grad():
@@ -91,7 +83,7 @@ def test_drawn_tokens_are_among_the_likeliest_and_come_as_often_as_they_should()
     assert chi_squared < 2 * len(nucleus)
 
 
-def test_the_same_seed_says_the_same_and_another_something_else():
+def test_samples_depend_on_the_seed_and_the_place_alone():
     config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=32)
     machine = machine_of(config, semantics, Policy())
     said = [generate(machine, [[1, 2], [1, 2], [9]], 8, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
@@ -110,8 +102,9 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
     assert generate(machine, [[1]], 0) == [[]]
 
 
-def test_only_as_many_tokens_are_computed_as_there_are_and_weights_come_once_for_all_prompts():
-    config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=4 * STEP_TOKENS, batch_size=8)
+def test_weights_are_loaded_once_for_all_prompts():
+    """And no more tokens are computed than a multiple of the length step."""
+    config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=4 * LENGTH_STEP_TOKENS, batch_size=8)
     machine = machine_of(config, semantics, Policy(accumulation_group=8))
     shapes, loads, layer = [], [], machine.compute.templates.layer
 
@@ -122,7 +115,7 @@ def test_only_as_many_tokens_are_computed_as_there_are_and_weights_come_once_for
     machine.compute.templates.layer = noted
     watch_forwards(machine, lambda op, step: loads.append(op.name) if op.kind is Kind.LOAD else None)
     generate(machine, [[1] * 63, [2] * 3, [3]], 3)
-    assert shapes == [(1, STEP_TOKENS)] * 3 * 2 * 2 + [(1, 2 * STEP_TOKENS)] * 3 * 2
+    assert shapes == [(1, LENGTH_STEP_TOKENS)] * 3 * 2 * 2 + [(1, 2 * LENGTH_STEP_TOKENS)] * 3 * 2
     assert len(loads) == 3 * 4
 
 
@@ -134,32 +127,15 @@ def test_more_prompts_than_a_tile_has_rows_are_done_in_turn():
     assert generate(machine, prompts, 2) == [said_by_transformers(model, prompt, 2) for prompt in prompts]
 
 
-def test_text_goes_in_and_comes_out():
-    config, semantics = tiny_config("llama", vocab_size=300), exact("llama", seq_len=32)
-    machine = machine_of(config, semantics, Policy(), batches=batches_of(300, 4, 32))
-    found = samples(machine, ["one", "two"], str.encode, lambda ids: f"{len(ids)} tokens", 4)
-    assert found == [Sample("one", "4 tokens"), Sample("two", "4 tokens")]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([[1], []], "prompt 2 is empty; give it some text"),
-        ([[1] * 1600], "prompt 1 has 1,600 tokens, and a sequence of the plan holds 16; shorten it"),
-    ],
-)
-def test_a_prompt_that_cannot_be_continued_is_refused_in_one_line(prompts, message):
-    with pytest.raises(DataError) as raised:
-        check_prompts(prompts, 16)
-    assert str(raised.value) == message
+def test_prompts_and_weights_that_cannot_be_used_are_refused():
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
-    with pytest.raises(DataError, match=r"^prompt "):
-        generate(machine, prompts, 1)
-
-
-def test_a_model_of_nans_is_refused_in_one_line():
-    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
+    for prompts, said in (
+        ([[1], []], "prompt 2 is empty; "),
+        ([[1] * 1600], "prompt 1 has 1,600 tokens, and a sequence .* holds 16; "),
+    ):
+        with pytest.raises(DataError, match=f"^{said}"):
+            generate(machine, prompts, 1)
     for p in machine.host.owned(1):
         machine.host.set_weight(p, torch.full(p.shape, torch.nan))
-    with pytest.raises(PenstockError, match=r"^the model's logits are not finite; its weights are spoilt"):
+    with pytest.raises(PenstockError, match=r"^the model's logits are not finite: its weights are spoilt"):
         generate(machine, [[1]], 1)

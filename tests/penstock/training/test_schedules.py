@@ -1,4 +1,4 @@
-"""Is each step's learning rate the one that the library's own scheduler would have set?"""
+"""Learning rate schedules: each step has the rate that transformers' own scheduler would set."""
 
 import pytest
 import torch
@@ -18,14 +18,21 @@ from penstock.training.schedules import learning_rates
 from runtime.plan.optimizer import AdamW
 
 LR = 3e-4
+MIN_LR, WSD = {"kind": "cosine", "min_lr_fraction": 0.1}, {"kind": "warmup-stable-decay", "min_lr_fraction": 0.2}
+SCHEDULES = [
+    ({"kind": "constant"}, lambda o, w, n: get_constant_schedule_with_warmup(o, w)),
+    ({"kind": "linear"}, get_linear_schedule_with_warmup),
+    ({"kind": "cosine"}, get_cosine_schedule_with_warmup),
+    (MIN_LR, lambda o, w, n: get_cosine_with_min_lr_schedule_with_warmup(o, w, n, min_lr_rate=0.1)),
+    ({"kind": "warmup-stable-decay", "decay_steps": 1}, lambda o, w, n: get_wsd_schedule(o, w, 1, n)),
+    (WSD, lambda o, w, n: get_wsd_schedule(o, w, {8: 1, 40: 4, 101: 10}[n], n, min_lr_ratio=0.2)),
+]
 
 
 def stepped(make, n_steps):
     """The learning rates that a loop of torch would use, step by step."""
-    weight = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=LR)
-    scheduler = make(optimizer)
-    found = []
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    scheduler, found = make(optimizer), []
     for _ in range(n_steps):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -40,25 +47,8 @@ def ours(n_steps, **schedule):
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7])
 @pytest.mark.parametrize("n_steps", [8, 40, 101])
-@pytest.mark.parametrize(
-    ("schedule", "make"),
-    [
-        ({"kind": "constant"}, lambda o, w, n: get_constant_schedule_with_warmup(o, w)),
-        ({"kind": "linear"}, get_linear_schedule_with_warmup),
-        ({"kind": "cosine"}, get_cosine_schedule_with_warmup),
-        (
-            {"kind": "cosine", "min_lr_fraction": 0.1},
-            lambda o, w, n: get_cosine_with_min_lr_schedule_with_warmup(o, w, n, min_lr_rate=0.1),
-        ),
-        ({"kind": "warmup-stable-decay", "decay_steps": 1}, lambda o, w, n: get_wsd_schedule(o, w, 1, n)),
-        (
-            {"kind": "warmup-stable-decay", "min_lr_fraction": 0.2},
-            lambda o, w, n: get_wsd_schedule(o, w, {8: 1, 40: 4, 101: 10}[n], n, min_lr_ratio=0.2),
-        ),
-    ],
-    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
-)
-def test_every_step_has_the_learning_rate_of_the_librarys_scheduler(schedule, make, warmup_steps, n_steps):
+@pytest.mark.parametrize(("schedule", "make"), SCHEDULES, ids=[" ".join(map(str, s.values())) for s, _ in SCHEDULES])
+def test_every_step_has_the_rate_of_transformers_scheduler(schedule, make, warmup_steps, n_steps):
     assert ours(n_steps, warmup_steps=warmup_steps, **schedule) == stepped(lambda o: make(o, warmup_steps, n_steps), n_steps)
 
 
@@ -82,23 +72,20 @@ def test_a_learning_rate_is_a_function_of_the_step_alone(kind, sizes, random):
 
 
 @pytest.mark.parametrize(
-    ("n_steps", "schedule", "words"),
+    ("schedule", "words"),
     [
-        (10, {"warmup_steps": 10}, ("warm-up takes 10 steps", "the run has 10", "--warmup-steps")),
-        (10, {"kind": "warmup-stable-decay", "warmup_steps": 5, "decay_steps": 6}, ("decay 6", "the run has 10")),
-        (10, {"kind": "cosine", "decay_steps": 2}, ("decay_steps", "the schedule is cosine")),
-        (10, {"kind": "linear", "min_lr_fraction": 0.1}, ("min_lr_fraction", "the schedule is linear")),
+        ({"warmup_steps": 10}, "warm-up takes 10 steps .*--warmup-steps.* the run has 10"),
+        ({"kind": "warmup-stable-decay", "warmup_steps": 5, "decay_steps": 6}, "decay 6 .* the run has 10"),
+        ({"kind": "cosine", "decay_steps": 2}, "decay_steps .* the schedule is cosine"),
+        ({"kind": "linear", "min_lr_fraction": 0.1}, "min_lr_fraction .* the schedule is linear"),
     ],
 )
-def test_a_schedule_that_does_not_fit_the_run_is_refused_in_one_line(n_steps, schedule, words):
-    with pytest.raises(RunConfigError) as refused:
-        ours(n_steps, **schedule)
-    assert "\n" not in str(refused.value)
-    for word in words:
-        assert word in str(refused.value)
+def test_a_schedule_that_does_not_fit_the_run_is_refused(schedule, words):
+    with pytest.raises(RunConfigError, match=words):
+        ours(10, **schedule)
 
 
-def test_parts_of_names_keep_parameters_from_decay_and_nothing_else_changes():
+def test_named_parameters_are_spared_from_decay():
     settings = AdamW(lr=1e-3, weight_decay=0.1, no_decay=("embed_tokens", "mlp.gate"))
     weights = {
         "model.embed_tokens.weight": 0.0,

@@ -1,0 +1,170 @@
+"""Models in Hugging Face form: `config.json` and safetensors shards under the names that are published for the model type.
+
+Nothing is unpickled, and no name in a file leads out of its folder.
+"""
+
+import json
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import CheckpointError
+from runtime.files import read_whole
+
+from .tensor_files import Shards
+
+MAX_JSON_BYTES = 256 * 2**20
+FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$"  # of the same folder
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+_UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
+_OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
+
+# In transformers' modules an expert weight is one tensor for all experts; published files of these types have one for each:
+# {type: (folder of the experts, gate, up, down)}.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A module's weight under its published names, as views."""
+    layer, dot, last = name.rpartition(".mlp.")
+    if not dot or model_type not in _EXPERTS:
+        yield name, tensor
+        return
+    folder, gate, up, down = _EXPERTS[model_type]
+    match last:
+        case "experts.gate_up_proj":
+            for e, gate_up in enumerate(tensor):
+                first, second = gate_up.chunk(2)
+                yield f"{layer}.{folder}.experts.{e}.{gate}.weight", first
+                yield f"{layer}.{folder}.experts.{e}.{up}.weight", second
+        case "experts.down_proj":
+            for e, piece in enumerate(tensor):
+                yield f"{layer}.{folder}.experts.{e}.{down}.weight", piece
+        case _:
+            yield f"{layer}.{folder}.{last}", tensor
+
+
+def load_weights(
+    folder: Path, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in.
+
+    Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor
+    that is missing, or not of the shape that `shapes` gives it.
+    """
+    stored = Shards(weight_files(folder))
+    for name in names:
+        tensor = _assembled(folder, stored, name)
+        if shapes is not None and tuple(tensor.shape) != tuple(shapes[name]):
+            found, expected = tuple(tensor.shape), tuple(shapes[name])
+            raise CheckpointError(f"{folder}: {name} is {found}, the configuration says {expected}; give this model's weights")
+        yield name, tensor
+
+
+def _assembled(folder: Path, stored: Shards, name: str) -> Tensor:
+    """A module's weight from its file: as it is stored, renamed, or stacked from its experts."""
+    if name in stored:
+        return stored[name]
+    layer, dot, last = name.rpartition(".mlp.")
+    for published, gate, up, down in _EXPERTS.values() if dot else ():
+        if last == "gate.weight" and f"{layer}.{published}.{last}" in stored:
+            return stored[f"{layer}.{published}.{last}"]
+        parts = {"experts.gate_up_proj": (gate, up), "experts.down_proj": (down,)}.get(last, ())
+        rows: list[list[str]] = []
+        while parts and f"{layer}.{published}.experts.{len(rows)}.{parts[0]}.weight" in stored:
+            rows.append([f"{layer}.{published}.experts.{len(rows)}.{part}.weight" for part in parts])
+        if rows:
+            return _stacked(folder, stored, rows)
+    raise missing(folder, name)
+
+
+def _stacked(folder: Path, stored: Shards, rows: list[list[str]]) -> Tensor:
+    """(experts, rows of all parts, columns) from one matrix per expert and part, each copied to its place as it is read."""
+    whole: Tensor | None = None
+    for e, row in enumerate(rows):
+        at = 0
+        for name in row:
+            if name not in stored:
+                raise missing(folder, name)
+            piece = stored[name]
+            if whole is None:
+                n_rows, n_columns = piece.shape if piece.dim() == 2 else (0, 0)
+                whole = torch.empty((len(rows), n_rows * len(row), n_columns), dtype=piece.dtype)
+            if piece.shape != (whole.shape[1] // len(row), whole.shape[2]) or piece.dtype != whole.dtype:
+                raise CheckpointError(f"{folder}: {name} has another shape or type than expert 0's; copy the model again")
+            whole[e, at : at + piece.shape[0]] = piece
+            at += piece.shape[0]
+    assert whole is not None
+    return whole
+
+
+def missing(folder: Path, name: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: no tensor {name} in its safetensors files; give the weights of this model, or copy it again")
+
+
+def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str]) -> None:
+    """CheckpointError for weights that mean nothing without scales; none is read. `names` are those of the module's parameters."""
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            method = config[key].get("quant_method", "") if isinstance(config[key], dict) else ""
+            raise CheckpointError(f"{folder}: its config.json has a {key} ({str(method)[:40]}); {_UNREAD}")
+    for name, dtype in Shards(weight_files(folder)).dtypes():
+        if re.fullmatch(r"[FIU][468](_.*)?", dtype) or (name not in names and _OF_QUANTISED.search(name)):
+            raise CheckpointError(f"{folder}: {name[:200]} ({dtype}) belongs to quantised weights; {_UNREAD}")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds weights in any format, readable or not."""
+    return any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).exists() or any(folder.glob("*.bin"))
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 over the names, shapes and ends of a model's tensors, as `Shards.digest` has it."""
+    return Shards(weight_files(folder)).digest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, by its index where it has one."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: no `weight_map`; copy the model again")
+        return [folder / name for name in sorted({file_name(index, name) for name in weight_map.values()})]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if any(folder.glob("*.bin")):
+        raise CheckpointError(f"{folder}: its weights are pickled (*.bin) and could run code; convert them to safetensors")
+    raise CheckpointError(f"{folder}: no model.safetensors; give a folder with a model's weights")
+
+
+def file_name(source: Path, name: object) -> str:
+    """`name`, read from the file `source`, if it is a plain file name; CheckpointError for a path that could lead elsewhere."""
+    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+        raise CheckpointError(f"{source}: {str(name)[:80]!r} is no file name; copy it again from where it came")
+    return name
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError for anything else."""
+    try:
+        fields = json.loads(read_whole(path, max_bytes))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a folder that holds it") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({str(error)[:80]}); copy it again") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: not a JSON object; copy it again")
+    return fields

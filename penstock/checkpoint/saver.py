@@ -1,0 +1,256 @@
+"""The saver of a run: writes its checkpoints, by default on a thread of its own while training goes on.
+
+A checkpoint gets its name once the trainer has logged its step, so that a run that resumes from it finds the log complete up to
+there. A failure of the thread, a full disk too, ends the run at its next step; the checkpoint before stands.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.settings import CheckpointSettings
+from runtime.host.host_state import Copy, HostState
+from runtime.host.memory import DTYPE, available_host_bytes
+from runtime.host.optimizer import Master
+from runtime.plan.workload import Parameter
+
+from .adapter_files import peft_name
+from .retention import keep_last, remove
+from .saving import CheckpointWriter, writing
+from .snapshot import GivenUp, Snapshot, Snapshots
+from .tensor_files import LazyTensor
+
+NICE = 10  # where cores are short the lanes have them; a lane that waits for this thread leaves it one
+
+
+class Saver:
+    """Writes the checkpoints of a run."""
+
+    def __init__(
+        self,
+        state: HostState,
+        folder: Path,
+        settings: CheckpointSettings,
+        fields: Callable[[int], Mapping[str, Any]],
+        tokenizer_from: Path | None,
+        say: Callable[[str], None],
+        first_step: int = 0,
+    ) -> None:
+        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step`, with which the run began, is
+        not saved."""
+        self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
+        self._fields, self._tokenizer_from = fields, tokenizer_from
+        copy_bytes = bytes_for_copies(settings) if settings.background else 0
+        self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
+        self._changed = threading.Condition()
+        self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self._first = self._saved = first_step  # the step on disk that the run began with, and the last one
+        self._decided, self._due = first_step, set[int]()  # the last step that `is_due` has decided; those that are
+        self._next_s = self._in_time()
+
+    # -- when -------------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after `step` steps is saved while the run goes on: decided once, as lane and trainer both ask."""
+        with self._changed:
+            if step > self._decided:
+                self._decided = step
+                if self._is_scheduled(step) or self.is_time():
+                    self._due.add(step)
+                    self._next_s = self._in_time()
+            return step in self._due
+
+    def is_time(self) -> bool:
+        """Whether the longest time without a checkpoint is over."""
+        return self._next_s is not None and time.monotonic() >= self._next_s
+
+    def _in_time(self) -> float | None:
+        return time.monotonic() + self._settings.minutes * 60 if self._settings.minutes else None
+
+    def _is_scheduled(self, step: int) -> bool:
+        return self._settings.every is not None and step % self._settings.every == 0
+
+    def is_due_in_background(self, step: int) -> bool:
+        """Whether it is saved while lanes are at work."""
+        return self._settings.background and self.is_due(step)
+
+    # -- on the trainer's thread ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within, states that are due are saved in the background; at the end all are written. An interrupt waits for nothing."""
+        if not self._settings.background:
+            yield
+            return
+        is_ready = threading.Event()
+        thread = threading.Thread(target=self._work, args=(is_ready,), name="saver", daemon=True)
+        self._state.gate = self.snapshots
+        thread.start()
+        is_ready.wait()  # its thread settings come before those of the lanes, which are to stay
+        try:
+            yield
+            self.wait()
+        except Exception:
+            self._finish()  # also when a lane has failed: the state of a snapshot is kept until it is written
+            raise
+        finally:
+            self._state.gate = None
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+            self.snapshots.end()
+            thread.join()
+
+    def is_logged(self, step: int) -> None:
+        """Called after each step's line in the log: its checkpoint may get its name. Raises what went wrong in the thread."""
+        self.raise_failure()
+        if self.is_due_in_background(step):
+            self._permit(step)
+
+    def save(self, step: int) -> None:
+        """While all lanes are idle: save the state as it is, unless it is on disk; returns before it is written if a thread is at
+        work."""
+        if step == self._saved:
+            return
+        self.snapshots.ask_for(step)
+        self._permit(step)
+        if self._state.gate is None:
+            snapshot = self.snapshots.begun()
+            assert snapshot is not None
+            self._write(snapshot)
+
+    def _permit(self, step: int) -> None:
+        fields = self._fields(step)
+        with self._changed:
+            if step != self._saved:
+                self._logged[step] = fields
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until all that was to be saved is written; raises what went wrong in the thread."""
+        self._finish()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish(self) -> None:
+        with self._changed:
+            while self._logged and self._failure is None:
+                self._changed.wait()
+
+    # -- on the thread that writes ----------------------------------------------------------------------------------
+
+    def _work(self, is_ready: threading.Event) -> None:
+        with suppress(OSError, AttributeError):  # a system where threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        torch.set_num_threads(1)
+        is_ready.set()
+        try:
+            with torch.no_grad():
+                while (snapshot := self.snapshots.begun()) is not None:
+                    self._write(snapshot)
+        except GivenUp:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            self.snapshots.end()  # nothing waits for what will not be written
+
+    def _write(self, snapshot: Snapshot) -> None:
+        only_weights = {"weights_only": True} if self._settings.weights_only else {}
+        with writing(self._folder, snapshot.step) as files:
+            self._expect(files)
+            self._put_frozen(files)
+            while (found := self.snapshots.next_block(snapshot)) is not None:
+                block, copy = found
+                self._state.settle(block)
+                for p in self._state.owned(block):
+                    self.snapshots.look()
+                    self._put(files, p, copy)
+                del copy, found
+                self.snapshots.is_written(snapshot, block)
+            files.finish({**self._fields_once_logged(snapshot.step), "n_updates": snapshot.n_updates, **only_weights})
+        if self._settings.keep is not None:
+            keep_last(self._folder, self._settings.keep, snapshot.step)
+        elif self._saved != self._first and not self._is_scheduled(self._saved):
+            remove([self._folder / f"checkpoint-{self._saved}"])  # saved by time alone: a long run would fill the disk with these
+        with self._changed:
+            self._saved = snapshot.step
+            del self._logged[snapshot.step]
+            self._changed.notify_all()
+
+    def _fields_once_logged(self, step: int) -> Mapping[str, Any]:
+        with self._changed:
+            while step not in self._logged:
+                if self._is_over:
+                    raise GivenUp
+                self._changed.wait()
+            return self._logged[step]
+
+    # -- the content -----------------------------------------------------------------------------------------------
+
+    def _expect(self, files: CheckpointWriter) -> None:
+        plan, blocks, lora = self._plan, range(len(self._plan.workload.blocks)), self._plan.semantics.train.lora
+        if lora is not None:
+            factors = {p.name: p.shape for b in blocks for p in self._state.owned(b)}
+            files.expect_adapter(lora, factors, plan.model.path or plan.model.name, self._tokenizer_from)
+        else:
+            dtype, owned = DTYPE[plan.semantics.compute_dtype], self._state.all_owned()
+            files.expect_model({p.name: _outline(dtype, p) for p in owned}, plan.model.config, self._tokenizer_from)
+        for block in blocks if not self._settings.weights_only else ():
+            tensors: dict[str, torch.Tensor] = {}
+            for p in self._state.owned(block):
+                tensors |= {f"{kind}.{p.name}": _outline(DTYPE[of], p) for kind, of in plan.semantics.saved_state.items()}
+            files.expect(f"optimizer-{block:05d}.safetensors", tensors)
+
+    def _put_frozen(self, files: CheckpointWriter) -> None:
+        """The weights that are not trained; a checkpoint of adapters has none."""
+        for p in self._state.all_owned() if self._plan.semantics.train.lora is None else ():
+            if p.frozen:
+                self.snapshots.look()
+                files.put_weight(p.name, self._state.compute_weight(p))
+
+    def _put(self, files: CheckpointWriter, p: Parameter, copy: Copy | None) -> None:
+        """Everything of a trained parameter."""
+        held_parts = dict(self._state.saved(p, copy))
+        if self._plan.semantics.train.lora is not None:  # an adapter's files have its masters
+            files.put(peft_name(p.name), _whole(held_parts["master"], torch.float32, p))
+        else:
+            files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
+        if not self._settings.weights_only:
+            for kind, dtype in self._plan.semantics.saved_state.items():
+                files.put(f"{kind}.{p.name}", _whole(held_parts[kind], DTYPE[dtype], p))
+
+
+def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
+    """What is held of a parameter in the shape of its file; a split master is joined in pieces, as whole it would be a second
+    one."""
+    if isinstance(held, Master):
+        return LazyTensor(dtype, p.shape, partial(_pieces, held, dtype))
+    return held.view(p.shape).to("cpu", dtype)
+
+
+def _pieces(master: Master, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    return (piece.to("cpu", dtype) for piece in master.pieces())
+
+
+def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:
+    return torch.empty(p.shape, dtype=dtype, device="meta")
+
+
+def bytes_for_copies(settings: CheckpointSettings) -> int:
+    """Host memory that copies may take: as the settings say, or half of what is free once the plan has taken its own; the rest is
+    for the page cache, and for what else runs there."""
+    return settings.copy_bytes if settings.copy_bytes is not None else (available_host_bytes() or 0) // 2

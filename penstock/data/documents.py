@@ -1,0 +1,180 @@
+"""Documents of a data set as tokens: a stream that `datasets` reads, or an Arrow file in which it keeps them between runs."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import transformers
+from datasets import Dataset, Features, IterableDataset, List, Value, disable_progress_bars
+from datasets.exceptions import DatasetGenerationError
+from datasets.iterable_dataset import ExamplesIterable
+
+from runtime.errors import DataError
+
+from .chat import ChatTemplate, Rendered, Span
+from .files import DataFile, DataFiles
+from .formats import Completion, document, renamed
+from .rows import parsed, rows_of
+from .tokenizer import is_of_library, reason_of
+
+Array = npt.NDArray[np.int64]
+Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each column
+ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundred times the memory of the text
+DOCUMENTS_AT_ONCE = 100  # in memory until they are written
+_COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row")
+_VERSION = 3  # of what a row becomes; tokens of another version are made again
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A data set and how a model reads it: as a function, what `map` of `datasets` turns batches of rows into documents with."""
+
+    files: DataFiles
+    columns: dict[str, str]  # by the name of a column here, the file's name for it
+    format: str
+    template: ChatTemplate
+    vocab_size: int
+    is_text: bool  # texts as they are, not conversations
+
+    @property
+    def identity(self) -> str:
+        """Differs where the tokens of some row may differ."""
+        return json.dumps([_VERSION, self.format, self.template.tokenizer.identity, sorted(self.columns.items()), self.vocab_size])
+
+    @property
+    def features(self) -> Features:
+        """The columns of a document: its ids, edges of the runs that are learned, counts, and where it was read."""
+        ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
+        return Features({"ids": List(ids), "learned": List(Value("uint32")), **dict.fromkeys(_COUNTS, Value("int64"))})
+
+    def stream(self, order: Array | None = None) -> IterableDataset:
+        """Documents as they are asked for, of the files in this order. The library keeps its state, by file and row."""
+        files = list(enumerate(self.files.files))
+        shards = files if order is None else [files[int(i)] for i in order]
+        # Not `from_generator`, which makes a cache in the user's home.
+        rows = IterableDataset(ExamplesIterable(_rows, {"files": shards, "mapped": tuple(self.columns.values())}))
+        return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
+
+    def __call__(self, rows: Columns) -> Columns:
+        """The documents of some rows, at least one each; DataError for a row that does not fit the format, or the model."""
+        places = list(zip(rows["file"], rows["row"], strict=True))
+        found = [(place, one) for place, value in zip(places, rows["value"], strict=True) for one in self._rendered(value, *place)]
+        try:
+            encoded = self.template.tokenizer.encode_batch([text for _, (text, _) in found], special=self.is_text)
+        except BaseException as error:
+            if not is_of_library(error):
+                raise
+            advice = "write it as UTF-8, with a tokenizer that knows its letters"
+            where = self.files.where(*places[0])
+            raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
+        made = [(*self._document(*one, encoding, place), *place) for (place, one), encoding in zip(found, encoded, strict=True)]
+        names = ("ids", "learned", *_COUNTS)
+        return {name: [values[column] for values in made] for column, name in enumerate(names)}
+
+    def _rendered(self, value: Any, file: int, row: int) -> list[Rendered]:
+        where = self.files.where(file, row)
+        said = document(renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns), self.format, where)
+        if isinstance(said, Completion) is not self.is_text:
+            raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
+        if not isinstance(said, Completion):
+            return self.template.render(said, where)
+        text = said.prompt + said.completion
+        return [(text, [(len(said.prompt), len(text) + 1)] if text else [])]  # with the end token, which comes after it
+
+    def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
+        """Its ids, the edges of runs that are learned, and the counts of its tokens, of those that are learned, and of targets."""
+        ids, end_id = np.array(encoding.ids, dtype=np.int64), self.template.tokenizer.end_id
+        if is_ended := self.is_text and ids.size > 0:  # once, whether or not the tokenizer says so too
+            ids = np.append(ids[: ids.size - int(ids[-1] == end_id)], end_id)
+        if (largest := ids.max(initial=0)) >= self.vocab_size:
+            problem = f"token {largest} is outside the model's {self.vocab_size} token ids"
+            raise DataError(f"{self.files.where(*place)}: {problem}; use the tokenizer of this model")
+        end = (len(text), len(text) + 1)
+        if is_ended and spans == [(0, end[1])]:  # all of it: offsets, which take as long as encoding, are not asked for
+            runs = np.array([[0, ids.size]])
+        else:
+            runs = _runs_of(spans, [*encoding.offsets[: ids.size - 1], end] if is_ended else encoding.offsets)
+        n_learned = int((runs[:, 1] - runs[:, 0]).sum())
+        n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # nothing of the document comes before its first token
+        return ids, runs.reshape(-1), ids.size, n_learned, n_targets
+
+
+def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
+    """(n, 2): first and one past the last token of each span of characters; in order, none begun before another ends."""
+    places, runs = np.array(offsets, dtype=np.int64).reshape(-1, 2), list[Span]()
+    for first, stop in sorted(spans):
+        held = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > first))
+        begin = max(0 if first == 0 else int(held.min(initial=len(offsets))), runs[-1][1] if runs else 0)
+        if begin <= (last := int(held.max(initial=-1))):
+            runs.append((begin, last + 1))
+    return np.array(runs, dtype=np.int64).reshape(-1, 2)
+
+
+def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of files, as `datasets` numbers and keeps them."""
+    for number, file in files:
+        for row, value in rows_of(file.path, file.kind, mapped):
+            yield row, {"file": number, "row": row, "value": value}
+
+
+@dataclass(slots=True, eq=False)
+class Documents:
+    """Documents of tokens, mapped from a file or in memory."""
+
+    dataset: Dataset
+    files: DataFiles
+    lengths: Array = field(init=False, repr=False)
+    n_learned: Array = field(init=False, repr=False)
+    n_targets: Array = field(init=False, repr=False)  # learned tokens but for a first one
+    _columns: tuple[Any, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        column = self.dataset.data.column
+        self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
+        self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Documents, (self.dataset, self.files)  # of a mapped file its place, not its content
+
+    def ids(self, document: int) -> npt.NDArray[np.unsignedinteger]:
+        """Its tokens, a view of the file."""
+        return np.asarray(self._columns[0][document].values)
+
+    def runs(self, document: int) -> Array:
+        """(n, 2): first and one past the last of each run of tokens that are learned."""
+        return np.asarray(self._columns[1][document].values).astype(np.int64).reshape(-1, 2)
+
+    def where(self, document: int) -> str:
+        """How a person finds it."""
+        return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
+
+
+def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
+    """All documents of a data set, made unless an earlier run made them. `datasets` keeps them in the folder `cache`, under a
+    fingerprint of the files' content and of all that decides what becomes of it; processes that start together make them once.
+    DataError for a row that is refused, and a folder that cannot be written."""
+
+    def told() -> Iterator[dict[str, Any]]:
+        for n, example in enumerate(reader.stream()):
+            if n % 100 == 0:
+                report(f"tokenising: {n:,} documents")
+            yield example
+
+    disable_progress_bars()
+    made_by = [content_hash, reader.identity, tokenizers.__version__, transformers.__version__]
+    fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
+    options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
+    try:
+        return Documents(Dataset.from_generator(told, fingerprint=fingerprint, **options), reader.files)
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, DataError):
+            raise cause from None
+        reason = getattr(cause, "strerror", None) or reason_of(cause)
+        raise DataError(f"{cache}: tokens cannot be kept there ({reason}); make room, delete it, or choose another --out") from None

@@ -1,1 +1,0 @@
-"""Rows of the files that people have: JSON lines, CSV, Parquet, text."""

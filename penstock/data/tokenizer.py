@@ -1,0 +1,142 @@
+"""Tokenizers: the model's own, from its tokenizer.json, or one token for each byte.
+
+transformers reads the folder and runs no code from it: Python classes that a configuration names are not looked for.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from runtime.errors import DataError
+from runtime.files import read_whole
+
+MAX_FILE_BYTES = 2**30
+_READ = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# For a model that brings no chat template.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{% if tools or message.tool_calls %}"
+    "{{ raise_exception('tools and their calls need a chat template, and the model has none; leave them out') }}{% endif %}"
+    "{{ '<|' + message.role + '|>\\n' + message.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """A tokenizer, and the tokens at which texts of its model end."""
+
+    library: PreTrainedTokenizerFast
+    end_id: int  # closes a document
+    answer_ends: frozenset[int]  # ids at any of which a model stops
+    has_template: bool  # a chat template of its own
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer as the `tokenizers` library has it, without the checks of transformers."""
+        return self.library.backend_tokenizer
+
+    @property
+    def identity(self) -> str:
+        """Differs where the ids of some text, or conversation, may differ."""
+        known = [self.library.chat_template, self.library.special_tokens_map, self.end_id, sorted(self.answer_ends)]
+        return hashlib.sha256(json.dumps([self.backend.to_str(), *known]).encode()).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
+        """Ids and their offsets in characters; `special`: with the tokens that the tokenizer puts around a document."""
+        return list(self.backend.encode_batch(texts, add_special_tokens=special))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a document without its end."""
+        ids = list(self.encode_batch([text], special=True)[0].ids)
+        return ids[:-1] if ids[-1:] == [self.end_id] else ids
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text, with special tokens if `special`; half a character is shown as U+FFFD."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=not special))
+
+
+def read_tokenizer(folder: Path | None) -> ModelTokenizer:
+    """The tokenizer of a model folder, or bytes for no folder; DataError where there is none, or one that cannot be used."""
+    if folder is None:
+        return _bytes()
+    if not (folder / "tokenizer.json").is_file():
+        advice = "copy the model's to it, write one with `save_pretrained`, or run with --tokenizer bytes"
+        raise DataError(f"{folder}: no tokenizer.json in it; {advice}")
+    for file in (folder / name for name in _READ):
+        if file.exists() and not (file.is_file() and file.stat().st_size <= MAX_FILE_BYTES):
+            raise DataError(f"{file}: no file, or one above {MAX_FILE_BYTES} bytes; copy it again from the model")
+    try:
+        with _no_native_stderr():
+            library = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            backend: Any = library.backend_tokenizer
+            backend.no_truncation()  # a saved tokenizer may cut and pad what it reads
+            backend.no_padding()
+            begin = backend.encode("").tokens
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
+        raise DataError(f"{folder}: its tokenizer.json cannot be used ({reason_of(error)}); copy it again from the model") from None
+    if getattr(backend.model, "dropout", None):
+        raise DataError(f"{folder / 'tokenizer.json'}: its BPE leaves out merges at random; set `dropout` to null")
+    ends = _ends(folder, library)
+    has_template = library.chat_template is not None
+    if not has_template:
+        library.eos_token = library.convert_ids_to_tokens(ends[0])
+        library.chat_template = "".join(token for token in begin if token != library.eos_token) + PLAIN_TEMPLATE
+    return ModelTokenizer(library, ends[0], frozenset(ends), has_template)
+
+
+def _bytes() -> ModelTokenizer:
+    """UTF-8 bytes: ids 0..255, and 256 ends a document."""
+    backend = Tokenizer(models.BPE({letter: byte for byte, letter in bytes_to_unicode().items()}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    library = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=PLAIN_TEMPLATE)
+    return ModelTokenizer(library, 256, frozenset({256}), has_template=False)
+
+
+def _ends(folder: Path, library: PreTrainedTokenizerFast) -> list[int]:
+    """The id that ends a document: what the tokenizer says, else the model's configuration. Then all others at which it stops."""
+    found: list[object] = [library.eos_token_id]
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        try:
+            listed = json.loads(read_whole(file, MAX_FILE_BYTES)).get("eos_token_id") if file.is_file() else None
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
+            raise DataError(f"{file}: no JSON object ({reason_of(error)}); copy it again from the model") from None
+        found += listed if isinstance(listed, list) else [listed]
+    ids = [i for i in found if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+    if not ids:
+        raise DataError(f"{folder}: no end-of-text token; set eos_token in tokenizer_config.json")
+    return ids
+
+
+@contextmanager
+def _no_native_stderr() -> Iterator[None]:
+    """Within, file descriptor 2 is closed to the library, which prints a stack when it panics."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether `tokenizers` raised it: any exception, or a panic, which Python sees as a BaseException."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library says of a failure, in one line that is not long."""
+    return " ".join(str(error).split())[:120] or type(error).__name__

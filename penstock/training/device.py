@@ -1,0 +1,60 @@
+"""The device of a run: which one, what torch is told to use on it, and whether its memory suffices."""
+
+import os
+
+from runtime.errors import DoesNotFitError, PlanError
+from runtime.host import memory
+from runtime.layers.attention import refuse_any_order, refuse_missing_attention
+from runtime.machines import streams
+from runtime.plan import Plan
+from runtime.plan.footprint import host_needs, planned_device_needs
+from runtime.units import show_bytes
+
+
+def device_of(asked: str) -> str:
+    """`cuda`, `cpu` or `emulated`; PlanError where a GPU was asked for and there is none."""
+    if asked in ("cpu", "emulated"):
+        return asked
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # torch reads it when it first looks for a device
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # free memory is then contiguous
+    if streams.has_cuda():
+        return "cuda"
+    if asked == "cuda":
+        raise PlanError("--device cuda: torch sees no CUDA device; use --device cpu, or --device emulated")
+    return "cpu"
+
+
+def settle_kernels(plan: Plan, deterministic: bool) -> None:
+    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot."""
+    if deterministic:
+        refuse_any_order(plan.semantics)
+    refuse_missing_attention(plan)
+    if deterministic or plan.semantics.attention_kernel == "deterministic":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        streams.use_same_kernels()
+
+
+def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
+    """DoesNotFitError where memory that the plan books is not free: the GPU's, and `of_host` the host's, for the ranks that share
+    it. Without a GPU the host's memory takes the place of the device's. `asked`: the device of the settings."""
+    device_bytes, host_bytes = sum(planned_device_needs(plan, device == "cuda").values()), sum(host_needs(plan).values())
+    where = "here"
+    if device == "cuda":
+        if (short_bytes := device_bytes - streams.free_cuda_bytes()) > 0:
+            raise _does_not_fit(f"{show_bytes(device_bytes)} of the GPU's memory", "--device-memory", short_bytes, 0)
+        where = "of pinned memory"
+    else:
+        host_bytes += device_bytes
+        if plan.profile["device"]["kind"] == "cuda":
+            found = " (no GPU was found)" if asked == "auto" else ""
+            where = f"here, where the CPU's memory takes the place of the GPU's{found}"
+    host_bytes *= n_ranks_here
+    available_bytes = memory.available_host_bytes()
+    if of_host and available_bytes is not None and host_bytes > available_bytes:
+        raise _does_not_fit(f"{show_bytes(host_bytes)} {where}", "--host-memory", 0, host_bytes - available_bytes)
+
+
+def _does_not_fit(what: str, flag: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
+    remedy = f"plan again for what is free, with {flag}, which names a smaller job where none fits; or run it on a larger machine"
+    message = f"the plan needs {what}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}"
+    return DoesNotFitError(message, short_device_bytes, short_host_bytes, remedy)

@@ -1,0 +1,133 @@
+"""Rank 0 leads: its messages to the other ranks, and how they are obeyed.
+
+Rank 0 logs, evaluates, saves and decides when the run ends. The others train the steps they are told, give their parts of the
+weights to a forward, and of a parameter that is to be written.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from runtime.batch import Batch
+from runtime.errors import PlanError
+from runtime.executor import Stop, execute
+from runtime.forward_plan import forward_plan
+from runtime.host.host_state import Copy, HostState
+from runtime.host.memory import DTYPE
+from runtime.host.optimizer import Master
+from runtime.machines.processes import Processes, refuse_errors
+from runtime.machines.torch_machine import TorchMachine
+from runtime.plan.workload import Parameter
+
+
+def begin(ranks: Processes, state_path: Path | None) -> None:
+    """Rank 0 has refused what it had to: the others may begin, if there is room for each; PenstockError where there is none."""
+    ranks.tell({"do": "begin", "resume": None if state_path is None else str(state_path.resolve())})
+    refuse_errors(ranks.gathered({"do": "begin"}))
+
+
+def wait_for_others(ranks: Processes, reads: Mapping[str, str]) -> None:
+    """Until all ranks are put together; PenstockError for what one of them lacks, or reads otherwise than `reads` says."""
+    said = ranks.gathered(reads)
+    refuse_errors(said)
+    for rank, other in enumerate(said):
+        for what in reads:
+            if other.get(what) != reads[what]:
+                raise PlanError(f"rank {rank} reads other {what} than rank 0; give all ranks the same files")
+
+
+class Leader:
+    """Rank 0, as its trainer sees it."""
+
+    def __init__(self, machine: TorchMachine, ranks: Processes) -> None:
+        self.machine, self._ranks = machine, ranks
+        machine.tell_of_forward = self.forward
+
+    def train(self, first_step: int, n_steps: int, stop: Stop) -> Stop:
+        """Have all begin these steps; returns what stops the leader's own execution once `stop` is requested."""
+        self._ranks.tell({"do": "train", "first_step": first_step, "n_steps": n_steps})
+        return self.machine.agree(stop)
+
+    def forward(self, n_micro_batches: int, seq_len: int) -> None:
+        """Have all give their weights to one pass of a forward."""
+        self._ranks.tell({"do": "forward", "n_micro_batches": n_micro_batches, "seq_len": seq_len})
+
+    def end(self) -> None:
+        """Let the others end."""
+        self._ranks.tell({"do": "end"})
+
+    def state(self) -> "WholeState":
+        """The state of all ranks."""
+        return WholeState(self.machine.host, self._ranks)
+
+
+class WholeState(HostState):
+    """The state of all ranks as a saver reads it: a tensor at a time is collected from the ranks that hold its parts."""
+
+    def __init__(self, own: HostState, ranks: Processes) -> None:
+        self.plan, self.gate, self._own, self._ranks = own.plan, None, own, ranks
+        self.n_threads = own.n_threads
+
+    @property
+    def n_updates(self) -> int:  # type: ignore[override]
+        return self._own.n_updates
+
+    def owned(self, block: int) -> list[Parameter]:
+        return self._own.owned(block)
+
+    def settle(self, block: int) -> None:
+        self._own.settle(block)
+
+    def n_bytes(self, block: int) -> int:
+        return self._own.n_bytes(block) * self._ranks.n
+
+    def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
+        dtype = DTYPE[self.plan.semantics.compute_dtype]
+        return self._whole(p, "weight", dtype).view(p.shape)
+
+    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | Master]]:
+        """One at a time is here."""
+        for name, dtype in self.plan.semantics.saved_state.items():
+            yield name, self._whole(p, name, DTYPE[dtype])
+
+    def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
+        self._ranks.tell({"do": "give", "name": p.name, "what": what})
+        whole = torch.empty(p.n_elements, dtype=dtype)
+        for rank in range(self._ranks.n):
+            part = self._own.part_of(p, rank)
+            if rank == 0:
+                whole[part] = _own_part(self._own, p, what)
+            elif part.stop > part.start:
+                self._ranks.to_first(None, rank, whole[part])
+        return whole
+
+
+def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
+    """Flat, contiguous: this rank's elements of a parameter's weight, master or moment."""
+    if what == "weight":
+        return state.param_state(p).master.weight
+    held = dict(state.saved(p))[what]
+    return held.whole() if isinstance(held, Master) else held
+
+
+def obey(machine: TorchMachine, ranks: Processes) -> None:
+    """Do what rank 0 says until it says that all is done."""
+    named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(b)}
+    while (said := ranks.tell())["do"] != "end":
+        match said["do"]:
+            case "train":
+                execute(machine.plan, machine, said["n_steps"], said["first_step"], stop=machine.agree(Stop()))
+            case "forward":
+                plan = forward_plan(machine.plan, said["n_micro_batches"], said["seq_len"])
+                execute(plan, machine.forwards(plan, _no_batch, None), 1)
+            case "give":
+                p = named[said["name"]]
+                part = machine.host.part(p)
+                machine.host.settle(machine.host.block_of(p))
+                if part.stop > part.start:
+                    ranks.to_first(_own_part(machine.host, p, said["what"]).contiguous(), ranks.rank, None)
+
+
+def _no_batch(step: int) -> Batch:
+    raise AssertionError("a rank that gives its weights to a forward reads no batch")

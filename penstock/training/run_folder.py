@@ -1,0 +1,119 @@
+"""The folder of a run: one run at a time in it, the files that a run may replace there, and the checkpoint that it resumes."""
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from penstock.checkpoint.checkpoint import State, latest, load_state, whole
+from penstock.checkpoint.disk import refusal
+from penstock.checkpoint.retention import clean, whole_before
+from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, write_run
+from penstock.settings import RunSettings
+from runtime.errors import CheckpointError
+from runtime.executor import say
+from runtime.files import try_to_write
+from runtime.units import on_one_line
+
+from .inputs import TOKENS_FOLDER
+from .log import writing
+
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints
+
+
+@contextmanager
+def run_folder(out: Path) -> Iterator[None]:
+    """Within, the folder is there, can be written and is this run's alone. CheckpointError where it cannot be.
+
+    A folder that was not there before is deleted again if an error ends the run before it wrote anything.
+    """
+    _refuse_foreign_files(out)
+    was_there = out.is_dir()
+    try:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            try_to_write(out / RUN_FILE)
+        except OSError as error:
+            raise refusal(out, error) from None
+        with _locked(out):
+            yield
+    except BaseException:
+        if not was_there and not any((out / name).exists() for name in WRITTEN):
+            shutil.rmtree(out / TOKENS_FOLDER, ignore_errors=True)
+            with suppress(OSError):
+                out.rmdir()  # only if empty
+        raise
+
+
+def _refuse_foreign_files(out: Path) -> None:
+    """A run replaces what an earlier run wrote, whose settings are there, and nothing else; and opens no pipe, which may wait."""
+    for path in (out / f"{name}{end}" for name in WRITTEN for end in ("", ".partial")):
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path}: a folder, link, pipe or device where the run writes a file; choose another --out")
+    with suppress(OSError):
+        if (out / RUN_FILE).read_bytes().startswith(WRITTEN_BY_A_RUN.encode()):
+            return
+    for path in (out / name for name in WRITTEN):
+        if path.exists():
+            raise CheckpointError(f"{path}: not written by a run, which writes a file of that name; give it another name or place")
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """A second run in the folder is refused. The system unlocks it when the process ends."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{out}: another run is at work in it; wait until it ends, or choose another --out") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_settings(settings: RunSettings) -> None:
+    """Write all settings beside the run; CheckpointError where the disk refuses."""
+    path = Path(settings.out) / RUN_FILE
+    with writing(path):
+        write_run(path, settings)
+
+
+# -- resuming -----------------------------------------------------------------------------------------------------------------
+
+
+def state_to_resume(out: Path, resume: bool, resume_from: str | None) -> State | None:
+    """The checkpoint to resume, whole; None to begin at the beginning. CheckpointError names an earlier one that is whole."""
+    if not resume and resume_from is None:
+        if (found := latest(out)) is not None:
+            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
+        return None
+    clean(out)
+    found = latest(out) if resume_from is None else _named(out, resume_from)
+    if found is None:
+        say(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning")
+        return None
+    try:
+        return load_state(found)
+    except CheckpointError as error:
+        before = whole_before(out, found)
+        advice = f"resume with --resume-from {before.name}, which is whole" if before is not None else "none before it is whole"
+        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; {advice}") from None
+
+
+def _named(out: Path, name: str) -> Path:
+    """The checkpoint of that name in the folder, or the one at that path, where the folder holds none of its own."""
+    if name and Path(name).name == name and (out / name).is_dir():
+        return out / name
+    elsewhere = Path(name)
+    if not name or not elsewhere.is_dir():
+        there = ", ".join(path.name for _, path in whole(out)) or "none"
+        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {there}")
+    if (own := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
+        raise CheckpointError(f"{out}: holds {own.name} of another run than {elsewhere}; choose another --out")
+    return elsewhere

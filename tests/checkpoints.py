@@ -1,0 +1,43 @@
+"""Checkpoints of a few tensors for tests, written as a run writes its own."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.saving import MAX_SHARD_BYTES, writing
+
+
+def save(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    optimizer: Iterable[tuple[str, Mapping[str, Tensor]]] = (),
+    config: Mapping[str, Any] = {"model_type": "llama"},
+    state: Mapping[str, Any] = {},
+    tokenizer_from: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """`folder/checkpoint-<step>` with a model's weights, and optimizer files as (suffix, tensors)."""
+    with writing(folder, step) as files:
+        files.expect_model(weights, config, tokenizer_from, max_shard_bytes)
+        for name, weight in weights.items():
+            files.put_weight(name, weight)
+        for suffix, tensors in optimizer:
+            files.expect(f"optimizer-{suffix}.safetensors", tensors)
+            for name, tensor in tensors.items():
+                files.put(name, tensor)
+        files.finish(state)
+    return folder / f"checkpoint-{step}"
+
+
+def small(folder: Path, step: int = 3, **changes: Any) -> Path:
+    """A checkpoint of a few bytes."""
+    arguments: dict[str, Any] = {
+        "weights": {"model.a": torch.arange(6.0).reshape(2, 3), "model.b": torch.ones(4)},
+        "optimizer": [("000", {"m": torch.arange(5.0), "v": torch.zeros(3)}), ("001", {"n": torch.ones(2)})],
+        "state": {"seed": 1, "semantics": {"seq_len": 8}},
+    }
+    return save(folder, step, **(arguments | changes))

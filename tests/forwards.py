@@ -1,0 +1,98 @@
+"""Machines for the tests of forwards between steps, hostile to forward plans too, and held-out sequences."""
+
+import torch
+
+from planner.check.check import check
+from runtime.batch import Batch
+from runtime.machines.torch_machine import LaneMachine
+from runtime.plan import Policy, Update, saves
+
+from . import reference
+from .late_streams import Poisoned
+from .training import N_STEPS, Hostile, batches_of, initial_masters, plan_of, released_slots, scheduled, semantics_of
+
+POLICIES = {
+    "one by one": Policy(),
+    "kept": Policy(save=saves(all=(1,)), accumulation_group=4, resident_blocks=(0, 2)),
+    "one group": Policy(accumulation_group=4, prefetch_depth=2),
+    "strided": Policy(accumulation_group=2, boundary_stride=2, update=Update.DEFERRED),
+    "state on the device": Policy(accumulation_group=4, device_blocks=(1, 2), update=Update.DEFERRED),
+    "spilled": Policy(accumulation_group=2, spill_blocks=(0, 1), resident_blocks=(3,)),
+}
+
+
+def sequences_of(whole: Batch):
+    """The sequences of a batch as held-out data: each a batch of its own."""
+
+    def batch(number: int) -> Batch:
+        row = slice(number, number + 1)
+        return Batch(whole.input_ids[row], whole.targets[row], whole.document_tokens and whole.document_tokens[row])
+
+    return batch
+
+
+class OfAnyPlan:
+    """As hostile to a forward plan as to its own."""
+
+    def forwards(self, plan, batches, head):
+        machine = super().forwards(plan, batches, head)
+        machine.__class__ = _Forward  # not a method of its own, with which it would refer to itself
+        machine.trained, machine.released = self, released_slots(plan)
+        return machine
+
+
+class _Forward(LaneMachine):
+    def work(self, index, op, step):
+        self.trained.around(super().work, self.released, index, op, step)
+
+
+class HostileToBoth(OfAnyPlan, Hostile):
+    pass
+
+
+class LateForBoth(OfAnyPlan, Poisoned):
+    pass
+
+
+def machine_of(config, semantics, policy, machine_type=HostileToBoth, batches=None, **kwargs):
+    plan = plan_of(config, semantics, policy)
+    check(plan)
+    batches = batches or batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, **kwargs)
+    machine.initialise(7)
+    return machine
+
+
+def watch_forwards(machine, told):
+    """Tell of each op of a forward plan, before it is performed."""
+    forwards = machine.forwards
+
+    def watched(*given):
+        forward = forwards(*given)
+        perform = forward.perform
+        forward.perform = lambda index, op, step: (told(op, step), perform(index, op, step))
+        return forward
+
+    machine.forwards = watched
+
+
+def exact(model_type: str, **fields):
+    return semantics_of(model_type, **({"compute_dtype": "fp32", "gradient_dtype": "fp32"} | fields))
+
+
+def sequences(vocab_size: int, n: int, seq_len: int = 16, seed: int = 3) -> Batch:
+    """Random tokens; three in ten targets are not supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab_size, (n, seq_len), generator=generator)
+    targets = torch.full_like(tokens, -100)
+    targets[:, :-1] = tokens[:, 1:]
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100
+    return Batch(tokens, targets)
+
+
+def resident(config, semantics) -> torch.nn.Module:
+    """The same model by transformers alone, in evaluation mode."""
+    model = reference.build(config, semantics, torch.float32).eval()
+    model.load_state_dict(initial_masters(config, semantics), strict=False)
+    model.tie_weights()
+    return model

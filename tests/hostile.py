@@ -1,0 +1,236 @@
+"""Files that commands read: a good one of every format, random damage, and what a command may do with a damaged one.
+
+`tests/penstock/test_hostile.py` tries a damaged file of each format; `benchmarks/fuzz.py` damages them for hours.
+"""
+
+import json
+import shutil
+import signal
+import sys
+from contextlib import chdir
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow.parquet
+from click.testing import Result
+from safetensors.torch import load_file
+
+from .chats import write_talker
+from .running import SIZES, penstock, plan_in
+from .tiny import tiny_config
+from .tour import ROOT
+
+ENDED_S = 60  # far beyond what any command here takes: only waiting for ever is longer
+EXECUTED = "EXECUTED"  # the file that planted code leaves behind
+CODE = f"import pathlib\npathlib.Path(__file__).with_name({EXECUTED!r}).touch()\nclass Evil: pass\n"
+SHARD = "model-00001-of-00001.safetensors"
+CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is four."}]}
+
+RUN = ["run", "plan.json", "--data", "data.jsonl", "--steps", "1", "--out", "out"]
+SCRATCH, REPORT = ["--model", "model", "--from-scratch"], ["report", "plan.json", "run", "-o"]
+RESUME = ["run", "plan.json", "--data", "data.jsonl", "--steps", "3", "--out", "run", *SCRATCH, "--resume"]
+PLAN = ["plan", "model", *SIZES, "--policy"]
+# The file of each format in a house, and the command that reads it.
+FORMATS: dict[str, tuple[str, list[str]]] = {
+    "plan": ("plan.json", ["check", "plan.json"]),
+    "plan of a run": ("plan.json", [*RUN, *SCRATCH]),
+    "plan of a page": ("plan.json", [*REPORT, "page.html"]),
+    "policy": ("policy.json", [*PLAN, "policy.json"]),
+    "profile": ("profile.json", [*PLAN, "megatrain", "--machine", "profile.json"]),
+    "config.json": ("model/config.json", [*PLAN, "megatrain"]),
+    "settings in YAML": ("run.yaml", ["run", "--config", "run.yaml"]),
+    "settings in TOML": ("run.toml", ["run", "--config", "run.toml"]),
+    "JSONL": ("data.jsonl", ["data", "data.jsonl"]),
+    "CSV": ("data.csv", ["data", "data.csv"]),
+    "Parquet": ("data.parquet", ["data", "data.parquet"]),
+    "tokenizer.json": ("model/tokenizer.json", ["data", "chats.jsonl", "--model", "model"]),
+    "tokenizer_config.json": ("model/tokenizer_config.json", ["data", "chats.jsonl", "--model", "model"]),
+    "safetensors": ("weights/model.safetensors", [*RUN, "--model", "weights", "--tokenizer", "bytes"]),
+    "safetensors index": ("sharded/model.safetensors.index.json", [*RUN, "--model", "sharded", "--tokenizer", "bytes"]),
+    "trainer state": ("run/checkpoint-2/trainer_state.json", RESUME),
+    "optimizer state": ("run/checkpoint-2/optimizer-00001.safetensors", RESUME),
+    "adapter_config.json": ("adapter/adapter_config.json", ["merge", "weights", "adapter", "--out", "merged"]),
+    "adapter weights": ("adapter/adapter_model.safetensors", ["merge", "weights", "adapter", "--out", "merged"]),
+    "timeline": ("run/timeline.json", [*REPORT, "trace.json"]),
+    "log": ("run/metrics.jsonl", [*REPORT, "page.html"]),
+    "published runs": ("runs.json", ["validate", "runs.json"]),
+    "published ops": ("ops.csv", ["validate", "ops.csv"]),
+}
+
+
+def make_house(home: Path) -> None:
+    """A good file of every format; code that must not run; and files beside the house that nothing may open."""
+    model, weights, sharded = (home / name for name in ("model", "weights", "sharded"))
+    n_tokens = write_talker(model, "chatml")
+    (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=n_tokens, eos_token_id=2)))
+    rows = [{"text": f"{n} times: to be, or not to be, that is the question. " * 5} for n in range(9)]
+    (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (home / "data.csv").write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), home / "data.parquet")
+    (home / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 3)
+    (home / "policy.json").write_text('{"prefetch_depth": 2, "update": "deferred", "save": {"all": [1]}}')
+    (home / "run.yaml").write_text("plan: plan.json\nmodel: model\nfrom_scratch: true\nsteps: 1\ndata: {path: data.jsonl}\n")
+    (home / "run.toml").write_text('plan = "plan.json"\nmodel = "model"\nfrom_scratch = true\nsteps = 1\ndata = "data.jsonl"\n')
+    shutil.copy(ROOT / "hwprofiles" / "profiles" / "cpu-2core.json", home / "profile.json")
+    runs = json.loads((ROOT / "benchmarks" / "published_runs.json").read_text())["runs"]
+    (home / "runs.json").write_text(json.dumps({"runs": runs[:2]}))
+    (home / "ops.csv").write_text("\n".join((ROOT / "benchmarks" / "published_ops.csv").read_text().splitlines()[:4]))
+    plan_in(home)
+    plan_in(home, "--train", "lora:r=2", name="lora.json")
+    with chdir(home):
+        for plan, out, steps in (("plan.json", "run", 2), ("lora.json", "tuned", 1)):
+            done = penstock("run", plan, "--data", "data.jsonl", "--steps", steps, "--out", out, *SCRATCH)
+            assert done.exit_code == 0, done.output
+    (home / "tuned" / "checkpoint-1").rename(home / "adapter")
+    for folder in (weights, sharded):
+        folder.mkdir()
+        shutil.copy(model / "config.json", folder)
+    shutil.copy(home / "run" / "checkpoint-2" / "model.safetensors", weights)
+    shutil.copy(weights / "model.safetensors", sharded / SHARD)
+    index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(load_file(sharded / SHARD), SHARD)}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    for folder in (home, model, weights):
+        for name in ("evil", "modeling_evil", "configuration_evil", "tokenization_evil"):
+            (folder / f"{name}.py").write_text(CODE)
+    outside = home.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    for name in ("secret.json", "secret.safetensors", "secret.jsonl"):
+        shutil.copy(home / "weights" / "model.safetensors", outside / name)
+
+
+# -- damage -------------------------------------------------------------------------------------------------------------------
+
+NESTED = json.loads("[" * 400 + "]" * 400)
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2**31, 2**53, 2**64, -(2**63), 10**30, 0.5, -0.0, 5e-324, 1.7e308, float("nan"), float("inf")),
+    *("", " ", "\0", "a\nb", "\x1b[31mred", "\u202e", "\ud800", "x" * 5000, "..", "/dev/zero", "../outside/secret.json"),
+    *("../outside/secret.safetensors", "evil", "evil.Evil", "{{ 7 * 7 }}", "__import__('os').getcwd()", "(a+)+$", "1e999", "none"),
+    *([], {}, [[]], [None], NESTED, [0] * 3000, {f"k{i}": i for i in range(2000)}),
+    {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}, "trust_remote_code": True},
+)
+SNIPPETS = (
+    *(b"\0", b"\n", b"\xff\xfe", b"\xed\xa0\x80", b'"', b"{", b"}", b"[" * 3000, b"9" * 4400, b"1e999", b"NaN", b"-", b": ", b","),
+    *(b"&a [*a]", b"*a", b"<<: *a", b"!!python/object/apply:os.system ['touch EXECUTED']", b"? [a]", b"a.b.c = 1", b"a" * 9000),
+    *(b"{{ cycler.__init__.__globals__.os.system('touch EXECUTED') }}", b"{{ range(10**9)|list }}", b"{% for m in messages %}"),
+)
+
+
+def damaged(data: bytes, rng: Random) -> bytes:
+    """The file with something wrong: a value, an entry, a line or some bytes."""
+    if rng.random() < 0.2:
+        return _bytes(data, rng)
+    header = int.from_bytes(data[:8], "little")
+    if data[8:9] == b"{" and header < len(data):  # safetensors
+        changed = _tree(data[8 : 8 + header], rng)
+        return len(changed).to_bytes(8, "little") + changed + data[8 + header :]
+    lines = data.split(b"\n")
+    at = rng.randrange(len(lines))
+    if data[:1] == b"{" and data.count(b"\n{"):  # JSONL
+        return b"\n".join([*lines[:at], _tree(lines[at], rng), *lines[at + 1 :]])
+    if data[:1] in b"{[":
+        return _tree(data, rng)
+    name, mark, _ = lines[at].partition(rng.choice((b": ", b" = ", b",")))
+    return b"\n".join([*lines[:at], name + mark + rng.choice(SNIPPETS), *lines[at + 1 :]])
+
+
+def _tree(data: bytes, rng: Random) -> bytes:
+    """JSON with one value or entry changed."""
+    try:
+        root = [json.loads(data)]
+    except ValueError:
+        return _bytes(data, rng)
+    places: list[tuple[Any, Any]] = []
+    todo: list[Any] = [root]
+    while todo:
+        node = todo.pop()
+        keys = range(len(node)) if isinstance(node, list) else node
+        places += [(node, key) for key in keys]
+        todo += [node[key] for key in keys if isinstance(node[key], list | dict)]
+    node, key = rng.choice(places[1:] or places)
+    value = node[key]
+    match rng.randrange(5):
+        case 0:
+            del node[key]
+        case 1 if isinstance(value, int | float):
+            node[key] = rng.choice((value + 1, -value, value * 2, value / 3, str(value)))
+        case 1 if isinstance(value, str):
+            node[key] = rng.choice((value[: len(value) // 2], value + " ", value.upper(), value * 2))
+        case 2 if isinstance(node, dict):
+            node[rng.choice((f"{key}x", "", "__class__", "trust_remote_code"))] = value
+        case 3:
+            node[key] = rng.choice(([value], {"x": value}, rng.choice(places)[0]))
+        case _:
+            node[key] = rng.choice(VALUES)
+    try:
+        return json.dumps(root[0] if root else None).encode()
+    except ValueError:  # a part that now holds itself
+        return data[:-1]
+
+
+def _bytes(data: bytes, rng: Random) -> bytes:
+    """Bytes cut off, cut out, changed, repeated or put in."""
+    a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    put_in = rng.choice((bytes([rng.randrange(256)]), rng.choice(SNIPPETS)))
+    return rng.choice((data[:a], data[:a] + data[b:], data[:b] + data[a:], data[:a] + put_in + data[a + 1 :]))
+
+
+# -- judgement ----------------------------------------------------------------------------------------------------------------
+
+
+class NoEndError(BaseException):
+    """A command that was interrupted: it would have gone on."""
+
+
+class Watch:
+    """What the interpreter hears of, through its audit events, while a command runs that must not happen."""
+
+    def __init__(self) -> None:
+        self.outside, self.seen = "", list[str]()
+        sys.addaudithook(self.hear)  # which can never be taken off again
+
+    def hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.outside:
+            return
+        is_outside = event == "open" and isinstance(args[0], str | bytes | Path) and self.outside in str(args[0])
+        if is_outside or event in ("os.system", "pickle.find_class", "socket.connect"):
+            self.seen.append(f"{event} {args!r:.120}")
+
+
+WATCH = Watch()
+
+
+def answered(*words: object) -> Result:
+    """A command in this process; one that waits for ever is interrupted, and fails the test."""
+
+    def fail(*_: object) -> None:
+        raise NoEndError(f"{words[0]} waits for ever")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(ENDED_S)
+    try:
+        return penstock(*words)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def judged(home: Path, words: list[str]) -> int:
+    """The exit code of a command in a house; AssertionError unless it did its work or refused in one line, and touched nothing
+    outside the house."""
+    before = sorted(home.parent.iterdir())
+    WATCH.outside, WATCH.seen = str(home.parent / "outside"), []
+    with chdir(home):
+        done = answered(*words)
+    WATCH.outside = ""
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    if done.exit_code:
+        *others, last = done.stderr.splitlines()
+        assert done.exit_code in (1, 2, 3), done.stderr
+        assert last.startswith("error: "), done.stderr
+        assert len(last) < 600
+        assert not any("Traceback" in line or line.startswith("error: ") for line in others), done.stderr
+    assert not WATCH.seen
+    assert sorted(home.parent.iterdir()) == before
+    assert not list(home.rglob(EXECUTED)), "ran code that came with a file"
+    return int(done.exit_code)

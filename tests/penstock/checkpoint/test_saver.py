@@ -1,0 +1,398 @@
+"""Checkpoints written while training goes on: the state between two steps, and training none the worse for it."""
+
+import random
+import threading
+import time
+import weakref
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import pytest
+
+from penstock.checkpoint import saver
+from penstock.checkpoint.checkpoint import load_state, whole
+from penstock.checkpoint.saving import CheckpointWriter
+from penstock.checkpoint.snapshot import Snapshots, order_of_updates
+from penstock.training.session import Session
+from runtime.errors import CheckpointError
+from runtime.host import host_state
+from runtime.plan import Kind, Policy, Update
+from tests.accidents import in_time
+from tests.late_streams import LateStreams, Poisoned
+from tests.sessions import files_of, resumed, same_state, session_of, steps_of, train
+from tests.training import Hostile
+
+N_STEPS = 4
+SPECULATING = Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3), accumulation_group=4)
+ONE_GROUP = Policy(update=Update.DEFERRED, accumulation_group=4)
+UNCLIPPED = {"clip_norm": 100.0}
+WAYS = {
+    "barrier": ("llama", Policy(), {}),
+    "deferred": ("llama", Policy(update=Update.DEFERRED), {}),
+    "eager": ("llama", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),
+    "deferred, one group": ("llama", ONE_GROUP, {}),
+    "on speculation, in vain": ("llama", SPECULATING, {}),
+    "on speculation, taken": ("llama", SPECULATING, UNCLIPPED),
+    "barrier, one group": ("llama", Policy(accumulation_group=4), {}),
+    "layers on speculation, taken": ("llama", replace(ONE_GROUP, speculate_blocks=(1, 2)), UNCLIPPED),
+    "tied": ("gemma2", Policy(update=Update.DEFERRED, accumulation_group=4), {}),
+    "state on the device": ("llama", replace(ONE_GROUP, device_blocks=(1, 2)), {}),
+    "one layer's, the other on speculation": (
+        "llama",
+        replace(ONE_GROUP, device_blocks=(1,), speculate_blocks=(2,)),
+        UNCLIPPED,
+    ),
+    "bf16 master": ("llama", ONE_GROUP, {"master_dtype": "bf16"}),
+    "fp32": ("llama", SPECULATING, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}),
+    "experts": ("mixtral", replace(ONE_GROUP, speculate_blocks=(1,)), UNCLIPPED),
+    "experts, eager": ("qwen3_moe", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),
+}
+
+# Every lane is late now and then; the seed says when.
+Slow = partial(Hostile, delay_seed=3)
+
+
+def in_way(folder, way: str, machine_type=Slow, **fields) -> Session:
+    model_type, policy, semantics = WAYS[way]
+    return session_of(folder, policy, machine_type, model_type, **({"every": 1} | semantics | fields))
+
+
+def run(session: Session, n_steps: int = N_STEPS, on_step=lambda metrics: None) -> Session:
+    return in_time(lambda: train(session, n_steps, on_step))
+
+
+@pytest.fixture(scope="module")
+def drained(tmp_path_factory):
+    """Of each way, a run that saves after every step while all lanes are idle: its files by checkpoint, and its last state."""
+
+    @lru_cache
+    def left_by(way: str) -> tuple[dict[str, bytes], Session]:
+        done = run(in_way(tmp_path_factory.mktemp("drained"), way, background=False))
+        return files_of(done.folder), done
+
+    return left_by
+
+
+def only(files: dict[str, bytes], *steps: int) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if name.split("/")[0] in [f"checkpoint-{n}" for n in steps]}
+
+
+def noticed(monkeypatch) -> list[Snapshots]:
+    """The snapshots of the runs to come."""
+    made = []
+
+    class Noticed(Snapshots):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.met_before: dict[int, int] = {}  # by step: what `n_met` was when its snapshot began
+            made.append(self)
+
+        def _begin(self, step: int) -> None:
+            self.met_before[step] = n_met(self)
+            super()._begin(step)
+
+    monkeypatch.setattr(saver, "Snapshots", Noticed)
+    return made
+
+
+def n_met(snapshots: Snapshots) -> int:
+    """How many updates came before their block was written."""
+    return snapshots.n_copied + snapshots.n_waited_for
+
+
+def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: float = 0.002, last: int = N_STEPS) -> None:
+    """The thread that writes begins when the next step has come to its first update, and is late now and then after that."""
+    rng, put, begun = random.Random(seed), CheckpointWriter.put, {last}  # after which no update comes
+
+    def late(self, name, tensor):
+        if threading.current_thread().name == "saver":
+            met, until_s = snapshots[0].met_before[self.step], time.perf_counter() + 60
+            while self.step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
+                time.sleep(0.0005)
+            begun.add(self.step)
+            if rng.random() < 0.3:
+                time.sleep(rng.random() * longest_s)
+        put(self, name, tensor)
+
+    monkeypatch.setattr(CheckpointWriter, "put", late)
+
+
+def held_writer(monkeypatch) -> threading.Event:
+    """Nothing is written before the event."""
+    put, may_write = CheckpointWriter.put, threading.Event()
+
+    def late(self, name, tensor):
+        may_write.wait(60)
+        put(self, name, tensor)
+
+    monkeypatch.setattr(CheckpointWriter, "put", late)
+    return may_write
+
+
+def slow_writer(monkeypatch) -> None:
+    put = CheckpointWriter.put
+    monkeypatch.setattr(CheckpointWriter, "put", lambda self, name, tensor: (time.sleep(0.01), put(self, name, tensor)))
+
+
+SOME = ("deferred", "deferred, one group", "on speculation, in vain")
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize(
+    ("way", "copy_bytes"), [*((way, 160_000) for way in WAYS), *((way, n_bytes) for way in SOME for n_bytes in (0, 10**9))]
+)
+def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, drained, way, copy_bytes):
+    """To the last bit, of every step; and training does the same."""
+    expected, idle = drained(way)
+    late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=len(way))
+    behind = run(in_way(tmp_path, way, copy_bytes=copy_bytes))
+    found = files_of(tmp_path)
+    assert len({name.split("/")[0] for name in expected}) == N_STEPS
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if expected[name] != found[name]] == []
+    assert same_state(behind, idle)
+    assert n_met(snapshots[0]) >= N_STEPS - 1, "no update came before its block was written: nothing is shown"
+    assert (snapshots[0].n_copied > 0) == (copy_bytes > 0)
+
+
+def on_late_streams(*args) -> Poisoned:
+    """A device whose lanes only issue, and whose streams are as late as events allow."""
+    return Poisoned(*args, streams=LateStreams(seed=2, haste=0.3))
+
+
+MACHINES = {"cpu": Slow, "late streams": on_late_streams}
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("second", MACHINES)
+@pytest.mark.parametrize("first", MACHINES)
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [
+        ("deferred", "barrier, one group"),
+        ("on speculation, in vain", "deferred, one group"),
+        ("barrier, one group", "deferred"),
+    ],
+)
+def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch, drained, way, other, first, second):
+    """And each of them writes, in the background, what the others do."""
+    late_writer(monkeypatch, noticed(monkeypatch), seed=1, last=2)
+    run(in_way(tmp_path, way, MACHINES[first], copy_bytes=60_000), 2)
+    monkeypatch.undo()
+    after = run(resumed(in_way(tmp_path, other, MACHINES[second], copy_bytes=0)))
+    assert same_state(after, drained("barrier")[1])
+    assert files_of(tmp_path) == drained("barrier")[0]
+
+
+@pytest.mark.parametrize("way", ["deferred, one group", "on speculation, taken", "eager"])
+def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, drained, way):
+    """For the block in the writer's hands: all others are copied, though nothing is written yet."""
+    snapshots, may_write = noticed(monkeypatch), held_writer(monkeypatch)
+    behind = in_way(tmp_path, way, every=2, copy_bytes=10**9)
+    n_blocks = len(order_of_updates(behind.plan))
+
+    def let_go():
+        while not snapshots or n_met(snapshots[0]) < n_blocks - (snapshots[0].n_waited_for == 0):
+            time.sleep(0.001)
+            if snapshots and snapshots[0].n_waited_for:
+                break
+        may_write.set()
+
+    threading.Thread(target=let_go, daemon=True).start()
+    run(behind, 3)
+    assert files_of(tmp_path).items() >= only(drained(way)[0], 2).items()
+    assert snapshots[0].n_waited_for <= 1
+    assert snapshots[0].n_copied >= n_blocks - 2
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("way", ["barrier", "eager", "on speculation, taken"])
+def test_without_the_gate_a_checkpoint_would_be_torn(tmp_path, monkeypatch, drained, way):
+    """What the tests above show, they show of the gate: where updates do not ask, what is written is no state of any step."""
+    monkeypatch.setattr(Snapshots, "before_change", lambda self, block, workers: None)
+    slow_writer(monkeypatch)
+    found = files_of(run(in_way(tmp_path, way, every=2), 3).folder)
+    wrong = [name for name, content in only(drained(way)[0], 2).items() if content != found[name]]
+    assert any("optimizer" in name for name in wrong)
+
+
+def test_without_memory_for_a_copy_an_update_waits_for_its_block(tmp_path, monkeypatch):
+    """And no other waits: those before it in the order of updates are written by then."""
+    snapshots, may_write, copied, reached = noticed(monkeypatch), held_writer(monkeypatch), [], []
+    monkeypatch.setattr(host_state.HostState, "copied", lambda *args: copied.append(args))
+
+    def watch() -> None:
+        while not snapshots or not snapshots[0].n_waited_for:
+            time.sleep(0.001)
+        reached.append(snapshots[0].n_waited_for)
+        may_write.set()
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    run(in_way(tmp_path, "deferred", every=2, copy_bytes=0), 3)
+    watching.join(10)
+    assert reached == [1]
+    assert not copied
+
+
+def test_memory_that_is_short_after_all_makes_updates_wait(tmp_path, monkeypatch, drained):
+    """The system had it when the run began, and refuses now."""
+    late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=4)
+
+    def refuse(n_bytes):
+        raise MemoryError
+
+    monkeypatch.setattr(host_state, "host_slab", refuse)
+    run(in_way(tmp_path, "barrier, one group", copy_bytes=10**9))
+    assert files_of(tmp_path) == drained("barrier, one group")[0]
+    assert snapshots[0].n_copied == 0 < snapshots[0].n_waited_for
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("n_bytes", [40_000, 160_000, 300_000])
+def test_copies_never_take_more_memory_than_they_may(tmp_path, monkeypatch, n_bytes):
+    alive, most, copied = {}, 0, host_state.HostState.copied
+
+    def counted(self, block, workers):
+        nonlocal most
+        copy = copied(self, block, workers)
+        alive[id(copy)] = copy.nbytes
+        weakref.finalize(copy, alive.pop, id(copy))
+        most = max(most, sum(alive.values()))
+        return copy
+
+    monkeypatch.setattr(host_state.HostState, "copied", counted)
+    late_writer(monkeypatch, noticed(monkeypatch), seed=2)
+    run(in_way(tmp_path, "deferred, one group", copy_bytes=n_bytes))
+    assert 0 < most <= n_bytes
+    assert alive == {}
+
+
+def test_a_checkpoint_due_while_another_is_written_waits(tmp_path, monkeypatch, drained):
+    """And that is said once."""
+    said: list[str] = []
+    late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=1, longest_s=0.03)
+    run(replace(in_way(tmp_path, "deferred", copy_bytes=10**9), say=said.append))
+    assert files_of(tmp_path) == drained("deferred")[0]
+    assert snapshots[0].n_begun_late > 1
+    assert len(said) == 1
+    assert "save less often" in said[0]
+
+
+def test_a_checkpoint_gets_its_name_once_its_step_is_logged(tmp_path, monkeypatch):
+    """Else a run that is killed in between would resume with a line missing."""
+    logged, permit = list[int](), saver.Saver._permit
+
+    def late(self, step):
+        time.sleep(0.05)  # the files are on disk long before
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
+        assert step in logged or step not in steps_of(tmp_path)
+        logged.append(step)
+        permit(self, step)
+
+    monkeypatch.setattr(saver.Saver, "_permit", late)
+    run(in_way(tmp_path, "barrier"))
+    assert sorted(set(logged)) == steps_of(tmp_path) == list(range(1, N_STEPS + 1))
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("n_files", [1, 2, 6, 8])
+def test_a_disk_that_fills_up_ends_the_run_and_it_resumes(tmp_path, monkeypatch, drained, n_files, background):
+    """In one line, with nothing half written; the checkpoint before stands, and leads to the same bits."""
+    fsync, n_calls = saver.os.fsync, 0
+
+    def full(descriptor):
+        nonlocal n_calls
+        if (tmp_path / "checkpoint-3.partial").exists():
+            n_calls += 1
+            if n_calls >= n_files:
+                raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match=r"(checkpoint-3|jsonl): cannot be written \(No space left on device\); make room"):
+        run(in_way(tmp_path, "deferred", copy_bytes=60_000, background=background))
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.partial"))
+    assert files_of(tmp_path) == only(drained("deferred")[0], 1, 2)
+    after = run(resumed(in_way(tmp_path, "deferred")))
+    assert files_of(tmp_path) == drained("deferred")[0]
+    assert same_state(after, drained("deferred")[1])
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_by_time_is_replaced_by_the_next(tmp_path, drained, background):
+    """Those that were asked for by number stay, and no bit depends on the clock."""
+    timed = run(in_way(tmp_path, "deferred", every=3, background=background, minutes=1e-9))
+    assert files_of(tmp_path) == only(drained("deferred")[0], 3, 4)
+    assert same_state(timed, drained("deferred")[1])
+
+
+def test_of_all_checkpoints_the_last_few_stay(tmp_path):
+    run(in_way(tmp_path, "barrier", keep=2))
+    assert steps_of(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_weights_alone_are_a_checkpoints_model_and_not_resumed(tmp_path, drained, background):
+    run(in_way(tmp_path, "deferred", weights_only=True, background=background))
+    found = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in tmp_path.glob("checkpoint-*/*")}
+    state = [name for name in found if name.endswith("trainer_state.json")]
+    expected = {name: content for name, content in drained("deferred")[0].items() if "optimizer-" not in name and name not in state}
+    assert {name: content for name, content in found.items() if name not in state} == expected
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: the model's weights alone .*--model .*checkpoint-4"):
+        load_state(tmp_path / "checkpoint-4")
+
+
+def test_a_fault_in_the_thread_ends_the_run_as_what_it_is(tmp_path, monkeypatch):
+    def broken(self, name, tensor):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(CheckpointWriter, "put", broken)
+    with pytest.raises(KeyError, match="ours"):
+        run(in_way(tmp_path, "deferred"))
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+class Fails(Hostile):
+    def perform(self, index, op, step):
+        if step == 3 and op.kind is Kind.LOSS:
+            raise OSError("gone")
+        super().perform(index, op, step)
+
+
+def test_a_run_that_fails_still_ends_the_checkpoint_it_writes(tmp_path, monkeypatch, drained):
+    """Its state is kept until it is written, whatever the lanes do meanwhile."""
+    slow_writer(monkeypatch)
+    with pytest.raises(RuntimeError, match="loss gpu"):
+        run(in_way(tmp_path, "barrier", Fails, every=3))
+    assert files_of(tmp_path) == only(drained("barrier")[0], 3)
+
+
+def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+    may_write, snapshots = held_writer(monkeypatch), noticed(monkeypatch)
+    others, lanes_ended = set(threading.enumerate()), []  # a machine of another test may still have its own
+
+    def lanes():
+        return [t for t in set(threading.enumerate()) - others if t.name.startswith("lane")]
+
+    def let_go():  # the thread that writes is in the midst of a tensor until then
+        until_s = time.perf_counter() + 20
+        while lanes() and time.perf_counter() < until_s:
+            time.sleep(0.002)
+        lanes_ended.append(not lanes())
+        may_write.set()
+
+    def interrupt(metrics):
+        while not snapshots[0].n_waited_for:  # a lane waits for what the thread has in hand
+            time.sleep(0.001)
+        threading.Thread(target=let_go, daemon=True).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(in_way(tmp_path, "deferred", copy_bytes=0), 5, interrupt)
+    assert list(tmp_path.glob("checkpoint-*")) == []
+    assert lanes_ended == [True], "a lane waited for a snapshot that is given up"
+    assert set(threading.enumerate()) <= others
+    assert whole(tmp_path) == []

@@ -1,0 +1,158 @@
+"""Documents: tokens are made once and kept, as they were made, until what decides them changes."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.data import documents as room
+from penstock.data.data import read_data
+from penstock.settings import DataSettings
+from tests.bytes_of_files import END, only, read, refused, tokens_of, write_lines
+from tests.chats import LLAMA3, write_talker
+from tests.tour import ROOT
+
+
+@pytest.fixture
+def lines(tmp_path):
+    return write_lines(tmp_path / "data" / "a.jsonl", ({"text": f"text {i}"} for i in range(30)))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The rows that were tokenised, by their number."""
+    rows: list[int] = []
+    rendered = room.Reader._rendered
+    monkeypatch.setattr(room.Reader, "_rendered", lambda reader, value, f, row: rows.append(row) or rendered(reader, value, f, row))
+    return rows
+
+
+@pytest.mark.drawn
+@given(pairs=st.lists(st.tuples(st.text(max_size=9), st.text(max_size=9)), min_size=1, max_size=40))
+def test_what_is_kept_is_what_the_rows_say(tmp_path_factory, pairs):
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    path = write_lines(tmp_path_factory.mktemp("data") / "a.jsonl", [*rows, {"prompt": "a", "completion": "b"}])
+    data = read(path, by_document=True, seq_len=2000)
+    documents = only(data).documents
+    assert tokens_of(data)[:-1] == [[*f"{a}{b}".encode(), END] if a + b else [] for a, b in pairs]
+    for d, (prompt, completion) in enumerate(pairs):
+        n_before, n = len(prompt.encode()), len((prompt + completion).encode()) + 1
+        assert documents.runs(d).tolist() == ([[n_before, n]] if n > 1 else [])
+        assert documents.lengths[d] == (n if n > 1 else 0)
+        assert documents.n_learned[d] == (n - n_before if n > 1 else 0)
+        assert documents.n_targets[d] == documents.n_learned[d] - (n > 1 and not prompt)
+        assert documents.where(d) == f"{path}:{d + 1}"
+
+
+@pytest.mark.parametrize(("vocab_size", "n_bytes"), [(2**16, 2), (2**16 + 1, 4)])
+def test_ids_take_as_few_bytes_as_the_vocabulary_allows(lines, vocab_size, n_bytes):
+    data = read_data(DataSettings(str(lines)), None, vocab_size, 8, 1, 0, lines.parent / "run" / "tokens")
+    assert only(data).documents.ids(0).nbytes == n_bytes * len(b"text 0.")
+
+
+def test_tokens_are_made_once_for_all_settings_that_share_them(lines, made):
+    fingerprints = {
+        read(lines, packing=packing, shuffle=shuffle).fingerprint for packing in ("joined", "one") for shuffle in (True, False)
+    }
+    assert len(fingerprints) == 4
+    assert len(made) == 30
+
+
+def test_moved_data_is_the_same_and_changed_data_is_not(lines, made):
+    before = read(lines)
+    stat, content = lines.stat(), lines.read_bytes()
+    moved = lines.rename(lines.with_name("b.jsonl"))
+    assert read(moved).fingerprint == before.fingerprint
+    for changed in (content.replace(b"text 17", b"Text 17"), content[:-20]):
+        moved.write_bytes(changed)
+        os.utime(moved, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert read(moved).fingerprint != before.fingerprint
+    assert len(made) == 30 + 30 + 30 + 29
+    assert before.batch(0).n_supervised, "what a run has open stays"
+
+
+def test_another_tokenizer_or_template_makes_other_tokens(tmp_path, made):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path = write_lines(tmp_path / "chat.jsonl", [chat])
+
+    def fingerprint(template: str, **config: object) -> str:
+        size = write_talker(tmp_path / "model", "llama 3", template, **config)
+        return read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 1, 0, tmp_path / "run" / "tokens").fingerprint
+
+    first = fingerprint(LLAMA3)
+    assert fingerprint(LLAMA3) == first
+    assert len(made) == 1
+    assert len({first, fingerprint(LLAMA3.replace("\n\n", "\n")), fingerprint(LLAMA3, bos_token="<|eot_id|>")}) == 3
+    assert len(made) == 3
+
+
+def test_a_run_that_is_killed_leaves_nothing_that_is_believed(lines):
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom tests.bytes_of_files import read\n"
+        "from penstock.data import documents\n"
+        "documents.DOCUMENTS_AT_ONCE, documents.ROWS_AT_ONCE = 2, 2\n"
+        "rendered = documents.Reader._rendered\n"
+        "def killed(reader, value, file, row):\n"
+        "    if row == 20: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return rendered(reader, value, file, row)\n"
+        "documents.Reader._rendered = killed\n"
+        "read(Path(sys.argv[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, lines], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert tokens_of(read(lines)) == [[*f"text {i}".encode(), END] for i in range(30)]
+
+
+def test_runs_that_begin_together_make_tokens_once(lines, made):
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(read(lines).fingerprint)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert len(made) == 30
+
+
+def test_a_row_that_is_refused_leaves_no_cache(lines, made):
+    lines.write_text(lines.read_text() + "{")
+    assert f"{lines}:31" in refused(lines)
+    lines.write_text(lines.read_text()[:-1])
+    assert len(tokens_of(read(lines))) == 30
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_one_line(lines, monkeypatch):
+    run = lines.parent / "run of a.jsonl"
+    run.write_text("")
+    assert "tokens cannot be kept there (" in refused(lines)
+    run.unlink()
+    read(lines)
+    (kept,) = run.rglob("*.arrow")
+    os.truncate(kept, kept.stat().st_size // 2)
+    assert "tokens cannot be kept there (" in refused(lines)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(room.ExamplesIterable, "__iter__", full)
+    lines.write_text(json.dumps({"text": "other"}))
+    assert "tokens cannot be kept there (No space left on device); make room" in refused(lines)
+
+
+def test_tokens_stay_in_the_file_and_travel_by_its_name(tmp_path):
+    """Neither Arrow nor the process that reads them holds them."""
+    path = write_lines(tmp_path / "a.jsonl", ({"text": "x" * 2**16} for _ in range(4)))
+    documents = only(read(path)).documents
+    assert len(pickle.dumps(documents)) < 10_000
+    there = pickle.loads(pickle.dumps(documents))
+    assert there.ids(3).tolist() == [*b"x" * 2**16, END]
+    assert np.shares_memory(documents.ids(3), documents.ids(3)), "a view of the file"

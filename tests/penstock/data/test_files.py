@@ -1,0 +1,250 @@
+"""Files: every kind gives the same rows, damage is named by file and line, splits are told apart, nothing outside is read."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from penstock.data import rows
+from penstock.data.files import HELD_OUT, find_files
+from tests.bytes_of_files import END, read, refused, texts_of, tokens_of, write_lines
+from tests.tour import ROOT
+
+ROWS = [{"question": f"who {i}?", "answer": answer} for i, answer in enumerate(("it's\n1, ö", "2020-01-01", "4", "NA", "007"))]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def zst(content: bytes) -> bytes:
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+def as_csv(delimiter: str) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter).writerows([["question", "answer"], *(row.values() for row in ROWS)])
+    return text.getvalue().encode("utf-8-sig")
+
+
+def as_parquet(rows: list[dict[str, object]]) -> bytes:
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream)
+    return stream.getvalue()
+
+
+FILES = {
+    "a.jsonl": LINES.encode(),
+    "a.json": json.dumps(ROWS, indent=1).encode("utf-8-sig"),
+    "b.json": LINES.encode(),
+    "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),  # the same bytes, and so the same name of a test, in every process
+    "a.jsonl.zst": zst(LINES.encode()),
+    "a.json.gz": gzip.compress(json.dumps(ROWS).encode(), mtime=0),
+    "a.csv": as_csv(","),
+    "a.tsv": as_csv("\t"),
+    "a.parquet": as_parquet(ROWS),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
+    """No value is taken for a date, a number or nothing: a type that is inferred from a column would be."""
+    (tmp_path / name).write_bytes(FILES[name])
+    (file,) = find_files(tmp_path, tmp_path / "run").files
+    found = [rows.parsed(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
+    assert found == ROWS
+    assert texts_of(read(tmp_path / name)) == [f"<|user|>\n{r['question']}<|assistant|>\n{r['answer']}" for r in ROWS]
+
+
+def test_what_a_tool_is_given_is_not_filled_from_other_rows(tmp_path):
+    """As a schema for a whole file would."""
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
+    found = [rows.parsed(row, "") for _, row in rows.rows_of(path, "lines")]
+    assert [row["messages"][0]["tool_calls"] for row in found] == [[call] for call in calls]
+
+
+def test_of_a_table_only_the_columns_of_formats_are_read(tmp_path):
+    table = pyarrow.table({"text": [f"row {i}" for i in range(100)], "image": [b"\xff" * 100] * 100})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=30)
+    assert list(rows.rows_of(tmp_path / "a.parquet", "parquet")) == [(i + 1, {"text": f"row {i}"}) for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "cannot be read (Truncated compressed stream); copy it again"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": "cut\n', "a.jsonl:3: "),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', 'a.jsonl:2: no string under "text"'),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2: "),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "' + b"x" * 500 + b'"}\n', "a.jsonl:2: a line above 400 bytes"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl:1: its text, or one soon after it, has no tokens"),
+        ("a.jsonl", b'{"prompt": "x", "chosen": "a", "rejected": "b"}', "preference data (DPO), which is not trained on here"),
+        ("a.jsonl", b'{"content": "x", "title": "y"}', "a.jsonl:1: its columns are content, title; what is read: messages |"),
+        ("a.json", b'[{"text": "x"}, {"text": ]', "a.json: Expecting value"),
+        ("a.json", b"[]", "a.json: no text in it"),
+        ("a.json", b'{"data": [\n{"text": "x"}]}', "neither a list of objects nor objects, one a line"),
+        ("a.csv", b"question,answer\na,b\nwho?\n", "a.csv:3: 1 values for 2 columns"),
+        ("a.csv", b'question,answer\nwho?,"me\n', "a.csv:2: unexpected end"),
+        ("a.csv", b"text,text\na,b\n", "a.csv:2: 2 values for 2 columns, 1 of different names"),
+        ("a.parquet", as_parquet([{"text": "one"}, {"text": None}]), 'a.parquet: row 2: no string under "text"'),
+        ("a.parquet", as_parquet([{"story": "one", "n": 1}]), "a.parquet: its columns are story, n"),
+        ("a.parquet", as_parquet(ROWS)[:-20], "a.parquet: not a Parquet file that can be read"),
+        ("a.txt", b"x" * 401, "a.txt: a document above 400 bytes"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_place(tmp_path, monkeypatch, name, content, says):
+    if "above" in says:
+        monkeypatch.setattr(rows, "MAX_ROW_BYTES", 400)
+    (tmp_path / name).write_bytes(content)
+    assert says in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_columns_are_taken_for_what_the_user_says(tmp_path, name):
+    path = write_lines(
+        tmp_path / "a.jsonl", theirs := [{"messages": "not these", "q": r["question"], "a": r["answer"]} for r in ROWS]
+    )
+    (tmp_path / "a.parquet").write_bytes(as_parquet(theirs))
+    found = read(tmp_path / name, columns={"question": "q", "answer": "a"})
+    assert tokens_of(found) == tokens_of(read(write_lines(tmp_path / "lines.jsonl", ROWS)))
+    assert "no column 'nix', which --columns names; its columns are " in refused(path, columns={"text": "nix"})
+    assert "--columns response=...: no such column; there are messages, " in refused(path, columns={"response": "a"})
+
+
+# -- folders -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    """Without hidden files, pipes, and links out of it."""
+    texts = {"b.txt": "B", "a/z.py": "Z", "a/b/c.md": "\ufeffC\r\n", "a.txt": "A", "Ω": "ω", ".hidden": "no", ".git/config": "no"}
+    for name, text in texts.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_bytes(text.encode())
+    write_lines(tmp_path / "data" / "c.jsonl", [{"text": "J"}, {"text": "K", "source": 1}])
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "data" / "circle").symlink_to(tmp_path / "data" / "circle")
+    os.mkfifo(tmp_path / "data" / "pipe.jsonl")
+    data = read(tmp_path / "data")
+    assert texts_of(data) == ["C\r\n", "Z", "A", "B", "J", "K", "ω"]
+    assert data.words()["data"].endswith("text, 1 files left out")
+
+
+def test_files_that_are_no_text_teach_nothing_and_are_counted(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name, content in {"a.txt": b"text", "b.bin": b"\xff\xfe\x00", "c.txt": b""}.items():
+        (tmp_path / "data" / name).write_bytes(content)
+    data = read(tmp_path / "data")
+    assert tokens_of(data) == [[*b"text", END], [], []]
+    assert data.words()["rows"] == "3 documents, 2 unsupervised"
+
+
+def test_texts_of_a_set_of_chats_are_left_out_and_counted(tmp_path):
+    path = write_lines(tmp_path / "data" / "a.jsonl", ROWS).parent
+    (path / "README.md").write_text("about the data")
+    (path / "dataset_infos.json").write_text(json.dumps({"default": {"features": {}}}))
+    data = read(path)
+    assert len(tokens_of(data)) == len(ROWS)
+    assert "question-answer, conversations as <|role|> and text, 2 files left out" in data.words()["data"]
+    assert 'a.jsonl:1: no string under "text"' in refused(path, format="text")
+
+
+def test_what_a_run_writes_among_its_data_is_no_data(tmp_path):
+    """Else a run that is resumed would be told that its data has changed."""
+    data = write_lines(tmp_path / "data" / "a.jsonl", [{"text": "text"}]).parent
+    out = data / "runs" / "first"
+    before = [file.name for file in find_files(data, out).files]
+    write_lines(out / "samples.jsonl", [{"step": 1, "text": "said"}])
+    (tmp_path / "link").symlink_to(data)
+    for run in (out, data / ".." / "data" / "runs" / "first", tmp_path / "link" / "runs" / "first"):
+        assert [file.name for file in find_files(data, run).files] == before == ["a.jsonl"]
+    assert len(find_files(data, tmp_path).files) == 2, "to another run it is data"
+    for run in (data, tmp_path / "link"):
+        with pytest.raises(ValueError, match="choose another --out"):
+            find_files(data, run)
+
+
+def test_what_is_missing_or_empty_is_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert "nowhere: not found; give a folder" in refused(tmp_path / "nowhere")
+    assert "folder: no text in it" in refused(tmp_path / "folder")
+    assert "pipe: neither a file nor a folder" in refused(tmp_path / "pipe")
+
+
+def layout(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            (folder / name).write_bytes(as_parquet([{"text": name}]))
+        else:
+            (folder / name).write_text(json.dumps({"text": name}) + "\n" if name.endswith(".jsonl") else "about it")
+    return folder
+
+
+IN_FOLDERS = ["train/a.jsonl", "train/x-00000-of-00001.parquet"]
+HUB = ["README.md", *(f"data/{s}-0000{i}-of-00002-9a.parquet" for s in ("train_sft", "test_sft") for i in (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "read_from", "words"),
+    [
+        (HUB, None, HUB[1:3], "of train_sft, leaving out test_sft, 1 files of no split"),
+        (HUB, "test", HUB[3:], "of test_sft, leaving out train_sft"),
+        (["train.jsonl", "validation.jsonl", "test.jsonl"], None, ["train.jsonl"], "leaving out test, validation"),
+        (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], None, ["gsm8k_train.jsonl"], ""),
+        (["dev/a.jsonl", *IN_FOLDERS], None, IN_FOLDERS, "leaving out dev"),
+        (["train.txt", "test.txt", "notes.txt"], None, ["train.txt"], "1 files of no split"),
+        # Where nothing is to be told apart, nothing is left out.
+        (["train.jsonl", "more.jsonl"], None, None, ""),
+        (["test-00000-of-00001.parquet", "README.md"], None, None, ""),
+        (["test_me.py", "train.py", "a test.md", "training.jsonl", "attest.jsonl"], None, None, ""),
+    ],
+)
+def test_splits_are_told_apart_and_what_is_left_out_is_said(tmp_path, names, split, read_from, words):
+    found = find_files(layout(tmp_path, names), tmp_path / "run", split)
+    assert sorted(file.name for file in found.files) == sorted(names if read_from is None else read_from)
+    assert words in found.about
+
+
+def test_held_out_data_is_of_another_split(tmp_path):
+    folder = layout(tmp_path / "a", [f"{split}.jsonl" for split in ("train", "test", "validation")])
+    (held_out,) = find_files(folder, tmp_path / "run", None, HELD_OUT).files
+    assert held_out.name == "validation.jsonl"
+    with pytest.raises(ValueError, match="all of it is called train; say evaluation"):
+        find_files(layout(tmp_path / "b", ["train.jsonl"]), tmp_path / "run", None, HELD_OUT)
+    folder = layout(tmp_path / "c", ["dev.jsonl", "test.jsonl"])
+    assert "no split 'train' in it; there are dev, test, and 0 files of no split; choose one with --split" in refused(folder)
+    assert "no split 'val' in it" in refused(folder, split="val")
+    assert "a file, and a split is chosen among a folder's files" in refused(folder / "dev.jsonl", split="dev")
+
+
+ALONE = """
+import sys
+from pathlib import Path
+sys.addaudithook(lambda event, _: event.startswith(("socket.connect", "socket.getaddrinfo")) and sys.exit(f"a connection: {event}"))
+from tests.bytes_of_files import read
+for streaming in (False, True):
+    for path in sorted(Path(sys.argv[1]).iterdir()):
+        assert read(path, streaming=streaming).batch(0).n_supervised
+"""
+
+
+def test_no_data_reaches_the_network_or_the_home(tmp_path):
+    """`datasets` and transformers would ask the Hub, and keep a cache there, if they were let."""
+    for folder in ("data", "home"):
+        (tmp_path / folder).mkdir()
+    for name in ("a.jsonl", "a.json.gz", "a.csv", "a.parquet"):
+        (tmp_path / "data" / name).write_bytes(FILES[name])
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", ALONE, tmp_path / "data"], env=environment, cwd=tmp_path, check=True)
+    assert not list((tmp_path / "home").iterdir())

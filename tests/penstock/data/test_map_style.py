@@ -1,0 +1,177 @@
+"""Map-style data: every token once an epoch, each set its share, in an order that seed and step decide."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from penstock.data.data import read_data
+from penstock.data.map_style import SHARES, shares_of
+from penstock.settings import DataPart, DataSettings
+from runtime.batch import UNSUPERVISED
+from runtime.errors import CheckpointError, DataError
+from tests.bytes_of_files import END, read, same, tokens_of, write_lines
+from tests.row_of_tokens import RowOfTokens
+
+texts = st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=6)
+lengths, batches, seeds = st.integers(2, 9), st.integers(1, 5), st.none() | st.integers(0, 2**64 - 1)
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    """Texts, joined; in the order of the files if there is no seed."""
+
+    def read_texts(documents, seq_len, batch_size, seed):
+        path = write_lines(tmp_path_factory.mktemp("data") / "a.jsonl", ({"text": text} for text in documents))
+        return read(path, seq_len, batch_size, seed or 0, shuffle=seed is not None)
+
+    return read_texts
+
+
+def rows_of(data, n_steps):
+    """The sequences of some steps without their padding, recovered from inputs and targets."""
+    rows = []
+    for step in range(n_steps):
+        batch = data.batch(step)
+        for ids, targets in zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True):
+            n = 1 + sum(target != UNSUPERVISED for target in targets)
+            assert targets == ids[1:n] + [UNSUPERVISED] * (len(ids) - n + 1)
+            assert set(ids[n:]) <= {END}
+            rows.append(ids[:n])
+    return rows
+
+
+@pytest.mark.drawn
+@given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds)
+def test_every_epoch_holds_every_sequence_once(joined, documents, seq_len, batch_size, seed):
+    ids = [i for text in documents for i in (*text.encode(), END)]
+    expected = [ids[at : at + seq_len] for at in range(0, len(ids), seq_len)]
+    expected = [sequence for sequence in expected if len(sequence) > 1]
+    data = joined(documents, seq_len, batch_size, seed)
+    assert data.n_steps == -(-len(expected) // batch_size)
+    rows = rows_of(data, -(-2 * len(expected) // batch_size))
+    for epoch in range(2):
+        found = rows[epoch * len(expected) : (epoch + 1) * len(expected)]
+        assert found == expected if seed is None else sorted(found) == sorted(expected)
+
+
+@pytest.mark.drawn
+@given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds, steps=st.lists(st.integers(0, 99), max_size=9))
+def test_a_step_sees_the_same_whatever_was_asked_before(joined, documents, seq_len, batch_size, seed, steps):
+    """As the obvious twin does: one row of tokens, cut."""
+    data = joined(documents, seq_len, batch_size, seed)
+    row = RowOfTokens(np.array([i for ids in tokens_of(data) for i in ids]), seq_len, batch_size, END, seed)
+    for step in steps:
+        assert same(data.batch(step), row.batch(step))
+        data.resume(step, data.position(step))
+        with pytest.raises(CheckpointError, match="data position"):
+            data.resume(step, data.position(step + 1))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(joined):
+    data = {seed: joined([chr(65 + i) * 3 for i in range(24)], 4, 24, seed) for seed in (None, 0, 1, 2**32)}
+    assert len({str(of.batch(step).input_ids.tolist()) for seed, of in data.items() for step in (0, 1)}) == 7
+    assert same(data[None].batch(0), data[None].batch(1))
+    assert len({of.fingerprint for of in data.values()}) == 4
+
+
+def test_the_loss_is_the_one_transformers_computes_from_labels(joined):
+    batch = joined(["some text", "more of it"], 6, 4, None).batch(0)
+    assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
+    config = LlamaConfig(vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    n_supervised = (batch.targets != UNSUPERVISED).sum(1)
+    is_padding = torch.arange(6) > n_supervised[:, None]
+    with torch.no_grad():
+        theirs = model(input_ids=batch.input_ids, labels=batch.input_ids.masked_fill(is_padding, UNSUPERVISED))
+    ours = torch.nn.functional.cross_entropy(theirs.logits.flatten(0, 1), batch.targets.flatten())
+    torch.testing.assert_close(ours, theirs.loss, rtol=1e-6, atol=0)
+
+
+# -- several sets --------------------------------------------------------------------------------------------------------
+
+SIZES = {"a": 5, "b": 3, "c": 11}
+
+
+def mixed(folder, weights, seed=7, **fields):
+    mix = tuple(
+        DataPart(str(write_lines(folder / f"{name}.jsonl", ({"text": f"{name}{i:02}"} for i in range(n)))), weight)
+        for (name, n), weight in zip(SIZES.items(), weights, strict=True)
+    )
+    settings = DataSettings(mix=mix, **({"packing": "one"} | fields))
+    return read_data(settings, None, 300, 8, 4, seed, folder / "run" / "tokens", by_document=True)
+
+
+def seen(data, first, stop):
+    """The texts of the samples of some steps."""
+    ids = torch.cat([data.batch(step).input_ids for step in range(first, stop)])
+    return [bytes(i for i in row if i < END).decode() for row in ids.tolist()]
+
+
+def test_without_weights_an_epoch_holds_every_sample_of_all_sets(tmp_path):
+    data = mixed(tmp_path, (None, None, None))
+    every = sorted(f"{name}{i:02}" for name, n in SIZES.items() for i in range(n))
+    texts = seen(data, 0, 2 * data.n_steps)
+    assert (len(every), data.n_steps) == (19, 5)
+    assert sorted(texts[:19]) == sorted(texts[19:38]) == every
+    assert texts[:19] != texts[19:38]
+    assert seen(mixed(tmp_path, (None, None, None), shuffle=False), 0, 1) == ["c00", "a00", "c01", "b00"], "spread evenly"
+
+
+def test_weights_are_shares_and_a_set_begins_anew_when_through(tmp_path):
+    data = mixed(tmp_path, (0.5, 0.2, 0.3))
+    texts = seen(data, 0, 250)
+    assert Counter(text[0] for text in texts) == {"a": 500, "b": 200, "c": 300}
+    for begin in range(0, 1000, 20):
+        some = Counter(text[0] for text in texts[begin : begin + 20])
+        assert abs(some["a"] - 10) + abs(some["b"] - 4) + abs(some["c"] - 6) <= 3, "in any stretch"
+    for name, n in SIZES.items():
+        own = [text for text in texts if text[0] == name]
+        epochs = [tuple(own[at : at + n]) for at in range(0, len(own) - n, n)]
+        assert all(len(set(epoch)) == n for epoch in epochs)
+        assert len(set(epochs)) > 1, "each in an order of its own"
+    assert data.words()["data 1"].endswith("a.jsonl: text")
+    assert data.words()["share 1"] == "50.0% of samples, 1.90 times an epoch"
+
+
+@pytest.mark.parametrize("weights", [(None, None, None), (0.5, 0.2, 0.3)])
+def test_a_mix_is_resumed_at_any_step(tmp_path, weights):
+    whole, again = mixed(tmp_path, weights), mixed(tmp_path, weights)
+    expected = seen(whole, 0, 40)
+    again.resume(31, whole.position(31))
+    assert seen(again, 31, 40) == expected[31 * 4 :]
+    assert seen(again, 3, 5) == expected[12:20]
+    with pytest.raises(CheckpointError, match="is not one of step 30"):
+        again.resume(30, whole.position(31))
+    others = [mixed(tmp_path, weights, 8), mixed(tmp_path, (0.5, 0.3, 0.2)), whole]
+    assert again.fingerprint == whole.fingerprint
+    assert len({other.fingerprint for other in others}) == 3
+
+
+def test_texts_and_chats_mix_and_chats_see_themselves_alone(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "text.txt").write_text("x" * 200)
+    mix = (DataPart(str(write_lines(tmp_path / "chats.jsonl", [chat] * 3))), DataPart(str(tmp_path / "text.txt")))
+    data = read_data(DataSettings(mix=mix), None, 300, 64, 6, 0, tmp_path / "run" / "tokens", by_document=True)
+    tokens = data.batch(0).document_tokens
+    assert all(sum(lengths) == 64 for lengths in tokens)
+    assert Counter(lengths == (64,) for lengths in tokens) == {True: 4, False: 2}
+
+
+def test_weights_that_are_no_shares_are_refused_in_one_line(tmp_path):
+    for weights, says in {
+        (0.7, 0.4): "add up to 1.1, not to 1",
+        (0.5, 0.4): "add up to 0.9, not to 1",
+        (0.5, None): "1 of 2 data sets have a weight",
+        (0.9999, 0.0001): "0.001 is the least",
+    }.items():
+        with pytest.raises(DataError, match=says):
+            shares_of(weights, (1, 1))
+    assert sum(shares_of((0.333, 0.333, 0.333), (1, 1, 1))) == SHARES
+    with pytest.raises(DataError, match="several --data are not streamed"):
+        mixed(tmp_path, (0.5, 0.2, 0.3), streaming=True)

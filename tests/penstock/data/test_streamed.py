@@ -1,0 +1,193 @@
+"""Streamed data: every document once an epoch, and exact resume wherever a run was left."""
+
+import json
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.data import documents
+from penstock.data import rows as room
+from penstock.data.data import read_data
+from penstock.data.loader import Loader
+from penstock.settings import DataSettings
+from runtime.batch import UNSUPERVISED, Batch
+from runtime.errors import CheckpointError, DataError
+from tests.bytes_of_files import END, read, same, write_lines
+from tests.chats import write_talker
+
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+files = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+
+
+def write_sets(folder: Path, ns: list[int]) -> Path:
+    """Files of every kind; each document is told from all others by its text."""
+    texts = (f"{i:03d}" + "x" * (i % 7) for i in count())
+    for f, n in enumerate(ns):
+        own = [{"text": next(texts)} for _ in range(n)]
+        write_lines(folder / f"{f}.jsonl", own)
+        if f % 2 and own:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(own), folder / f"{f}.parquet")
+            (folder / f"{f}.jsonl").unlink()
+    (folder / "note.txt").write_text("999")
+    (folder / "picture").write_bytes(b"\xff\xfe")
+    return folder
+
+
+def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **fields: object) -> Loader:
+    return read(path, seq_len, batch_size, seed, True, streaming=True, **({"packing": "documents", "shuffle_buffer": 5} | fields))
+
+
+def documents_of(batch: Batch) -> list[bytes]:
+    """The documents in a batch, padding left out."""
+    found = []
+    for ids, lengths in zip(batch.input_ids.tolist(), batch.document_tokens, strict=True):
+        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        documents = [ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+        found += [bytes(document[:-1]) for document in documents if set(document) != {END}]
+    return found
+
+
+def epochs_of(data: Loader, n: int) -> list[list[list[bytes]]]:
+    """The documents of each sequence of some epochs, batches being a sequence each."""
+    epochs: list[list[list[bytes]]] = [[] for _ in range(n)]
+    for step in count():
+        documents = documents_of(data.batch(step))
+        if (epoch := data.position(step + 1)["epoch"]) == n:
+            return epochs
+        epochs[epoch].append(documents)
+    raise AssertionError
+
+
+@few
+@given(ns=files, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
+def test_every_epoch_holds_every_document_once(tmp_path_factory, ns, seed, shuffle):
+    data = stream(write_sets(tmp_path_factory.mktemp("data"), ns), seed, batch_size=1, shuffle=shuffle)
+    expected = Counter([*(f"{i:03d}{'x' * (i % 7)}".encode() for i in range(sum(ns))), b"999"])
+    first, second = ([document for sequence in epoch for document in sequence] for epoch in epochs_of(data, 2))
+    assert Counter(first) == Counter(second) == expected
+    assert shuffle or first == second
+
+
+def test_epochs_and_seeds_have_orders_and_sequences_of_their_own(tmp_path):
+    path = write_sets(tmp_path, [6, 6, 6, 6])
+    epochs = epochs_of(stream(path, batch_size=1, seq_len=12), 6)
+    assert len({int(epoch[0][0][:3]) // 6 for epoch in epochs}) > 1, "another file comes first"
+    assert len({frozenset(map(frozenset, epoch)) for epoch in epochs}) == 6, "others are packed together"
+    assert epochs_of(stream(path, batch_size=1, seq_len=12), 1) == epochs[:1]
+    assert epochs_of(stream(path, 2**40, batch_size=1, seq_len=12), 1) != epochs[:1]
+
+
+@few
+@given(
+    ns=files,
+    places=st.lists(st.integers(0, 20), min_size=1, max_size=3).map(sorted),
+    packing=st.sampled_from(["documents", "joined", "one"]),
+    shuffle=st.booleans(),
+)
+def test_a_resumed_stream_equals_an_unbroken_one(tmp_path_factory, ns, places, packing, shuffle):
+    """Also one that is broken off and resumed again and again."""
+    path = write_sets(tmp_path_factory.mktemp("data"), ns)
+    whole, broken, at = stream(path, packing=packing, shuffle=shuffle), stream(path, packing=packing, shuffle=shuffle), 0
+    expected = [whole.batch(step) for step in range(places[-1] + 9)]
+    for left in [*places, places[-1] + 9]:
+        assert all(same(broken.batch(step), expected[step]) for step in range(at, left))
+        position, at = json.loads(json.dumps(broken.position(left))), left
+        broken = stream(path, packing=packing, shuffle=shuffle)
+        broken.resume(left, position)
+        assert (broken.position(left), broken.fingerprint) == (position, whole.fingerprint)
+
+
+def test_a_step_that_is_asked_again_is_the_same(tmp_path):
+    data = stream(write_sets(tmp_path, [9, 9]))
+    batches = [data.batch(step) for step in range(8)]
+    for step in (7, 2, 6, 3):
+        assert same(data.batch(step), batches[step])
+    with pytest.raises(CheckpointError, match="where step 30 of a stream begins shows once the step before it is done"):
+        data.batch(30)
+
+
+def test_conversations_in_several_documents_are_resumed_within(tmp_path):
+    """A template that rewrites earlier turns makes a document of each answer."""
+    turns = [
+        [{"role": role, "content": f"{role[0]}{i}.{k}"} for k in range(i % 3 + 1) for role in ("user", "assistant")]
+        for i in range(9)
+    ]
+    path = write_lines(tmp_path / "data" / "a.jsonl", ({"messages": messages} for messages in turns))
+    chosen = DataSettings(str(path), streaming=True, packing="documents", shuffle_buffer=4)
+    size = write_talker(tmp_path / "model", "qwen 3")
+
+    def chats() -> Loader:
+        return read_data(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True)
+
+    whole = chats()
+    batches = [whole.batch(step) for step in range(30)]
+    for left in range(20):
+        again = chats()
+        again.resume(left, whole.position(left))
+        assert all(same(again.batch(step), batches[step]) for step in range(left, left + 4))
+
+
+def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "ROWS_AT_ONCE", 2)
+    data = stream(write_sets(tmp_path, [8, 8, 8, 8]), shuffle=False, batch_size=1)
+    step = next(step for step in count() if "025" in str(documents_of(data.batch(step))))
+    position, expected = data.position(step), data.batch(step)
+    opened: list[str] = []
+    monkeypatch.setattr(room, "_opened", lambda file: opened.append(file.name) or file.open("rb"))
+    data = stream(tmp_path, shuffle=False, batch_size=1)
+    data.resume(step, position)
+    opened.clear()
+    assert same(data.batch(step), expected)
+    assert not {"0.jsonl", "1.parquet"} & set(opened)
+
+
+@pytest.mark.parametrize("position", [{}, {"sample": 4}, {"epoch": 0, "file": 0, "row": 0, "block": 0, "sequence": 0}])
+def test_a_position_of_something_else_is_refused(tmp_path, position):
+    with pytest.raises(CheckpointError, match=r"its data position .* is not one of step 1; resume with"):
+        stream(write_sets(tmp_path, [3])).resume(1, position)
+
+
+def test_what_changes_the_stream_has_another_fingerprint(tmp_path):
+    path = write_sets(tmp_path, [9, 9])
+    before, content = stream(path).fingerprint, (path / "0.jsonl").read_bytes()
+    for changed in (content[:-9], content + b'{"text": "more"}\n', content.replace(b"001", b"901")):
+        (path / "0.jsonl").write_bytes(changed)
+        assert stream(path).fingerprint != before
+    (path / "0.jsonl").write_bytes(content)
+    assert stream(path).fingerprint == before
+    ends = []
+    for end in "ab":
+        (path / "long.txt").write_text("x" * 400_000 + end)
+        ends.append(stream(path).fingerprint)
+    (path / "long.txt").unlink()
+    others = [{"seed": 4}, {"seq_len": 25}, {"batch_size": 1}, {"shuffle_buffer": 6}, {"packing": "one"}, {"too_long": "split"}]
+    assert len({before, *ends, *(stream(path, **other).fingerprint for other in others)}) == 3 + len(others)
+
+
+def test_what_is_wrong_is_named_when_it_is_reached(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "good"}] * 40)
+    path.write_text(path.read_text() + "{\n")
+    data = stream(path, shuffle=False)
+    assert data.batch(0).n_supervised
+    with pytest.raises(DataError, match=r"a\.jsonl:41: "):
+        [data.batch(step) for step in range(30)]
+    write_lines(path, [{"messages": [{"role": "user", "content": "who?"}]}] * 7)
+    with pytest.raises(DataError, match="no document in it has anything to learn"):
+        stream(path).batch(0)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: nothing in it to learn"):
+        stream(path, unsupervised="refuse", shuffle=False).batch(0)
+
+
+def test_joined_buffers_have_targets_for_all_but_the_first_token(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "abcdefgh"}] * 6)
+    batch = stream(path, packing="joined", shuffle=False, shuffle_buffer=2, batch_size=1, seq_len=32).batch(0)
+    row = [*b"abcdefgh", END] * 2
+    assert batch.input_ids[0].tolist() == row + [END] * 14
+    assert batch.targets[0].tolist() == row[1:] + [UNSUPERVISED] * 15
+    assert batch.document_tokens is None

@@ -1,0 +1,109 @@
+"""Tokenizers: ids are those of transformers, whatever was saved with them, and a broken one is one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from penstock.data.data import read_data
+from penstock.data.tokenizer import read_tokenizer
+from penstock.settings import DataSettings
+from runtime.errors import DataError
+from tests.bytes_of_files import tokens_of, write_lines
+
+
+def write_tokenizer(folder: Path, config: object = None) -> Path:
+    """Words to ids, `<s>` put in front, and saved with truncation and padding switched on, as some are."""
+    words = ["<s>", "</s>", "<unk>", "the", "river", "runs", "down"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=16, pad_id=1)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"} if config is None else config))
+    return folder
+
+
+def ids_of(folder: Path, texts: list[str], vocab_size: int = 7) -> list[list[int]]:
+    path = write_lines(folder / "texts.jsonl", [{"text": text} for text in texts])
+    return tokens_of(read_data(DataSettings(str(path)), folder, vocab_size, 4, 1, 0, folder / "run" / "tokens"))
+
+
+def test_the_tokenizer_of_the_model_is_used_whole(tmp_path):
+    write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+    texts = ["the river runs down the river", "down", "down </s>"]  # the last brings its end
+    expected = [[0, 3, 4, 5, 6, 3, 4, 1], [0, 6, 1], [0, 6, 1]]
+    assert ids_of(tmp_path, texts) == expected
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert [[*theirs(text)["input_ids"], theirs.eos_token_id] for text in texts[:2]] == expected[:2]
+
+
+@given(text=st.text())
+def test_bytes_are_the_bytes_of_the_text(text):
+    tokenizer = read_tokenizer(None)
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    (encoded,) = tokenizer.encode_batch([text], special=False)
+    assert encoded.offsets == [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "config", "ends"),
+    [
+        ({"eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False}}, {}, {1}),
+        ({}, {"eos_token_id": 1}, {1}),
+        ({}, {"eos_token_id": [1, 2]}, {1, 2}),
+        ({"eos_token": "</s>"}, {"eos_token_id": 2}, {1, 2}),
+        ({"eos_token": None}, {"eos_token_id": 1}, {1}),
+    ],
+)
+def test_the_end_is_the_tokenizers_own_or_else_the_models(tmp_path, tokenizer_config, config, ends):
+    write_tokenizer(tmp_path, tokenizer_config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = read_tokenizer(tmp_path)
+    assert (tokenizer.end_id, tokenizer.answer_ends) == (1, ends)
+
+
+def test_code_that_a_folder_names_is_not_looked_for(tmp_path):
+    named = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil", "eos_token": "</s>"}
+    write_tokenizer(tmp_path, named | {"tokenizer_file": "/etc/passwd"})
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    assert ids_of(tmp_path, ["down"]) == [[0, 6, 1]]
+
+
+def random_merges(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"] = {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.1}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+BROKEN = {
+    "no tokenizer.json": lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
+    "cannot be used": lambda folder: (folder / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}'),
+    "tokenizer.json cannot be used": lambda folder: (folder / "tokenizer.json").write_text("["),
+    "no end-of-text token": lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
+    "config.json: no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    "set `dropout` to null": random_merges,
+}
+
+
+@pytest.mark.parametrize("says", BROKEN)
+def test_a_broken_tokenizer_is_one_line(tmp_path, says):
+    BROKEN[says](write_tokenizer(tmp_path))
+    with pytest.raises(DataError, match=says) as caught:
+        read_tokenizer(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
+    write_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=r"texts\.jsonl:2: token 4 is outside the model's 4 token ids"):
+        ids_of(tmp_path, ["the", "river"], vocab_size=4)
+    with pytest.raises(DataError, match="end token 1 is outside the model's 1 token ids"):
+        ids_of(tmp_path, ["the"], vocab_size=1)

@@ -1,0 +1,176 @@
+"""Pauses of training: validations are made when they are due, made up for after a resume, and cost no step."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from penstock.checkpoint.checkpoint import latest, load_state
+from penstock.training import trainer
+from penstock.training.session import Session
+from penstock.training.trainer import Trainer
+from penstock.training.validation import Validation
+from runtime.compute.inference import Abandoned
+from runtime.errors import CheckpointError
+from runtime.plan import Policy, Update
+from tests.sessions import evaluating, lines, resumed, session_of, steps_of, train
+
+
+class Looks:
+    """A validation that notes the steps after which it was made, and asserts that no lane is at work."""
+
+    def __init__(self, session: Session, **fields) -> None:
+        self.session, self.steps, self.others = session, [], set(threading.enumerate())
+        self.validation = Validation("metrics.jsonl", "eval_loss", self.perform, **fields)
+
+    def perform(self, step: int) -> None:
+        lanes = [t for t in {*threading.enumerate()} - self.others if t.name.startswith("lane")]
+        assert not lanes, "lanes are drained"
+        self.steps.append(step)
+        with (self.session.folder / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"step": step, "eval_loss": 1.0}) + "\n")
+
+
+def looked(session: Session, n_steps: int, every: int | None = None, on_step=lambda metrics: None, **fields) -> list[int]:
+    """Train with a validation; the steps after which it was made."""
+    looks = Looks(session := evaluating(session, every), **fields)
+    train(session, n_steps, on_step, [looks.validation])
+    return looks.steps
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(("every", "expected"), [(None, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_validations_come_every_n_steps_and_at_the_end(tmp_path, every, expected, background):
+    session = session_of(tmp_path, Policy(update=Update.DEFERRED), every=3, background=background)
+    assert looked(session, 5, every) == expected
+    assert steps_of(tmp_path) == [3, 5]
+
+
+def test_a_run_asked_to_end_makes_up_for_its_validation_later(tmp_path):
+    session = session_of(tmp_path, every=1)
+    assert looked(session, 6, 2, lambda metrics: session.stop.request() if metrics.step == 2 else None) == []
+    done = len(lines(tmp_path))
+    seen = [step for n_steps in (6, 8) for step in looked(resumed(session_of(tmp_path, every=1)), n_steps, done)]
+    assert seen == sorted({done, *(n for n in range(done, 9, done)), 6, 8}), "each step once"
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_last_checkpoint_precedes_the_last_validation(tmp_path, background):
+    """A run that is killed while it validates loses no step. On the way that is so where lanes are drained to save."""
+    named = {}
+    session = evaluating(session_of(tmp_path, every=2, background=background), 2)
+    note = Validation("metrics.jsonl", "eval_loss", lambda step: named.update({step: (tmp_path / f"checkpoint-{step}").exists()}))
+    train(session, 5, validations=[note])
+    assert named.keys() == {2, 4, 5}
+    assert named[5]
+    assert background or all(named.values())
+
+
+def test_a_validation_before_the_first_step_changes_no_bit(tmp_path):
+    """Also where a run of another model left its log in the folder; a resumed run has it already."""
+    train(session_of(tmp_path / "without"), 2)
+    session = session_of(tmp_path / "with", every=1)
+    (tmp_path / "with" / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 1.0}\n')
+    assert looked(session, 2, first=True) == [0, 2]
+    again = resumed(session_of(tmp_path / "with", every=1), load_state(tmp_path / "with" / "checkpoint-1"))
+    assert looked(again, 2, first=True) == [2]
+    assert [line["step"] for line in lines(tmp_path / "with")] == [0, 1, 2, 2]
+    for name in ("model", "optimizer-00001"):
+        files = [tmp_path / out / "checkpoint-2" / f"{name}.safetensors" for out in ("with", "without")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class _Killed(BaseException): ...
+
+
+@pytest.mark.parametrize("how", [_Killed, OSError])
+def test_a_run_that_broke_in_its_last_validation_lacks_only_that(tmp_path, how):
+    def breaks(step: int) -> None:
+        raise how
+
+    with pytest.raises(how):
+        train(session_of(tmp_path), 3, validations=[Validation("metrics.jsonl", "eval_loss", breaks)])
+    timeline = (tmp_path / "timeline.json").read_bytes()
+    again = resumed(session_of(tmp_path))
+    assert looked(again, 3, on_step=lambda metrics: pytest.fail("a step")) == [3]
+    assert (tmp_path / "timeline.json").read_bytes() == timeline
+    with pytest.raises(CheckpointError, match=r"holds step 3 already; ask for more than 3 with --steps"):
+        Trainer(replace(again, n_steps=3), validations=[Looks(again).validation])
+
+
+def test_each_missing_validation_is_made_up_for(tmp_path):
+    train(session_of(tmp_path), 1)
+    for log, line, expected in (
+        ("samples", {"step": 1, "prompt": ""}, ["loss"]),
+        ("metrics", {"step": 1, "eval_loss": 2}, None),
+    ):
+        made: list[str] = []
+        both = [
+            Validation("metrics.jsonl", "eval_loss", lambda step, made=made: made.append("loss")),
+            Validation("samples.jsonl", "prompt", lambda step, made=made: made.append("samples")),
+        ]
+        with (tmp_path / f"{log}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if expected is None:
+            with pytest.raises(CheckpointError, match="holds step 1 already"):
+                train(resumed(session_of(tmp_path)), 1, validations=both)
+        else:
+            train(resumed(session_of(tmp_path)), 1, validations=both)
+            assert made == expected
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, background, at, every):
+    session = evaluating(session_of(tmp_path, every=every, background=background), 2)
+    looks, others = Looks(session), []
+
+    def abandon(step: int) -> None:
+        if step == at:
+            session.stop.request()
+            raise Abandoned
+        looks.perform(step)
+
+    other = Validation("samples.jsonl", "prompt", others.append)
+    train(session, 4, validations=[replace(looks.validation, perform=abandon), other])
+    assert others == looks.steps == ([2] if at == 4 else [])
+    assert latest(tmp_path).name == f"checkpoint-{at}"
+    assert looked(resumed(session_of(tmp_path, background=background)), 4, 2) == sorted({at, 4})
+
+
+# -- a run that resumes from an earlier checkpoint
+
+
+def test_later_checkpoints_are_set_aside_on_resume(tmp_path):
+    """A run that is killed before its first save would else resume from one of them, with a hole in its log."""
+    train(session_of(tmp_path, every=1), 4)
+    (tmp_path / "checkpoint-4.left").mkdir()
+    (tmp_path / "checkpoint-4.left" / "older").write_text("")
+
+    def kill(metrics):
+        raise _Killed
+
+    with pytest.raises(_Killed):
+        train(resumed(session_of(tmp_path), load_state(tmp_path / "checkpoint-2")), 4, kill)
+    assert latest(tmp_path).name == "checkpoint-2"
+    assert [line["step"] for line in lines(tmp_path)][:2] == [1, 2]
+    assert load_state(tmp_path / "checkpoint-4.left").step == 4
+    assert not (tmp_path / "checkpoint-4.left" / "older").exists()
+    assert not (tmp_path / "timeline.json").exists(), "an earlier run's"
+
+
+def test_checkpoints_are_set_aside_before_the_log_is_cut(tmp_path, monkeypatch):
+    train(session_of(tmp_path, every=1), 3)
+
+    def cut(path, n_steps):
+        assert latest(tmp_path).name == "checkpoint-1"
+        raise _Killed
+
+    monkeypatch.setattr(trainer, "keep_lines_up_to", cut)
+    with pytest.raises(_Killed):
+        train(resumed(session_of(tmp_path), load_state(tmp_path / "checkpoint-1")), 3)
+    assert len(lines(tmp_path)) == 3

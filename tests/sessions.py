@@ -1,0 +1,85 @@
+"""Sessions of tiny models for the tests of training and checkpoints: no file is read, and a run takes a second."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from penstock.checkpoint.checkpoint import State, latest, load_state, whole
+from penstock.checkpoint.resuming import put_back, refuse_another
+from penstock.settings import CheckpointSettings, DataSettings, RunSettings
+from penstock.training.session import Session, predicted
+from penstock.training.trainer import Metrics, Trainer
+from penstock.training.validation import Validation
+from runtime.machines.cpu import CpuMachine
+from runtime.plan import Policy
+
+from .row_of_tokens import RowOfTokens
+from .tiny import tiny_config
+from .training import plan_of, same_bits, scheduled, semantics_of, state_of
+
+SAVING = ("every", "keep", "background", "copy_bytes", "minutes", "weights_only")
+
+
+def session_of(folder: Path, policy: Policy = Policy(), machine_type=CpuMachine, model_type: str = "llama", **fields) -> Session:  # noqa: B008 frozen
+    """A run of a tiny model from random weights; `fields` are of the checkpoint settings and the semantics."""
+    saving = {name: fields.pop(name) for name in SAVING if name in fields}
+    plan = plan_of(tiny_config(model_type), semantics_of(model_type, **fields), policy)
+    ids = np.random.default_rng(5).integers(0, 96, 16 * 50, dtype=np.uint16)
+    data = RowOfTokens(ids, seq_len=16, batch_size=4, pad_id=0, shuffle_seed=3)
+    machine = machine_type(plan, data.batch, scheduled)
+    machine.initialise(7)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = RunSettings(DataSettings("row of tokens"), out=str(folder), checkpoint=CheckpointSettings(**saving))
+    return Session(settings, plan, "cpu", machine, machine, data, 4, predicted(plan)[2])
+
+
+def resumed(session: Session, state: State | None = None) -> Session:
+    """The session, gone on from a checkpoint: from the last one, if nothing is said."""
+    state = state or load_state(latest(session.folder))
+    refuse_another(state, session.identity)
+    put_back(state, session.store.host, session.data)
+    return replace(session, first_step=state.step)
+
+
+def train(
+    session: Session,
+    n_steps: int = 4,
+    on_step: Callable[[Metrics], None] = lambda metrics: None,
+    validations: Sequence[Validation] = (),
+) -> Session:
+    """Train it up to so many steps."""
+    session = replace(session, n_steps=n_steps)
+    Trainer(session, on_step, validations).train()
+    return session
+
+
+def evaluating(session: Session, every: int | None) -> Session:
+    return replace(session, settings=replace(session.settings, evaluation=replace(session.settings.evaluation, every=every)))
+
+
+def same_state(session: Session, expected: Session | tuple) -> bool:
+    """Masters and moments, to the last bit."""
+    states = state_of(session.store), expected if isinstance(expected, tuple) else state_of(expected.store)
+    return all(same_bits(x[name], y[name]) for x, y in zip(*states, strict=True) for name in y)
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (folder / name).read_text().splitlines()]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files of all checkpoints in a folder, which must be whole."""
+    for _, path in whole(folder):
+        load_state(path)
+    return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in folder.glob("checkpoint-*/*")}
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder."""
+    return [step for step, _ in whole(folder)]
