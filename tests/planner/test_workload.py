@@ -1,4 +1,4 @@
-"""Does a workload say of a model what transformers and autograd say of it?"""
+"""Workloads against the models of transformers: weights, FLOP, traffic and bytes that autograd saves."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from planner.model.workload import build_workload, read_model, shipped_models, s
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.train import Lora, Train
-from runtime.plan.workload import BlockKind, Model, Workload
+from runtime.plan.workload import Model, Workload
 from tests.real_layers import (
     DTYPES,
     MANY,
@@ -35,6 +35,7 @@ from tests.training import fused
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((t, {}) for t in MODEL_TYPES),
     *((t, {"tie_word_embeddings": True}) for t in MODEL_TYPES),
+    *((t, {"head_dim": ...}) for t in MODEL_TYPES if "head_dim" in tiny_config(t)),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
     ("llama", {"num_key_value_heads": 4, "head_dim": None}),
     ("qwen2", {"num_key_value_heads": None}),
@@ -67,27 +68,19 @@ def parameters_agree(config: dict[str, Any]) -> None:
         theirs = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
     ours = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
     assert named_shapes(ours) == theirs
-    assert (
-        ours.tied == (ours.blocks[-1].parameters[-1].tied_to == "model.embed_tokens.weight") == (theirs[-1][0] != "lm_head.weight")
-    )
-    assert ours.blocks[-1].parameters[-1].shape == ours.blocks[0].parameters[0].shape
+    head = ours.blocks[-1].parameters[-1]
+    assert ours.tied == (head.tied_to == "model.embed_tokens.weight") == (theirs[-1][0] != "lm_head.weight")
+    assert head.shape == ours.blocks[0].parameters[0].shape
 
 
 @pytest.mark.parametrize(("model_type", "overrides"), [variant for variant in VARIANTS if variant[0] in MODEL_TYPES])
-def test_weights_have_the_names_shapes_and_order_that_transformers_gives_them(model_type: str, overrides: dict[str, Any]) -> None:
+def test_weights_have_the_names_shapes_and_order_of_transformers(model_type: str, overrides: dict[str, Any]) -> None:
     parameters_agree({k: v for k, v in tiny_config(model_type, **overrides).items() if v is not ...})
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
-def test_every_shipped_model_has_exactly_the_weights_of_the_real_one(name: str) -> None:
+def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
     parameters_agree(read_model(name).config)
-
-
-@pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if "head_dim" in tiny_config(t)])
-def test_a_head_size_left_out_is_the_one_that_transformers_takes(model_type: str) -> None:
-    config = tiny_config(model_type)
-    del config["head_dim"]
-    parameters_agree(config)
 
 
 # ---- work
@@ -110,10 +103,6 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     assert sum(m.flop for b in blocks for m in b.matmuls) + sum(squares) == counter.get_total_flops() - sum(tables)
 
 
-def mask_of(model: torch.nn.Module, config: dict[str, Any], seq_len: int) -> list[torch.Tensor]:
-    return [kwargs["attention_mask"] for _, _, kwargs in layer_calls(model, config["vocab_size"], 1, seq_len)]
-
-
 @pytest.mark.fast("pairs")
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
@@ -133,13 +122,13 @@ def mask_of(model: torch.nn.Module, config: dict[str, Any], seq_len: int) -> lis
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1]}),
     ],
 )
-def test_attention_counts_the_pairs_that_the_models_own_mask_lets_through(model_type: str, overrides: dict[str, Any]) -> None:
+def test_attention_counts_the_pairs_that_the_models_mask_admits(model_type: str, overrides: dict[str, Any]) -> None:
     config, seq_len = tiny_config(model_type, **overrides), 24
     blocks = build_workload(Model(config), semantics(1, seq_len, attention="eager")).blocks[1:-1]
-    masks = mask_of(hf_model(config, attn_implementation="eager"), config, seq_len)
-    for block, mask in zip(blocks, masks, strict=True):
+    calls = layer_calls(hf_model(config, attn_implementation="eager"), config["vocab_size"], 1, seq_len)
+    for block, (_, _, kwargs) in zip(blocks, calls, strict=True):
         assert block.attention is not None
-        n_pairs = int((mask[0, 0] == 0).sum())
+        n_pairs = int((kwargs["attention_mask"][0, 0] == 0).sum())
         assert block.attention.flop == 4 * block.attention.n_heads * block.attention.head_dim * n_pairs
 
 
@@ -159,33 +148,19 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
 @pytest.mark.fast("pairs")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
+    """Calls and traffic are those of the layer, too, and its backward stays within the transient bytes, and not far below."""
+    looped = case[0] in EXPERT_TYPES and case[3] == "eager"  # such a loop also passes over masks of rows, which are left out
     for size in SIZES:
         for block, layer, x, kwargs in layers_of(case, *size):
-            measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
-            assert block.kept_bytes == pytest.approx(measured, rel=0.02)
+            weights = list(layer.parameters())
+            assert block.kept_bytes == pytest.approx(saved_bytes(layer, x, kwargs, weights), rel=0.02)
             assert block.boundary_bytes == x.numel() * x.element_size()
-
-
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
-def test_calls_and_traffic_of_a_layer_are_those_of_the_real_one(case: tuple[str, str, str, str]) -> None:
-    """Exact for dense layers. A loop over experts also passes over masks of row numbers, which are left out."""
-    looped = case[0] in EXPERT_TYPES and case[3] == "eager"
-    for size in SIZES:
-        for block, layer, x, kwargs in layers_of(case, *size):
             with Traffic() as traffic:
                 layer(x, **kwargs)
             n_calls = traffic.calls.total()
             assert abs(block.n_kernels - n_calls) <= (0.1 * n_calls if looped else 1)
             assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.2 if looped else 0.07)
-
-
-@pytest.mark.fast("pairs")
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
-def test_a_layers_backward_stays_within_its_transient_bytes_and_not_far_below(case: tuple[str, str, str, str]) -> None:
-    for size in SIZES:
-        for block, layer, x, kwargs in layers_of(case, *size):
-            gradient, weights = torch.randn_like(x), list(layer.parameters())
+            gradient = torch.randn_like(x)
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
             assert peak <= block.transient_bytes <= 1.5 * peak
 
@@ -206,18 +181,11 @@ def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
-def test_so_are_those_of_layers_that_are_trained_in_part(case: tuple[str, str, str, str]) -> None:
+def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
         for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
             measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
             assert block.kept_bytes == pytest.approx(measured, rel=0.02), (how, block.name)
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
-def test_their_backward_stays_within_its_transient_bytes_too(case: tuple[str, str, str, str]) -> None:
-    for how in partly(case):
-        for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
             gradient, weights = torch.randn_like(x), [p for p in layer.parameters() if p.requires_grad]
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
             most = 2.0 if case[3] == "eager" else 1.6  # the gradient of an expert's weight is only where it is trained
@@ -254,15 +222,13 @@ def test_the_bound_holds_at_a_width_of_real_models() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "gemma2"])
-def test_an_embedding_keeps_its_indices_and_stays_within_its_transient_bytes(model_type: str, dtype: str) -> None:
+def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
     config = tiny_config(model_type, **WIDER, vocab_size=1000)
     block = build_workload(Model(config), semantics(2, 48, dtype, attention="eager")).blocks[0]
     table = hf_model(config).to(DTYPES[dtype]).model.embed_tokens  # type: ignore[union-attr]
     ids = torch.randint(0, 1000, (2, 48))
-    indices = 8 * ids.numel()
-    scale = list(table.buffers())
-    assert saved_bytes(table.forward, ids, {}, [*table.parameters(), *scale]) <= 8  # beside the indices
-    assert block.kept_bytes == indices
+    assert saved_bytes(table.forward, ids, {}, [*table.parameters(), *table.buffers()]) <= 8  # without the indices
+    assert block.kept_bytes == 8 * ids.numel()
     with Traffic() as traffic:
         table(ids)
     assert block.n_kernels == traffic.calls.total()
@@ -298,7 +264,7 @@ def tiled_loss(
     return [loss, *torch.autograd.grad(normed, [x, norm.weight], gradient.view_as(normed))]
 
 
-WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which lies in an arena
+WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which is in an arena
 
 
 @pytest.mark.fast("some")
@@ -339,55 +305,36 @@ def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
     for given in (tmp_path, file):
         model = read_model(str(given))
         assert (model.config, model.path, model.name) == (config, None, tmp_path.name)
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert read_model(str(tmp_path)).path == read_model(str(file)).path == str(tmp_path.resolve()), "weights are there"
     shipped = read_model("llama-3.1-8b")
     assert (shipped.path, shipped.name, shipped.config["hidden_size"]) == (None, "llama-3.1-8b", 4096)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "pytorch_model.bin"])
-def test_a_folder_with_weights_or_a_tokenizer_becomes_the_models_path(tmp_path: Path, name: str) -> None:
-    file = write(tmp_path, tiny_config("llama"))
-    (tmp_path / name).touch()
-    assert read_model(str(tmp_path)).path == read_model(str(file)).path == str(tmp_path.resolve())
-
-
-def test_the_known_models_are_shipped() -> None:
-    assert len(shipped_models()) == 40
-    assert {"gpt-oss-120b", "internlm3-8b", "qwen2.5-72b", "smollm2-360m"} <= set(shipped_models())
-    assert shipped_models() == sorted(shipped_models())
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba"}, "'mamba' is not supported; supported: ernie4_5, gemma, gemma2, gpt_oss"),
+    ({"model_type": "mamba"}, "'mamba' is not supported"),
     ({"model_type": None}, "`model_type` is missing"),
     ({"hidden_size": ...}, "`hidden_size` is missing"),
-    ({"num_key_value_heads": ...}, "`num_key_value_heads` is missing"),
-    ({"vocab_size": 0}, "`vocab_size` is 0"),
-    ({"vocab_size": -5}, "`vocab_size` is -5"),
+    ({"vocab_size": 0}, "`vocab_size`"),
     ({"num_hidden_layers": 2.0}, "`num_hidden_layers` is 2.0"),
     ({"num_hidden_layers": True}, "`num_hidden_layers` is True"),
     ({"num_hidden_layers": 10**6}, "at most 10000"),
     ({"hidden_size": "32\nx"}, "`hidden_size` is 32 x"),
-    ({"hidden_size": 10**30}, "`hidden_size` is 1000"),
     ({"hidden_size": 33, "head_dim": ...}, "no multiple of `num_attention_heads`"),
     ({"num_key_value_heads": 3}, "no multiple of `num_key_value_heads`"),
     ({"num_key_value_heads": None}, "`num_key_value_heads` is None"),
-    ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` is yes"),
+    ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings`"),
     ({"num_experts_per_tok": 5}, "is more than"),
     ({"mlp_only_layers": [-1]}, "`mlp_only_layers`"),
-    ({"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ({"hidden_act": "relu"}, "only silu is supported"),
     ({"attention_dropout": 0.1}, "only 0 is supported"),
-    ({"use_sliding_window": True, "sliding_window": -1}, "`sliding_window` is -1"),
-    ({"residual_multiplier": 0.22}, "`residual_multiplier` is 0.22; only 1 is supported"),
-    ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping` is 30.0; only null is supported"),
+    ({"use_sliding_window": True, "sliding_window": -1}, "`sliding_window`"),
     ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "not a causal language model"),
 ]
 
 
 @pytest.mark.parametrize(("change", "complaint"), WRONG)
-def test_a_wrong_configuration_is_refused_in_one_line_that_names_file_and_key(
-    tmp_path: Path, change: dict[str, Any], complaint: str
-) -> None:
+def test_a_wrong_configuration_is_refused_with_its_key(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
     config = tiny_config("qwen3_moe") | change
     file = write(tmp_path, {k: v for k, v in config.items() if v is not ...})
     with pytest.raises(WorkloadError) as caught:
@@ -403,26 +350,19 @@ def test_a_wrong_configuration_is_refused_in_one_line_that_names_file_and_key(
     [
         ("internlm3", {"qkv_bias": True}, "`qkv_bias` and `bias` differ"),
         ("smollm3", {"no_rope_layers": [1]}, "`no_rope_layers` must say of 2 layers"),
-        ("smollm3", {"no_rope_layers": [1, "0"]}, "`no_rope_layers` must say"),
         ("smollm3", {"no_rope_layer_interval": 0}, "`no_rope_layer_interval` is 0"),
         ("gemma", {"hidden_act": "silu"}, "only gelu_pytorch_tanh is supported"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("gpt_oss", {"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types"),
+        ("gpt_oss", {"sliding_window": None}, "layer_types"),
     ],
 )
-def test_what_a_type_alone_can_say_is_refused_where_it_cannot_be(model_type: str, change: dict[str, Any], complaint: str) -> None:
+def test_keys_of_one_model_type_are_validated(model_type: str, change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(WorkloadError, match=complaint):
-        build_workload(Model(tiny_config(model_type, **change)), semantics())
+        build_workload(Model(tiny_config(model_type, **change)), semantics(attention=attention_of(model_type)))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"layer_types": ["full_attention"]}, {"layer_types": ["sliding_attention", "chunked_attention"]}, {"sliding_window": None}],
-)
-def test_layer_types_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(WorkloadError, match="layer_types"):
-        build_workload(Model(tiny_config("gpt_oss", **change)), semantics(attention="eager"))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"model_type": NaN}', "\ud800", "[" * 10**5, '{"a": ' + "1" * 10**4 + "}"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"model_type": NaN}', "\ud800", "[" * 10**5, '{"a": ' + "1" * 10**4 + "}"])
 def test_a_file_that_is_no_json_object_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(WorkloadError, match=r"config\.json: (not JSON|JSON, but not an object)") as caught:
@@ -438,20 +378,14 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
         read_model(str(file))
 
 
-@pytest.mark.parametrize("name", ["", "no-such-model", "a/b/c", "x" * 5000, "nul\0byte", "new\nline"])
-def test_a_name_that_is_nothing_is_refused_in_one_line(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "no-such-model", "x" * 5000, "nul\0byte", "new\nline"])
+def test_a_name_of_no_model_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="no such folder") as caught:
         read_model(name)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 800
-
-
-def test_a_misspelt_name_is_answered_with_its_neighbours() -> None:
     with pytest.raises(WorkloadError, match=r"near it: qwen2\.5-72b"):
         read_model("Qwen2.5-72B-Instruct")
-
-
-def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"no config\.json in this folder"):
         read_model(str(tmp_path))
 
@@ -471,7 +405,7 @@ def fused_is_the_models_own(config: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_fused_attention_is_refused_exactly_where_it_is_not_the_models_own(model_type: str) -> None:
+def test_fused_attention_is_refused_where_the_model_has_another(model_type: str) -> None:
     model = Model(tiny_config(model_type, initializer_range=0.2))  # so that scores are large enough to be capped
     ours = fused_is_the_models_own(model.config)
     assert ("sdpa" in supported_attention(model)) == ours == (model_type not in EAGER_ONLY)
@@ -480,12 +414,3 @@ def test_fused_attention_is_refused_exactly_where_it_is_not_the_models_own(model
     else:
         with pytest.raises(WorkloadError, match="use eager"):
             build_workload(model, semantics())
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_workload_is_embedding_layers_head_and_twice_the_same(model_type: str) -> None:
-    model = Model(tiny_config(model_type, num_hidden_layers=4))
-    ours = build_workload(model, semantics(attention=attention_of(model_type)))
-    assert [b.kind for b in ours.blocks] == [BlockKind.EMBEDDING, *[BlockKind.LAYER] * 4, BlockKind.HEAD]
-    assert len({b.name for b in ours.blocks}) == 6
-    assert ours == build_workload(model, semantics(attention=attention_of(model_type)))
