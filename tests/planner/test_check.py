@@ -56,16 +56,11 @@ def test_the_oracle_finds_no_race_in_them(plan: Plan) -> None:
     assert race(plan, unrolled(plan)) is None
 
 
-def many_weights() -> Plan:
-    """Layers of forty weights each, whose squares take more than one unit of 256 bytes."""
+def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
     blocks = small_workload(3, tied=False).blocks
     more = tuple(Parameter(f"w{i}", (8,)) for i in range(40))
     blocks = (blocks[0], *(replace(b, parameters=(*b.parameters, *more)) for b in blocks[1:-1]), blocks[-1])
-    return lower(MODEL, replace(small_workload(3, tied=False), blocks=blocks), Semantics(4, 1, 1), Policy(), PROFILE)
-
-
-def test_blocks_may_have_norms_of_very_different_sizes() -> None:
-    plan = many_weights()
+    plan = lower(MODEL, replace(small_workload(3, tied=False), blocks=blocks), Semantics(4, 1, 1), Policy(), PROFILE)
     assert sizes_of(plan, "norm") == (256, 512, 512, 512, 256, 256)
     check(plan)
 
@@ -164,7 +159,6 @@ def without(plan: Plan, name: str) -> Plan:
     return reordered(plan, [i for i in range(len(plan.ops)) if i != index(plan, name)])
 
 
-SPILLING: dict[str, Any] = {"spill_blocks": (0,)}
 WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
     "a race": (
         lambda: without_wait(small(), "load h2d b3"),
@@ -174,61 +168,34 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: without_wait(small(), "load h2d b2", Kind.UPDATE),
         "a race for state[2] with op 28 (update cpu b2, the step before)",
     ),
-    "a race for a tied weight": (lambda: without_wait(small(tied=True), "load h2d b0", Kind.UPDATE), "a race for state[0]"),
-    "a fetch without a wait": (lambda: without_wait(small(**SPILLING), "fetch_activation h2d b0 m0"), "a race for spilled[0]"),
     "another block's weights": (
         lambda: with_op(with_slots(small(), "load h2d b2", state=Slot("state", 1)), "load h2d b2", block=1),
         "weights[1] holds the weights of block 1, step 0, not the weights of block 2, step 0",
     ),
-    "a slot filled too early": (
-        lambda: before(small(n_layers=4), "load h2d b3", "forward gpu b1 m0"),
-        "weights[0] holds the weights of block 3, step 0, not the weights of block 1, step 0",
-    ),
     "an output that did not come back": (
         lambda: before(small(n_layers=3, boundary_stride=3), "backward gpu b3 m0", "recompute gpu b2 m0"),
-        "holds the output of block 2, micro-batch 0, step 0, not the recomputed output of block 2",
+        "not the recomputed output of block 2",
     ),
-    "an update before the norm": (
-        lambda: before(small(), "update cpu b3", "clip cpu b0"),
-        "norm[5] holds nothing, not the norm of all gradients of block 0, step 0",
-    ),
-    "a gather before its load": (
-        lambda: before(small(ranks=2), "gather net b1", "load h2d b1"),
-        "weights[0] holds nothing, not the part of the weights of block 1, step 0",
-    ),
+    "an update before the norm": (lambda: before(small(), "update cpu b3", "clip cpu b0"), "norm[5] holds nothing"),
+    "a gather before its load": (lambda: before(small(ranks=2), "gather net b1", "load h2d b1"), "weights[0] holds nothing"),
     "a settle without its speculate": (
         lambda: before(small(speculate_blocks=(2,)), "settle cpu b2", "speculate cpu b2"),
-        "in step 0 state[5] holds nothing, not the shadow of block 2, step 0",
-    ),
-    "a square of a sum that is not whole": (
-        lambda: before(
-            small(n_micro_batches=2, accumulation_group=2, square_on_device=True), "square gpu b2", "backward gpu b2 m1"
-        ),
-        "gradients[0] holds the gradient of block 3, step 0, not the gradient of block 2, step 0",
+        "state[5] holds nothing, not the shadow of block 2",
     ),
     "a circle": (lambda: with_op(small(), "load h2d b0", waits=(Wait(index(small(), "update cpu b0")),)), "can never start"),
     "an op twice": (lambda: twice(small(), "norm cpu b2"), "(norm cpu b2): done twice in a step"),
-    "a resident block loaded twice": (lambda: twice(small(resident_blocks=(2,)), "load h2d b2"), "done twice in a step"),
     "no op at all": (lambda: replace(small(), ops=()), "the step has no forward of block 0, micro-batch 0"),
-    "a missing op": (lambda: without(small(**SPILLING), "offload_activation d2h b0 m0"), "no offload_activation of block 0, micro"),
-    "a missing load of a block that stays": (
-        lambda: without(small(resident_blocks=(2,)), "load h2d b2"),
-        "no load of block 2; make",
-    ),
+    "a missing load of a block that stays": (lambda: without(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
     "an op of another policy": (lambda: twice(small(), "norm cpu b0", kind=Kind.SQUARE), "a plan with this policy has no such op"),
     "another operand": (
         lambda: with_slots(small(tied=True), "norm cpu b0", tied=None),
-        "must use arrived=host_gradients[0] tied=host_gradients[4] norm=norm[0], not arrived=host_gradients[0] norm=norm[0]",
+        "must use arrived=host_gradients[0] tied=host_gradients[4] norm=norm[0]",
     ),
     "an output in place of its input": (
         lambda: with_slots(small(spill_blocks=(0, 1)), "forward gpu b1 m0", y=Slot("activations", 2)),
         "has activations[2] for both its input and its output",
     ),
-    "deferred updates called barrier": (lambda: under(small(), update=Update.BARRIER), "under barrier it must wait for op"),
-    "a later group first": (
-        lambda: reordered(*_groups_exchanged()),
-        "(backward gpu b0 m1): comes after a later group of micro-batches",
-    ),
+    "a later group first": (lambda: reordered(*_groups_exchanged()), "(backward gpu b0 m1): comes after a later group"),
     "an arena in the other memory": (
         lambda: replace(small(), arenas=tuple(replace(a, place=Place.HOST) for a in small().arenas)),
         "arena weights: must be in device memory",
@@ -242,24 +209,9 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
         "no multiple of 256",
     ),
     "an arena that is missing": (lambda: replace(small(), arenas=small().arenas[1:]), "slot weights[2] does not exist"),
-    "an arena that is short": (
-        lambda: with_sizes(small(), "state", sizes_of(small(), "state")[:-1]),
-        "slot state[4] does not exist",
-    ),
-    "two arenas of one name": (
-        lambda: replace(small(), arenas=(*small().arenas, *small().arenas[:1])),
-        "two arenas have the same name",
-    ),
-    "a block that is not there": (
-        lambda: with_op(small(), "load h2d b0", block=5),
-        "op 0 (load h2d b5): no such block or micro-batch",
-    ),
-    "a micro-batch that is not there": (
-        lambda: with_op(small(), "forward gpu b0 m0", micro_batch=1),
-        "no such block or micro-batch",
-    ),
+    "two arenas of one name": (lambda: replace(small(), arenas=(*small().arenas, *small().arenas[:1])), "the same name"),
+    "a block that is not there": (lambda: with_op(small(), "load h2d b0", block=5), "op 0 (load h2d b5): no such block"),
     "a negative slot": (lambda: with_slots(small(), "load h2d b0", state=Slot("state", -1)), "slot state[-1] does not exist"),
-    "a wait for no op": (lambda: with_op(small(), "load h2d b0", waits=(Wait(10**6),)), "names no op of another lane"),
     "a wait of five steps": (lambda: with_op(small(), "load h2d b0", waits=(Wait(1, 5),)), "names no op of another lane"),
     "a wait in its lane": (lambda: with_op(small(), "load h2d b1", waits=(Wait(0),)), "names no op of another lane"),
 }
@@ -284,14 +236,11 @@ def test_groups_in_another_order_train_the_same_and_are_refused() -> None:
     assert same_training(plan, reordered(plan, order)) is None
 
 
-def test_a_barrier_plan_is_a_deferred_plan_too() -> None:
-    check(under(small(update=Update.BARRIER), update=Update.DEFERRED))
-
-
 def test_barrier_waits_for_updates_on_host_and_device() -> None:
     """Of a model of which some blocks are trained whole, and others in part."""
     plan = small(**NORMS | {"update": Update.BARRIER, "device_blocks": (1, 2, 3, 4)})
     check(plan)
+    check(under(plan, update=Update.DEFERRED))
     load = plan.ops[index(plan, "load h2d b0")]
     assert Wait(index(plan, "update_on_device gpu b4"), 1) in load.waits
     earlier = (Wait(index(plan, "backward gpu b1 m0"), 1),)
@@ -324,8 +273,8 @@ def test_what_layers_save_is_counted_where_it_is() -> None:
         assert sizes_of(plan, "saved") + sizes_of(plan, "offloaded") == ((1024,) * (2 + 2 * len(away)) if away else ())
 
 
-@pytest.mark.parametrize("path", ["device.memory_bytes", "device.context_bytes", "host.runtime_bytes", "device", "host"])
-@pytest.mark.parametrize("value", [None, [], "1e9", {}, {"value": "1"}, {"value": True}, {"value": -1.0}, {"value": float("nan")}])
+@pytest.mark.parametrize("path", ["device.memory_bytes", "host.runtime_bytes", "device"])
+@pytest.mark.parametrize("value", [None, "1e9", {"value": True}, {"value": -1.0}, {"value": float("nan")}])
 def test_a_profile_without_its_numbers_is_refused(path: str, value: object) -> None:
     assert f"profile: {path.partition('.')[0]}" in error_of(with_profile(small(), path, value))
 

@@ -1,4 +1,4 @@
-"""Tests of claims: an honest one holds, a changed one is refused, one of another version is told."""
+"""Claims of plans: an honest one holds, a changed one is refused, one of another version is told."""
 
 import json
 from dataclasses import fields, replace
@@ -15,13 +15,13 @@ from planner.search.search import Certificate
 from runtime.errors import PlanError
 from runtime.plan import Plan, PlanFile
 
-ASKED = {"machine": "rtx4090-server", "seq_len": 512, "batch_size": 4}
+ASKED = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {
     "searched": {},
     "a baseline": {"policy": "slideformer"},
     "recomputed boundaries": {"policy": "megatrain"},
     "clipped steps": {"clipped_steps": 0.3},
-    "less memory": {"device_memory": "20GB", "host_memory": "256GB"},
+    "less memory": {"device_memory": "20GB", "host_memory": "100GB"},
     "no clipping": {"clip_norm": None},
     "a bf16 master": {"master": "bf16"},
     "fp32": {"compute": "fp32", "gradient_dtype": "fp32"},
@@ -49,6 +49,10 @@ def test_an_honest_claim_holds_search_and_all(way: str, tmp_path: Path) -> None:
     assert check_origin(file.plan, claim) == check_claim(file.plan, claim) == check_search(file.plan, claim) == []
     assert list(strangers(file.plan)) == []
     assert "claim recomputed" in penstock.check(file)
+    p, c = claim.prediction, claim.certificate
+    assert p.p10_step_s <= p.step_s <= p.p90_step_s
+    assert c.machine_bound_s <= c.policy_bound_s <= p.step_s
+    assert c.gap_fraction == pytest.approx(p.step_s / c.policy_bound_s - 1)
 
 
 def changed(claim: dict, place: str, by: float) -> dict:
@@ -78,7 +82,7 @@ def test_a_bound_on_all_policies_is_refused_by_a_search(honest: PlanFile) -> Non
         check_search(honest.plan, claimed(claim, "plan.json"))
 
 
-def test_a_slower_policy_that_is_claimed_to_be_the_best_is_refused_by_a_search(honest: PlanFile, tmp_path: Path) -> None:
+def test_a_slower_policy_claimed_to_be_the_best_is_refused(honest: PlanFile, tmp_path: Path) -> None:
     slower = planned(tmp_path / "slower.json", **(ASKED | {"policy": "zero3-offload"}))
     proof = slower.claim["certificate"] | {"n_families": honest.claim["certificate"]["n_families"]}
     with pytest.raises(PlanError):
@@ -131,6 +135,6 @@ def test_a_shipped_name_that_means_something_else_is_told(honest: PlanFile) -> N
     assert [said for said in strangers(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in said]
 
 
-def test_every_field_of_a_certificate_is_claimed_and_code_has_a_fingerprint() -> None:
+def test_every_field_of_a_certificate_is_claimed() -> None:
     assert [f.name for f in fields(Certified)] == [f.name for f in fields(Certificate)]
     assert len(arithmetic()) == 16

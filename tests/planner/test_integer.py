@@ -1,4 +1,4 @@
-"""Is an integer program solved, and nothing said of it?"""
+"""Integer programs: the best of all points, and no output of the solver."""
 
 import subprocess
 import sys
@@ -47,6 +47,6 @@ def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
         assert found[0] == pytest.approx(best, abs=1e-6)
 
 
-def test_what_the_solver_prints_does_not_get_into_what_we_print() -> None:
+def test_the_solvers_output_is_kept_out_of_ours() -> None:
     done = subprocess.run([sys.executable, "-c", NOISY], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "before\n-3.0\n"

@@ -1,8 +1,8 @@
-"""Are the sizes that nobody named those of the fastest step, whatever else could have been named?"""
+"""Micro-batches and tiles that a plan chooses: the fastest ones, and those that fit."""
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -16,9 +16,8 @@ from planner.model.workload import build_workload, read_model, supported_attenti
 from planner.predict.cost import region_of
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import simulate
-from planner.search.estimate import Greedy, _hull
+from planner.search.estimate import Greedy
 from planner.search.micro_batch import (
-    LEAST_FRACTION,
     LEAST_LOSS_TILE,
     MORE_PARTS,
     MOST_MICRO_BATCHES,
@@ -75,7 +74,7 @@ def searched_s(cell: int, micro_batch: int) -> float:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cell", range(len(CELLS)))
-def test_no_other_micro_batch_is_faster_by_more_than_half_a_percent(cell: int) -> None:
+def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
     """Each searched in full, those between the candidates too."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = on(machine, device_bytes)
@@ -86,7 +85,7 @@ def test_no_other_micro_batch_is_faster_by_more_than_half_a_percent(cell: int) -
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("cell", range(len(CELLS)))
-def test_of_the_candidates_the_one_whose_greedy_plan_is_simulated_fastest_is_chosen(cell: int) -> None:
+def test_the_candidate_with_the_fastest_greedy_plan_is_chosen(cell: int) -> None:
     """Bounds are looked at first, and most candidates not at all: against looking at all of them closely."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
     profile = on(machine, device_bytes)
@@ -103,7 +102,7 @@ def test_of_the_candidates_the_one_whose_greedy_plan_is_simulated_fastest_is_cho
 
 
 @given(st.integers(1, 5000))
-def test_candidates_are_few_and_cut_a_batch_into_nearly_equal_parts(batch: int) -> None:
+def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None:
     found = candidates(Semantics(seq_len=1, batch_size=batch, micro_batch=1))
     assert found[0] == batch
     assert found == sorted(set(found), reverse=True)
@@ -113,20 +112,11 @@ def test_candidates_are_few_and_cut_a_batch_into_nearly_equal_parts(batch: int) 
     assert found[-1] == 1
 
 
-def test_a_step_is_cut_into_hundreds_of_parts_only_where_it_does_not_fit_otherwise() -> None:
-    for device_bytes, most_parts in ((24 * GB, 256), (2 * GB, 5000)):
-        profile = on("rtx4090-desktop", device_bytes)
-        sizes = [of for of, _ in possible_sizes(SMALL, start(SMALL, profile, 4096, 5000), profile)]
-        assert (max(of.n_micro_batches for of in sizes) > 256) == (most_parts > 256)
-        assert sizes
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("sizes_gb", [(4, 24), (2, 3, 4, 6, 9, 14, 24)], ids=["two", "seven"])
-def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed(sizes_gb: tuple[int, ...]) -> None:
+def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
     model, seq_len, batch = SMALL, 2048, 24
     fastest_s = float("inf")
-    for device_bytes in (size_gb * GB for size_gb in sizes_gb):
+    for device_bytes in (size_gb * GB for size_gb in (2, 3, 4, 6, 9, 14, 24)):
         profile = on("h200-pcie5", device_bytes)
         of, workload = with_micro_batch(model, start(model, profile, seq_len, batch), profile)
         answer = search(model, workload, of, profile)
@@ -135,20 +125,20 @@ def test_no_more_memory_makes_a_step_slower_than_the_gap_that_is_printed(sizes_g
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("divides", "does_not"), [(16, 17), (32, 37)])
-def test_a_batch_that_nothing_divides_loses_nothing(divides: int, does_not: int) -> None:
+def test_a_batch_of_a_prime_number_is_as_fast() -> None:
     model, profile = read_model("qwen2.5-0.5b"), on("rtx4090-desktop", 12 * GB)
     per_sequence_s = {}
-    for batch in (divides, does_not):
+    for batch in (16, 17, 32, 37):
         of, workload = with_micro_batch(model, start(model, profile, 1024, batch), profile)
         greedy = Greedy(model, workload, of, profile)
         per_sequence_s[batch] = min(greedy.step_s(policy) for policy in greedy.policies()) / batch
-    assert per_sequence_s[does_not] < 1.03 * per_sequence_s[divides]
+    for round_batch, prime in ((16, 17), (32, 37)):
+        assert per_sequence_s[prime] < 1.03 * per_sequence_s[round_batch]
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
-def test_a_batch_without_end_is_looked_at_without_end_nowhere(micro_batch: int | None) -> None:
-    """A plan has lists as long as it has micro-batches: of a billion none may be begun."""
+def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | None) -> None:
+    """A step that does not fit otherwise is cut into more than 256 parts."""
     profile = on("rtx4090-desktop", 24 * GB)
     given = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
@@ -183,39 +173,21 @@ def test_greedy_plans_are_right_and_as_long_as_is_said_of_them(cell: int) -> Non
             assert not footprint(frame(model, workload, of, more), profile).fits, "memory is left"
 
 
-def test_upgrades_are_worth_less_and_less_and_none_is_left_that_would_be_worth_more() -> None:
-    boundary, attention = (0, 9.0, Saved.INPUT), (10, 7.0, Saved.ATTENTION)
-    assert _hull([boundary, attention, (20, 1.0, Saved.PRODUCTS)]) == [(0.4, Saved.PRODUCTS)]
-    assert _hull([boundary, attention, (40, 6.5, Saved.PRODUCTS), (50, 0.0, Saved.ALL)]) == [
-        (0.2, Saved.ATTENTION),
-        (0.175, Saved.ALL),
-    ]
-    assert _hull([boundary]) == []
-
-
 # -- what was named, and tiles --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("seq_len", [2**17, 2**15, 4096])
-def test_proposing_twice_proposes_the_same_whatever_stood_there(seq_len: int) -> None:
+def test_sizes_that_were_named_stay_and_others_are_chosen_anew(seq_len: int) -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
     semantics, _ = with_micro_batch(model, start(model, profile, seq_len, 4), profile)
-    other = replace(semantics, micro_batch=4, mlp_tile_tokens=16, loss_tile_tokens=7)
-    again, workload = with_micro_batch(model, other, profile)
-    assert again == semantics
-    assert workload == build_workload(model, semantics)
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("field", sorted(SIZES))
-def test_a_size_that_was_named_stays(field: str) -> None:
-    model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
-    named = Semantics(2**15, 4, 2, mlp_tile_tokens=48, loss_tile_tokens=7)
-    found, workload = with_micro_batch(model, named, profile, SIZES - {field})
-    assert getattr(found, field) == getattr(named, field)
-    assert workload == build_workload(model, found)
+    named = replace(semantics, micro_batch=2, mlp_tile_tokens=48, loss_tile_tokens=7)
+    assert with_micro_batch(model, named, profile) == (semantics, build_workload(model, semantics))
     assert with_micro_batch(model, named, profile, frozenset())[0] == named
+    for field in SIZES:
+        found, workload = with_micro_batch(model, named, profile, SIZES - {field})
+        assert getattr(found, field) == getattr(named, field)
+        assert workload == build_workload(model, found)
 
 
 def device_bytes(model: Model, semantics: Semantics, profile: Profile, spilled: bool = False) -> int:
@@ -224,33 +196,17 @@ def device_bytes(model: Model, semantics: Semantics, profile: Profile, spilled: 
     return footprint(frame(model, workload, semantics, policy), profile).device_peak_bytes
 
 
-@pytest.mark.parametrize("machine", ["gh200", "h200-pcie5"])
-def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_and_not_without(machine: str) -> None:
-    model, profile = read_model("qwen2.5-7b"), read_profile(machine)
+def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_alone() -> None:
+    model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
     semantics, _ = with_micro_batch(model, Semantics(LONG, 1, 1), profile)
     assert semantics.mlp_tile_tokens is not None
     assert device_bytes(model, semantics, profile, spilled=True) <= profile.device.memory_bytes.value
     assert device_bytes(model, replace(semantics, mlp_tile_tokens=None), profile, spilled=True) > profile.device.memory_bytes.value
+    experts, _ = with_micro_batch(read_model("qwen3-30b-a3b"), Semantics(LONG, 1, 1), read_profile("rtx4090-server"))
+    assert (experts.micro_batch, experts.mlp_tile_tokens) == (1, None), "experts get no tiles"
 
 
-@pytest.mark.parametrize(("machine", "seq_len"), [("rtx4090-server", 2**15), ("gh200", 2**17), ("h200-pcie5", 4096)])
-def test_tiles_are_looked_at_just_where_a_sequence_leaves_little_room(machine: str, seq_len: int) -> None:
-    model, profile = read_model("qwen2.5-7b"), read_profile(machine)
-    sizes = [of for of, _ in possible_sizes(model, start(model, profile, seq_len, 2), profile)]
-    one = replace(start(model, profile, seq_len, 2), loss_tile_tokens=LOSS_TILES["fused"])
-    leaves_room = device_bytes(model, one, profile) <= LEAST_FRACTION * profile.device.memory_bytes.value
-    tiled = {of.micro_batch for of in sizes if of.mlp_tile_tokens is not None}
-    assert (1 in tiled) == (not leaves_room)
-    assert all(of.micro_batch not in tiled for of in sizes if of.mlp_tile_tokens is None and of.micro_batch > 1)
-
-
-def test_models_with_experts_get_no_tiles_of_their_mlp() -> None:
-    model, profile = read_model("qwen3-30b-a3b"), read_profile("rtx4090-server")
-    semantics, _ = with_micro_batch(model, Semantics(LONG, 1, 1), profile)
-    assert (semantics.micro_batch, semantics.mlp_tile_tokens) == (1, None)
-
-
-def test_tiles_of_the_loss_shrink_only_where_logits_are_what_does_not_fit() -> None:
+def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
     """A vocabulary far larger than the layers, on ever smaller devices."""
     model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
     seen = []
@@ -267,21 +223,19 @@ def test_tiles_of_the_loss_shrink_only_where_logits_are_what_does_not_fit() -> N
     assert seen[-1] == LEAST_LOSS_TILE
 
 
-def test_what_never_fits_is_proposed_as_it_needs_least() -> None:
+def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("cpu-2core")
     semantics, _ = with_micro_batch(model, Semantics(2**15, 1, 1), profile)
     least = device_bytes(model, semantics, profile, spilled=True)
     assert least > profile.device.memory_bytes.value
-    for tile in (None, 1024, 2048, 16384):
-        for loss in (128, 512, 1024):
-            assert (
-                device_bytes(model, replace(semantics, mlp_tile_tokens=tile, loss_tile_tokens=loss), profile, spilled=True) >= least
-            )
+    for tile, loss in product((None, 1024, 2048, 16384), (128, 512, 1024)):
+        others = replace(semantics, mlp_tile_tokens=tile, loss_tile_tokens=loss)
+        assert device_bytes(model, others, profile, spilled=True) >= least
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("host_bytes", [6 * GB, 9 * GB, 10 * GB, 12 * GB, 16 * GB])
-def test_sizes_that_fit_fit_just_where_the_fastest_ones_do(host_bytes: int) -> None:
+def test_sizes_that_fit_exist_just_where_the_fastest_ones_fit(host_bytes: int) -> None:
     """What a remedy asks of sizes takes no estimate."""
     model, profile = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop").with_memory(6 * GB, host_bytes)
     given = start(model, profile, 1024, 12)

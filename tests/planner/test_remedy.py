@@ -1,4 +1,4 @@
-"""Does what is said to be missing make it fit?"""
+"""Remedies: the changes of memory, sizes and dtypes named for a model that does not fit make it fit."""
 
 import re
 from dataclasses import replace
@@ -49,7 +49,7 @@ def sizes_in(change):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("device", "host"), MEMORY)
 @pytest.mark.parametrize("fixed", [None, Policy(spill_blocks=tuple(range(23)))])
-def test_the_missing_bytes_and_the_change_of_memory_are_those_of_the_nearest_policy(device, host, fixed):
+def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     profile = DESKTOP.with_memory(device, host)
     error = refusal(profile, fixed=fixed)
     if error is None:
@@ -66,7 +66,7 @@ def test_the_missing_bytes_and_the_change_of_memory_are_those_of_the_nearest_pol
     assert refusal(DESKTOP.with_memory(named.get("device", device), named.get("host", host)), fixed=fixed) is None
 
 
-def test_a_host_that_is_a_little_short_is_not_called_a_device_that_is_much_too_small():
+def test_a_short_host_is_told_before_a_short_device():
     """Boundaries of long sequences do not fit the device; spilled, they miss the host by 15.3 GB: that is what can be bought."""
     model, semantics = read_model("qwen3-8b"), Semantics(seq_len=4096, batch_size=32, micro_batch=2)
     with pytest.raises(DoesNotFitError) as caught:
@@ -87,7 +87,7 @@ def test_the_change_of_memory_is_named_however_many_others_fit():
     assert sizes_in(error.smallest_change)["host"] >= enough
 
 
-def test_no_change_is_proposed_that_makes_a_plan_too_long_to_write():
+def test_no_change_makes_a_plan_too_long_to_write():
     semantics = replace(SEMANTICS, batch_size=2**21)
     workload = build_workload(MODEL, semantics)
     assert most_ops(workload, semantics) > MAX_PLAN_OPS
@@ -121,7 +121,7 @@ def test_no_change_resets_a_size_that_the_user_named(named):
         assert replace(changed, semantics=again).fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
 
 
-def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
+def test_no_change_makes_the_policy_that_was_named_illegal():
     """Other sizes may have fewer micro-batches than the policy has in a group."""
     semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
     request = Request(MODEL, semantics, DESKTOP.with_memory(10**12, 10**12), Policy(accumulation_group=4), SIZES)
@@ -130,7 +130,7 @@ def test_no_change_is_named_under_which_the_policy_asked_for_is_illegal():
 
 
 @pytest.mark.soak
-def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_that_suits_it():
+def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
     semantics, workload = with_micro_batch(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
@@ -148,7 +148,7 @@ def test_more_memory_for_a_policy_that_was_asked_for_comes_with_a_micro_batch_th
 @pytest.mark.soak
 @given(cases())
 @settings(deadline=None)
-def test_no_plan_has_more_ops_than_the_count_that_plans_are_refused_by(case):
+def test_no_plan_has_more_ops_than_the_count_in_refusals(case):
     assert len(case.plan.ops) <= most_ops(case.workload, case.semantics, case.policy)
 
 

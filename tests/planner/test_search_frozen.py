@@ -1,4 +1,4 @@
-"""Are plans with frozen weights searched, bounded and refused as those of whole models are?"""
+"""Search of plans with frozen weights: bounds, memory and the ops that adapters need."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     assert found.needs.fits
 
 
-def test_adapters_that_are_updated_on_the_device_ask_for_nothing_of_the_host():
+def test_adapters_updated_on_the_device_need_no_host_ops():
     model, workload, semantics = asked("llama", "lora:r=8")
     policy = Policy(device_blocks=workload.mixed, update=Update.DEFERRED)
     found = search(model, workload, semantics, MACHINE, policy)
@@ -62,7 +62,7 @@ def test_adapters_that_are_updated_on_the_device_ask_for_nothing_of_the_host():
     assert {"offload_squares", "update_on_device"} <= kinds
 
 
-def test_what_is_saved_leaves_beside_loads_and_its_bound_says_so():
+def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     """A link carries less each way when both are in use: its copies up take longer than their sum, and so long the bound is."""
     model, semantics = (
         read_model("llama-3.1-8b"),

@@ -1,4 +1,4 @@
-"""Is the interval as wide as the spreads make it?"""
+"""Intervals of predictions: as wide as the spreads of a profile make them."""
 
 import math
 import random
@@ -81,7 +81,7 @@ def test_wider_spreads_make_a_wider_interval(case):
 @pytest.mark.drawn
 @given(cases(), st.sampled_from([0.02, 0.1, 0.5]), st.sampled_from([3, MANY, 15]))
 @settings(deadline=None, max_examples=40)
-def test_where_all_speeds_are_one_doubt_the_interval_is_its_spread(case, fraction, n_draws):
+def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
     bare = without(MADE_UP, LINK, DRAM, OPTIMIZER, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
     alone_s = step_s(case.plan, bare)
@@ -124,20 +124,9 @@ def moved(part, z, place=""):
 
 def test_a_plan_of_many_ops_affords_fewer_draws():
     plan, profile = small_plan()
-    assert affordable_draws(plan) == interval(plan, profile).n_draws == 32
-    assert affordable_draws(replace(plan, ops=plan.ops * 20)) < 32
-    assert affordable_draws(replace(plan, ops=plan.ops * 200)) == affordable_draws(replace(plan, ops=plan.ops * 2000)) == 8
-
-
-def test_another_seed_gives_another_interval_of_about_the_same_width():
-    plan, profile = small_plan()
-    first, second = interval(plan, profile, 32, 0), interval(plan, profile, 32, 1)
+    first, second = interval(plan, profile), interval(plan, profile, seed=1)
+    assert affordable_draws(plan) == first.n_draws == 32
     assert first.p10_step_s != second.p10_step_s
     assert width_s(first) == pytest.approx(width_s(second), rel=0.35)
-
-
-def test_rows_say_what_the_json_says():
-    plan, profile = small_plan()
-    found = interval(plan, profile, 4)
-    assert set(found.to_json()) == {"p10_step_s", "p50_step_s", "p90_step_s", "n_draws", "seed"}
-    assert [row[0] for row in found.rows()] == ["P10", "P50", "P90"]
+    assert affordable_draws(replace(plan, ops=plan.ops * 20)) < 32
+    assert affordable_draws(replace(plan, ops=plan.ops * 200)) == affordable_draws(replace(plan, ops=plan.ops * 2000)) == 8
