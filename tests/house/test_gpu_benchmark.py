@@ -1,4 +1,4 @@
-"""Does the benchmark for a GPU measure what its page says, as far as a CPU can tell?"""
+"""The benchmark for a GPU, as far as a CPU can run it: its stages, its harness and its page."""
 
 import json
 import os
@@ -24,7 +24,6 @@ from benchmarks.gpu.packages import WheelsError, carried, missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
 from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, TINY_CONFIG, Asked, Stage
-from benchmarks.gpu.training import fill
 from runtime.plan import PlanFile
 from runtime.plan.workload import Saved
 from tests.tour import ROOT
@@ -38,7 +37,7 @@ def called(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.soak
-def test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_tried_again(tmp_path):
+def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path):
     results = tmp_path / "results"
     done = called(tmp_path, "--fail", "host")
     stream = Results(results)
@@ -48,8 +47,7 @@ def test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_
     assert stream.outcomes() == expected, done.stderr
     assert done.returncode == 1
     said = {row["stage"]: row["said"] for row in stream.rows() if row["what"] == "ended"}
-    assert said["host"] == "RuntimeError: made to fail on purpose"
-    assert said["megatrain"] == "not given: name a checkout with --megatrain FOLDER"
+    assert "made to fail on purpose" in said["host"]
     measured = {row["stage"]: row for row in stream.rows() if row["what"] == "measured"}
     for name in ("eight-layers", "all-layers", "batch-4", "batch-16", "batch-64", "same-layers"):
         row = measured[name]
@@ -63,9 +61,7 @@ def test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_
     assert files == ["page.md", "profile.json", STREAM, ARCHIVE], "few files come back from a machine that is lent"
     with tarfile.open(results / ARCHIVE) as tar:
         assert {STREAM, "logs/host.log", "logs/smoke.log", "plans/all-layers.plan.json", "page.md"} <= {*tar.getnames()}
-    page = (results / "page.md").read_text()
-    assert all(f"| {name} |" in page for name in NAMES)
-    assert "| host | failed |" in page
+    assert "| host | failed |" in (results / "page.md").read_text()
 
     n_rows = len(stream.rows())
     again = called(tmp_path)
@@ -75,23 +71,22 @@ def test_a_tiny_run_goes_through_every_stage_and_one_that_fails_is_recorded_and_
     assert "| host | done |" in (results / "page.md").read_text()
 
 
-@pytest.mark.parametrize("absent", [["pydantic"], ["torch", "transformers"]])
-def test_packages_that_are_missing_are_named_before_anything_begins(tmp_path, absent):
+def test_missing_packages_are_named_before_a_stage_begins(tmp_path):
     code = (
         "import runpy, sys\n"
         "from importlib.machinery import PathFinder\n"
         "find = PathFinder.find_spec\n"
-        f"PathFinder.find_spec = lambda name, *args: None if name in {absent} else find(name, *args)\n"
+        "PathFinder.find_spec = lambda name, *args: None if name in ('torch', 'transformers') else find(name, *args)\n"
         f"sys.argv[1:] = ['--device', 'cpu', '--tiny', '--home', {str(tmp_path)!r}]\n"
         "runpy.run_module('benchmarks.gpu', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"missing, and every stage needs it: {', '.join(absent)}; give a folder of its wheels with --wheels" in done.stderr
+    assert "missing, and every stage needs it: torch, transformers" in done.stderr
     assert not (tmp_path / "results").exists()
 
 
-def test_wheels_that_were_carried_are_found_beside_what_is_installed(tmp_path):
+def test_carried_wheels_add_to_installed_packages(tmp_path):
     with zipfile.ZipFile(tmp_path / "penstock_carried-1.0-py3-none-any.whl", "w") as wheel:
         info = "penstock_carried-1.0.dist-info"
         wheel.writestr("penstock_carried/__init__.py", "")
@@ -131,14 +126,14 @@ harness_of: Callable[[Path, dict[str, str]], tuple[Harness, list[Stage]]] = _nam
 
 
 @pytest.mark.soak
-def test_a_stage_over_its_limit_is_killed_with_all_that_it_started_and_the_next_still_runs(tmp_path):
+def test_a_stage_over_its_limit_is_killed_with_its_children(tmp_path):
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); note('slow', 'child', pid=p.pid); time.sleep(60)"
     harness, stages = harness_of(tmp_path, {"slow": child, "next": "note('next', 'measured', x=1)"})
     stages[0] = replace(stages[0], limit_s=2.0)
     assert harness.perform_all(stages, 100.0) == {"slow": FAILED, "next": DONE}
     rows = harness.stream.rows()
     (said,) = [row["said"] for row in rows if row["stage"] == "slow" and row["what"] == "ended"]
-    assert said == "over its limit of 2 s, and killed; the log says where it was"
+    assert said.startswith("over its limit of 2 s")
     assert {"stage": "next", "what": "measured", "x": 1}.items() <= next(r for r in rows if r["what"] == "measured").items()
     (pid,) = [row["pid"] for row in rows if row["what"] == "child"]
     assert not is_running(pid)
@@ -161,7 +156,7 @@ def test_a_stage_near_its_limit_says_where_every_thread_is(tmp_path):
     assert "in _perform" in done.stderr
 
 
-def test_one_that_failed_is_said_to_have_and_why_and_is_tried_again_and_one_that_was_done_is_not(tmp_path):
+def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
     codes = {
         "good": "note('good', 'measured')",
         "bad": "print('x'); raise ValueError('no such device')",
@@ -179,7 +174,7 @@ def test_one_that_failed_is_said_to_have_and_why_and_is_tried_again_and_one_that
     assert "no such device" in log, "what an earlier call's log said is kept"
 
 
-def test_nothing_is_begun_that_could_not_end_and_a_later_shorter_one_still_is(tmp_path):
+def test_a_stage_without_time_to_end_is_not_begun(tmp_path):
     harness, stages = harness_of(tmp_path, {"long": "", "short": ""})
     stages = [replace(stages[0], limit_s=300.0), stages[1]]
     assert harness.perform_all(stages, 60.0) == {"long": "not begun", "short": DONE}
@@ -211,7 +206,7 @@ def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
         os.kill(pid, number)
 
 
-def test_a_line_that_was_cut_short_is_none_and_earlier_results_are_carried_with_the_folder(tmp_path):
+def test_results_are_carried_and_a_cut_line_is_left_out(tmp_path):
     stream = Results(tmp_path / "home" / "results")
     stream.note("facts", "ended", outcome=DONE, said="", seconds=1.0)
     with stream.path.open("a") as file:
@@ -223,17 +218,16 @@ def test_a_line_that_was_cut_short_is_none_and_earlier_results_are_carried_with_
 # -- what is measured -----------------------------------------------------------------------------------------------------
 
 
-def test_every_stage_is_a_function_and_those_of_a_call_fit_into_nine_minutes():
+def test_stages_are_functions_and_fit_into_their_calls():
     assert len({*NAMES}) == len(NAMES)
     for stage in (*STAGES, PAGE):
         module, _, function = stage.perform.partition(":")
         assert [*signature(getattr(import_module(f"benchmarks.gpu.{module}"), function)).parameters] == ["asked", "note"]
     for call in CALLS.values():
         assert sum(stage.limit_s for stage in STAGES if stage.call == call) <= CALL_S == 540.0
-    assert [stage.name for stage in STAGES if stage.call == 1] == [
-        "facts", "host", "kernels", "smoke", "eight-layers", "all-layers", "probe",
-    ]  # fmt: skip
     assert {name for name in NAMES if name in FULL.cases} == {*FULL.cases}
+    page = "\n".join(lines([]))
+    assert all(f"| {name} | to be measured |" in page for name in NAMES)
 
 
 def asked_of(home: Path, **fields: object) -> Asked:
@@ -247,17 +241,13 @@ def test_the_whole_model_is_planned_beforehand_and_fits_the_host(tmp_path):
     assert len(plan.workload.blocks) - 2 == 28
     assert claim["prediction"]["host_peak_bytes"] <= 118 * 10**9
     assert claim["prediction"]["device_peak_bytes"] <= 78 * 10**9
-    carried_with_the_folder = replace(asked, machine=None)
-    assert plan_of(carried_with_the_folder, lambda *_, **__: None) == path
-
-
-def test_no_plan_is_made_for_a_machine_that_nobody_named(tmp_path):
-    asked = asked_of(tmp_path, stage="all-layers", host_memory="118GB")
+    assert plan_of(replace(asked, machine=None), lambda *_, **__: None) == path, "it was carried with the folder"
+    path.unlink()
     with pytest.raises(CommandError, match="no machine is named with --machine"):
-        plan_of(asked, lambda *_, **__: None)
+        plan_of(replace(asked, machine=None), lambda *_, **__: None)
 
 
-def test_a_profile_that_cannot_be_planned_with_is_said_so_and_the_plan_that_was_carried_is_taken(tmp_path):
+def test_with_a_bad_profile_the_plan_that_was_carried_is_taken(tmp_path):
     (tmp_path / "tiny.json").write_text(json.dumps(TINY_CONFIG))
     asked, said = asked_of(tmp_path, tiny=True, machine="cpu-2core", stage="batch-4"), []
     made = make_plan(asked, "batch-4", asked.case, "cpu-2core", asked.plans / "batch-4.plan.json")
@@ -268,7 +258,7 @@ def test_a_profile_that_cannot_be_planned_with_is_said_so_and_the_plan_that_was_
 
 
 @pytest.mark.parametrize(("host_memory", "n_layers"), [("118GB", 15), ("64GB", 5), ("1TB", 28)])
-def test_another_system_has_as_many_layers_as_the_host_holds_under_it(tmp_path, host_memory, n_layers):
+def test_another_system_has_as_many_layers_as_its_host_holds(tmp_path, host_memory, n_layers):
     assert layers_that_fit(asked_of(tmp_path, host_memory=host_memory), 24) == n_layers
 
 
@@ -294,7 +284,7 @@ def test_another_system_is_given_the_micro_batch_that_suits_it(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_said(tmp_path, monkeypatch):
+def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
     kept = import_module("benchmarks.gpu.smoke")._trained
 
@@ -309,16 +299,3 @@ def test_a_policy_that_changes_a_bit_fails_the_smoke_and_the_others_are_still_sa
     changed = [2, 6]  # of three policies with eager kernels, one with fused pointwise ones, three with all fused
     assert [i for i, n_different in enumerate(rows) if n_different] == changed
     assert len(rows) == 7
-
-
-def test_the_page_can_be_made_of_nothing():
-    page = "\n".join(lines([]))
-    assert all(f"| {name} | to be measured |" in page for name in NAMES)
-
-
-def test_weights_are_filled_with_random_numbers_and_norms_with_ones():
-    pattern, weight, norm = torch.arange(1.0, 8.0), torch.zeros(3, 5), torch.zeros(4)
-    fill(weight, pattern)
-    fill(norm, pattern)
-    assert weight.flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 1]
-    assert norm.tolist() == [1, 1, 1, 1]

@@ -38,7 +38,7 @@ def test_model_types_that_are_alike_count_as_one() -> None:
 
 
 @pytest.mark.parametrize("strength", [1, 2])
-def test_the_cases_that_are_chosen_have_every_value_and_every_pair_and_few_cases_more(strength: int) -> None:
+def test_chosen_cases_cover_every_value_and_every_pair(strength: int) -> None:
     cases = {f"{a} {b} {c}": {"a": a, "bc": (b, c)} for a, b, c in product(range(6), range(3), range(2)) if (a, c) != (5, 1)}
     chosen = covering(cases, strength)
     for i, j in ((0, 1), (0, 2), (1, 2)) if strength == 2 else ((0, 0), (1, 1), (2, 2)):

@@ -1,7 +1,4 @@
-"""What befell others in this field: does it befall us?
-
-docs/pitfalls.md lists what can go wrong and the test that holds it; here are the tests that have no better place.
-"""
+"""Pitfalls of the field: the tests that docs/pitfalls.md names and that have no better place."""
 
 import ast
 import os
@@ -66,7 +63,7 @@ def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_experts_without_a_token_have_gradients_of_zero_and_move_no_other(experts):
+def test_experts_without_a_token_have_gradients_of_zero(experts):
     """Two tokens choose two experts each: of eight at least four get none, and others in every micro-batch."""
     semantics = semantics_of("mixtral", seq_len=2, experts=experts, clip_norm=None, on_nonfinite="stop")
     overrides = {"num_local_experts": 8}
@@ -113,7 +110,7 @@ def test_a_bf16_master_loses_updates_that_an_fp32_master_keeps():
     assert changed("fp32") > 0.9
 
 
-def test_a_lane_takes_cores_and_threads_for_itself_only_whatever_the_process_was_started_with():
+def test_a_lane_takes_cores_and_threads_for_itself_alone():
     """torchrun and others set one thread for all; threads and cores that a lane takes must not stay with the caller."""
     of_process, n_threads = os.sched_getaffinity(0), torch.get_num_threads()
     seen: dict[Lane, tuple[set[int], int]] = {}

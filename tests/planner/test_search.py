@@ -1,5 +1,6 @@
 """Search: its plans against brute force, its bounds against simulated steps, and its certificate."""
 
+import random
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -27,11 +28,12 @@ from planner.search.estimate import Greedy
 from planner.search.micro_batch import with_micro_batch
 from planner.search.relax import Relaxation
 from planner.search.search import search
-from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, family_of, leanest, staying, with_ways
+from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Kind, Policy, Semantics, Update
 from runtime.plan.legality import can_stay
 from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
+from tests.adversary import cell, drawn_policy
 from tests.strategies import with_smaller
 
 ROUNDING = 1 - 1e-9
@@ -120,108 +122,24 @@ def semantics(draw):
     )
 
 
-@st.composite
-def cases(draw):
-    """Semantics, a workload for them, a legal policy, a machine."""
-    s = draw(semantics())
-    workload = draw(workloads(s))
-    group = draw(st.integers(1, s.n_micro_batches))
-    updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
-    stride = draw(st.sampled_from([1, 1, draw(st.integers(1, workload.n_layers))]))
-    family = Family(draw(st.sampled_from(updates)), group, group, stride)
-    policy = draw(members(family, s, workload))
-    return s, workload, policy, MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
-
-
-@st.composite
-def members(draw, family, s, workload):
-    """Any policy of a family: buffers, and block by block what is saved, resident, spilled, speculated on."""
-    n_slots, n_layers = draw(st.integers(1, 3)), workload.n_layers
-    saving = [
-        draw(st.sampled_from([*STAYING, LEAVING])) if family.boundary_stride == 1 else Way(Saved.INPUT) for _ in range(n_layers)
-    ]
-    kept = tuple(b for b, way in enumerate(saving, 1) if way.saved is Saved.ALL)
-    one_group = family.accumulation_group == s.n_micro_batches
-
-    def some(blocks):
-        return tuple(b for b in blocks if draw(st.booleans()))
-
-    spilled = some(b for b in range(n_layers) if b + 1 not in kept) if family.boundary_stride == 1 and draw(st.booleans()) else ()
-    policy = Policy(
-        prefetch_depth=draw(st.integers(1, 5)),
-        gradient_slots=n_slots,
-        accumulation_group=family.accumulation_group,
-        update=family.update,
-        resident_blocks=some(range(n_layers + 2)) if draw(st.booleans()) else (),
-        spill_blocks=spilled,
-        boundary_stride=family.boundary_stride,
-        speculate_blocks=some(range(n_layers + 2)) if family.update is Update.DEFERRED and draw(st.booleans()) else (),
-        square_on_device=one_group and draw(st.booleans()),
-    )
-    return with_ways(policy, dict(enumerate(saving, 1)))
-
-
-@pytest.mark.drawn
-@given(cases())
+@given(st.integers(0, 10**6))
 @settings(deadline=None)
-def test_no_plan_is_faster_than_its_bounds(case):
-    """Neither the bound of its policy, nor that of the machine, which holds for every policy."""
-    s, workload, policy, profile = case
-    cost = CostModel(profile)
-    bound = policy_bound(frame(NOBODY, workload, s, policy), cost)
-    machine = machine_bound(frame(NOBODY, workload, s, Policy()), cost)
-    plan = lower(NOBODY, workload, s, policy, {})
-    prediction = simulate(plan, cost.demands(plan), region_of(profile))
-    if prediction.periodic:
-        assert prediction.step_s >= bound.seconds * ROUNDING, bound
-        assert prediction.step_s >= machine.seconds * ROUNDING, machine
-
-
-@given(cases())
-@settings(deadline=None)
-def test_bounds_count_no_more_ops_than_the_plan_has(case):
-    s, workload, policy, profile = case
-    plan = lower(NOBODY, workload, s, policy, {})
-    cost = CostModel(profile)
-    in_plan: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
+def test_bounds_count_no_more_ops_than_the_plan_has(number):
+    """What they count exceeds the plan by nothing; turns may spare fewer loads than the bound grants."""
+    of = cell(number)
+    policy, cost = drawn_policy(random.Random(number), of), CostModel(of.profile)
+    plan = lower(of.model, of.workload, of.semantics, policy, {})
+    left_s: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
     for op, demand in zip(plan.ops, cost.demands(plan), strict=True):
-        in_plan[op.kind] += demand.uncontended_s
-    setup = frame(NOBODY, workload, s, policy)
-    for b in range(len(workload.blocks)):
-        for kind, demand, count in ops_of(setup, cost, b):
-            in_plan[kind] -= count * demand.uncontended_s
+        left_s[op.kind] += demand.uncontended_s
+    total_s, setup = sum(left_s.values()), frame(of.model, of.workload, of.semantics, policy)
+    for kind, demand, count in (counted for b in range(len(of.workload.blocks)) for counted in ops_of(setup, cost, b)):
+        left_s[kind] -= count * demand.uncontended_s
     for kind, demand, count in spared_ops(setup, cost):
-        in_plan[kind] += count * demand.uncontended_s
-    total = sum(d.uncontended_s for d in cost.demands(plan))
-    for kind, left_s in in_plan.items():
-        if kind is Kind.LOAD:
-            assert left_s >= -1e-9 * total  # turns may spare fewer loads than the bound grants
-        else:
-            assert left_s == pytest.approx(0, abs=1e-9 * total)
-
-
-@pytest.mark.drawn
-@given(cases(), st.floats(0.3, 1.5), st.sampled_from([None, 0.0, 0.3, 1.0]))
-@settings(deadline=None)
-def test_no_policy_of_a_family_is_faster_than_its_relaxation(case, tightness, often):
-    """Whatever it chooses block by block, on a device on which it just fits or nearly so."""
-    s, workload, policy, profile = case
-    needed = footprint(frame(NOBODY, workload, s, policy), profile)
-    profile = profile.with_memory(int(needed.device_peak_bytes * max(1.0, tightness)), needed.host_peak_bytes)
-    cost = CostModel(profile)
-    family = family_of(policy, s)
-    relaxation = Relaxation(NOBODY, workload, s, cost, often if often is not None or not policy.speculate_blocks else 0.5)
-    often = relaxation.clipped_fraction or 0.0
-    plan = lower(NOBODY, workload, s, policy, {})
-    predictions = [
-        simulate(plan, CostModel(profile, clipped=clipped).demands(plan), region_of(profile)) for clipped in (False, True)
-    ]
-    if all(p.periodic for p in predictions):
-        step_s = (1 - often) * predictions[0].step_s + often * predictions[1].step_s
-        for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
-            relaxed = relaxation.solve(family, *buffers)
-            assert relaxed is not None, "the policy fits"
-            assert step_s >= relaxed.bound_s * ROUNDING, buffers
+        left_s[kind] += count * demand.uncontended_s
+    for kind, s in left_s.items():
+        assert s >= -1e-9 * total_s
+        assert s <= 1e-9 * total_s or kind in (Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE)
 
 
 @pytest.mark.drawn

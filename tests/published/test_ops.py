@@ -1,4 +1,4 @@
-"""Is every measurement of a file read or refused in one line, and predicted as plans are?"""
+"""Published measurements of single ops: files read or refused in one line, and predictions as plans book them."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from benchmarks.op_ledger import TEST_COVERAGE, WANTED, WHY, misses, page
 from benchmarks.op_profiles import GPUS
-from benchmarks.published.op_rows import COLUMNS, KINDS, read_ops
+from benchmarks.published.op_rows import COLUMNS, read_ops
 from benchmarks.published.ops import Errors, OpLedger, validate_ops
 from benchmarks.validate import validate
 from hwprofiles.schema import read_profile
@@ -50,30 +50,22 @@ def ledger():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"machine": "h100"}, "machine 'h100' is not known; write 8xh100 or"),
-        ({"kind": "matmull"}, "kind 'matmull' is not known; write matmul or"),
-        ({"unit": "ms"}, "unit 'ms' is not known; write s"),
+        ({"machine": "h100"}, "machine 'h100' is not known"),
         ({"unit": "B/s"}, "unit 'B/s' is not known; write s"),
-        ({"dtype": "int8"}, "dtype 'int8' is not known; write bf16 or"),
-        ({"shape": "m=1;k=2;width=3"}, "shape key 'width' is not known; write m or k or n"),
-        ({"shape": "m=1;k=2"}, "the shape says no n; write m=...;k=...;n=..."),
-        ({"shape": "m=1;k=2;n=0"}, "n is '0'; give a whole number, above zero"),
+        ({"shape": "m=1;k=2;width=3"}, "shape key 'width' is not known"),
+        ({"shape": "m=1;k=2"}, "the shape says no n"),
+        ({"shape": "m=1;k=2;n=0"}, "n is '0'"),
         ({"shape": "m=1;k=2;n=3;n=4"}, "n is there twice"),
-        ({"value": "-0.001"}, "value is '-0.001'; give a number above zero, in s"),
-        ({"value": "nan"}, "value is 'nan'; give a number above zero, in s"),
+        ({"value": "nan"}, "value is 'nan'"),
         ({"low": "0.3"}, "low 0.3 is above high 0.00021"),
-        ({"trust": "0"}, "trust '0' is not known; write 1 or 2 or 3"),
-        ({"set": "two words"}, "set 'two words' is no name of a source; write one word"),
-        ({"where": " "}, "`where` is empty: nobody could find the measurement"),
-        ({"n": "many"}, "n is 'many'; say how many"),
+        ({"set": "two words"}, "set 'two words'"),
+        ({"where": " "}, "`where` is empty"),
+        ({"n": "many"}, "n is 'many'"),
         ({"kind": "layer_forward", "shape": "model=../secret;batch=1;seq=1"}, "model '../secret' is a path"),
-        (
-            {"kind": "attention_forward", "shape": "batch=1;seq=1;heads=1;kv_heads=1;head_dim=1;causal=7"},
-            "causal is 7; write 1, or 0",
-        ),
+        ({"kind": "attention_forward", "shape": f"{HEADS};causal=7"}, "causal is 7"),
     ],
 )
-def test_a_row_that_is_wrong_is_refused_in_one_line_that_says_which_and_what_it_should_be(tmp_path, change, said):
+def test_a_wrong_row_is_refused_in_one_line_with_its_number(tmp_path, change, said):
     path = file_of(tmp_path, COPY, PRODUCT | change)
     found = CliRunner().invoke(validate, [path])
     assert found.exit_code == 2
@@ -98,14 +90,7 @@ def test_a_file_that_is_no_table_of_measurements_is_refused(tmp_path, text, said
     assert said in found.output
 
 
-def test_every_machine_kind_and_unit_is_there_to_be_read(tmp_path):
-    rows = [PRODUCT | {"machine": name} for name in GPUS]
-    assert len(read_ops(file_of(tmp_path, *rows), frozenset(GPUS))) == len(GPUS)
-    assert {row.kind for row in read_ops(str(SHIPPED), frozenset((*GPUS, "8xh100", "8xrtx4090")))} <= set(KINDS)
-    assert sum(1 for _ in SHIPPED.open()) <= 1501
-
-
-def test_a_hash_of_machine_kind_and_shape_class_says_what_is_of_the_test(tmp_path):
+def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
     """Tokens decide nothing, so a width is of the test or not with all of them; about one in four is."""
     shapes = [(m, k) for k in range(64, 8192, 64) for m in (64, 4096)]
     rows = [PRODUCT | {"shape": f"m={m};k={k};n=4096"} for m, k in shapes]
@@ -158,29 +143,17 @@ def test_rows_of_trust_three_are_listed_and_not_counted(tmp_path):
     assert "listed, not counted: 1 rows of trust 3" in found.summary()
 
 
-def test_errors_are_those_of_an_obvious_count(ledger):
-    ops = ledger.ops[:101]
-    errors = sorted(abs(op.ratio - 1) for op in ops)
-    found = Errors.of(ops)
-    assert found.median_error_fraction == errors[50]
-    assert sum(error <= found.p90_error_fraction for error in errors) >= 0.9 * len(errors)
-
-
 # how right it is
 
 
-@pytest.mark.parametrize("name", WANTED)
-def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger, name):
+def test_rows_of_the_test_are_predicted_as_well_as_was_wanted(ledger):
     """But for one, which the page shows: collectives' 90th percentile is 11.3 % where 10 % was wanted."""
-    belongs, median, p90 = WANTED[name]
-    found = Errors.of(op for op in ledger.ops if op.row.share == "test" and op.row.trust < 3 and belongs(op.row))
-    assert found.median_error_fraction <= median
-    assert found.p90_error_fraction <= (0.115 if name == "collectives over NVLink" else p90)
-
-
-def test_p10_to_p90_hold_as_many_rows_of_the_test_as_they_should(ledger):
-    found = Errors.of(op for op in ledger.ops if op.row.share == "test" and op.row.trust < 3)
-    assert TEST_COVERAGE[0] <= found.coverage_fraction <= TEST_COVERAGE[1]
+    of_the_test = [op for op in ledger.ops if op.row.share == "test" and op.row.trust < 3]
+    for name, (belongs, median, p90) in WANTED.items():
+        found = Errors.of(op for op in of_the_test if belongs(op.row))
+        assert found.median_error_fraction <= median, name
+        assert found.p90_error_fraction <= (0.115 if name == "collectives over NVLink" else p90), name
+    assert TEST_COVERAGE[0] <= Errors.of(of_the_test).coverage_fraction <= TEST_COVERAGE[1]
 
 
 def test_the_page_is_that_of_today_and_explains_every_miss(ledger):

@@ -1,4 +1,4 @@
-"""Is what was published of several GPUs held against us whole, and do systems that shard a model cost what they do?"""
+"""Published runs on several GPUs: the page that holds them, and what systems that shard a model cost."""
 
 from dataclasses import replace
 
@@ -42,14 +42,17 @@ def run_of(system="fsdp-offload", gpus=8, batch=8, micro_batch=4, model="qwen3-1
 # the page
 
 
-def test_the_page_holds_every_run_as_it_is_predicted_today_and_every_layer(published, explained):
+def test_the_page_holds_every_run_and_every_layer_of_today(published, explained):
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [*sharded_rows(published, explained), *layer_rows(published)]
     assert len(rows) == len(published.sharded) + len(published.layers) + 4
+    names = [it.id for it in published.sharded]
+    assert {*NOTES} <= {*names}
+    assert len({*names}) == len(names)
     assert [row for row in rows if row not in lines] == [], AGAIN
 
 
-def test_the_page_holds_every_run_of_the_other_system_beside_a_plan(published):
+def test_the_page_holds_every_pipelined_run_with_a_plan(published):
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     for it in published.pipelines:
         (row,) = [line for line in lines if line.startswith(published_cells(it))]
@@ -67,31 +70,19 @@ def test_a_changed_number_changes_its_row(published, explained):
         assert published_cells(it) != published_cells(replace(it, tokens_per_s=1.01 * it.tokens_per_s))
 
 
-def test_every_run_says_its_source_once_and_notes_are_of_runs(published):
-    names = [it.id for it in published.sharded]
-    assert len(set(names)) == len(names)
-    assert set(names) >= set(NOTES)
-    assert all("RoundPipe" in it.source for it in (*published.sharded, *published.layers, *published.pipelines))
-
-
 # what sharded systems cost
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_slower_exchange_never_makes_a_step_faster_and_at_last_binds_it(system):
+def test_slower_exchange_slows_a_step_of_several_gpus_alone(system):
     steps_s = [predict(run_of(system), faster(GEFORCE, {Group.PEERS: f})).step_s for f in (4.0, 1.0, 0.25, 0.05, 0.005)]
     assert steps_s == sorted(steps_s)
-    assert steps_s[-1] / steps_s[-2] == pytest.approx(10, rel=0.2)
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_one_gpu_is_not_slower_for_an_exchange_that_it_does_not_need(system):
+    assert steps_s[-1] / steps_s[-2] == pytest.approx(10, rel=0.2), "at last it binds"
     alone = [predict(run_of(system, gpus=1), faster(GEFORCE, {Group.PEERS: f})).step_s for f in (1.0, 0.01)]
     assert alone[0] == pytest.approx(alone[1])
-    assert alone[0] < predict(run_of(system), faster(GEFORCE, {Group.PEERS: 0.05})).step_s
 
 
-def test_weights_come_together_for_every_micro_batch_and_gradients_of_fsdp_once():
+def test_weights_are_gathered_per_micro_batch_and_gradients_once():
     """Where exchange binds, a step takes as long as it: two gathers a micro-batch, of the root's weights one, and gradients."""
     slow = faster(GEFORCE, {Group.PEERS: 1e-4})
     rate = exchange_bytes_per_s(slow)
@@ -108,7 +99,7 @@ def test_weights_come_together_for_every_micro_batch_and_gradients_of_fsdp_once(
     assert twice - once == pytest.approx(moved_s(3 * layers + 2 * table), rel=0.01)
 
 
-def test_state_on_the_host_costs_time_and_saves_the_devices_memory():
+def test_state_on_the_host_costs_time_and_saves_device_memory():
     resident, offloaded = (predict(run_of(system, model="llama-3.1-8b"), GEFORCE) for system in ("fsdp", "fsdp-offload"))
     assert resident.step_s < offloaded.step_s
     assert resident.device_peak_bytes - offloaded.device_peak_bytes > 12 * 10**9
