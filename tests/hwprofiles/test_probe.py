@@ -228,7 +228,7 @@ def test_a_work_is_repeated_as_often_as_the_effort_says() -> None:
     assert timed(Run(10.0)) == ((10.0, 0.1), 1)
 
 
-def test_repeats_that_others_cut_into_count_only_if_too_few_are_left() -> None:
+def test_disturbed_repeats_count_only_if_too_few_are_left() -> None:
     calm, cut = Run(0.1), Run(0.5, 0.2)
     runs = [calm, calm, calm, cut, cut, calm, cut, calm, cut]  # of which two come before the repeats
     assert timed(*runs, repeats=(3, 7), point_s=100.0)[0].value == pytest.approx(0.1)

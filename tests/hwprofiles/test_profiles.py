@@ -175,7 +175,7 @@ def test_each_kernel_of_attention_has_rates_of_its_own() -> None:
 
 
 @given(profiles, directions, st.integers(min_value=0, max_value=10**12), st.integers(min_value=1, max_value=10**12))
-def test_a_copy_takes_its_latency_and_its_bytes_and_more_take_longer(profile, direction, n_bytes, more):
+def test_a_copy_takes_latency_and_bytes_and_more_take_longer(profile, direction, n_bytes, more):
     curve = profile.link.h2d if direction == "h2d" else profile.link.d2h
     rates, rate = [p.rate.value for p in curve.bytes_per_s], profile.copy_bytes_per_s(direction, n_bytes)
     assert min(rates) * (1 - 1e-9) <= rate <= max(rates) * (1 + 1e-9)

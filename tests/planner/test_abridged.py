@@ -38,6 +38,9 @@ def simulated(plan: Plan) -> Timeline:
 def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: st.DataObject) -> None:
     found = simulate(plan, demands_of(data, len(plan.ops)), REGION, 4)
     short, timeline = abridged_plan(plan), abridged(plan, found.timeline)
+    for op, numbers in zip(plan.ops, numbers_of(plan), strict=True):
+        assert {(short.ops[n].kind, short.ops[n].block) for n in numbers} == {(op.kind, op.block)}
+    assert sorted(n for numbers in numbers_of(plan) for n in numbers) == list(range(len(short.ops)))
     n_steps = len(found.timeline.step_ends_s)
     assert sorted((s.step, s.op) for s in timeline.spans) == [(n, i) for n in range(n_steps) for i in range(len(short.ops))]
     lengths_s = sorted(s.end_s - s.start_s for s in found.timeline.spans)
@@ -57,14 +60,6 @@ def test_an_abridged_step_is_that_of_as_many_micro_batches() -> None:
     few = small(2 + N_KEPT)
     assert cut.step_s == pytest.approx(simulate(few, demands, None).step_s, rel=1e-6)
     assert predicted_stretch(abridged_plan(plan), cut).length_s == pytest.approx(cut.step_s, rel=1e-6)
-
-
-def test_each_op_knows_its_numbers_in_the_short_step() -> None:
-    plan = small(1000, spill_blocks=(0,))
-    short = abridged_plan(plan)
-    for op, numbers in zip(plan.ops, numbers_of(plan), strict=True):
-        assert {(short.ops[n].kind, short.ops[n].block) for n in numbers} == {(op.kind, op.block)}
-    assert sorted(n for numbers in numbers_of(plan) for n in numbers) == list(range(len(short.ops)))
 
 
 def test_a_repetition_that_no_timeline_keeps_is_refused() -> None:
@@ -90,9 +85,7 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     written = unrolled(plan)
     a, b = waterfall(plan, MACHINE), waterfall(written, MACHINE)
     assert list(a.to_json().values()) == pytest.approx(list(b.to_json().values()), rel=1e-6, abs=1e-9)
-    found, expected = (
-        {s.resource: s.step_s for s in gains(one, MACHINE)} for one in (plan, written)
-    )  # fmt: skip
+    found, expected = ({s.resource: s.step_s for s in gains(one, MACHINE)} for one in (plan, written))
     assert found == pytest.approx(expected, rel=1e-9)
     drawn = [interval(one, MACHINE, n_draws=4) for one in (plan, written)]
     assert drawn[0].p50_step_s == pytest.approx(drawn[1].p50_step_s, rel=1e-9)
@@ -120,17 +113,11 @@ def test_a_run_of_a_long_step_corrects_its_profile() -> None:
     assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4
 
 
-def test_the_page_draws_the_first_and_the_last_repetitions() -> None:
+def test_page_and_trace_have_the_first_and_the_last_repetitions() -> None:
     plan = small(1000)
     text = page(facts(PlanFile(plan, None), "p.json"), "p.json")
     assert "Of 998 repetitions the first 2 and the last 2 are drawn" in text
     assert "forward gpu b1 m5" in text  # a step of six micro-batches is drawn
     assert "forward gpu b1 m6" not in text
-
-
-def test_the_trace_of_a_long_step_names_its_micro_batches() -> None:
-    plan = small(1000)
     trace = chrome_trace(plan, {"predicted": simulated(plan)})
-    assert "forward gpu b1 m998" in trace
-    assert "forward gpu b1 m2" in trace
-    assert "forward gpu b1 m500" not in trace
+    assert [f"forward gpu b1 m{m}" in trace for m in (2, 500, 998)] == [True, False, True]
