@@ -13,11 +13,10 @@ from click.testing import CliRunner
 from hwprofiles.schema import Profile
 from penstock.cli.main import cli
 from penstock.cli.run_files import read_logged_run
-from planner.predict.cost import costs, region_of
-from planner.predict.simulate import Prediction, simulate
 from planner.show.facts import facts
 from planner.show.page import page
-from runtime.plan import Plan, PlanFile
+from runtime.plan import PlanFile
+from tests.strategies import predicted
 
 SLOWER = 1.1  # than predicted: the runs made here
 MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
@@ -36,10 +35,6 @@ def _chosen() -> bytes:
         done = CliRunner().invoke(cli, ["plan", *MODEL, "-o", f"{folder}/plan.json"])
         assert done.exit_code == 0, done.output
         return (Path(folder) / "plan.json").read_bytes()
-
-
-def predicted(plan: Plan, profile: Profile) -> Prediction:
-    return simulate(plan, costs(plan, profile), region_of(profile))
 
 
 def make_run(folder: Path, plan_file: Path) -> Path:

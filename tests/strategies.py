@@ -9,7 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from hwprofiles.schema import Profile
 from planner.lower.lower import lower
+from planner.predict.cost import costs, region_of
+from planner.predict.simulate import Prediction, simulate
 from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.plan.legality import can_stay
@@ -74,6 +77,14 @@ PROFILE: dict[str, Any] = {
     },
     "price": {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None},
 }
+
+
+MADE_UP = Profile.from_json(PROFILE)
+
+
+def predicted(plan: Plan, profile: Profile = MADE_UP, max_steps: int = 32) -> Prediction:
+    """The simulated steps of a plan on the machine of a profile."""
+    return simulate(plan, costs(plan, profile), region_of(profile), max_steps)
 
 
 def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
 from planner.predict.cost import costs, region_of
 from planner.predict.recalibrate import recalibrate
@@ -23,14 +22,9 @@ from runtime.plan import Lane, Plan, PlanFile, Update
 from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import Span, Timeline, chrome_trace
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
-from tests.strategies import PROFILE
+from tests.strategies import MADE_UP, predicted
 
-MACHINE = Profile.from_json(PROFILE, "a test")
 law = settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
-
-
-def simulated(plan: Plan) -> Timeline:
-    return simulate(plan, costs(plan, MACHINE), region_of(MACHINE)).timeline
 
 
 @law
@@ -55,7 +49,7 @@ def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: 
 def test_an_abridged_step_is_that_of_as_many_micro_batches() -> None:
     """A step of a thousand, cut, lasts as long as a step of as many micro-batches as are kept."""
     plan = small(1000)
-    demands = costs(plan, MACHINE)
+    demands = costs(plan, MADE_UP)
     cut = abridged_prediction(plan, simulate(plan, demands, None))
     few = small(2 + N_KEPT)
     assert cut.step_s == pytest.approx(simulate(few, demands, None).step_s, rel=1e-6)
@@ -83,19 +77,18 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     written = unrolled(plan)
-    a, b = waterfall(plan, MACHINE), waterfall(written, MACHINE)
+    a, b = waterfall(plan, MADE_UP), waterfall(written, MADE_UP)
     assert list(a.to_json().values()) == pytest.approx(list(b.to_json().values()), rel=1e-6, abs=1e-9)
-    found, expected = ({s.resource: s.step_s for s in gains(one, MACHINE)} for one in (plan, written))
+    found, expected = ({s.resource: s.step_s for s in gains(one, MADE_UP)} for one in (plan, written))
     assert found == pytest.approx(expected, rel=1e-9)
-    drawn = [interval(one, MACHINE, n_draws=4) for one in (plan, written)]
+    drawn = [interval(one, MADE_UP, n_draws=4) for one in (plan, written)]
     assert drawn[0].p50_step_s == pytest.approx(drawn[1].p50_step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_what_ops_take_is_read_off_the_timeline_of_a_long_step(plan: Plan) -> None:
-    prediction = simulate(plan, costs(plan, MACHINE), region_of(MACHINE))
-    timeline = simulate(plan, costs(plan, MACHINE), region_of(MACHINE), max_steps=6).timeline
-    found, expected = settled(plan, timeline), predicted_of(plan, prediction)
+    prediction = predicted(plan)
+    found, expected = settled(plan, predicted(plan, max_steps=6).timeline), predicted_of(plan, prediction)
     assert found.step_s == pytest.approx(prediction.step_s, rel=1e-6)
     assert len(found.ops_s) == len(plan.ops)
     assert sum(found.ops_s) == pytest.approx(sum(expected.ops_s), rel=0.02)
@@ -106,9 +99,9 @@ def test_a_run_of_a_long_step_corrects_its_profile() -> None:
     plan = small(40)
     slow = [
         replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d
-        for op, d in zip(plan.ops, costs(plan, MACHINE), strict=True)
+        for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True)
     ]
-    run = simulate(plan, slow, region_of(MACHINE), max_steps=8)
+    run = simulate(plan, slow, region_of(MADE_UP), max_steps=8)
     found = recalibrate(plan, run.timeline, "a test", "2026-11-22")
     assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4
 
@@ -119,5 +112,5 @@ def test_page_and_trace_have_the_first_and_the_last_repetitions() -> None:
     assert "Of 998 repetitions the first 2 and the last 2 are drawn" in text
     assert "forward gpu b1 m5" in text  # a step of six micro-batches is drawn
     assert "forward gpu b1 m6" not in text
-    trace = chrome_trace(plan, {"predicted": simulated(plan)})
+    trace = chrome_trace(plan, {"predicted": predicted(plan).timeline})
     assert [f"forward gpu b1 m{m}" in trace for m in (2, 500, 998)] == [True, False, True]

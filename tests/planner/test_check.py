@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
 
 
 def _groups_exchanged() -> tuple[Plan, list[int]]:
-    """The values would be right: micro-batch 2 takes the activations' slots that micro-batch 0 has left."""
+    """It would train the same, in more memory than is booked: autograd's saved bytes are counted for one group at a time."""
     plan = small(n_micro_batches=4, accumulation_group=2)
     last, first = index(plan, "backward gpu b0 m1"), index(plan, "forward gpu b0 m2")
     return plan, [{last: first, first: last}.get(i, i) for i in range(len(plan.ops))]
@@ -228,12 +228,6 @@ def _groups_exchanged() -> tuple[Plan, list[int]]:
 def test_a_wrong_plan_is_refused_in_a_line_that_says_what(what: str) -> None:
     make, says = WRONG[what]
     assert says in error_of(make())
-
-
-def test_groups_in_another_order_train_the_same_and_are_refused() -> None:
-    """They would take more memory than is booked: what autograd saves is counted for one group at a time."""
-    plan, order = _groups_exchanged()
-    assert same_training(plan, reordered(plan, order)) is None
 
 
 def test_barrier_waits_for_updates_on_host_and_device() -> None:

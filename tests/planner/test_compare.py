@@ -132,14 +132,11 @@ def test_a_missing_price_is_none_and_a_date_the_oldest_parts():
 def test_given_sizes_are_kept_and_free_ones_chosen():
     kept, chosen = (alone(H200, free=free).speed for free in (frozenset(), SIZES))
     assert (kept.micro_batch, chosen.micro_batch) == (1, 2)
+    with pytest.raises(PlanError, match="eager"):  # an illegal policy is no misfit
+        alone(H200, fixed=Policy(update=Update.EAGER))
     asked = replace(SEMANTICS, mlp_tile_tokens=16)
     tiled = alone(H200, semantics=asked, free=SIZES - {"mlp_tile_tokens"})
     assert tiled.speed.step_s > chosen.step_s, "sixteen tokens at a time are slow"
-
-
-def test_an_illegal_policy_is_an_error_and_no_misfit():
-    with pytest.raises(PlanError, match="eager"):
-        compared(H200, fixed=Policy(update=Update.EAGER))
 
 
 def test_rows_and_json_have_every_field_with_and_without_a_plan():

@@ -4,17 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.predict.cost import costs, region_of
+from hwprofiles.schema import read_profile, shipped_profiles
 from planner.predict.faster import SPEEDS, Group, faster, group_of
-from planner.predict.simulate import simulate
-from tests.strategies import PROFILE, cases
-
-MADE_UP = Profile.from_json(PROFILE)
-
-
-def step_s(plan, profile):
-    return simulate(plan, costs(plan, profile), region_of(profile)).step_s
+from tests.strategies import MADE_UP, cases, predicted
 
 
 @pytest.mark.parametrize("name", shipped_profiles())
@@ -54,4 +46,4 @@ def test_a_machine_that_is_no_faster_is_the_same():
 def test_a_machine_twice_as_fast_takes_half_as_long(case, factor):
     """Contention included: all speeds together only change the unit of time."""
     uniformly = faster(MADE_UP, dict.fromkeys(Group, factor))
-    assert step_s(case.plan, uniformly) == pytest.approx(step_s(case.plan, MADE_UP) / factor, rel=1e-9)
+    assert predicted(case.plan, uniformly).step_s == pytest.approx(predicted(case.plan).step_s / factor, rel=1e-9)

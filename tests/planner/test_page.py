@@ -29,8 +29,8 @@ from runtime.errors import PlanError
 from runtime.plan import Kind, PlanFile, Semantics
 from runtime.plan.timeline import Span, Timeline
 from tests.browser import browse, chromium, run_in
-from tests.report_cases import Page, line, make_plan, make_run, page_of, predicted, written
-from tests.strategies import plans
+from tests.report_cases import Page, line, make_plan, make_run, page_of, written
+from tests.strategies import plans, predicted
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&&lt;{{ 7 * 7 }}\u2028\u202e"
 GOLDEN = Path(__file__).with_name("page.golden.txt")

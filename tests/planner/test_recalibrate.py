@@ -25,7 +25,7 @@ from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.region import Demand
 from runtime.plan.timeline import Span, Timeline
 from runtime.plan.workload import Model
-from tests.strategies import PROFILE, cases
+from tests.strategies import MADE_UP, cases
 from tests.tiny import tiny_config
 from tests.training import ADAMW, batches_of, plan_of, semantics_of
 
@@ -169,7 +169,7 @@ def test_updates_repeated_by_clipping_are_no_slow_machine():
 @settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate])
 def test_the_corrected_profile_never_predicts_the_step_worse(case, seed):
     """Whatever the ops took: each a factor of its own."""
-    rng, profile = random.Random(seed), Profile.from_json(PROFILE)
+    rng, profile = random.Random(seed), MADE_UP
     timeline = performed(case.plan, profile, lambda op: math.exp(rng.gauss(0.3, 0.7))).timeline
     found = recalibrate(case.plan, timeline, RUN, DAY)
     errors = [abs(math.log(s / found.measured_step_s)) for s in (found.step_before_s, found.step_after_s)]
@@ -240,27 +240,11 @@ def test_the_fewest_factors_explain_and_the_others_are_unsure():
     assert small.logs == (0.0,), f"a square of {LEAST_GAIN} is not reached"
 
 
-@pytest.mark.soak
-def test_a_real_run_on_this_cpu_corrects_its_profile():
-    """Of a model so small that nothing is as a profile says."""
-    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED, spill_blocks=(0, 1)))
-    batches = batches_of(96, 4, 16)
-    machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
-    machine.initialise(0)
-    timeline = execute(plan, machine, 8)
-    found = recalibrate(plan, timeline, RUN, DAY)
-    errors = [abs(math.log(s / found.measured_step_s)) for s in (found.step_before_s, found.step_after_s)]
-    assert errors[1] < errors[0], "microseconds were predicted"
-    assert found.changes
-    assert Profile.from_json(found.profile.to_json()) == found.profile
-
-
 def test_an_emulated_machine_with_another_link_is_recalibrated():
     """In its own seconds. Its ops never take less than their demands, so a link of a fifth shows on any computer."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(update=Update.DEFERRED))
-    profile = Profile.from_json(PROFILE)
-    slow = as_if(profile, {UP: 0.2})
-    loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, profile), strict=True) if op.kind is Kind.LOAD)
+    slow = as_if(MADE_UP, {UP: 0.2})
+    loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True) if op.kind is Kind.LOAD)
     scale = 0.1 / loads_s  # half a second of loads in a step
     batches = batches_of(96, 4, 16)
     store = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
+from hwprofiles.schema import read_profile
 from penstock.cli.main import cli
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
@@ -17,13 +17,11 @@ from planner.predict.memory import frame
 from planner.predict.resident import resident
 from planner.search.search import search
 from planner.show.compare import candidate, ranked
-from planner.show.facts import facts
-from planner.show.words import advice, verdict
-from runtime.plan import PlanFile, Policy, Semantics
+from planner.show.words import advice
+from runtime.plan import Policy, Semantics
 from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
-from tests.strategies import MODEL, PROFILE, semantics, workloads
+from tests.strategies import MADE_UP, MODEL, semantics, workloads
 
-MADE_UP = Profile.from_json(PROFILE)
 STREAMED = ("plan", "qwen2.5-7b", "--machine", "b200", "--batch-size", "8", "--seq-len", "1024", "--policy", "megatrain-plus")
 SOME_PERCENT = 0.05
 
@@ -112,7 +110,7 @@ def test_a_plan_slower_than_resident_training_says_so_first():
     assert step_s > 2 * kept_s
     assert advice(kept_s, step_s) in " ".join(" ".join(words.splitlines()[:10]).split())
     assert f"\nresident        {kept_s * 1e3:.4g} ms " in words
-    assert set(said["baselines"]["resident"]) == {"step_s"}
+    assert kept_s < said["certificate"]["machine_bound_s"], "a bound of updates on the host"
 
 
 def test_no_advice_where_state_does_not_fit_or_is_no_faster():
@@ -123,13 +121,6 @@ def test_no_advice_where_state_does_not_fit_or_is_no_faster():
     assert "\nresident " in words
     assert (advice(None, 1.0), advice(1.0, 1.0)) == (None, None)
     assert "1.25 times as fast" in advice(0.8, 1.0)
-
-
-def test_the_machine_bound_is_of_updates_on_the_host():
-    """Training with all state on the device can be faster than that bound, as here."""
-    said = json.loads(printed(*STREAMED, "--json"))
-    assert said["baselines"]["resident"]["step_s"] < said["certificate"]["machine_bound_s"]
-    assert "no schedule at all with this micro-batch is below" in " ".join(printed(*STREAMED).split())
 
 
 @pytest.mark.fast("some")
@@ -151,10 +142,3 @@ def test_compare_names_each_machine_where_resident_is_faster():
     assert "h100-sxm" in wins
     assert "gb10" not in wins
     assert sorted(note.partition(":")[0] for note in found.notes() if "all training state fits" in note) == wins
-
-
-def test_the_page_of_a_plan_has_the_advice():
-    model, profile, of = read_model("qwen2.5-7b"), read_profile("b200"), Semantics(1024, 8, 8)
-    answer = search(model, build_workload(model, of), of, profile, Policy())
-    said = dict(verdict(facts(PlanFile(answer.plan, None), "p.json")))
-    assert said["resident"] == advice(answer.resident.step_s, answer.step_s)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
+from hwprofiles.schema import read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.memory import footprint
@@ -19,10 +19,8 @@ from planner.show.step import measured_stretch, predicted_stretch
 from runtime.plan import Kind, Lane, Semantics, Slot
 from runtime.plan.timeline import Span, Timeline
 from runtime.plan.workload import Saved
-from tests.report_cases import predicted
-from tests.strategies import PROFILE, plans
+from tests.strategies import MADE_UP, plans, predicted
 
-MACHINE = Profile.from_json(PROFILE)
 fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)
 
 
@@ -38,7 +36,7 @@ def lowered():
 @given(plans())
 def test_the_drawn_step_holds_every_op_once(plan):
     """However far a lane runs ahead: in a steady rhythm the stretch has all the work of one step, no more and no less."""
-    prediction = predicted(plan, MACHINE)
+    prediction = predicted(plan, MADE_UP)
     if not prediction.periodic or prediction.n_cycle_steps > 1:
         return
     stretch = predicted_stretch(plan, prediction)
@@ -96,10 +94,10 @@ def obviously_held(plan, spans, at_s):
 @settings(max_examples=60)
 @given(plans(max_layers=4, max_micro_batches=3), fractions)
 def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
-    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
+    stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "SMALL_FRACTION", 0.0)  # nothing is summed up
-        both = held(plan, MACHINE, stretch)
+        both = held(plan, MADE_UP, stretch)
     for at_s in (fraction * stretch.length_s for fraction in fractions):
         expected = obviously_held(plan, stretch.spans, stretch.start_s + at_s)
         for one in both:
@@ -113,8 +111,8 @@ def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
 @settings(max_examples=60)
 @given(plans(max_layers=4, max_micro_batches=3), fractions)
 def test_activations_are_held_from_forward_to_backward(plan, fractions):
-    stretch = predicted_stretch(plan, predicted(plan, MACHINE))
-    device, _ = held(plan, MACHINE, stretch)
+    stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
+    device, _ = held(plan, MADE_UP, stretch)
     when = {(plan.ops[s.op].kind, s.step, plan.ops[s.op].block, plan.ops[s.op].micro_batch): s for s in stretch.spans}
     for at_s in (fraction * stretch.length_s for fraction in fractions):
         now_s, at = stretch.start_s + at_s, max(i for i, t in enumerate(device.times_s) if t <= at_s)
@@ -126,7 +124,7 @@ def test_activations_are_held_from_forward_to_backward(plan, fractions):
                 kept += plan.workload.blocks[b].recompute(plan.saved(b)).saved_bytes
             computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
         none = [0] * (at + 1)
-        is_small = kept < memory.SMALL_FRACTION * footprint(plan, MACHINE).device_peak_bytes
+        is_small = kept < memory.SMALL_FRACTION * footprint(plan, MADE_UP).device_peak_bytes
         assert is_small or device.series.get(memory.KEPT, none)[at] == kept
         assert computing <= 1
         assert device.series.get(memory.COMPUTED, none)[at] <= computing * plan.transient_bytes
@@ -136,8 +134,8 @@ def test_activations_are_held_from_forward_to_backward(plan, fractions):
 @settings(max_examples=100)
 @given(plans())
 def test_no_more_is_held_than_is_reserved(plan):
-    stretch, needs = predicted_stretch(plan, predicted(plan, MACHINE)), footprint(plan, MACHINE)
-    for one, peak_bytes in zip(held(plan, MACHINE, stretch), (needs.device_peak_bytes, needs.host_peak_bytes), strict=True):
+    stretch, needs = predicted_stretch(plan, predicted(plan, MADE_UP)), footprint(plan, MADE_UP)
+    for one, peak_bytes in zip(held(plan, MADE_UP, stretch), (needs.device_peak_bytes, needs.host_peak_bytes), strict=True):
         assert sum(one.reserved.values()) == peak_bytes >= one.peak_bytes
         for name, values in one.series.items():
             assert 0 <= min(values) <= max(values) <= one.reserved.get(name, peak_bytes)

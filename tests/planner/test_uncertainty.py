@@ -12,20 +12,13 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.cost import costs, region_of
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
-from planner.predict.simulate import simulate
 from planner.predict.uncertainty import affordable_draws, interval
 from runtime.plan import Policy, Semantics
-from tests.strategies import PROFILE, cases
+from tests.strategies import MADE_UP, cases, predicted
 
-MADE_UP = Profile.from_json(PROFILE)  # every spread is a tenth, but for sizes that nobody draws
 FREE = 1e18
 MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
-
-
-def step_s(plan, profile):
-    return simulate(plan, costs(plan, profile), region_of(profile)).step_s
 
 
 def spread(profile, fraction, *groups):
@@ -67,7 +60,7 @@ def test_percentiles_are_in_order_and_a_seed_gives_them_again(case, n_draws, see
 def test_without_spreads_the_interval_is_the_prediction(case):
     found = interval(case.plan, spread(MADE_UP, 0.0), MANY)
     assert width_s(found) == 0
-    assert found.p50_step_s == pytest.approx(step_s(case.plan, MADE_UP), rel=1e-9)
+    assert found.p50_step_s == pytest.approx(predicted(case.plan).step_s, rel=1e-9)
 
 
 @pytest.mark.drawn
@@ -84,7 +77,7 @@ def test_wider_spreads_make_a_wider_interval(case):
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
     bare = without(MADE_UP, LINK, DRAM, OPTIMIZER, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
-    alone_s = step_s(case.plan, bare)
+    alone_s = predicted(case.plan, bare).step_s
     found = interval(case.plan, spread(bare, fraction, *COMPUTE), n_draws)
     assert found.p50_step_s == pytest.approx(alone_s, rel=1e-6)
     if n_draws == MANY:
@@ -100,7 +93,7 @@ def test_the_interval_is_that_of_plain_sampling():
     steps_s = []
     for _ in range(300):
         z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group}
-        steps_s.append(step_s(plan, Profile.from_json(moved(fields, z))))
+        steps_s.append(predicted(plan, Profile.from_json(moved(fields, z))).step_s)
     tenths = quantiles(steps_s, n=10)
     found = interval(plan, profile, 64)
     assert found.p10_step_s == pytest.approx(tenths[0], rel=0.03)

@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile
 from planner.lower.lower import lower
-from planner.predict.cost import CostModel, costs, region_of
+from planner.predict.cost import CostModel, costs
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
-from planner.predict.simulate import simulate
 from planner.show.waterfall import FREE, LAUNCH, MAX_STEPS, RESOURCES, _edges, _growth, gains, waterfall
 from runtime.plan import Kind, Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
-from tests.strategies import MODEL, PROFILE, cases, small_workload
+from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
-MADE_UP = Profile.from_json(PROFILE)
 NEGLIGIBLE = 1e-8  # of a step
 SHARED = (Group.DUPLEX, Group.DRAM)  # without these, no op slows another
 KEEPING = Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED)
@@ -28,7 +26,7 @@ def without(profile, *burdens):
 
 
 def step_s(plan, profile):
-    return simulate(plan, costs(plan, profile), region_of(profile), MAX_STEPS).step_s
+    return predicted(plan, profile, MAX_STEPS).step_s
 
 
 def plan_of(policy, n_layers=6, n_micro_batches=2):
