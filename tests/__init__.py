@@ -1,1 +1,1 @@
-"""What do we promise?"""
+"""Tests: what Penstock promises."""

@@ -1,4 +1,4 @@
-"""Can any plan be faster than a bound says?
+"""An adversary of lower bounds: a search for plans that are faster than a bound says.
 
 Random models, machines, memories, steps and policies, each drawn from a number so that it can be drawn again, and climbs from
 policy to faster policy: near the fastest is where a bound that is too high is found.
@@ -147,7 +147,7 @@ def _in_ranks(of: Semantics, workload: Workload, rng: random.Random) -> Semantic
 
 
 def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[Semantics, Workload] | None:
-    """Adapters, some names or some layers, beside a base that may be packed, in a third of the cells with real models."""
+    """Adapters, some names or some layers, with a base that may be packed, in a third of the cells with real models."""
     if rng.random() < 0.66 or (of.compute_dtype, of.master_dtype) == ("bf16", "bf16"):
         return None
     last = model.config["num_hidden_layers"] - 1
@@ -357,7 +357,7 @@ def relaxation_of(of: Cell) -> Relaxation:
 
 
 def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
-    """The fastest policy found in so many tries, each a neighbour of the fastest so far; and its mean step."""
+    """The fastest policy of n tries, each a neighbour of the fastest so far; and its mean step."""
     best, best_s = start, of.mean_step_s(start) or float("inf")
     for _ in range(n_tries):
         tried = neighbour(rng, of, best)

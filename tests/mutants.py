@@ -370,7 +370,7 @@ class Tally:
 
 
 def tally(most: int, seed: int = 0) -> Tally:
-    """The checker's and the oracle's judgement of the mutants of all samples: of each mutation and plan at most so many."""
+    """The checker's and the oracle's judgement of the mutants of all samples, at most `most` of each mutation and plan."""
     found, rng = Tally(), random.Random(seed)
     for original in sample_plans():
         for name, mutate in MUTATIONS.items():

@@ -1,7 +1,4 @@
-"""What does an executor ask of its machine?
-
-`NullMachine` does nothing and remembers what it was asked.
-"""
+"""A machine for executors that does nothing and remembers the ops that it was given."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +10,8 @@ from runtime.plan.timeline import Span
 
 
 class NullMachine:
-    """Only remembers what it was asked to do, in the order in which it was asked."""
-
     def __init__(self) -> None:
-        self.performed: list[tuple[int, int]] = []  # (step, op)
+        self.performed: list[tuple[int, int]] = []  # (step, op), in order
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
         return on_its_own_thread(lane, work)

@@ -1,4 +1,4 @@
-"""What do transformers' own layers do, call by call and byte by byte?"""
+"""Layers of transformers, measured call by call and byte by byte."""
 
 import gc
 from collections import Counter

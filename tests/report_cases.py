@@ -19,7 +19,7 @@ from runtime.plan import PlanFile
 from tests.strategies import predicted
 
 SLOWER = 1.1  # than predicted: the runs made here
-MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-server", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
+MODEL = ("qwen2.5-0.5b", "--machine", "rtx4090-desktop", "--micro-batch", "2", "--seq-len", "512", "--batch-size", "4")
 TOKENS_PER_STEP = 2048
 
 

@@ -10,7 +10,7 @@ STEP_S = 1.0
 
 
 def ends_of(n_steps, every, extra_s, late=0):
-    """Ends of steps of one second; the one after a checkpoint, or so many later, takes longer."""
+    """Ends of steps of one second; the one after a checkpoint, or `late` steps later, takes longer."""
     ends_s, at_s = [], 0.0
     for step in range(1, n_steps + 1):
         at_s += STEP_S + (extra_s if step > every + late and (step - 1 - late) % every == 0 else 0.0)

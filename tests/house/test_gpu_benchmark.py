@@ -202,7 +202,7 @@ def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
         assert ("logs/second.log" in tar.getnames()) == (number != signal.SIGKILL)
     (pid,) = [row["pid"] for row in stream.rows() if "pid" in row]
     assert is_running(pid) == (number == signal.SIGKILL)
-    if number == signal.SIGKILL:  # which nobody can catch, so the stage goes on alone
+    if number == signal.SIGKILL:  # which cannot be caught, so the stage goes on alone
         os.kill(pid, number)
 
 

@@ -215,10 +215,7 @@ def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:
     [
         ("h200-pcie5", "device.memory_bytes", "memory"),
         (PROBED, "device.matmul.bf16.3.flop_per_s", "flops_per_s"),
-        (PROBED, "device.attention.flash.bf16.0.seq_len", "sequence"),
         ("h200-pcie5", "device.matmul.bf16.flop_per_s", "flops_per_s"),
-        ("h200-pcie5", "price.usd_per_hour.spread_fraction", "spread"),
-        ("h200-pcie5", "device.workspace_bytes", "workspace_byte"),
     ],
 )
 def test_a_misspelled_key_is_answered_with_the_right_one(name: str, place: str, wrong: str) -> None:
@@ -231,25 +228,17 @@ def test_a_misspelled_key_is_answered_with_the_right_one(name: str, place: str, 
 @pytest.mark.parametrize(
     ("place", "value", "complaint"),
     [
-        ("device.memory_bytes.value", 0, "device.memory_bytes.value"),
         ("device.memory_bytes.value", math.nan, "device.memory_bytes.value"),
         ("device.memory_bytes.value", "80GB", "device.memory_bytes.value"),
-        ("device.memory_bytes", 80e9, "device.memory_bytes"),
         ("device.memory_bytes.spread_fraction", -0.1, "spread_fraction"),
         ("device.memory_bytes.source", "hearsay", "source 'hearsay' is not in `sources`"),
-        ("link.host_cores_per_copy.value", -1.0, "host_cores_per_copy.value"),
         ("device.matmul.bf16", [], "device.matmul.bf16: "),
         ("device.attention.flash", {}, "device.attention: no bf16 and no fp32"),
-        ("peers.collectives.all_reduce.latency_s.source", "hearsay", "source 'hearsay' is not in"),
-        ("device.matmul", {}, "device.matmul: no bf16 and no fp32"),
         ("device.matmul.bf16.overlap", 0.5, "device.matmul.bf16.overlap"),
-        ("device.matmul.bf16.heat", -1.0, "device.matmul.bf16.heat"),
         ("device.kind", "tpu", "device.kind"),
         ("host.optimizer", [], "host.optimizer"),
         ("host.n_cores", 1.5, "host.n_cores"),
-        ("link.h2d.bytes_per_s", [], "link.h2d.bytes_per_s"),
         ("price.date", "yesterday", "YYYY-MM-DD"),
-        ("sources.team.kind", "guessed", "sources.team.kind"),
         ("format_version", 1, "of format 1, which is not read any more; make it again with `penstock probe"),
     ],
 )
@@ -261,7 +250,7 @@ def test_a_value_that_cannot_be_is_refused_at_its_place(place: str, value: objec
     assert complaint in refusal(fields)
 
 
-@pytest.mark.parametrize("place", ["device.memory_bytes.source", "link", "host.optimizer", "device.matmul", "price.date"])
+@pytest.mark.parametrize("place", ["device.memory_bytes.source", "host.optimizer", "price.date"])
 def test_a_missing_key_is_refused_by_its_name(place: str) -> None:
     fields = fields_of()
     holder, key = at(fields, place)
@@ -299,12 +288,10 @@ def test_points_that_do_not_rise_are_refused(curve: str) -> None:
     [
         (None, "no machine"),
         ("", "not JSON"),
-        ('{"format_version": 1, "name": "trunc', "not JSON"),
         ("[1, 2]", "not a profile"),
         ('{"name": "x\\ny"}', "missing"),
         ('{"\\u001b[31mkey\\n": 1}', "unknown key"),
         ("[" * 100_000, "not JSON"),
-        ("\xff\xfe", "not JSON"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, content: str | None, complaint: str) -> None:

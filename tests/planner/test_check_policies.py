@@ -139,7 +139,7 @@ def test_a_smaller_micro_batch_has_the_same_frozen_weights() -> None:
 
 
 @pytest.mark.parametrize("factor", ["lora_A.weight", "lora_B.weight"])
-def test_an_adapter_has_two_factors_beside_a_matrix(factor: str) -> None:
+def test_an_adapter_has_two_factors_of_a_matrix(factor: str) -> None:
     plan = small(**APART)
     p = parameter(plan, 2, factor)
     transposed = replace(p, shape=p.shape[::-1] if p.shape[0] != p.shape[1] else (p.shape[0], 7))

@@ -176,7 +176,7 @@ def test_outputs_between_two_that_stay_share_slots() -> None:
 
 
 def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
-    """Rank 8 beside 8 x 100 (or 150, 200) numbers: A of 8 x 100, B of 8 x 8, each padded to whole units of 128; the norm has 8."""
+    """Rank 8 with 8 x 100 (or 150, 200) numbers: A of 8 x 100, B of 8 x 8, each padded to whole units of 128; the norm has 8."""
     trained = [896 + 128, 1280 + 128, 1664 + 128]  # of 800, 1200 and 1600, and 64 each
     packed = [packed_bytes((8, n), "int8") for n in (100, 150, 200)]
     assert packed == [1024 + 256, 1280 + 256, 1792 + 256]

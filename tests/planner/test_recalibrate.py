@@ -43,7 +43,7 @@ def real_plan(machine="h200-pcie5", policy=None, seq_len=1024):
 
 
 def as_if(profile, factors):
-    """The profile were each named resource so many times as fast. The plans of these tests attend with flash."""
+    """The profile with each named resource faster by its factor. The plans of these tests attend with flash."""
     by_place = {place.format(dtype="bf16", attention="flash"): f for name, f in factors.items() for place in RESOURCES[name]}
 
     def change(place, quantity):

@@ -99,7 +99,7 @@ def test_a_plan_on_few_measurements_advises_to_probe():
 
 
 def test_each_term_of_a_sum_has_its_share():
-    """Of a sum of two terms each has its part, whatever a constant beside them is."""
+    """Of a sum of two terms each has its part, whatever constant is added."""
     profile = only(read_profile("h100-sxm"), "device.matmul")
     profile = profile.model_copy(update={"device": profile.device.model_copy(update={"sustained_fraction": None})})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
-from planner.bounds.bounds import policy_bound
+from planner.bounds.bounds import policy_bound, policy_bounds
 from planner.bounds.machine import machine_bound
 from planner.bounds.work import ops_of, spared_ops
 from planner.lower.lower import lower
@@ -30,16 +30,17 @@ from planner.search.relax import Relaxation
 from planner.search.search import search
 from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
 from runtime.errors import PlanError
-from runtime.plan import Kind, Policy, Semantics, Update
+from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.legality import can_stay
-from runtime.plan.workload import Block, BlockKind, Matmul, Model, Parameter, Saved, Tier
-from tests.adversary import cell, drawn_policy
-from tests.strategies import with_smaller
+from runtime.plan.train import parse_train
+from runtime.plan.workload import Model, Saved
+from tests.adversary import cell, drawn_policy, drawn_workload
+from tests.strategies import MODEL as NOBODY
+from tests.tiny import tiny_config
 
-ROUNDING = 1 - 1e-9
-NOBODY = Model({}, name="nobody")
 STAYING = Way(Saved.INPUT), Way(Saved.PRODUCTS), Way(Saved.ALL)
 LEAVING = Way(Saved.PRODUCTS, away=True)
+DESKTOP = read_profile("rtx4090-desktop")
 
 
 def slower(machine, *places, factor=200.0):
@@ -69,44 +70,12 @@ MACHINES = {
 # Where much is gained if products need not be computed again.
 SLOW_TO_COMPUTE = [MACHINES["cpu-2core"], MACHINES["gb10"], faster(MACHINES["h200-pcie5"], {Group.MATMUL: 0.02})]
 
-widths = st.sampled_from([64, 256, 1024, 4096])
-
 
 @st.composite
 def workloads(draw, semantics, most_layers=5, least_layers=1):
-    """Blocks of any proportions: narrow and deep, wide and flat, tied or not."""
-    tokens, width, vocab = semantics.tokens_per_micro_batch, draw(widths), draw(st.sampled_from([256, 32768]))
-    table = Parameter("table", (vocab, width))
-    boundary = tokens * width * 2
-    layers = []
-    for i in range(draw(st.integers(least_layers, most_layers))):
-        inner = draw(widths)
-        saved = {"n_saved": draw(st.integers(0, 3)), "copied_bytes": boundary * draw(st.integers(0, 2))}
-        layers.append(
-            Block(
-                f"layer {i}",
-                BlockKind.LAYER,
-                (Parameter(f"{i}.in", (inner, width)), Parameter(f"{i}.out", (width, inner))),
-                (Matmul(tokens, width, inner), Matmul(tokens, inner, width)),
-                pointwise_bytes=boundary * draw(st.integers(1, 20)),
-                n_kernels=draw(st.integers(1, 20)),
-                boundary_bytes=boundary,
-                kept_bytes=boundary * 3,
-                transient_bytes=boundary * 6,
-                tiers=(
-                    Tier(Saved.INPUT, 0, boundary * 6, 1, True, boundary, 1),
-                    Tier(Saved.PRODUCTS, boundary * 2, boundary * 6, 0, False, boundary, 1, **saved),
-                ),
-            )
-        )
-    tied = "table" if draw(st.booleans()) else None
-    head = Parameter("head", (vocab, width), tied)
-    blocks = (
-        Block("embedding", BlockKind.EMBEDDING, (table,), pointwise_bytes=boundary, n_kernels=1, boundary_bytes=boundary),
-        *layers,
-        Block("head", BlockKind.HEAD, (Parameter("norm", (width,)), head), (Matmul(tokens, width, vocab),), n_kernels=5),
-    )
-    return with_smaller(blocks, semantics)
+    """Blocks of any proportions, as the adversary draws them."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    return drawn_workload(rng, semantics, draw(st.integers(least_layers, most_layers)))
 
 
 @st.composite
@@ -320,3 +289,66 @@ def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, b
     for change in changes:
         after = CliRunner().invoke(cli, [*options, *change.split()])
         assert after.exit_code == 0, (change, after.stderr)
+
+
+# -- where weights are frozen ---------------------------------------------------------------------------------------------
+
+
+def asked(model_type, train, n_layers=4, **fields):
+    """A tiny model, of which that is trained, and its blocks."""
+    model = Model(tiny_config(model_type, num_hidden_layers=n_layers, tie_word_embeddings=False), name=model_type)
+    semantics = Semantics(**{"seq_len": 32, "batch_size": 1, "micro_batch": 1, "gradient_dtype": "fp32"} | fields)
+    semantics = replace(semantics, train=parse_train(train))
+    return model, build_workload(model, semantics), semantics
+
+
+@pytest.mark.parametrize("update", [Update.DEFERRED, Update.BARRIER])
+@pytest.mark.parametrize("train", ["layers:3", "layers:1-2", "names:*.3.*", "lora:r=4"])
+def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
+    """The last gradient's way home may be over in the next step, whose first layers are frozen and need not wait."""
+    model, workload, semantics = asked("qwen3", train)
+    policy, cost = Policy(gradient_slots=1, prefetch_depth=3, update=update), CostModel(DESKTOP)
+    plan = lower(model, workload, semantics, policy, {})
+    step_s = simulate(plan, cost.demands(plan), region_of(DESKTOP)).step_s
+    assert policy_bound(frame(model, workload, semantics, policy), cost).seconds <= step_s * (1 + 1e-9)
+    search(model, workload, semantics, DESKTOP, policy)  # which asserts the same
+
+
+@pytest.mark.parametrize("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
+def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
+    of = asked("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
+    strided, spread = (footprint(frame(*of, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))
+    needs = [needs for _, needs in leanest(*of, DESKTOP)]
+    assert min(n.device_peak_bytes for n in needs) <= strided < spread
+    tight = with_any_memory(DESKTOP, strided, 10**12)
+    found = search(*of, tight)
+    assert found.needs.fits
+
+
+def test_adapters_updated_on_the_device_need_no_host_ops():
+    model, workload, semantics = asked("llama", "lora:r=8")
+    policy = Policy(device_blocks=workload.mixed, update=Update.DEFERRED)
+    found = search(model, workload, semantics, DESKTOP, policy)
+    kinds = {str(op.kind) for op in found.plan.ops}
+    assert kinds.isdisjoint({"offload_gradient", "accumulate", "update", "speculate", "settle"})
+    assert {"offload_squares", "update_on_device"} <= kinds
+
+
+def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
+    """A link carries less each way when both are in use: its copies up take longer than their sum, and so long the bound is."""
+    model, semantics = (
+        read_model("llama-3.1-8b"),
+        Semantics(seq_len=1024, batch_size=4, micro_batch=4, gradient_dtype="fp32", train=parse_train("lora")),
+    )
+    workload, cost = build_workload(model, semantics), CostModel(with_any_memory(DESKTOP, 10**12, 10**12))
+    layers, on_device = tuple(range(1, workload.n_layers + 1)), workload.mixed
+    policy = Policy(
+        save=(Saved.PRODUCTS,) * len(layers), offload_blocks=layers, spill_blocks=(0, *layers[:-1]), prefetch_depth=2,
+        device_blocks=on_device, update=Update.DEFERRED,
+    )  # fmt: skip
+    plan = lower(model, workload, semantics, policy, {})
+    simulated = simulate(plan, cost.demands(plan), region_of(cost.profile))
+    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, cost)}
+    busy_s = simulated.busy_s(plan)[Lane.H2D]
+    assert busy_s > 1.1 * bounds["lane h2d"]
+    assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)

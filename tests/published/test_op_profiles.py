@@ -67,7 +67,7 @@ def test_no_spread_is_tighter_than_the_rows_of_the_test_show():
 
 
 def chance_of(n_held, n):
-    """That no more than so many of n are held, if each is with the probability that spreads promise."""
+    """The chance that at most `n_held` of n are held, if each is with the probability that spreads promise."""
     return sum(math.comb(n, i) * COVERED**i * (1 - COVERED) ** (n - i) for i in range(n_held + 1))
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.published.system_costs import Software, SystemCosts, inner_elements, last_products
+from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.published.system_memory import (
     fused_kept_bytes,
     layer_bytes,
@@ -24,7 +24,6 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.faster import Group, faster
 from runtime.plan import Semantics
 from runtime.plan.region import Demand, Region, Resource
-from runtime.plan.workload import Matmul
 from runtime.units import GiB
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
@@ -279,16 +278,6 @@ def test_host_memory_is_the_published_formula():
     n_bytes = 12 * costs.workload.n_params + 14 * GiB + 2 * 2 * GiB + runtime_bytes(costs)
     assert outcome(model="qwen2.5-14b").host_peak_bytes == n_bytes
     assert n_bytes / GiB == pytest.approx(190.5, rel=0.02)
-
-
-@pytest.mark.parametrize(("model", "n_rows"), [("qwen2.5-7b", 3072), ("mixtral-8x7b", 6144), ("qwen3-30b-a3b", 24576)])
-def test_the_last_products_take_every_inner_activation_once(model, n_rows):
-    """Three sequences of 1024 tokens, each token to so many experts, whose shares of the rows need not be equal."""
-    layer = costs_of("h200-pcie5", model, 3).layers[0]
-    inner = last_products(layer)[0].k
-    assert inner_elements(layer) == n_rows * inner
-    uneven = Matmul(5, inner, layer.matmuls[-1].n)
-    assert last_products(replace(layer, matmuls=(*layer.matmuls, uneven))) == (*last_products(layer), uneven)
 
 
 def test_fused_layers_keep_what_their_products_read_and_make():
