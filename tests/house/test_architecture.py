@@ -358,7 +358,7 @@ def test_a_smell_is_seen(code: str) -> None:
     assert smells("runtime/lanes.py", code)
 
 
-def test_a_name_that_says_nothing_is_seen_and_a_shell_may_read_the_environment() -> None:
+def test_an_empty_name_is_seen_and_the_shell_has_its_environment() -> None:
     assert smells("runtime/slot_utils.py", "x = 1")
     assert smells("penstock/cli/run.py", "import os\nos.environ['X']") == []
 
@@ -380,14 +380,14 @@ def test_every_home_is_lived_in_and_every_permission_is_used(trees: dict[Path, a
             assert any(target == other or target.startswith(f"{other}.") for target in used), f"{permit} imports no {other}"
 
 
-def test_every_declared_dependency_has_a_home_and_every_home_is_declared() -> None:
+def test_every_dependency_has_a_home_and_every_home_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["run"]]
     imported = {IMPORTED_AS.get(name, name) for name in (line.partition(">=")[0] for line in declared)}
     assert imported | MONITORS == set(HOME)
 
 
-def test_every_declared_dependency_is_pinned_for_the_tests_within_its_bound() -> None:
+def test_every_declared_dependency_is_pinned_within_its_bound() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
     pinned = dict(line.split("==") for line in lines)
@@ -451,7 +451,7 @@ def pins(name: str) -> dict[str, str]:
     return {library: version for library, _, version in (line.partition("==") for line in lines) if version}
 
 
-def test_the_oldest_versions_that_are_allowed_are_those_that_the_tests_are_run_with() -> None:
+def test_the_oldest_allowed_versions_are_those_of_the_tests() -> None:
     """Of torch and transformers; everything else is what it always is, but for what the older transformers cannot use."""
     oldest, newest = pins("constraints-oldest.txt"), pins("constraints.txt")
     bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["run"]
@@ -491,7 +491,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
 _FIGURE = re.compile(r"(?<![\w.])(?<!\w-)\d[\d.,]*\s?(?:%|x\b|[munµ]?s\b|tokens/s|(?:[KMGT]i?)?B(?:/s)?\b|[GTP]?FLOP)")
 
 
-def test_every_number_in_the_readme_links_to_the_page_that_made_it() -> None:
+def test_every_number_in_the_readme_links_to_its_page() -> None:
     places = re.split(r"\n\n|\n(?=\|)", (ROOT / "README.md").read_text(encoding="utf-8"))
     others = [place for place in places if "\n$ penstock " not in place]  # tests/house/test_docs.py runs these
     assert [place for place in others if _FIGURE.search(place) and "](docs/" not in place] == []
@@ -510,7 +510,7 @@ def test_the_op_that_the_readme_shows_is_one() -> None:
     assert [str(Op.parse(line)) for line in shown] == shown
 
 
-def test_the_readme_names_every_command_and_every_supported_model_type() -> None:
+def test_the_readme_names_every_command_and_model_type() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = {line.split()[1] for line in readme.splitlines() if line.startswith("penstock ")}
     assert commands == set(COMMANDS)
