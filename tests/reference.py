@@ -1,6 +1,5 @@
-"""What would training have been had everything fit?
+"""The plain training loop: a resident transformers model on one thread, the meaning of a plan's semantics written directly.
 
-A plain loop over a resident transformers model, on one thread: the meaning of a plan's semantics, written as directly as possible.
 It shares no code with the runtime.
 """
 
