@@ -43,7 +43,7 @@ class LateEvent:
 class LateStreams:
     """Performs `runtime.machines.streams.Streams` on the CPU.
 
-    `haste` is how likely each call runs something of some stream: at 0 nothing is done before somebody waits for it. One stream,
+    `haste` is how likely each call runs something of some stream: at 0 nothing is done before a thread waits for it. One stream,
     the seed says which, is never hasty.
     """
 

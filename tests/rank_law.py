@@ -37,7 +37,7 @@ POLICIES = {
 
 
 def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
-    """The configuration, each rank's part of the step, and what the policy is of so many micro-batches."""
+    """The configuration, each rank's part of the step, and the policy with all its micro-batches in one group."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
     eager = {"clip_norm": None} if policy == "eager" else {}
@@ -73,7 +73,7 @@ def trained_alone(case: str) -> str:
 
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
-    """By so many processes, on so many hosts as far as they know; the digest of each case. `by_memory`: as `Ranks` has it."""
+    """The digest of each case by `ranks` processes that take themselves to be on `hosts` hosts. `by_memory`: as `Ranks` has it."""
     store, there = meeting_place(ranks)
     common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
     command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]

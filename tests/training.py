@@ -65,7 +65,7 @@ def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
 
 
 def asked(thing) -> str:
-    """What a policy, or some semantics, asks for beyond the defaults: the name of a case."""
+    """The fields of a policy, or of semantics, that are not the defaults: the name of a case."""
     fields = thing if isinstance(thing, dict) else {k: v for k, v in asdict(thing).items() if v != getattr(Policy(), k)}
     return " ".join(f"{key}={value}" for key, value in fields.items()) or "defaults"
 
@@ -132,13 +132,13 @@ class Hostile(Remembers, CpuMachine):
 
 
 def poison(arenas: Arenas, slot: Slot) -> None:
-    """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
+    """Fill the slot with 0xFF bytes, which are NaN in every float dtype: a read that comes too late is seen."""
     for piece in arenas.pieces(slot):
         piece.fill_(0xFF)
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
-    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
+    """For each op, the slots whose content no later op reads. One that two lanes read is left out: neither is the last."""
     blocks = range(len(plan.workload.blocks))
     goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # into the next step; no shadow does
     goes_on |= {plan.weights_slot(b) for b in blocks if plan.stays_loaded(b)}
@@ -188,7 +188,7 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def frozen_of(machine: CpuMachine) -> Tensors:
-    """The weights that are frozen, by name, as copies; of those that lie packed what their bytes mean."""
+    """The weights that are frozen, by name, as copies; packed ones are unpacked."""
     host, found, of = machine.host, Tensors(), machine.plan.semantics
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen(b)):
         if machine.plan.is_packed(p):

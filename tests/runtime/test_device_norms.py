@@ -201,7 +201,7 @@ def test_the_host_sums_squares_of_nothing_but_tied_weights(way, tied, monkeypatc
 
 
 class PoisonedOnDevice(Hostile):
-    """In step 1 one element of one block's gradient is infinite when it is complete, before anybody reads it."""
+    """In step 1 one element of one block's gradient is infinite when it is complete, before it is read."""
 
     poisoned_block = 1
 

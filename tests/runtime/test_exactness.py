@@ -163,25 +163,6 @@ def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(compute_dtype, ma
             assert differences(streamed(config, semantics, policy)) == [], policy
 
 
-UNEVEN = [
-    Policy(),
-    Policy(accumulation_group=2, save=saves(all=(2, 4)), spill_blocks=(0, 2), update=Update.DEFERRED),
-    Policy(accumulation_group=3, spill_blocks=(0, 1, 2, 3), save=saves(products=(1, 3))),
-    Policy(accumulation_group=3, boundary_stride=3),
-]
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", UNEVEN, ids=asked)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_a_smaller_last_micro_batch_is_the_plain_loops(model_type, policy):
-    """Three, three, and one that is left: by itself in its group, or with others; spilled, kept, or computed again."""
-    semantics = semantics_of(model_type, batch_size=7, micro_batch=3, mlp_tile_tokens=20)
-    if semantics.attention == "eager":
-        semantics = replace(semantics, clip_norm=None)
-    assert differences(streamed(tiny_config(model_type, num_hidden_layers=4), semantics, policy, delay_seed=1)) == []
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])

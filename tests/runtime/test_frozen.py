@@ -81,7 +81,7 @@ def check_all(model_type: str, semantics: Semantics, tried: list[Policy], overri
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_whatever_is_trained_the_bits_are_the_plain_loops(model_type: str, way: str) -> None:
-    """What is trained lies on the host. Slots are poisoned as soon as nobody is to read them, and lanes are late at random."""
+    """Trained parameters are on the host. Slots are poisoned on release, and lanes are late at random."""
     number = list(WAYS).index(way) + MODEL_TYPES.index(model_type)
     semantics = semantics_of(model_type, train=WAYS[way], **(fused(model_type) if number % 2 else {}))
     check_all(model_type, semantics, [POLICIES[number % len(POLICIES)], POLICIES[(number + 2) % len(POLICIES)]])

@@ -37,7 +37,7 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
     """What compute waits for after its first two micro-batches."""
     hosts_own, arange = [], torch.arange
 
-    def counted(*args, **kwargs):  # without a device's name it is the host's own, beside a GPU too
+    def counted(*args, **kwargs):  # without a device's name it is the host's own, also where there is a GPU
         out = arange(*args, **kwargs)
         if kwargs.get("device") is None:
             hosts_own.append(out)

@@ -15,11 +15,11 @@ from runtime.compute.blocks import Templates, row_losses
 from runtime.errors import WorkloadError
 from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
 from runtime.layers.pointwise import compiled, probes, swiglu
-from runtime.plan import Plan, Policy, Semantics, Update, saves
-from runtime.plan.workload import Model, Saved
+from runtime.plan import Plan, Policy, Semantics, saves
+from runtime.plan.workload import Model
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
-from tests.training import asked, differences, fused, plain, plan_of, semantics_of, streamed
+from tests.training import differences, fused, plain, plan_of, semantics_of, streamed
 
 DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -76,26 +76,6 @@ def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: s
     machine = streamed(tiny_config(model_type), dataclasses.replace(eager, pointwise="fused"), policy)
     assert any(type(m).__name__ == "forward" or "forward" in vars(m) for m in machine.compute.templates.layers[0].modules())
     assert differences(machine, plain(model_type, eager)) == []
-
-
-POLICIES = [
-    Policy(),
-    Policy(save=saves(all=(1, 2)), accumulation_group=4),
-    Policy(accumulation_group=2),
-    Policy(save=saves(products=(1, 2)), spill_blocks=(0,), update=Update.DEFERRED, speculate_blocks=(0, 2)),
-    Policy(save=saves(products=(2,), attention=(1,)), boundary_stride=1),
-    Policy(boundary_stride=2),
-]
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", POLICIES, ids=asked)
-@pytest.mark.parametrize(("name", "tile"), [("qwen3", None), ("llama", 5), ("gpt_oss", None), ("mixtral", None)])
-def test_policies_train_the_plain_loops_bits_with_fused_kernels(name: str, tile: int | None, policy: Policy) -> None:
-    if Saved.ATTENTION in policy.save and name in EAGER_ONLY:
-        policy = dataclasses.replace(policy, save=())
-    how = semantics_of(name, **fused(name), mlp_tile_tokens=tile)
-    assert differences(streamed(tiny_config(name), how, policy)) == []
 
 
 def test_fused_kernels_are_not_eager_ones_by_another_name() -> None:

@@ -86,7 +86,7 @@ def test_a_long_context_trains_the_plain_loops_bits(dtype: str) -> None:
 
 @pytest.mark.soak
 def test_a_searched_plan_trains_a_context_four_times_the_device() -> None:
-    """Tiles and spills are the planner's own choice, and the device's memory is enough for what then really lies there."""
+    """Tiles and spills are the planner's own choice; arenas and peak together stay within the device's memory."""
     model, asked = Model(config_of(512, n_layers=4)), semantics_of(LONGER, None)
     profile = read_profile("cpu-2core").with_memory(DEVICE_BYTES, None)
     whole = frame(model, build_workload(model, asked), asked, Policy())

@@ -15,7 +15,7 @@ from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 
 DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 BATCH, SEQ_LEN = 2, 80
-PACKED_BYTES = 64 * 1024  # the CPU's bf16 products rearrange their operands aside; nothing beside real sizes
+PACKED_BYTES = 64 * 1024  # the CPU's bf16 products rearrange their operands aside; negligible at real sizes
 # Weights that weigh more than a tile, and weights that weigh less
 SHAPES = [{"hidden_size": 128, "intermediate_size": 352}, {"hidden_size": 32, "intermediate_size": 512}]
 

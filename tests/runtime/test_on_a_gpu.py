@@ -131,7 +131,7 @@ def test_a_gpu_trains_as_the_plain_loop_there_within_rounding(model_type):
     machine = run(config, semantics, Policy())
     masters = {name: master.cuda() for name, master in initial_masters(config, semantics).items()}
     batches = [Batch(b.input_ids.cuda(), b.targets.cuda()) for b in batches_of(config["vocab_size"], 4, 16)]
-    torch.use_deterministic_algorithms(False)  # a loop that anybody would write
+    torch.use_deterministic_algorithms(False)  # a common training loop
     with torch.device("cuda"):
         expected = reference.train(config, semantics, masters, batches, settings_of_torch(N_STEPS))
     for step in range(N_STEPS):

@@ -260,7 +260,7 @@ def test_all_ranks_end_a_step_after_they_hear_of_the_end():
     agreed.hear(4, False)
     assert not agreed.is_requested
     asked.request()
-    assert not agreed.is_requested, "nobody else has heard of it"
+    assert not agreed.is_requested, "no other rank has heard of it"
     agreed.hear(5, True)
     assert agreed.is_requested
     agreed.hear(6, True)

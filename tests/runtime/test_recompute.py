@@ -153,7 +153,7 @@ def stays_within(
     def work() -> object:
         return torch.autograd.grad(checkpointed(layer, x, kwargs, selection), [x, *weights], gradient)
 
-    peak = peak_bytes(work) - block.boundary_bytes  # the output, which lies in an arena
+    peak = peak_bytes(work) - block.boundary_bytes  # the output, which is in an arena
     assert peak - but_for <= ours.saved_bytes + ours.transient_bytes <= at_most * peak
     assert ours.transient_bytes <= block.transient_bytes
 

@@ -43,7 +43,7 @@ def _may_fold(case: Case) -> bool:
 
 
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
-    """The case with so many groups, and some micro-batches more."""
+    """The case with `n_groups` groups and `n_more` micro-batches."""
     n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
     one_group: dict[str, Any] = {}
     if case.workload.trains_all:  # what is trained in part may be summed on the device whatever the groups

@@ -62,7 +62,7 @@ def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, packing,
 
 
 def resident_and_planned(tmp_path, packing, n_steps, n_chats):
-    """The most bytes that a run of so many steps had, and what its plan says."""
+    """The peak of a run's resident bytes, and what its plan says."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
     write_chats(tmp_path / "chats.jsonl", n_chats)
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)

@@ -62,7 +62,7 @@ def test_a_norm_at_the_threshold_is_clipped_as_torch_clips_it():
     assert clip_factor(1.0, 1.0) == float(gradient.grad) < 1.0
 
 
-SPECULATING = [  # each way in which a state can lie in its slot
+SPECULATING = [  # each way in which a state can be laid out in its slot
     (Policy(speculate_blocks=(0, 1, 2, 3)), {}),
     (Policy(speculate_blocks=(1, 3)), {}),
     (Policy(speculate_blocks=(0, 2)), {}),

@@ -120,7 +120,7 @@ def test_a_slab_lives_as_long_as_a_view_of_it():
 
 
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
-    """And one that has them says how much of a slab lies in them."""
+    """One that has them says how much of a slab is in them."""
 
     class Pages(slabs.mmap.mmap):
         def madvise(self, advice, *rest):
@@ -270,7 +270,7 @@ def test_every_arena_of_the_host_is_registered_once_and_whole():
 
 
 def test_a_large_arena_has_several_slabs_that_a_driver_takes(monkeypatch):
-    """A copy from two registrations may be refused: each slot lies in one, but for a slot that is too large itself."""
+    """A copy from two registrations may be refused: each slot is within one, but for a slot that is too large itself."""
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * MiB)
     monkeypatch.setattr(slabs, "REGISTER_BYTES", 2 * MiB)
     driver, arenas = Driver(most_at_once=2 * MiB), Arenas(ARENAS, CPU)

@@ -19,6 +19,7 @@ from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import (
     asked,
     differences,
+    fused,
     kept_whole,
     machine_for,
     plan_of,
@@ -41,7 +42,7 @@ DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 @given(data=st.data())
 def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(model_type: str, data: st.DataObject) -> None:
     """With slots poisoned on release and lanes delayed at random, with clipping, and with dropout in attention."""
-    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3)]), label="batch")
+    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (7, 3)]), label="batch")
     how = semantics_of(
         model_type,
         mlp_tile_tokens=data.draw(st.integers(1, 16 * micro_batch + 1), label="tile"),
@@ -50,6 +51,7 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(model_type: str, d
         batch_size=batch_size,
         micro_batch=micro_batch,
         clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip"),
+        **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
     )
     dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
     overrides = {
