@@ -187,7 +187,7 @@ def _nobody() -> Iterator[str]:
     for name in shipped_profiles():
         found = standard(read_profile(name))
         shares = " | ".join(f"{found.fraction(basis):.0%}" for basis in ("this device", "another device", "assumptions"))
-        yield f"| {name} | {shares} | {', '.join(map(str, found.worst))} |"
+        yield f"| {name} | {shares} | {', '.join(f'{part.what} {part.fraction:.1%}' for part in found.worst)} |"
     yield ""
     yield "Of no machine: copies while an optimizer works, AdamW of a CPU by threads, the rate of first touches of host memory, the"
     yield "driver's context, and hand-overs between lanes; profiles of machines that were probed have them."

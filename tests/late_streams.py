@@ -1,8 +1,7 @@
-"""What is the worst that streams may do?
+"""Streams on the CPU that are as late as events allow, or hasty at random.
 
-Streams without a GPU. What is issued to one is done later, in order, by whichever thread waits for it: as late as events allow, or
-at random. So whatever is read too early, or written over too early, is seen. Whether it is ever a device's own memory model that
-saves a program, these streams cannot tell.
+What is issued to one is done later, in order, by a thread that waits for it: reads and writes that come too early are seen. Whether
+a device's own memory model ever saves a program, these streams cannot tell.
 """
 
 import random
@@ -19,7 +18,7 @@ from planner.check.check import check
 from runtime.machines.cuda import CudaMachine
 from runtime.plan import Plan
 
-from .training import N_STEPS, Remembers, batches_of, plan_of, poison, released_slots, scheduled
+from .training import Remembers, machine_for, plan_of, poison, released_slots
 
 
 class LateStream:
@@ -44,7 +43,7 @@ class LateEvent:
 class LateStreams:
     """Performs `runtime.machines.streams.Streams` on the CPU.
 
-    `haste` is how likely each call runs something of some stream: at 0 nothing is done before somebody waits for it. One stream,
+    `haste` is how likely each call runs something of some stream: at 0 nothing is done before a thread waits for it. One stream,
     the seed says which, is never hasty.
     """
 
@@ -167,7 +166,4 @@ class Poisoned(Remembers, CudaMachine):
 def machine_of(config, semantics, policy, seed=0, haste=0.0, machine_type=Poisoned):
     plan = plan_of(config, semantics, policy)
     check(plan)
-    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, streams=LateStreams(seed, haste))
-    machine.initialise(7)
-    return machine
+    return machine_for(plan, machine_type, streams=LateStreams(seed, haste))

@@ -1,7 +1,7 @@
-"""The law of ranks: several processes train to the bits of a single one.
+"""One of several processes that train a case, and the digest of the bits that all come to.
 
-Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS:BATCH ...`. Rank 0 writes what
-all of them have in the end; `trained_alone` is the same by one process.
+Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS:BATCH ...`. Rank 0 writes the
+digests; `trained_alone` gives that of one process.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ import torch
 from penstock.training.leading import WholeState, obey
 from planner.check import operands
 from planner.check.check import check
-from runtime.executor import execute
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
+from tests import training
 from tests.tiny import MODEL_TYPES, tiny_config
-from tests.training import N_STEPS, Hostile, batches_of, plan_of, scheduled, semantics_of
+from tests.training import Hostile, plan_of, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("LOCAL_RANK", "RANK"))  # what a host says of its ranks, or all hosts do
@@ -37,7 +37,7 @@ POLICIES = {
 
 
 def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
-    """The configuration, each rank's part of the step, and what the policy is of so many micro-batches."""
+    """The configuration, each rank's part of the step, and the policy with all its micro-batches in one group."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
     eager = {"clip_norm": None} if policy == "eager" else {}
@@ -58,17 +58,13 @@ def digest(state, results) -> str:
 
 
 def trained(case: str, ranks: Processes | None) -> Hostile:
-    """The case by this process, one of so many; slots poisoned, lanes delayed at random, those of every rank otherwise."""
+    """The case by this process, one of several; slots poisoned, lanes delayed at random, those of every rank otherwise."""
     model_type, policy, groups, *sizes = case.split(":")
     batch = int(sizes[0]) if sizes else BATCH
     config, of, policy_of = asked(model_type, policy, int(groups), batch, 1 if ranks is None else ranks.n)
-    plan, batches = plan_of(config, of, policy_of), batches_of(config["vocab_size"], batch, of.seq_len)
+    plan = plan_of(config, of, policy_of)
     check(plan)
-    seed = 0 if ranks is None else ranks.rank
-    machine = Hostile(plan, lambda step: batches[step], scheduled, delay_seed=seed, ranks=ranks)
-    machine.initialise(7)
-    execute(plan, machine, N_STEPS)
-    return machine
+    return training.trained(plan, Hostile, delay_seed=0 if ranks is None else ranks.rank, ranks=ranks)
 
 
 def trained_alone(case: str) -> str:
@@ -77,7 +73,7 @@ def trained_alone(case: str) -> str:
 
 
 def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memory: bool = False) -> dict[str, str]:
-    """By so many processes, on so many hosts as far as they know; the digest of each case. `by_memory`: as `Ranks` has it."""
+    """The digest of each case by `ranks` processes that take themselves to be on `hosts` hosts. `by_memory`: as `Ranks` has it."""
     store, there = meeting_place(ranks)
     common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
     command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]

@@ -1,6 +1,5 @@
-"""What would training have been had everything fit?
+"""The plain training loop: a resident transformers model on one thread, the meaning of a plan's semantics written directly.
 
-A plain loop over a resident transformers model, on one thread: the meaning of a plan's semantics, written as directly as possible.
 It shares no code with the runtime.
 """
 
@@ -53,7 +52,7 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
 
 
 def put_adapters(model: torch.nn.Module, lora) -> None:
-    """An adapter beside each target, in the order in which a layer has them.
+    """An adapter for each target, in the order in which a layer has them.
 
     Where a model has experts only attention has adapters.
     """
@@ -66,7 +65,7 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer, and two narrow ones beside it."""
+    """A linear layer and the two narrow ones of its adapter."""
 
     def __init__(self, linear: torch.nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -206,7 +205,7 @@ AttentionInterface.register("each_alone", each_alone)  # for which transformers 
 
 
 def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tensor) -> dict:
-    """What the model's forward is given besides tokens if sequences are packed of documents."""
+    """Keywords of the model's forward for sequences that are packed of documents."""
     model.config._attn_implementation = semantics.attention if batch.document_tokens is None else "each_alone"
     if batch.document_tokens is None:
         return {}
@@ -280,7 +279,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
 
 def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[str, list[int]]:
     """Where within each parameter the norm's chunks begin anew. The parameters of a layer, or of what comes before or after all of
-    them, lie one after the other, each from a multiple of 128 elements on, and are cut into equal pieces, multiples of 128 too."""
+    them, follow one another, each from a multiple of 128 elements on, and are cut into equal pieces, multiples of 128 too."""
     blocks: dict[str, list[str]] = {}
     for name in parameters:
         in_layer = name.startswith("model.layers.")

@@ -1,7 +1,9 @@
-"""How do the tests train a tiny model, streamed and plainly?"""
+"""Tiny models trained by plans and by the plain loop, and what differs between the two."""
 
+import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 
@@ -24,6 +26,7 @@ from .strategies import PROFILE
 from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
+KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # of every parameter, or of one that is not trained
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
 # Most of what a policy can ask for at once, of a model of at least four layers.
@@ -62,7 +65,7 @@ def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
 
 
 def asked(thing) -> str:
-    """What a policy, or some semantics, asks for beyond the defaults: the name of a case."""
+    """The fields of a policy, or of semantics, that are not the defaults: the name of a case."""
     fields = thing if isinstance(thing, dict) else {k: v for k, v in asdict(thing).items() if v != getattr(Policy(), k)}
     return " ".join(f"{key}={value}" for key, value in fields.items()) or "defaults"
 
@@ -129,13 +132,13 @@ class Hostile(Remembers, CpuMachine):
 
 
 def poison(arenas: Arenas, slot: Slot) -> None:
-    """Fill the slot with 0xFF bytes, which are NaN in every float dtype: whoever reads it too late is seen."""
+    """Fill the slot with 0xFF bytes, which are NaN in every float dtype: a read that comes too late is seen."""
     for piece in arenas.pieces(slot):
         piece.fill_(0xFF)
 
 
 def released_slots(plan: Plan) -> dict[int, list[Slot]]:
-    """For each op, the slots whose content nobody reads after it. One that two lanes read is left out: neither is the last."""
+    """For each op, the slots whose content no later op reads. One that two lanes read is left out: neither is the last."""
     blocks = range(len(plan.workload.blocks))
     goes_on = {Slot("norm", 0), *map(plan.state_slot, blocks), *map(plan.source_slot, blocks)}  # into the next step; no shadow does
     goes_on |= {plan.weights_slot(b) for b in blocks if plan.stays_loaded(b)}
@@ -185,7 +188,7 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def frozen_of(machine: CpuMachine) -> Tensors:
-    """The weights that are frozen, by name, as copies; of those that lie packed what their bytes mean."""
+    """The weights that are frozen, by name, as copies; packed ones are unpacked."""
     host, found, of = machine.host, Tensors(), machine.plan.semantics
     for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen(b)):
         if machine.plan.is_packed(p):
@@ -196,35 +199,53 @@ def frozen_of(machine: CpuMachine) -> Tensors:
     return found
 
 
-def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int | None = None, machine_type=Hostile):
-    """Train N_STEPS by performing the plan of `policy`, which the checker must pass; returns the machine and its results."""
-    plan = plan_of(config, semantics, policy)
-    check(plan)
-    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    extra = {"delay_seed": delay_seed} if machine_type is Hostile else {}
-    machine = machine_type(plan, lambda step: batches[step], scheduled, **extra)
+def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] = (), **options):
+    """A machine that trains `plan` from weights drawn by `begin`, on batches that come round again."""
+    whole = plan.semantics.whole
+    batches = batches or batches_of(plan.model.config["vocab_size"], whole.batch_size, whole.seq_len)
+    machine = machine_type(plan, lambda step: batches[step % len(batches)], scheduled, **options)
     begin(machine)
-    execute(plan, machine, N_STEPS)
     return machine
 
 
-@lru_cache(maxsize=64)
+def trained(plan: Plan, machine_type=Remembering, n_steps: int = N_STEPS, **options):
+    """The machine after its first steps."""
+    machine = machine_for(plan, machine_type, **options)
+    execute(plan, machine, n_steps)
+    return machine
+
+
+def streamed(config: dict, semantics: Semantics, policy: Policy, delay_seed: int | None = None, machine_type=Hostile):
+    """The machine after N_STEPS of the policy's plan, which the checker must pass."""
+    plan = plan_of(config, semantics, policy)
+    check(plan)
+    return trained(plan, machine_type, **({"delay_seed": delay_seed} if machine_type is Hostile else {}))
+
+
 def plain(model_type: str, semantics: Semantics, overrides: tuple = ()) -> reference.Reference:
     """The same steps by the plain resident loop."""
-    config = tiny_config(model_type, **dict(overrides))
+    return _plain(json.dumps(tiny_config(model_type, **dict(overrides))), semantics)
+
+
+@lru_cache(maxsize=64)
+def _plain(config_json: str, semantics: Semantics) -> reference.Reference:
+    config = json.loads(config_json)
     batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
     return reference.train(config, semantics, initial_masters(config, semantics), list(batches), settings_of_torch(N_STEPS))
 
 
 @lru_cache(maxsize=64)
 def kept_whole(model_type: str, semantics: Semantics, overrides: tuple = ()) -> reference.Reference:
-    """The same steps by a plan that keeps everything and computes nothing twice: what the plain loop is where dropout is drawn."""
+    """The same steps by a plan that keeps everything and computes nothing twice: the standard where dropout is drawn."""
     config = tiny_config(model_type, **dict(overrides))
     layers = tuple(range(1, config["num_hidden_layers"] + 1))
-    machine = streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
+    return as_expected(streamed(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches)))
+
+
+def as_expected(machine: CpuMachine) -> reference.Reference:
+    """What a machine came to, as `differences` takes it."""
     results = [machine.results[step] for step in range(N_STEPS)]
-    losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
-    return reference.Reference(*state_of(machine), losses, norms, frozen_of(machine))
+    return reference.Reference(*state_of(machine), [r.loss for r in results], [r.grad_norm for r in results], frozen_of(machine))
 
 
 @lru_cache(maxsize=64)
@@ -235,17 +256,12 @@ def clip_some_steps(model_type: str, semantics: Semantics, overrides: tuple = ()
     return replace(semantics, clip_norm=(min(norms) + max(norms)) / 2)
 
 
-def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]:
-    """Names of the tensors that are not bit for bit equal, and of what else differs."""
+def differences(machine: CpuMachine, expected: reference.Reference | None = None) -> list[str]:
+    """Names of the tensors, losses and norms that are not bit for bit those expected, which is of the plain loop by default."""
+    expected = expected or _plain(json.dumps(machine.plan.model.config), machine.plan.semantics)
+    of_expected = (expected.masters, expected.exp_avg, expected.exp_avg_sq, expected.frozen)
     found = []
-    pairs = zip(
-        ("master", "exp_avg", "exp_avg_sq"),
-        state_of(machine),
-        (expected.masters, expected.exp_avg, expected.exp_avg_sq),
-        strict=True,
-    )
-    pairs = [*pairs, ("frozen", frozen_of(machine), expected.frozen)]
-    for kind, got, wanted in pairs:
+    for kind, got, wanted in zip(KEPT, (*state_of(machine), frozen_of(machine)), of_expected, strict=True):
         assert got.keys() == wanted.keys()
         found += [f"{kind} {name}" for name in got if not same_bits(got[name], wanted[name])]
     for step in range(N_STEPS):
@@ -254,6 +270,11 @@ def differences(machine: CpuMachine, expected: reference.Reference) -> list[str]
         if machine.results[step].grad_norm != expected.norms[step]:
             found.append(f"norm of step {step}")
     return found
+
+
+def same_state(a: CpuMachine, b: CpuMachine) -> bool:
+    """Masters and moments equal to the last bit."""
+    return all(same_bits(x[name], y[name]) for x, y in zip(state_of(a), state_of(b), strict=True) for name in x)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

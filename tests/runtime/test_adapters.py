@@ -1,6 +1,7 @@
-"""Is an adapter what PEFT makes of it, whatever is kept of a forward and wherever it lies?"""
+"""LoRA adapters: formula, roundings and training of PEFT's, whatever is kept of a forward and wherever they are."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
-from runtime.compute.blocks import Templates
+from runtime.batch import Batch
 from runtime.errors import WorkloadError
 from runtime.executor import execute
 from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
@@ -19,7 +20,7 @@ from runtime.plan import Policy, Semantics, saves
 from runtime.plan.train import TARGETS, Lora, Train
 from runtime.plan.workload import Model, Saved
 from tests.forwards import HostileToBoth, sequences_of
-from tests.real_layers import SIZES, Work, cases, layers_of, tensors
+from tests.real_layers import DTYPES, SIZES, Work, cases, hf_model, layers_of, tensors
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import (
     ADAMW,
@@ -27,19 +28,20 @@ from tests.training import (
     Hostile,
     Remembering,
     batches_of,
-    begin,
     differences,
     frozen_of,
     fused,
     initial_masters,
     kept_whole,
+    machine_for,
     plan_of,
     same_bits,
-    scheduled,
+    same_state,
     semantics_of,
     settings_of_torch,
     state_of,
     streamed,
+    trained,
 )
 
 from .test_recompute import Case, can
@@ -47,8 +49,6 @@ from .test_replay import replayed
 
 LORA = Lora(rank=4, alpha=8.0)
 DENSE = [t for t in MODEL_TYPES if t not in EXPERT_TYPES]
-
-# ---- one product
 
 
 def adapted(bias: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> AdaptedLinear:
@@ -92,36 +92,27 @@ def test_only_gradients_that_are_asked_for_are_made(needed: tuple[bool, bool, bo
     assert work.calls["mm"] + work.calls["addmm_"] == n_products
 
 
-def test_it_is_rounded_after_the_frozen_product_the_narrow_one_and_the_sum() -> None:
-    module, x = adapted(dtype=torch.bfloat16), torch.randn(50, 24, dtype=torch.bfloat16)
-    frozen = (x.float() @ module.weight.float().T + module.bias.float()).bfloat16()
-    narrow = (x.float() @ module.lora_A.weight.float().T).bfloat16()
-    y = (frozen.float() + 1.5 * (narrow.float() @ module.lora_B.weight.float().T)).bfloat16()
-    assert (module(x) == y).float().mean() > 0.99  # sums of products may be taken in another order
-
-
-def test_nothing_is_dropped_where_nothing_is_trained() -> None:
+def test_an_adapter_that_is_evaluated_drops_nothing() -> None:
     module, x = adapted(dropout=0.5), torch.randn(6, 24, dtype=torch.float64)
     assert not torch.equal(module(x), module(x))
     module.train(False)
     assert torch.equal(module(x), adapted()(x))
 
 
-def test_a_new_one_does_nothing_yet_and_is_drawn_as_pefts() -> None:
+def test_a_new_adapter_does_nothing_yet_and_is_drawn_as_pefts() -> None:
+    """And the weights of its layer begin as they would without it."""
     shapes = {"q.lora_A.weight": (8, 512), "q.lora_B.weight": (64, 8)}
     factors = initial_factors(shapes, 3)
-    assert not factors["q.lora_B.weight"].any()
     a = factors["q.lora_A.weight"]
+    assert not factors["q.lora_B.weight"].any()
     assert a.abs().max() <= 1 / math.sqrt(512)  # uniform in +-sqrt(6 / ((1 + 5) * in))
     assert a.std().item() == pytest.approx(1 / math.sqrt(3 * 512), rel=0.05)
     assert same_bits(initial_factors(shapes, 3)["q.lora_A.weight"], a)
     assert not torch.equal(initial_factors(shapes, 4)["q.lora_A.weight"], a)
-
-
-def test_the_weights_beside_it_begin_as_they_would_without() -> None:
-    config = tiny_config("qwen2")
-    whole = initial_masters(config, semantics_of("qwen2", compute_dtype="fp32"))
-    begun = initial_masters(config, semantics_of("qwen2", compute_dtype="fp32", train=Train(lora=LORA)))
+    whole, begun = (
+        initial_masters(tiny_config("qwen2"), semantics_of("qwen2", compute_dtype="fp32", **train))
+        for train in ({}, {"train": Train(lora=LORA)})
+    )
     assert begun.keys() > whole.keys()
     assert all(same_bits(begun[name], whole[name]) for name in whole)
 
@@ -137,13 +128,10 @@ def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
             adapt(layer, "l.", shapes, LORA)
 
 
-# ---- what is kept of a forward
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
-def test_a_replay_saves_what_the_plan_says_and_gives_the_gradients_of_a_plain_backward(case: Case, dropout: float) -> None:
+def test_a_replay_of_adapters_saves_what_the_plan_says(case: Case, dropout: float) -> None:
     how = {"train": Train(lora=replace(LORA, dropout=dropout, targets=TARGETS[:4]))}
     for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
         for saved in (Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS):
@@ -178,29 +166,26 @@ DROPPING = [
 
 @pytest.mark.parametrize("fields", [{}, {"gradient_dtype": "fp32"}], ids=str)
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
-def test_what_is_dropped_is_the_same_whatever_is_kept_and_wherever_adapters_lie(kernels: str, fields: dict[str, Any]) -> None:
+def test_dropout_of_adapters_is_the_same_under_any_policy(kernels: str, fields: dict[str, Any]) -> None:
+    """With fp32 gradients adapters are on the device, else on the host."""
     train = Train(lora=replace(LORA, dropout=0.3))
     semantics = semantics_of("qwen3", train=train, **fields, **(fused("qwen3") if kernels == "fused" else {}))
     config, expected = tiny_config("qwen3"), kept_whole("qwen3", semantics)
-    mixed = build_workload(Model(config), semantics).mixed
     for policy in DROPPING:
-        policy = replace(policy, device_blocks=mixed) if fields else policy
+        policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if fields else ())
         assert differences(streamed(config, semantics, policy, delay_seed=2), expected) == []
     without = streamed(config, replace(semantics, train=Train(lora=LORA)), Policy())
     assert without.results[0].loss != expected.losses[0], "dropout did nothing: the test would prove nothing"
 
 
-# ---- against PEFT's own modules
+def mixed_blocks(config: dict[str, Any], semantics: Semantics) -> tuple[int, ...]:
+    """Blocks of which a part is trained: those whose adapters can be on the device."""
+    return build_workload(Model(config), semantics).mixed
 
 
 def peft_of(config: dict[str, Any], semantics: Semantics, begun: dict[str, torch.Tensor], lora: Lora) -> Any:
     """Transformers' model with PEFT's adapters, which are fp32, from the same weights."""
-    fields = {k: v for k, v in config.items() if k != "model_type"}
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    dtype = torch.bfloat16 if semantics.compute_dtype == "bf16" else torch.float32
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), **options)
+    model = hf_model(config, dtype=DTYPES[semantics.compute_dtype], attn_implementation=semantics.attention)
     of_peft = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=[*lora.targets], lora_dropout=0.0)
     model = get_peft_model(model, of_peft, autocast_adapter_dtype=True).train()
     named = {ours(name): p for name, p in model.named_parameters()}
@@ -217,15 +202,19 @@ def ours(name: str) -> str:
 
 
 def trained_by_peft(
-    config: dict[str, Any], semantics: Semantics, lora: Lora, n_steps: int
+    config: dict[str, Any],
+    semantics: Semantics,
+    lora: Lora,
+    begun: dict[str, torch.Tensor],
+    batches: Sequence[Batch],
+    settings: list[dict[str, Any]],
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Adapters and losses of a loop as anybody would write it, under autocast."""
-    model = peft_of(config, semantics, initial_masters(config, semantics), lora)
+    """Adapters and losses of a common training loop, under autocast."""
+    model = peft_of(config, semantics, begun, lora)
     trained = {ours(name): p for name, p in model.named_parameters() if p.requires_grad}
-    settings, losses = settings_of_torch(n_steps), []
-    optimizer = torch.optim.AdamW(trained.values(), **settings[0])
-    for step, batch in enumerate(batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len, n_steps)):
-        optimizer.param_groups[0]["lr"] = settings[step]["lr"]
+    optimizer, losses = torch.optim.AdamW(trained.values(), **settings[0]), []
+    for batch, of_step in zip(batches, settings, strict=True):
+        optimizer.param_groups[0]["lr"] = of_step["lr"]
         with torch.autocast("cpu", torch.bfloat16, enabled=semantics.compute_dtype == "bf16"):
             logits = model(input_ids=batch.input_ids, use_cache=False).logits.float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
@@ -238,25 +227,16 @@ def trained_by_peft(
     return {name: p.detach() for name, p in trained.items()}, losses
 
 
+@pytest.mark.parametrize(("dtype", "of_loss", "of_way"), [("fp32", 1e-6, 1e-4), ("bf16", 2e-4, 0.1)])
 @pytest.mark.parametrize("model_type", DENSE)
-def test_training_in_fp32_is_what_peft_does(model_type: str) -> None:
-    """To some roundings: losses within 1e-6, adapters within a ten thousandth of the way they went, in the mean."""
-    compare(model_type, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}, 1e-6, 1e-4)
-
-
-@pytest.mark.parametrize("model_type", DENSE)
-def test_training_in_bf16_is_what_peft_does_under_autocast(model_type: str) -> None:
-    """Autocast rounds the adapters as we do, and sums in another order what has eight bits: losses within 2e-4, adapters within a
-    tenth of the way they went, in the mean."""
-    compare(model_type, {"gradient_dtype": "fp32"}, 2e-4, 0.1)
-
-
-def compare(model_type: str, fields: dict[str, Any], of_loss: float, of_way: float) -> None:
-    semantics = semantics_of(model_type, train=Train(lora=LORA), **fields)
+def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float, of_way: float) -> None:
+    """To some roundings: losses, and adapters in the mean, relative to the way they went. In bf16, autocast rounds the adapters as
+    we do, and sums in another order what has eight bits."""
+    semantics = semantics_of(model_type, train=Train(lora=LORA), compute_dtype=dtype, gradient_dtype="fp32")
     config = tiny_config(model_type)
     begun = initial_masters(config, semantics)
     machine = streamed(config, semantics, Policy(accumulation_group=4, save=saves(products=(1,))), machine_type=Remembering)
-    masters, losses = trained_by_peft(config, semantics, LORA, N_STEPS)
+    masters, losses = trained_by_peft(config, semantics, LORA, begun, batches_of(96, 4, 16), settings_of_torch(N_STEPS))
     assert [machine.results[step].loss for step in range(N_STEPS)] == pytest.approx(losses, rel=of_loss)
     found = state_of(machine)[0]
     assert found.keys() == masters.keys()
@@ -266,33 +246,19 @@ def compare(model_type: str, fields: dict[str, Any], of_loss: float, of_way: flo
 
 def test_a_loss_that_falls_for_peft_falls_as_far_for_us() -> None:
     """Thirty steps on one batch, from adapters that do nothing yet."""
-    n_steps, config = 30, tiny_config("llama")
-    semantics = semantics_of("llama", train=Train(lora=Lora(rank=8, alpha=16.0)), compute_dtype="fp32", clip_norm=None)
+    n_steps, config, lora = 30, tiny_config("llama"), Lora(rank=8, alpha=16.0)
+    semantics = semantics_of("llama", train=Train(lora=lora), compute_dtype="fp32", clip_norm=None)
     plan, batch = plan_of(config, semantics, Policy()), batches_of(96, 4, 16)[0]
     machine = Remembering(plan, lambda step: batch, lambda step: replace(ADAMW, lr=1e-2))
     machine.initialise(7)
-    begun = {
-        p.name: machine.host.compute_weight(p).clone() for b in range(4) for p in (*machine.host.owned(b), *machine.host.frozen(b))
-    }
-    model = peft_of(config, semantics, begun, Lora(rank=8, alpha=16.0))
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=ADAMW.weight_decay
-    )
-    losses = []
-    for _ in range(n_steps):
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    parameters = [p for b in range(4) for p in (*machine.host.owned(b), *machine.host.frozen(b))]
+    begun = {p.name: machine.host.compute_weight(p).clone() for p in parameters}
+    settings = [settings_of_torch(1)[0] | {"lr": 1e-2}] * n_steps
+    _, losses = trained_by_peft(config, semantics, lora, begun, [batch] * n_steps, settings)
     execute(plan, machine, n_steps)
-    found = [machine.results[step].loss for step in range(n_steps)]
     assert losses[-1] < 0.9 * losses[0]
-    assert found == pytest.approx(losses, rel=1e-3)
+    assert [machine.results[step].loss for step in range(n_steps)] == pytest.approx(losses, rel=1e-3)
 
-
-# ---- evaluated
 
 EVALUATED = {
     "on the host": ({}, Policy()),
@@ -305,38 +271,31 @@ EVALUATED = {
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", EVALUATED)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_an_evaluation_uses_adapters_drops_nothing_and_changes_nothing(model_type: str, way: str) -> None:
-    """Of the same batch it is the loss of the training step to the bit, had nothing been dropped there."""
+def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: str) -> None:
+    """The loss of a batch is to the bit that of the training step, had dropout been off there."""
     fields, policy = EVALUATED[way]
     config = tiny_config(model_type, num_hidden_layers=3)
     without = semantics_of(model_type, train=Train(lora=LORA), **fields)
     semantics = replace(without, train=Train(lora=replace(LORA, dropout=0.4)))
-    mixed = build_workload(Model(config), semantics).mixed if "device" in way else ()
-    policy = replace(policy, device_blocks=mixed)
-    machine, batch = machine_of(config, semantics, policy, HostileToBoth), batches_of(config["vocab_size"], 4, 16)[0]
-    begin(machine)
-    found = evaluate(machine, sequences_of(batch), 4)
-    assert found.loss == streamed(config, without, policy).results[0].loss
+    policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if "device" in way else ())
+    machine = machine_for(plan_of(config, semantics, policy), HostileToBoth)
+    batch, plain = batches_of(96, 4, 16)[0], streamed(config, without, policy)
+    assert evaluate(machine, sequences_of(batch), 4).loss == plain.results[0].loss
     for step in range(N_STEPS):
         execute(machine.plan, machine, 1, step)
         evaluate(machine, sequences_of(batch), 4)
     assert differences(machine, kept_whole(model_type, semantics, (("num_hidden_layers", 3),))) == []
-    assert all(map(torch.equal, frozen_of(machine).values(), frozen_of(streamed(config, without, Policy())).values()))
-
-
-# ---- resuming
+    assert all(map(torch.equal, frozen_of(machine).values(), frozen_of(plain).values()))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_run_that_stops_goes_on_from_its_masters_and_moments(on_device: bool) -> None:
-    """On another machine, whose plan is another one."""
+    """On another machine, whose plan has the adapters elsewhere."""
     config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA), gradient_dtype="fp32")
-    mixed = build_workload(Model(config), semantics).mixed
-    policies = [Policy(), Policy(accumulation_group=4, device_blocks=mixed)]
+    policies = [Policy(), Policy(accumulation_group=4, device_blocks=mixed_blocks(config, semantics))]
     whole = streamed(config, semantics, policies[on_device])
-    first, second = (machine_of(config, semantics, policy) for policy in (policies[on_device], policies[not on_device]))
-    begin(first)
-    execute(first.plan, first, 1)
+    first = trained(plan_of(config, semantics, policies[on_device]), Hostile, n_steps=1)
+    second = machine_for(plan_of(config, semantics, policies[not on_device]), Hostile)
     for block in range(len(first.plan.workload.blocks)):
         for p in first.host.owned(block):
             second.host.set_weight(p, first.host.master(p))
@@ -346,20 +305,13 @@ def test_a_run_that_stops_goes_on_from_its_masters_and_moments(on_device: bool) 
             second.host.set_weight(p, first.host.compute_weight(p))
     second.host.n_updates = first.host.n_updates
     execute(second.plan, second, N_STEPS - 1, first_step=1)
-    for a, b in zip(state_of(whole), state_of(second), strict=True):
-        assert all(same_bits(a[name], b[name]) for name in a)
-
-
-def machine_of(config: dict[str, Any], semantics: Semantics, policy: Policy, machine_type: type[Hostile] = Hostile) -> Hostile:
-    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    return machine_type(plan_of(config, semantics, policy), lambda step: batches[step], scheduled)
+    assert same_state(whole, second)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_copy_of_a_block_has_its_adapters_and_nothing_that_is_frozen(on_device: bool) -> None:
+def test_a_copy_of_a_block_has_its_adapters_alone(on_device: bool) -> None:
     config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA), gradient_dtype="fp32")
-    mixed = build_workload(Model(config), semantics).mixed if on_device else ()
-    machine = streamed(config, semantics, Policy(device_blocks=mixed))
+    machine = streamed(config, semantics, Policy(device_blocks=mixed_blocks(config, semantics) if on_device else ()))
     host, block = machine.host, machine.plan.workload.blocks[1]
     copy = host.copied(1, machine._workers)
     assert copy.numel() == 12 * block.state_elements == host.n_bytes(1)
@@ -374,8 +326,7 @@ def test_a_copy_of_a_block_has_its_adapters_and_nothing_that_is_frozen(on_device
 
 def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
     """One that is wider is rounded to the nearest, ties to even, as transformers would load it."""
-    config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA))
-    machine = machine_of(config, semantics, Policy())
+    machine = machine_for(plan_of(tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA)), Policy()))
     p = machine.host.frozen(1)[0]
     weight = torch.randn(p.shape)
     weight.view(-1)[0] = 1.0 + 2.0**-8  # half way between two bf16 numbers; the even one is below
@@ -384,13 +335,3 @@ def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
     assert frozen_of(machine)[p.name].view(-1)[0] == 1.0
     names = [p.name for p in machine.host.all_owned()]
     assert names == [p.name for block in machine.plan.workload.blocks for p in block.parameters]
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_adapters_stand_where_the_plan_has_them(model_type: str) -> None:
-    config, semantics = tiny_config(model_type), semantics_of(model_type, train=Train(lora=LORA))
-    workload = build_workload(Model(config), semantics)
-    layers = Templates(config, workload, semantics).layers
-    for block, layer in zip(workload.blocks[1:-1], layers, strict=True):
-        found = {f"{block.name}.{name}": tuple(p.shape) for name, p in layer.named_parameters()}
-        assert found == {p.name: p.shape for p in block.parameters}

@@ -1,4 +1,4 @@
-"""Is a norm that the device makes the host's, at no cost to the host?"""
+"""Norms made on the device: plans that square gradients there, their cost, bits, and values that are not finite."""
 
 import math
 from dataclasses import replace
@@ -7,14 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.schema import Profile, read_profile
 from planner.bounds.machine import machine_bound, machine_facets
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.cost import NORM_CHUNK_ELEMENTS, CostModel, region_of
+from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import frame
 from planner.predict.simulate import simulate
 from planner.search.relax import Relaxation
@@ -24,42 +23,35 @@ from runtime.executor import execute
 from runtime.host import updates
 from runtime.host.chunks import CHUNK_ELEMENTS
 from runtime.host.norms import squares_at_once, sum_of_squares
-from runtime.plan import Kind, Lane, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Lane, Policy, Semantics, Slot, Update
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
-from tests.edits import error_of, index, small, with_op, with_slots
+from tests.edits import error_of, small
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
+from tests.real_layers import Traffic
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import (
     N_STEPS,
     Hostile,
-    batches_of,
     clip_some_steps,
     differences,
-    plain,
+    machine_for,
     plan_of,
-    same_bits,
-    scheduled,
+    same_state,
     semantics_of,
     state_of,
     streamed,
 )
 
+from .test_settling import WithoutSecondStep
+
 BARRIER = Policy(square_on_device=True, accumulation_group=4, gradient_slots=2)
-SPECULATING = Policy(
-    square_on_device=True,
-    accumulation_group=4,
-    update=Update.DEFERRED,
-    speculate_blocks=(0, 2, 3),
-)
+SPECULATING = Policy(square_on_device=True, accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(0, 2, 3))
 EAGER = Policy(square_on_device=True, accumulation_group=4, update=Update.EAGER, gradient_slots=2)
 
 
-# -- the plan ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("update", list(Update))
-def test_each_gradient_is_squared_once_it_is_whole_and_the_sums_leave_with_it(update):
+def test_whole_gradients_are_squared_and_sums_leave_with_them(update):
     plan = small(n_micro_batches=2, accumulation_group=2, update=update, gradient_slots=2, square_on_device=True)
     check(plan)
     last = {op.block: i for i, op in enumerate(plan.ops) if op.kind in (Kind.BACKWARD, Kind.LOSS)}
@@ -75,7 +67,7 @@ def test_each_gradient_is_squared_once_it_is_whole_and_the_sums_leave_with_it(up
     assert clip.every("norm") == tuple(Slot("norm", b) for b in range(5))
 
 
-def test_a_tied_weight_is_normed_where_its_gradient_is_made_whole_on_the_host():
+def test_a_tied_weight_is_normed_on_the_host():
     plan = small(tied=True, square_on_device=True)
     check(plan)
     assert [op.block for op in plan.ops if op.kind is Kind.SQUARE] == [3, 2, 1]
@@ -84,89 +76,45 @@ def test_a_tied_weight_is_normed_where_its_gradient_is_made_whole_on_the_host():
     assert str(replace(zero, waits=())) == "norm cpu b0 arrived=host_gradients[0] tied=host_gradients[4] norm=norm[0]"
 
 
-def test_a_gradient_that_the_host_sums_is_not_whole_on_the_device():
+def test_gradients_that_the_host_sums_are_not_squared_on_device():
     plan = small(n_micro_batches=2)
-    policy = replace(plan.policy, square_on_device=True)
-    with pytest.raises(PlanError, match="square_on_device and device_blocks need all micro-batches in one group"):
+    policy, said = (
+        replace(plan.policy, square_on_device=True),
+        "square_on_device and device_blocks need all micro-batches in one group",
+    )
+    with pytest.raises(PlanError, match=said):
         lower(plan.model, plan.workload, plan.semantics, policy, plan.profile)
-    assert "square_on_device and device_blocks need all micro-batches in one group" in error_of(replace(plan, policy=policy))
-
-
-def test_what_is_squared_too_soon_or_left_behind_is_refused_and_named():
-    plan = small(n_micro_batches=2, accumulation_group=2, square_on_device=True, gradient_slots=2)
-    square, backward = index(plan, "square gpu b2"), index(plan, "backward gpu b2 m1")
-    waits = tuple(replace(w, op=backward) if w.op == square else w for w in plan.ops[index(plan, "offload_gradient d2h b2")].waits)
-    assert "a race for squares[2]" in error_of(with_op(plan, "offload_gradient d2h b2", waits=waits))
-    waits = (Wait(index(plan, "offload_gradient d2h b1")),)
-    assert "a race for" in error_of(with_op(plan, "clip cpu b0", waits=waits))
-    few = (("norm", Slot("norm", 0)), ("clip", Slot("norm", 5)))
-    assert "must use norm=norm[0] norm=norm[1]" in error_of(with_op(plan, "clip cpu b0", operands=few))
-    square = plan.ops[index(plan, "square gpu b2")]
-    other = plan.ops[index(plan, "square gpu b3")]["gradient"]
-    assert other != square["gradient"]
-    message = error_of(with_slots(plan, "square gpu b2", gradient=other))
-    assert "holds the gradient of block 3, step 0, not the gradient of block 2" in message or "a race" in message
-    assert "twice" in error_of(replace(plan, ops=(*plan.ops, square)))
-    assert "has no such op" in error_of(replace(plan, policy=replace(plan.policy, square_on_device=False)))
-
-
-def test_a_square_of_a_sum_that_is_not_complete_is_refused():
-    """Of the head, whose gradient lies where the last micro-batch rounds it."""
-    plan = small(n_micro_batches=2, accumulation_group=2, square_on_device=True)
-    loss, square = index(plan, "loss gpu b4 m1"), index(plan, "square gpu b4")
-    order = [i for i in range(len(plan.ops)) if i != square]
-    order.insert(loss, square)
-    at = {old: new for new, old in enumerate(order)}
-    ops = tuple(replace(plan.ops[i], waits=tuple(replace(w, op=at[w.op]) for w in plan.ops[i].waits)) for i in order)
-    message = error_of(replace(plan, ops=ops))
-    assert "square gpu b4" in message or "gradients[1]" in message
-
-
-def test_an_eager_update_needs_the_sums_of_its_own_block():
-    plan = small(update=Update.EAGER, square_on_device=True)
-    check(plan)
-    update = plan.ops[index(plan, "update cpu b2")]
-    assert update["norm"] == Slot("norm", 2)
-    for norm in (None, Slot("norm", 1), Slot("norm", 5)):
-        message = error_of(with_slots(plan, "update cpu b2", norm=norm))
-        assert "must use arrived=host_gradients[any] norm=norm[2] state=state[2]" in message
-
-
-# -- what it costs ----------------------------------------------------------------------------------------------------
+    assert said in error_of(replace(plan, policy=policy))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_host_reads_no_gradient_twice(tied):
-    """What host memory is spared is every gradient once, but for those of tied weights."""
+    """Host memory is spared every gradient once, but for those of tied weights; the device reads it, at its own rate."""
     model, profile = read_model("qwen2.5-0.5b" if tied else "qwen2.5-7b"), read_profile("gh200")
     semantics = Semantics(512, 2, 1)
     workload = build_workload(model, semantics)
     assert workload.tied == tied
     drawn, seconds = {}, {}
     for squares in (False, True):
-        policy = Policy(accumulation_group=2, square_on_device=squares)
-        plan = lower(model, workload, semantics, policy, {})
+        plan = lower(model, workload, semantics, Policy(accumulation_group=2, square_on_device=squares), {})
         demands = CostModel(profile).demands(plan)
         drawn[squares] = sum(dict(d.uses).get(Resource.DRAM, 0.0) * d.alone_s for d in demands)
-        seconds[squares] = {
-            lane: sum(d.alone_s for op, d in zip(plan.ops, demands, strict=True) if op.lane is lane) for lane in Lane
-        }
+        of_ops = [*zip(plan.ops, demands, strict=True)]
+        seconds[squares] = {lane: sum(d.alone_s for op, d in of_ops if op.lane is lane) for lane in Lane}
     elements = sum(b.slot_elements for b in workload.blocks[1:-1])
     elements += 0 if tied else workload.blocks[0].slot_elements + workload.blocks[-1].slot_elements
     assert drawn[False] - drawn[True] == pytest.approx(2 * elements, rel=1e-6)
     saved_s = 2 * elements / profile.host.reduce_bytes_per_s.value
     assert seconds[False][Lane.CPU] - seconds[True][Lane.CPU] == pytest.approx(saved_s, rel=1e-6)
-    # The device reads it once, at its own rate; besides there is a kernel or two per tensor, and a few per block.
-    more_s = seconds[True][Lane.GPU] - seconds[False][Lane.GPU]
     read_s = 2 * elements / profile.device.memory_bytes_per_s.value
-    n_kernels = (more_s - read_s) / profile.device.kernel_overhead_s.value
+    n_kernels = (seconds[True][Lane.GPU] - seconds[False][Lane.GPU] - read_s) / profile.device.kernel_overhead_s.value
     n_tensors = sum(len(workload.blocks[b].parameters) for b in can_square(workload, semantics))
     assert n_tensors < n_kernels < 2 * n_tensors + 5 * len(workload.blocks)
 
 
 @given(st.data())
 @settings(deadline=None, max_examples=20)
-def test_the_machine_bound_is_the_least_of_any_shares_squared_and_updated_on_the_device(data):
+def test_the_machine_bound_is_the_least_of_any_device_shares(data):
     """Held against a fine grid of shares, on machines on which either side binds, with room for some of the state or all of it."""
     fields = read_profile("gh200").to_json()
     fields["host"]["reduce_bytes_per_s"]["value"] *= 10.0 ** data.draw(st.floats(-3, 1))
@@ -191,7 +139,7 @@ def test_the_machine_bound_is_the_least_of_any_shares_squared_and_updated_on_the
 @pytest.mark.drawn
 @given(st.data())
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
+def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     """Where the host's norms bind, so that it counts what they are spared; the others are in tests/planner/test_search.py."""
     s = replace(
         data.draw(semantics().filter(lambda of: of.ranks == 1)), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"]))
@@ -220,51 +168,40 @@ def test_no_policy_is_faster_than_a_relaxation_that_may_square_gradients(data):
             assert prediction.step_s >= relaxed.bound_s * (1 - 1e-9), (policy, buffers)
 
 
-def test_the_planner_and_the_runtime_cut_gradients_alike():
-    assert NORM_CHUNK_ELEMENTS == CHUNK_ELEMENTS
-
-
-# -- the bits ---------------------------------------------------------------------------------------------------------
+WAYS = {"barrier": BARRIER, "speculating": SPECULATING, "eager": EAGER}
 
 
 @pytest.mark.fast("values")
-@pytest.mark.parametrize("policy", [BARRIER, SPECULATING, EAGER], ids=["barrier", "speculating", "eager"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", STRUCTURES)
-def test_a_model_normed_on_the_device_is_the_plain_loop_to_the_last_bit(model_type, tied, policy):
+def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
     """With more elements in the vocabulary than a chunk has, and clipping in some of the steps."""
     key = (("tie_word_embeddings", tied), ("vocab_size", 2200))
     semantics = semantics_of(model_type, clip_norm=None)
-    if policy.update is not Update.EAGER:
+    if way != "eager":
         semantics = clip_some_steps(model_type, semantics, key)
-    machine = streamed(tiny_config(model_type, **dict(key)), semantics, policy, delay_seed=3)
-    assert differences(machine, plain(model_type, semantics, key)) == []
+    assert differences(streamed(tiny_config(model_type, **dict(key)), semantics, WAYS[way], delay_seed=3)) == []
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("policy", [BARRIER, SPECULATING, EAGER], ids=["barrier", "speculating", "eager"])
-def test_the_host_sums_squares_of_nothing_but_tied_weights(policy, tied, monkeypatch):
-    summed = []
-    host = updates.squares_tasks
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_sums_squares_of_nothing_but_tied_weights(way, tied, monkeypatch):
+    summed, host = set(), updates.squares_tasks
 
     def listening(gradient, cuts):
-        summed.append(gradient.numel())
+        summed.add(gradient.numel())
         return host(gradient)
 
     monkeypatch.setattr(updates, "squares_tasks", listening)
-    semantics = semantics_of("llama", clip_norm=None)
-    machine = streamed(tiny_config("llama", tie_word_embeddings=tied), semantics, policy)
-    vocab = {p.n_elements for b in (0, 3) for p in machine.host.owned(b)}
-    assert set(summed) == (vocab if tied else set())
-    assert differences(machine, plain("llama", semantics, (("tie_word_embeddings", tied),))) == []
-
-
-# -- what is not finite -----------------------------------------------------------------------------------------------
+    machine = streamed(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama", clip_norm=None), WAYS[way])
+    assert summed == ({p.n_elements for b in (0, 3) for p in machine.host.owned(b)} if tied else set())
+    assert differences(machine) == []
 
 
 class PoisonedOnDevice(Hostile):
-    """In step 1 one element of one block's gradient is infinite when it is complete, before anybody reads it."""
+    """In step 1 one element of one block's gradient is infinite when it is complete, before it is read."""
 
     poisoned_block = 1
 
@@ -276,55 +213,38 @@ class PoisonedOnDevice(Hostile):
         super().perform(index, op, step)
 
 
-class WithoutSecondStep(Hostile):
-    def perform(self, index, op, step):
-        if not (step == 1 and op.kind in (Kind.UPDATE, Kind.SETTLE)):
-            super().perform(index, op, step)
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("block", [0, 1, 3])
-@pytest.mark.parametrize("policy", [BARRIER, SPECULATING], ids=["barrier", "speculating"])
-def test_a_step_whose_sums_are_not_finite_is_skipped_without_a_trace(policy, block):
+@pytest.mark.parametrize("way", ["barrier", "speculating"])
+def test_a_step_with_nonfinite_squares_leaves_no_trace(way, block):
     semantics = semantics_of("llama", on_nonfinite="skip")
 
     class Poisoned(PoisonedOnDevice):
         poisoned_block = block
 
-    machine = streamed(tiny_config("llama"), semantics, policy, machine_type=Poisoned)
+    machine = streamed(tiny_config("llama"), semantics, WAYS[way], machine_type=Poisoned)
     undisturbed = streamed(tiny_config("llama"), semantics, BARRIER, machine_type=WithoutSecondStep)
     assert machine.host.n_updates == N_STEPS - 1
     assert [machine.results[i].skipped for i in range(N_STEPS)] == [False, True, False]
     assert not math.isfinite(machine.results[1].grad_norm)
-    for x, y in zip(state_of(machine), state_of(undisturbed), strict=True):
-        assert all(same_bits(x[name], y[name]) for name in x)
+    assert same_state(machine, undisturbed)
 
 
-@pytest.mark.parametrize("policy", [BARRIER, SPECULATING, EAGER], ids=["barrier", "speculating", "eager"])
-def test_it_stops_the_run_names_the_tensor_and_updates_nothing_with_it(policy):
-    semantics = semantics_of("llama", clip_norm=None)
-    config = tiny_config("llama")
-    plan = plan_of(config, semantics, policy)
-    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    machine = PoisonedOnDevice(plan, lambda step: batches[step], scheduled)
-    machine.initialise(7)
+@pytest.mark.parametrize("way", WAYS)
+def test_nonfinite_squares_stop_the_run_and_name_the_tensor(way):
+    """And no update is made with them."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama", clip_norm=None), WAYS[way])
+    machine = machine_for(plan, PoisonedOnDevice)
     last = plan.workload.blocks[1].parameters[-1].name
     with pytest.raises(PenstockError, match=rf"step 2: the gradient of {last} is not finite"):
         execute(plan, machine, N_STEPS)
-    for state in state_of(machine):
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
-
-
-# -- on a device of many cores ----------------------------------------------------------------------------------------
+    assert all(bool(tensor.isfinite().all()) for state in state_of(machine) for tensor in state.values())
 
 
 def in_pieces(gradients):
     """The first cut into three, the others whole."""
-    n = gradients[0].numel()
-    return [
-        [part for part in gradients[0].split([n // 3, n // 2 - n // 3, n - n // 2]) if part.numel()],
-        *([g] for g in gradients[1:]),
-    ]
+    n, (first, *others) = gradients[0].numel(), gradients
+    return [[part for part in first.split([n // 3, n // 2 - n // 3, n - n // 2]) if part.numel()], *([g] for g in others)]
 
 
 SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 77]
@@ -334,7 +254,7 @@ SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK
     st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 9)
 )
 @settings(deadline=None, max_examples=25, derandomize=True)
-def test_sums_made_at_once_are_those_of_the_host_within_rounding_and_always_the_same(sizes, dtype, seed):
+def test_sums_made_at_once_are_those_of_the_host(sizes, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     gradients = [(torch.randn(n, generator=generator) * 10.0 ** (seed - 6)).to(dtype) for n in sizes]
     sums = torch.full((len(sizes),), math.nan, dtype=torch.float64)
@@ -349,7 +269,7 @@ def test_sums_made_at_once_are_those_of_the_host_within_rounding_and_always_the_
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e38])
 @pytest.mark.parametrize("at", [0, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS])
-def test_what_is_not_finite_is_not_lost_in_sums_made_at_once(bad, at):
+def test_sums_made_at_once_keep_values_that_are_not_finite(bad, at):
     gradient = torch.ones(2 * CHUNK_ELEMENTS + 3)
     gradient[at] = bad
     sums = torch.empty(2, dtype=torch.float64)
@@ -359,24 +279,10 @@ def test_what_is_not_finite_is_not_lost_in_sums_made_at_once(bad, at):
     assert sums[1] == 3.0
 
 
-def test_sums_made_at_once_ask_for_no_number_and_for_little_memory():
-    """No host waits for the device, and no gradient is copied."""
+def test_sums_made_at_once_wait_for_nothing_and_copy_nothing():
     gradients = [torch.ones(n, dtype=torch.bfloat16) for n in SIZES]
     sums = torch.empty(len(SIZES), dtype=torch.float64)
-    called, made_bytes = [], 0
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal made_bytes
-            called.append(str(func))
-            out = func(*args, **(kwargs or {}))
-            known = {t.untyped_storage().data_ptr() for t in (*gradients, sums)}
-            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
-                made_bytes += out.untyped_storage().nbytes()
-            return out
-
-    with Watching():
+    with Traffic() as traffic:
         squares_at_once([[gradient] for gradient in gradients], sums)
     assert sums.tolist() == [float(n) for n in SIZES]
-    assert not any("_local_scalar_dense" in name or "_to_copy" in name for name in called)
-    assert 0 < made_bytes <= 64 * len(called) * len(SIZES)
+    assert not {"_local_scalar_dense", "_to_copy"} & traffic.calls.keys()

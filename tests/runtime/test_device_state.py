@@ -1,4 +1,4 @@
-"""Does a device that holds masters and moments update them to the host's bits?"""
+"""Masters and moments that stay on the device: they are updated there to the host's bits."""
 
 from dataclasses import replace
 
@@ -8,11 +8,13 @@ import torch
 from runtime.errors import PlanError
 from runtime.host.adamw import PROBE_ELEMENTS, by_addcmul, call_by_call, emulated, gives_the_hosts_bits, on_device
 from runtime.host.chunks import Scratch, update_loop
-from runtime.host.optimizer import Master, ParamState, Step, summed, update_
+from runtime.host.optimizer import Step, summed, update_
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.optimizer import AdamW
 from tests.tiny import STRUCTURES, tiny_config
-from tests.training import differences, plain, plan_of, semantics_of, streamed
+from tests.training import differences, plan_of, semantics_of, streamed
+
+from .test_optimizer import KINDS, copied, random_state
 
 CPU = torch.device("cpu")
 LAYERS = (1, 2)
@@ -42,65 +44,45 @@ EVERYWHERE = Policy(accumulation_group=4, device_blocks=ALL, update=Update.DEFER
 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", STRUCTURES)
-def test_training_is_the_plain_loop_to_the_bit_wherever_state_lies(model_type: str, way: str) -> None:
-    """Slots are poisoned as soon as nobody is to read them, and lanes are late at random."""
-    semantics = semantics_of(model_type)
-    if model_type == "gpt_oss":
-        pytest.skip("parameters of four elements, which fill no register")
+@pytest.mark.parametrize("model_type", [t for t in STRUCTURES if t != "gpt_oss"])  # whose router fills no register
+def test_state_on_the_device_trains_the_plain_loops_bits(model_type: str, way: str) -> None:
+    """Slots are poisoned on release, and lanes are late at random."""
     policy = replace(WAYS[way], update=Update.DEFERRED)
-    assert differences(streamed(tiny_config(model_type), semantics, policy), plain(model_type, semantics)) == []
+    assert differences(streamed(tiny_config(model_type), semantics_of(model_type), policy)) == []
 
 
 @pytest.mark.parametrize("fields", [{"compute_dtype": "fp32"}, {}, {"master_dtype": "bf16"}, {"gradient_dtype": "fp32"}], ids=str)
 @pytest.mark.parametrize("n_sequences", [4, 1])
-def test_so_it_is_where_the_host_has_none_of_it(fields: dict, n_sequences: int) -> None:
-    semantics = semantics_of("qwen3", **fields, batch_size=n_sequences)
+def test_so_it_does_where_the_host_has_none_of_it(fields: dict, n_sequences: int) -> None:
     config = tiny_config("qwen3", tie_word_embeddings=False)
     policy = replace(EVERYWHERE, accumulation_group=n_sequences)
-    plan = plan_of(config, semantics, policy)
-    assert plan.arena("state").n_bytes == plan.arena("host_gradients").n_bytes == 0
-    assert not {Kind.UPDATE, Kind.OFFLOAD_GRADIENT} & {op.kind for op in plan.ops}
-    assert differences(streamed(config, semantics, policy), plain("qwen3", semantics, (("tie_word_embeddings", False),))) == []
+    machine = streamed(config, semantics_of("qwen3", **fields, batch_size=n_sequences), policy)
+    assert machine.plan.arena("state").n_bytes == machine.plan.arena("host_gradients").n_bytes == 0
+    assert not {Kind.UPDATE, Kind.OFFLOAD_GRADIENT} & {op.kind for op in machine.plan.ops}
+    assert differences(machine) == []
 
 
-@pytest.mark.parametrize("multiply_add", [by_addcmul, emulated])
-def test_each_way_to_multiply_and_add_gives_the_hosts_bits(multiply_add) -> None:
-    assert gives_the_hosts_bits(call_by_call(multiply_add), CPU)
-
-
-def test_one_that_rounds_twice_does_not() -> None:
-    assert not gives_the_hosts_bits(call_by_call(lambda a, b, c: a * b + c), CPU)
-
-
-def test_a_device_on_which_none_does_is_refused(monkeypatch) -> None:
+def test_each_way_to_multiply_and_add_gives_the_hosts_bits(monkeypatch) -> None:
+    """One that rounds twice does not, and a device on which none does is refused."""
+    rounds_twice = call_by_call(lambda a, b, c: a * b + c)
+    assert gives_the_hosts_bits(call_by_call(by_addcmul), CPU)
+    assert gives_the_hosts_bits(call_by_call(emulated), CPU)
+    assert not gives_the_hosts_bits(rounds_twice, CPU)
     on_device.cache_clear()
-    monkeypatch.setattr("runtime.host.adamw._candidates", lambda device: [call_by_call(lambda a, b, c: a * b + c)])
+    monkeypatch.setattr("runtime.host.adamw._candidates", lambda device: [rounds_twice])
     with pytest.raises(PlanError, match="no AdamW on cpu gives the host's bits"):
         on_device(CPU)
     on_device.cache_clear()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])
-@pytest.mark.parametrize("master", ["split", "fp32", "bf16"])
-def test_masters_of_every_sort_are_updated_as_on_the_host(master: str, factor: float) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_of_every_sort_are_updated_as_on_the_host(kind: str, factor: float) -> None:
     """Chunks of another length than the host's, and one that is cut off."""
-    generator = torch.Generator().manual_seed(0)
-    wide, exp_avg = (torch.randn(PROBE_ELEMENTS, generator=generator) for _ in range(2))
-    gradient = torch.randn(PROBE_ELEMENTS, generator=generator).to(torch.float32 if master == "fp32" else torch.bfloat16)
-
-    def state() -> ParamState:
-        match master:
-            case "split":
-                of = Master(torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16), torch.empty(PROBE_ELEMENTS, dtype=torch.int16))
-            case "bf16":
-                of = Master(torch.empty(PROBE_ELEMENTS, dtype=torch.bfloat16))
-            case _:
-                of = Master(torch.empty(PROBE_ELEMENTS))
-        of.put(slice(0, PROBE_ELEMENTS), wide.clone())
-        return ParamState(of, (exp_avg.clone(), exp_avg.square()))
-
-    host, device, settings = state(), state(), AdamW(lr=1e-2, weight_decay=0.1)
+    host, settings = random_state(kind, PROBE_ELEMENTS, seed=0), AdamW(lr=1e-2, weight_decay=0.1)
+    device = copied(host)
+    gradient = torch.randn(PROBE_ELEMENTS, generator=torch.Generator().manual_seed(1))
+    gradient = gradient.to(torch.float32 if kind == "fp32" else torch.bfloat16)
     for n_updates in (1, 2):
         update_(host, gradient, factor, n_updates, settings)
         step = Step(device, summed(gradient), factor, n_updates, settings)
@@ -108,6 +90,6 @@ def test_masters_of_every_sort_are_updated_as_on_the_host(master: str, factor: f
     assert all(torch.equal(a, b) for a, b in zip(host.tensors, device.tensors, strict=True))
 
 
-def test_a_block_with_a_parameter_that_fills_no_register_stays_on_the_host() -> None:
+def test_a_parameter_that_fills_no_register_stays_on_the_host() -> None:
     with pytest.raises(PlanError, match="block 1 has parameters of a number of elements that is no multiple of 8"):
         plan_of(tiny_config("gpt_oss"), semantics_of("gpt_oss"), replace(WAYS["layers"], update=Update.DEFERRED))

@@ -1,4 +1,4 @@
-"""Does each document of a packed sequence train as if it were alone?"""
+"""Packed sequences: each document trains as if it were alone, under any policy, in the memory that plans book."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from runtime.layers.documents import supports_documents
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
-from tests import reference
+from tests import reference, training
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
 from tests.late_streams import LateStreams, Poisoned
 from tests.real_layers import peak_bytes
@@ -32,7 +32,7 @@ from tests.training import (
     differences,
     initial_masters,
     plan_of,
-    same_bits,
+    same_state,
     scheduled,
     semantics_of,
     settings_of_torch,
@@ -72,27 +72,26 @@ def packed_batches(*cuts: Sequence[Sequence[int]] | None, seq_len: int = 16) -> 
     return result
 
 
-def trained(config, semantics, policy, batches, machine_type=HostileToBoth, n_steps=N_STEPS, **kwargs):
+def trained(config, semantics, policy, batches, machine_type=HostileToBoth, n_steps=N_STEPS, **options):
     plan = plan_of(config, semantics, policy)
     check(plan)
-    machine = machine_type(plan, lambda step: batches[step], scheduled, **kwargs)
-    machine.initialise(7)
-    execute(plan, machine, n_steps)
-    return machine
+    return training.trained(plan, machine_type, n_steps, batches=batches, **options)
 
 
 def plainly(config, semantics, batches) -> reference.Reference:
     return reference.train(config, semantics, initial_masters(config, semantics), batches, settings_of_torch(N_STEPS))
 
 
-WAYS = [*(("llama", name) for name in POLICIES), *zip(TYPES[1:], cycle(["kept", "attention", "products"]))]
+OTHER_TYPES = zip(TYPES[1:], cycle(["kept", "attention", "products"]))
+WAYS = [*(("llama", name, {}) for name in POLICIES), *((*way, {}) for way in OTHER_TYPES)]
+WAYS += [("mistral", "one by one", {"sliding_window": n}) for n in (16, 4096)]  # windows that hide nothing
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("model_type", "name"), WAYS)
-def test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_plain_loop(model_type, name):
+@pytest.mark.parametrize(("model_type", "name", "overrides"), WAYS)
+def test_documents_train_the_plain_loops_bits_on_any_policy(model_type, name, overrides):
     """Other documents in each micro-batch and step; in the second step none, and attention goes across."""
-    config, semantics = config_of(model_type), semantics_of(model_type)
+    config, semantics = config_of(model_type, **overrides), semantics_of(model_type)
     batches = packed_batches(CUTS, None, OTHERS)
     machine = trained(config, semantics, POLICIES[name], batches, delay_seed=3)
     assert differences(machine, plainly(config, semantics, batches)) == []
@@ -102,29 +101,19 @@ def test_whatever_is_kept_streamed_or_computed_again_the_bits_are_those_of_the_p
 @pytest.mark.parametrize(
     "fields", [{"micro_batch": 2}, {"micro_batch": 3}, {"mlp_tile_tokens": 5}, {"compute_dtype": "fp32"}], ids=str
 )
-def test_several_sequences_in_a_micro_batch_and_mlps_by_tiles_change_nothing_of_that(fields):
+def test_so_do_larger_micro_batches_tiles_and_fp32(fields):
     config, semantics = config_of("qwen2"), semantics_of("qwen2", **fields)
     batches = packed_batches(CUTS, OTHERS, CUTS)
     expected = plainly(config, semantics, batches)
-    for policy in (POLICIES["kept"], POLICIES["attention"]):
-        policy = replace(policy, accumulation_group=2)
-        assert differences(trained(config, semantics, policy, batches), expected) == [], policy
-
-
-@pytest.mark.parametrize("window", [16, 4096])
-def test_a_window_that_hides_nothing_is_no_window(window):
-    config, semantics = config_of("mistral", sliding_window=window), semantics_of("mistral")
-    batches = packed_batches(CUTS, None, OTHERS)
-    assert differences(trained(config, semantics, Policy(), batches), plainly(config, semantics, batches)) == []
+    for name in ("kept", "attention"):
+        policy = replace(POLICIES[name], accumulation_group=2)
+        assert differences(trained(config, semantics, policy, batches), expected) == [], name
 
 
 def test_every_policy_draws_the_same_dropout():
     config, semantics = config_of("llama", attention_dropout=0.3), semantics_of("llama")
     batches = packed_batches(CUTS, OTHERS, CUTS)
-    kept = trained(config, semantics, POLICIES["kept"], batches)
-    expected = reference.Reference(
-        *state_of(kept), [kept.results[s].loss for s in range(N_STEPS)], [kept.results[s].grad_norm for s in range(N_STEPS)]
-    )
+    expected = training.as_expected(trained(config, semantics, POLICIES["kept"], batches))
     for name in ("one by one", "products", "strided"):
         assert differences(trained(config, semantics, POLICIES[name], batches), expected) == [], name
 
@@ -140,11 +129,10 @@ def test_streams_that_dawdle_make_no_difference(haste):
 
 
 def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients by name, document after document through transformers' own model, nothing packed."""
+    """Loss and gradients by name, document after document through transformers' own model, without packing."""
     model = reference.build(config, semantics, torch.float32)
     model.load_state_dict(initial_masters(config, semantics), strict=False)
     model.tie_weights()
-    assert batch.document_tokens is not None
     loss_sum = torch.zeros(())
     for row, lengths in enumerate(batch.document_tokens):
         for tokens, targets in zip(batch.input_ids[row].split(lengths), batch.targets[row].split(lengths), strict=True):
@@ -182,7 +170,7 @@ def logits_of(machine, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_what_other_documents_say_changes_nothing_of_a_documents_logits(model_type):
+def test_other_documents_change_nothing_of_a_documents_logits(model_type):
     """To the bit; but experts see the others' tokens too, and round otherwise."""
     config, semantics = config_of(model_type), exact(model_type)
     machine = trained(config, semantics, Policy(), packed_batches(CUTS, CUTS, CUTS), n_steps=0)
@@ -200,13 +188,11 @@ def test_what_other_documents_say_changes_nothing_of_a_documents_logits(model_ty
     assert torch.allclose(logits_of(machine, alone)[0, :7], before[0, 1:8], atol=1e-5)
 
 
-def test_a_document_as_long_as_the_sequence_is_the_sequence_to_the_bit():
+def test_a_document_as_long_as_the_sequence_is_the_sequence():
     config, semantics = config_of("qwen3"), semantics_of("qwen3")
     whole = packed_batches(*[((16,),) * 4] * 3)
-    a = trained(config, semantics, Policy(), whole)
-    b = trained(config, semantics, Policy(), [Batch(batch.input_ids, batch.targets) for batch in whole])
-    for x, y in zip(state_of(a), state_of(b), strict=True):
-        assert all(same_bits(x[name], y[name]) for name in x)
+    unpacked = [Batch(batch.input_ids, batch.targets) for batch in whole]
+    assert same_state(*(trained(config, semantics, Policy(), batches) for batches in (whole, unpacked)))
 
 
 def test_an_evaluation_attends_by_document_too():
@@ -220,7 +206,7 @@ def test_an_evaluation_attends_by_document_too():
     assert padded.n_tokens == int((batches[0].targets[:3] != -100).sum())
 
 
-def test_no_device_is_waited_for_after_the_first_two_micro_batches():
+def test_no_device_is_waited_for_after_two_micro_batches():
     seen = []
 
     class Watched(Poisoned):
@@ -244,7 +230,7 @@ def on_processor(plan: Plan) -> Plan:
     "way", [Policy(), Policy(save=saves(attention=(1, 2))), Policy(save=saves(products=(1, 2))), Policy(save=saves(all=(1, 2, 3)))]
 )
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "ernie4_5"])
-def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activations_are_kept(model_type, way):
+def test_documents_take_the_memory_that_the_plan_books(model_type, way):
     policy = replace(way, accumulation_group=2)
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
     plan = on_processor(plan_of(tiny_config(model_type, **WIDE), semantics, policy))
@@ -252,44 +238,32 @@ def test_memory_stays_within_what_the_plan_books_and_a_little_more_where_activat
     without_bytes, _ = device_bytes(plan)
     left_bytes, peak_bytes = device_bytes(plan, batches)
     assert peak_bytes <= plan.kept_bytes + plan.transient_bytes + document_bytes(plan, on_cuda=False)
-    more_bytes, while_one_attends = (
-        left_bytes - without_bytes,
-        document_bytes(replace(plan, policy=replace(policy, save=())), on_cuda=False),
-    )
+    while_one_attends = document_bytes(replace(plan, policy=replace(policy, save=())), on_cuda=False)
     kept_bytes = document_bytes(plan, on_cuda=False) - while_one_attends
-    assert more_bytes == pytest.approx(kept_bytes, rel=0.01, abs=2000)  # positions of the tokens, and a few numbers
+    assert left_bytes - without_bytes == pytest.approx(kept_bytes, rel=0.01, abs=2000)  # positions of the tokens, and a few numbers
 
 
-@pytest.mark.parametrize(
-    ("model_type", "overrides", "fields", "reason"),
-    [
-        ("gemma2", {}, {}, "gemma2 models, whose attention is not a fused one"),
-        ("gpt_oss", {}, {}, "gpt_oss models, whose attention is not a fused one"),
-        ("mistral", {"sliding_window": 8}, {}, "windows: this model's is of 8 tokens, a sequence of 16"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {}, "windows: this model's is of 8"),
-        ("llama", {}, {"attention": "eager"}, "needs fused attention, and the plan says eager"),
-    ],
-)
-def test_a_model_that_cannot_attend_by_document_is_named_and_refused_in_one_line(model_type, overrides, fields, reason):
+REFUSED = [
+    ("gemma2", {}, {}, "gemma2 models, whose attention is not a fused one"),
+    ("mistral", {"sliding_window": 8}, {}, "windows: this model's is of 8 tokens, a sequence of 16"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {}, "windows: this model's is of 8"),
+    ("llama", {}, {"attention": "eager"}, "needs fused attention, and the plan says eager"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "overrides", "fields", "reason"), REFUSED)
+def test_a_model_that_cannot_attend_by_document_is_refused(model_type, overrides, fields, reason):
     config, semantics = tiny_config(model_type, **overrides), semantics_of(model_type, **fields)
-    words = supports_documents(config, semantics)
-    assert words is not None
-    assert reason in words
-    machine = CpuMachine(plan_of(config, semantics, Policy()), lambda step: packed_batches(CUTS, CUTS, CUTS)[0], scheduled)
-    with pytest.raises(WorkloadError) as raised:
-        execute(machine.plan, machine, 1)
-    assert "\n" not in str(raised.value)
-    assert str(raised.value).endswith("; choose another packing")
+    assert reason in (supports_documents(config, semantics) or "")
+    with pytest.raises(WorkloadError, match=r"\A.*; choose another packing\Z"):
+        training.trained(plan_of(config, semantics, Policy()), CpuMachine, batches=packed_batches(CUTS, CUTS, CUTS))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_other_types_attend_by_document(model_type):
-    assert supports_documents(config_of(model_type), Semantics(16, 1, 1)) is None
     windowless = {"use_sliding_window": False, "sliding_window": 8} if model_type in ("qwen2", "qwen3", "qwen3_moe") else {}
-    assert supports_documents(config_of(model_type, **windowless), Semantics(16, 1, 1)) is None
-
-
-# -- attention itself -----------------------------------------------------------------------------------------------------
+    for overrides in ({}, windowless):
+        assert supports_documents(config_of(model_type, **overrides), Semantics(16, 1, 1)) is None
 
 
 def attended(inputs: Sequence[torch.Tensor], n_tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -309,7 +283,7 @@ def drawn(seq_len: int, dtype: torch.dtype, seed: int = 0, n_sequences: int = 1,
 @pytest.mark.fast("pairs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 100, 191, 193, 255])
-def test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_and_gradients_are_the_same_bits(n, dtype):
+def test_a_documents_bits_are_the_same_wherever_it_is_packed(n, dtype):
     """What is computed of its padding reaches nothing, not even where another document's values are not finite."""
     seq_len = 256
     first, other = drawn(seq_len, dtype), drawn(seq_len, dtype, seed=1)
@@ -324,14 +298,6 @@ def test_wherever_a_document_stands_and_whatever_it_is_packed_with_its_results_a
         assert torch.equal(x[:, :n], y[:, seq_len - n :])
 
 
-@pytest.mark.parametrize("n", [1, 5, 47, 200])
-def test_a_padded_document_is_attended_to_as_an_unpadded_one_but_for_rounding(n):
-    inputs = drawn(256, torch.bfloat16)
-    exactly = attended([x.double().float() for x in inputs], [n, 256 - n])
-    for found, wanted in zip(attended(inputs, [n, 256 - n]), exactly, strict=True):
-        torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
-
-
 def test_length_classes_are_whole_blocks_of_queries_and_few():
     classes = {padded_tokens(n) for n in range(1, 4097)}
     assert sorted(classes)[:8] == [64, 128, 192, 256, 320, 384, 448, 512]
@@ -341,20 +307,15 @@ def test_length_classes_are_whole_blocks_of_queries_and_few():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("cut", [(255, 1), (128, 128), (3,) * 85 + (1,)], ids=len)
-def test_attending_by_document_makes_no_more_than_attending_to_all_and_what_is_booked_for_it(cut, dtype):
+def test_attending_by_document_takes_what_is_booked_for_it(cut, dtype):
     config = tiny_config("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     plan = on_processor(plan_of(config, semantics_of("llama", seq_len=256, compute_dtype=dtype), Policy()))
     inputs = drawn(256, DTYPE[dtype])
-    whole_bytes, by_document_bytes = (most_allocated(lambda n=n: attended(inputs, n)) for n in ([256], cut))
+    whole_bytes, by_document_bytes = (peak_bytes(lambda n=n: attended(inputs, n)) for n in ([256], cut))
     assert by_document_bytes <= whole_bytes + document_bytes(plan, on_cuda=False)
 
 
-def most_allocated(work) -> int:
-    work()
-    return peak_bytes(work)
-
-
-def test_on_cuda_torch_has_the_calls_that_are_made_for_a_document():
+def test_torch_has_the_calls_of_a_document_on_cuda():
     """On tensors that only claim to be on a device: names, arguments and shapes."""
     with FakeTensorMode(), torch.no_grad():
         query, key, value = (torch.empty(1, n, 48, 16, dtype=torch.bfloat16, device="cuda") for n in (4, 2, 2))
@@ -364,16 +325,7 @@ def test_on_cuda_torch_has_the_calls_that_are_made_for_a_document():
     assert [x.shape for x in (*made, *found)] == [x.shape for x in (query, sums, query, key, value)]
 
 
-REFUSED = [
-    ("qwen2", {"sliding_window": [1]}),
-    ("llama", {"layer_types": ["x"]}),
-    ("llama", {"num_hidden_layers": "many"}),
-    ("llama", {"num_attention_heads": 0}),
-]
-
-
-@pytest.mark.parametrize(("model_type", "overrides"), REFUSED)
-def test_a_configuration_that_transformers_refuses_is_refused_in_one_line(model_type, overrides):
-    with pytest.raises(WorkloadError, match=r"^transformers cannot build this model: .*$") as raised:
+@pytest.mark.parametrize(("model_type", "overrides"), [("qwen2", {"sliding_window": [1]}), ("llama", {"num_attention_heads": 0})])
+def test_a_configuration_that_transformers_refuses_is_one_line(model_type, overrides):
+    with pytest.raises(WorkloadError, match=r"\Atransformers cannot build this model: .*\Z"):
         supports_documents(tiny_config(model_type, **overrides), Semantics(16, 1, 1))
-    assert "\n" not in str(raised.value)

@@ -1,24 +1,30 @@
-"""Are lanes in order, waits kept, failures named, and stalls seen?"""
+"""The executor: order of lanes, waits, errors, interrupts, stalls, and the end that is asked for."""
 
 import dataclasses
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from queue import SimpleQueue
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime import executor, lane_track
 from runtime.errors import DataError
 from runtime.executor import Execution, OpError, StallError, Stop, execute
-from runtime.plan import Kind, Lane, Plan, Policy, Update, Wait
+from runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
+from runtime.plan.repetition import unrolled
+from runtime.plan.timeline import is_kept
+from tests.edits import at
 from tests.null_machine import NullMachine
 from tests.strategies import plans
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of
+
+from .test_repetition import folded, small
 
 
 def tiny_plan(**policy) -> Plan:
@@ -26,21 +32,21 @@ def tiny_plan(**policy) -> Plan:
 
 
 def look_every(monkeypatch, seconds: float) -> None:
-    """Let lanes, and the caller's thread, look for themselves so often."""
+    """How often lanes, and the caller's thread, look for themselves."""
     for room in (lane_track, executor):
         monkeypatch.setattr(room, "LOOK_S", seconds)
 
 
 class Jittery(NullMachine):
-    """Remembers when each op began and ended; ops of some lanes are slow."""
+    """Remembers when each repetition of an op began and ended, and its micro-batch; ops of some lanes are slow."""
 
     def __init__(self, slow: Lane | None = None) -> None:
         super().__init__()
-        self.slow = slow
-        self.began: dict[tuple[int, int], int] = {}
-        self.ended: dict[tuple[int, int], int] = {}
-        self.clock = 0
-        self.lock = threading.Lock()
+        self.slow, self.n_done = slow, Counter[tuple[int, int]]()
+        self.began: dict[tuple[int, int, int], int] = {}
+        self.ended: dict[tuple[int, int, int], int] = {}
+        self.micro_batches: dict[tuple[int, int, int], int | None] = {}
+        self.clock, self.lock = 0, threading.Lock()
 
     def tick(self) -> int:
         with self.lock:
@@ -48,40 +54,53 @@ class Jittery(NullMachine):
             return self.clock
 
     def perform(self, index, op, step):
-        self.began[step, index] = self.tick()
+        key = (step, index, self.n_done[step, index])
+        self.began[key], self.micro_batches[key] = self.tick(), op.micro_batch
         super().perform(index, op, step)
         if op.lane is self.slow:
-            time.sleep(0.0005)
-        self.ended[step, index] = self.tick()
+            time.sleep(0.0003)
+        self.n_done[step, index] += 1
+        self.ended[key] = self.tick()
+
+
+def numbered(plan: Plan) -> list[tuple[int, int]]:
+    """For each op of the plan written out, its number in the plan as it is and its repetition."""
+    repeat = plan.repeat or Repeat(0, 0, 1, 1)
+    before, after = range(repeat.start), range(repeat.end, len(plan.ops))
+    inside = [(i, k) for k in range(repeat.times) for i in range(repeat.start, repeat.end)]
+    return [*((i, 0) for i in before), *inside, *((i, 0) for i in after)]
 
 
 @pytest.mark.drawn
-@settings(max_examples=30, deadline=None)
-@given(plans(), st.sampled_from([None, *Lane]))
-def test_every_op_of_every_step_runs_once_after_what_it_waits_for(plan, slow):
-    machine = Jittery(slow)
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(plans() | folded(max_repetitions=2), st.sampled_from([None, *Lane]))
+def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
+    """Each repetition with its own micro-batch; the timeline has each of them that it keeps."""
+    machine, numbers = Jittery(slow), numbered(plan)
     timeline = execute(plan, machine, 3)
-    assert sorted(machine.performed) == [(step, i) for step in range(3) for i in range(len(plan.ops))]
-    for (step, index), began in machine.began.items():
-        for wait in plan.ops[index].waits:
-            if step >= wait.distance:
-                assert machine.ended[step - wait.distance, wait.op] < began
-    for lane in Lane:
-        in_lane = [(step, i) for step, i in machine.performed if plan.ops[i].lane is lane]
-        assert in_lane == sorted(in_lane), "a lane performs its ops in plan order"
-    assert [(s.step, s.op) for s in timeline.spans] == sorted(machine.performed)
+    assert machine.ended.keys() == {(step, *number) for step in range(3) for number in numbers}
+    for step in range(3):
+        last_of_lane: dict[Lane, int] = {}
+        for op, number in zip(unrolled(plan).ops, numbers, strict=True):
+            began = machine.began[step, *number]
+            assert machine.micro_batches[step, *number] == op.micro_batch
+            assert last_of_lane.get(op.lane, 0) < began, "a lane performs its ops in plan order"
+            last_of_lane[op.lane] = machine.ended[step, *number]
+            for wait in op.waits:
+                if step >= wait.distance:
+                    assert machine.ended[step - wait.distance, *numbers[wait.op]] < began
+    kept = [(i, k) for i, k in numbers if not plan.repeat or i not in plan.repeat or is_kept(k, plan.repeat.times)]
+    assert [(s.step, s.op, s.repetition) for s in timeline.spans] == sorted((step, *number) for step in range(3) for number in kept)
 
 
-def test_a_lane_may_run_ahead_into_the_next_step_under_a_deferred_policy():
-    """Otherwise nothing would be deferred: some op of step 1 begins before the last op of step 0 has ended."""
+def test_a_deferred_policy_lets_a_lane_run_into_the_next_step():
     machine = Jittery(Lane.CPU)
-    plan = tiny_plan(update=Update.DEFERRED)
-    execute(plan, machine, 3)
-    last_end = max(end for (step, _), end in machine.ended.items() if step == 0)
-    assert any(began < last_end for (step, _), began in machine.began.items() if step == 1)
+    execute(tiny_plan(update=Update.DEFERRED), machine, 3)
+    last_end = max(end for (step, *_), end in machine.ended.items() if step == 0)
+    assert any(began < last_end for (step, *_), began in machine.began.items() if step == 1)
 
 
-def test_steps_are_reported_in_order_and_only_the_last_spans_are_kept():
+def test_steps_are_reported_in_order_and_the_last_spans_kept():
     seen = []
     timeline = reported(seen.append, tiny_plan(), NullMachine(), 10, first_step=5, keep_steps=4)
     assert [step.number for step in seen] == list(range(5, 15))
@@ -97,12 +116,14 @@ def reported(report, *given, **how):
 
 
 class Failing(NullMachine):
-    def __init__(self, at: tuple[int, int], error: Exception) -> None:
+    """Fails at an op, given by its number in the plan or by its name."""
+
+    def __init__(self, at: tuple[int, int | str], error: Exception) -> None:
         super().__init__()
         self.at, self.error = at, error
 
     def perform(self, index, op, step):
-        if (step, index) == self.at:
+        if self.at in ((step, index), (step, op.name)):
             raise self.error
         super().perform(index, op, step)
 
@@ -119,6 +140,13 @@ def test_an_error_at_any_op_stops_every_lane_and_names_the_op(step, data):
         execute(plan, Failing((step, index), KeyError("boom")), 3)
     assert isinstance(caught.value.__cause__, KeyError)
     assert threading.active_count() == before, "a lane was left running"
+
+
+@pytest.mark.parametrize("m", [0, 5, 39])
+def test_an_error_in_a_repetition_names_its_micro_batch(m):
+    name = f"forward gpu b0 m{m}"
+    with pytest.raises(OpError, match=f"step 1, lane gpu: {name} failed: KeyError"):
+        execute(small(40), Failing((0, name), KeyError("boom")), 2)
 
 
 def test_an_error_of_the_user_comes_through_as_it_is():
@@ -138,28 +166,23 @@ def test_an_error_in_a_lanes_set_up_stops_the_run():
         execute(tiny_plan(), NoLane(), 1)
 
 
-def test_an_error_in_the_callers_report_stops_the_lanes():
+def test_a_caller_who_fails_or_leaves_the_loop_stops_the_lanes():
     def report(step):
+        assert step.result is None
         raise RuntimeError("the disk is full")
 
-    before = threading.active_count()
-    with pytest.raises(RuntimeError, match="the disk is full"):
-        reported(report, tiny_plan(), NullMachine(), 3)
-    assert threading.active_count() == before
-
-
-def test_a_caller_who_leaves_the_loop_stops_the_lanes():
     before, machine = threading.active_count(), NullMachine()
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        reported(report, tiny_plan(), machine, 10**5)
     with Execution(tiny_plan(), machine, 10**5) as steps:
-        for step in steps:
-            assert step.result is None
+        for _ in steps:
             break
     assert threading.active_count() == before
     assert len(machine.performed) < 10**5 * len(tiny_plan().ops)
 
 
 def test_after_a_failure_no_lane_begins_another_op():
-    """Not even one that waits for nobody: the lane that computes may have hours of work before its next wait."""
+    """Not even one without waits: the lane that computes may have hours of work before its next wait."""
     plan = tiny_plan()
     plan = dataclasses.replace(plan, ops=tuple(dataclasses.replace(op, waits=()) for op in plan.ops))
     failed = threading.Event()
@@ -208,23 +231,8 @@ def test_an_interrupt_from_the_keyboard_stops_every_lane(where):
     assert threading.active_count() == before, "a lane was left running"
 
 
-def test_an_op_that_outlasts_many_looks_is_no_stall(monkeypatch):
-    look_every(monkeypatch, 0.005)
-    plan = tiny_plan()
-
-    class Slow(NullMachine):
-        def perform(self, index, op, step):
-            if op.kind in (Kind.LOSS, Kind.NORM):
-                time.sleep(0.05)
-            super().perform(index, op, step)
-
-    machine = Slow()
-    execute(plan, machine, 1)
-    assert len(machine.performed) == len(plan.ops)
-
-
 def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
-    """What it waits for is done: the computer is busy with something else."""
+    """What it waits for is done, and the processor busy with something else."""
     look_every(monkeypatch, 0.005)
 
     class Late(SimpleQueue):
@@ -236,9 +244,13 @@ def test_a_lane_that_wakes_late_is_no_stall(monkeypatch):
                     time.sleep(0.06)
 
     monkeypatch.setattr(lane_track, "SimpleQueue", Late)
-    machine, plan = NullMachine(), tiny_plan()
-    execute(plan, machine, 1)
-    assert len(machine.performed) == len(plan.ops)
+    performs_all(NullMachine(), 1)
+
+
+def performs_all(machine: NullMachine, n_steps: int, **how) -> None:
+    plan = tiny_plan()
+    execute(plan, machine, n_steps, **how)
+    assert len(machine.performed) == n_steps * len(plan.ops)
 
 
 def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
@@ -250,13 +262,11 @@ def test_a_run_ends_though_no_bell_is_ever_heard(monkeypatch):
             pass
 
     monkeypatch.setattr(lane_track, "SimpleQueue", Mute)
-    machine, plan = NullMachine(), tiny_plan()
-    execute(plan, machine, 2)
-    assert len(machine.performed) == 2 * len(plan.ops)
+    performs_all(NullMachine(), 2)
 
 
 def test_a_lane_is_woken_only_for_what_it_waits_for(monkeypatch):
-    """One bell per wait at most: waking everybody at every op would cost each of them the processor."""
+    """One bell per wait at most: each bell costs a lane the processor."""
     woken = []
 
     class Counted(SimpleQueue):
@@ -274,7 +284,7 @@ def test_a_lane_is_woken_only_for_what_it_waits_for(monkeypatch):
     assert len(woken) - len(lanes) <= 4 * 10 + 1, "the caller is woken when a lane ends a step"
 
 
-def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
+def test_a_process_suspended_for_an_hour_has_not_stalled(monkeypatch):
     class Jumping:
         """A clock that leaps an hour while an op is performed."""
 
@@ -295,83 +305,76 @@ def test_a_process_that_was_suspended_for_an_hour_has_not_stalled(monkeypatch):
                 time.sleep(0.02)
             super().perform(index, op, step)
 
-    machine, plan = Suspended(), tiny_plan()
-    execute(plan, machine, 1)
-    assert len(machine.performed) == len(plan.ops)
+    performs_all(Suspended(), 1)
 
 
-def test_a_lane_that_is_long_in_an_op_is_named_after_a_while_and_not_killed(monkeypatch, capsys):
+@pytest.fixture
+def said(monkeypatch) -> SimpleQueue:
+    """The lines that the executor says of lanes that are long at something."""
+    lines = SimpleQueue()
+    monkeypatch.setattr(executor, "say", lines.put)
+    return lines
+
+
+def test_a_lane_that_is_long_in_an_op_is_named_and_not_killed(monkeypatch, said):
     """A hang cannot be told from an op on a trillion parameters; a person can."""
     look_every(monkeypatch, 0.005)
-    said = threading.Event()
 
     class Long(NullMachine):
         def perform(self, index, op, step):
             if op.kind is Kind.LOSS:
-                said.wait(20)
+                lines.extend(said.get(timeout=20) for _ in range(3 - len(lines)))
             super().perform(index, op, step)
 
-    def say(words):
-        lines.append(words)
-        if len(lines) == 3:
-            said.set()
-
-    lines, plan = [], tiny_plan()
-    monkeypatch.setattr(executor, "say", say)
-    machine = Long()
-    execute(plan, machine, 1, quiet_s=0.02)
-    assert len(machine.performed) == len(plan.ops)
-    assert len(lines) >= 3
+    lines: list[str] = []
+    performs_all(Long(), 1, quiet_s=0.02)
     for line in lines:
-        assert "no op has ended for" in line
         assert "gpu: is at loss gpu b5 m0" in line
         assert "d2h: offload_gradient d2h b5 m0 waits for loss gpu b5 m0" in line
 
 
-def test_an_error_comes_out_though_another_lane_hangs(monkeypatch, capsys):
-    hangs, ended = threading.Event(), threading.Event()
+class Hanging(NullMachine):
+    """Its gpu lane hangs at the second layer until `ends` is set; meanwhile another lane fails."""
 
-    class Hanging(NullMachine):
-        def perform(self, index, op, step):
-            if op.kind is Kind.FORWARD and op.block == 2:
-                hangs.set()
-                ended.wait(20)
-            if op.kind is Kind.LOAD and op.block == 3:
-                hangs.wait(20)
-                raise KeyError("boom")
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs, self.ends = threading.Event(), threading.Event()
 
+    def perform(self, index, op, step):
+        if op.kind is Kind.FORWARD and op.block == 2:
+            self.hangs.set()
+            self.ends.wait(20)
+        if op.kind is Kind.LOAD and op.block == 3:
+            self.hangs.wait(20)
+            raise KeyError("boom")
+
+
+def test_an_error_comes_out_though_another_lane_hangs(said):
+    machine = Hanging()
     try:
         with pytest.raises(OpError, match="load h2d b3 failed"):
-            execute(tiny_plan(prefetch_depth=2), Hanging(), 1, quiet_s=0.05)
+            execute(tiny_plan(prefetch_depth=2), machine, 1, quiet_s=0.05)
     finally:
-        ended.set()
-    assert "gpu: is at forward gpu b2" in capsys.readouterr().err
+        machine.ends.set()
+    assert "gpu: is at forward gpu b2" in said.get()
 
 
-def test_a_lane_that_is_long_in_its_end_is_waited_for_and_named(monkeypatch):
+def test_a_lane_that_is_long_in_its_end_is_waited_for_and_named(said):
     """What it gives back there may still be in use."""
-    lines, said = [], threading.Event()
-
-    def say(words):
-        lines.append(words)
-        said.set()
+    lines: list[str] = []
 
     class Lingers(NullMachine):
         @contextmanager
         def lane(self, lane):
             yield
             if lane is Lane.D2H:
-                said.wait(20)
-                ended.append(lane)
+                lines.append(said.get(timeout=20))
 
-    ended: list[Lane] = []
-    monkeypatch.setattr(executor, "say", say)
     execute(tiny_plan(), Lingers(), 1, quiet_s=0.02)
-    assert ended == [Lane.D2H]
     assert "lane-d2h does not end" in lines[0]
 
 
-def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):
+def test_the_last_step_is_reported_though_no_lane_signals(monkeypatch):
     """The signal of its last op came while the caller was still busy with the step before."""
     look_every(monkeypatch, 1e6)
     plan, told = tiny_plan(), threading.Event()
@@ -402,11 +405,8 @@ def test_the_last_step_is_reported_though_nothing_moves_after_it(monkeypatch):
     assert seen == [0, 1]
 
 
-# -- an end before the end
-
-
 class Asks(Jittery):
-    """Some lane asks for the end while it is at an op."""
+    """A lane asks for the end while it is at an op."""
 
     def __init__(self, at: tuple[int, int], slow: Lane | None = None) -> None:
         super().__init__(slow)
@@ -415,14 +415,14 @@ class Asks(Jittery):
     def perform(self, index, op, step):
         super().perform(index, op, step)
         if (step, index) == self.at:
-            self.furthest = max(step for step, _ in self.began)
+            self.furthest = max(step for step, *_ in self.began)
             self.stop.request()
 
 
 @pytest.mark.drawn
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.sampled_from([None, *Lane]), st.integers(0, 3), st.data())
-def test_all_lanes_end_after_the_same_step_when_somebody_asks_for_the_end(plan, slow, step, data):
+def test_all_lanes_end_after_the_same_step_when_asked_to_end(plan, slow, step, data):
     """The step is the furthest that any lane had begun, or the one after it if a lane was just about to begin that."""
     machine = Asks((step, data.draw(st.integers(0, len(plan.ops) - 1))), slow)
     told = []
@@ -434,74 +434,53 @@ def test_all_lanes_end_after_the_same_step_when_somebody_asks_for_the_end(plan, 
     assert [(s.step, s.op) for s in timeline.spans] == sorted(machine.performed)
 
 
-def test_a_lane_that_is_a_step_ahead_of_the_others_ends_its_step_and_they_follow(monkeypatch):
-    """Under a deferred update the lane that computes is in the next step while the optimizer is still in this one."""
-    plan = tiny_plan(update=Update.DEFERRED)
-    is_ahead = threading.Event()
-
-    class Ahead(Asks):
-        def perform(self, index, op, step):
-            if step == 1 and op.lane is Lane.GPU:
-                is_ahead.set()
-            if step == 0 and index == len(plan.ops) - 1:
-                assert is_ahead.wait(20)
-            super().perform(index, op, step)
-
-    machine = Ahead((0, len(plan.ops) - 1))
-    execute(plan, machine, 50, stop=machine.stop)
-    assert {step for step, _ in machine.performed} == {0, 1}
-    assert len(machine.performed) == 2 * len(plan.ops)
-
-
-def test_the_last_step_is_the_furthest_that_any_lane_has_begun_however_far_behind_the_others_are():
-    """A lane that begins an earlier step meanwhile changes nothing."""
-    stop = Stop()
-    board = executor._Board([], 0, 50, stop)
-    assert all(board.begins(turn) for turn in (0, 0, 1, 2, 1))
+def test_an_end_asked_for_before_the_first_step_or_in_the_last():
+    machine, stop, told, plan = NullMachine(), Stop(), [], tiny_plan()
     stop.request()
-    assert not board.begins(3)
-    assert board.begins(2)
-    assert board.n_steps == 3
-
-
-def test_a_run_that_is_asked_to_end_before_it_begins_does_nothing():
-    machine, stop, told = NullMachine(), Stop(), []
-    stop.request()
-    timeline = reported(told.append, tiny_plan(), machine, 3, stop=stop)
+    timeline = reported(told.append, plan, machine, 3, stop=stop)
     assert machine.performed == told == list(timeline.spans) == []
-
-
-def test_an_end_that_is_asked_for_in_the_last_step_changes_nothing():
-    plan = tiny_plan()
     machine = Asks((2, len(plan.ops) - 1))
     execute(plan, machine, 3, stop=machine.stop)
     assert len(machine.performed) == 3 * len(plan.ops)
 
 
-def test_lanes_that_wait_for_each_other_are_seen_after_an_end_was_asked_for(monkeypatch):
-    """Those that have ended are not mistaken for busy ones."""
+@pytest.mark.parametrize("asked_to_end", [False, True])
+def test_lanes_that_wait_for_each_other_are_seen_and_named(asked_to_end, monkeypatch):
+    """Also after an end was asked for: lanes that have ended are not mistaken for busy ones."""
     look_every(monkeypatch, 0.01)
-    plan = tiny_plan()
-    load = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
-    forward = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.FORWARD)
-    ops = list(plan.ops)
-    ops[load] = dataclasses.replace(ops[load], waits=(Wait(forward),))
-    stop = Stop()
-    threading.Timer(0.05, stop.request).start()
-    with pytest.raises(StallError):
-        execute(dataclasses.replace(plan, ops=tuple(ops)), NullMachine(), 2, stop=stop)
+    plan, stop = tiny_plan(), Stop()
+    load, forward = (next(i for i, op in enumerate(plan.ops) if op.kind is kind) for kind in (Kind.LOAD, Kind.FORWARD))
+    stuck = at(plan, load, dataclasses.replace(plan.ops[load], waits=(Wait(forward),)))
+    if asked_to_end:
+        threading.Timer(0.05, stop.request).start()
+    with pytest.raises(StallError, match="h2d: load h2d b0 waits for forward gpu b0 m0"):
+        execute(stuck, NullMachine(), 2, stop=stop)
+
+
+def test_a_stall_says_which_repetition_waits_for_which(monkeypatch):
+    """The gradient that the last micro-batch's offload brings is waited for in the step that makes it."""
+    look_every(monkeypatch, 0.05)
+    plan = small(12)
+    last = next(i for i, op in enumerate(plan.ops) if i >= plan.repeat.end and op.kind is Kind.FORWARD)
+    norm = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.NORM)
+    with pytest.raises(StallError, match="gpu: forward gpu b0 m11 waits for norm cpu b4"):
+        execute(at(plan, last, dataclasses.replace(plan.ops[last], waits=(Wait(norm),))), NullMachine(), 2)
 
 
 def test_each_step_says_how_long_each_lane_was_at_its_ops():
-    """As its spans say, in the order of the steps."""
-    said, plan = [], tiny_plan(update=Update.DEFERRED)
-    timeline = reported(said.append, plan, Jittery(Lane.GPU), 4, first_step=3)
-    assert [step.number for step in said] == [3, 4, 5, 6]
+    """Over all repetitions, in the order of the steps."""
+    plan, machine = small(40), Jittery(Lane.CPU)
+    with Execution(plan, machine, 2, first_step=3) as steps:
+        busy_s = {step.number: step.busy_s for step in steps}
+    n_on_host = sum(plan.often(i) for i, op in enumerate(plan.ops) if op.lane is Lane.CPU)
+    assert [*busy_s] == [3, 4]
+    assert all(of_step[Lane.CPU] >= n_on_host * 0.0003 for of_step in busy_s.values())
+    plan, said = tiny_plan(update=Update.DEFERRED), []
+    timeline = reported(said.append, plan, Jittery(Lane.GPU), 4)
     for step in said:
         spans = [span for span in timeline.spans if span.step == step.number]
-        assert step.busy_s == pytest.approx(
-            {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in plan.lanes}
-        )
+        lanes_s = {lane: sum(s.end_s - s.start_s for s in spans if plan.ops[s.op].lane is lane) for lane in plan.lanes}
+        assert step.busy_s == pytest.approx(lanes_s)
 
 
 def test_steps_that_were_done_when_a_lane_failed_are_reported():
@@ -523,18 +502,8 @@ def test_steps_that_were_done_when_a_lane_failed_are_reported():
     assert told == [0, 1, 2]
 
 
-def test_lanes_that_wait_for_each_other_are_seen_and_named():
-    plan = tiny_plan()
-    load = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
-    forward = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.FORWARD)
-    ops = list(plan.ops)
-    ops[load] = dataclasses.replace(ops[load], waits=(Wait(forward),))
-    with pytest.raises(StallError, match="h2d: load h2d b0 waits for forward gpu b0 m0"):
-        execute(dataclasses.replace(plan, ops=tuple(ops)), NullMachine(), 2)
-
-
 def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it():
-    """The seam for CUDA events: whoever waits for an op follows the token that its lane left."""
+    """CUDA events: a lane that waits for an op follows the token that the op's lane left."""
 
     class WithEvents(NullMachine):
         def __init__(self):
@@ -554,9 +523,10 @@ def test_tokens_of_an_op_reach_the_lanes_that_wait_for_it():
     assert set(machine.followed) == expected
 
 
-def test_tokens_are_forgotten_when_no_lane_can_ask_for_them_any_more():
-    """A CUDA event per op of a long run would be a leak."""
-    alive, most = set(), 0
+@pytest.mark.parametrize(("plan", "n_steps"), [(tiny_plan(), 40), (small(400), 3)], ids=["steps", "repetitions"])
+def test_tokens_are_forgotten_when_no_lane_can_ask_for_them(plan, n_steps):
+    """A CUDA event per op of a long run would be a leak; one forgotten too early, a race."""
+    alive, most, n_followed = set(), 0, Counter()
 
     class Token:
         def __init__(self):
@@ -572,16 +542,19 @@ def test_tokens_are_forgotten_when_no_lane_can_ask_for_them_any_more():
             return Token()
 
         def follow(self, lane, token):
-            followed.append(lane)
+            n_followed[lane] += 1
 
-    plan, followed = tiny_plan(), []
-    execute(plan, WithEvents(), 40)
-    assert len(followed) == sum(40 - wait.distance for op in plan.ops for wait in op.waits), "one was forgotten too early"
-    assert most <= 4 * len(plan.ops)
+    execute(plan, WithEvents(), n_steps)
+    written = unrolled(plan)
+    needed = Counter(
+        {lane: sum(n_steps - w.distance for op in written.ops if op.lane is lane for w in op.waits) for lane in plan.lanes}
+    )
+    assert n_followed == needed
+    assert most <= 8 * len(plan.ops)
     assert not alive
 
 
-def test_a_signal_while_a_lane_is_being_started_is_the_error_that_comes_out(monkeypatch):
+def test_an_interrupt_while_a_lane_is_started_comes_out(monkeypatch):
     """A thread whose start was interrupted cannot be joined."""
     start, started = threading.Thread.start, []
 

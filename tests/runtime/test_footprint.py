@@ -1,4 +1,4 @@
-"""Does a run ask for what its plan booked, to the byte?"""
+"""Footprints: a run asks for the bytes that its plan booked."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from runtime.plan import Plan, Policy
 from runtime.plan.footprint import document_bytes, planned_device_needs
 from runtime.plan.workload import Model
 from tests.strategies import PROFILE, cases, policies
-from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, semantics_of
 
 MACHINES = ("h100-sxm", "rtx4090-desktop", "gh200", "cpu-2core")
@@ -70,9 +70,7 @@ def start(plan: Plan, device: str) -> None:
 @pytest.mark.drawn
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=real_plans() | cases().map(lambda case: case.plan), data=st.data())
-def test_a_plan_that_fits_a_machine_is_accepted_by_a_run_there_and_by_none_with_a_byte_less(
-    plan: Plan, data: st.DataObject
-) -> None:
+def test_a_run_accepts_a_plan_that_fits_and_no_byte_less(plan: Plan, data: st.DataObject) -> None:
     device = plan.profile["device"]["kind"]
     just = exactly(plan)
     assert footprint(just, Profile.from_json(just.profile, "made up")).fits
@@ -86,30 +84,23 @@ def test_a_plan_that_fits_a_machine_is_accepted_by_a_run_there_and_by_none_with_
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_booked_names_kernels_workspaces_and_documents(machine: str) -> None:
-    profile = read_profile(machine)
-    how = semantics_of("llama", seq_len=64)
-    plan = lower(Model(tiny_config("llama")), build_workload(Model(tiny_config("llama")), how), how, Policy(), profile.to_json())
-    needs = footprint(plan, profile).device
-    on_cuda = profile.device.kind == "cuda"
-    assert needs["kernels and workspaces"] == (2**30 if on_cuda else 0)
-    assert needs["documents"] == document_bytes(plan, on_cuda) > 0
+def test_bookings_name_kernels_workspaces_and_documents(machine: str) -> None:
+    """Types whose attention is spelled out have no documents; a profile without workspaces books none."""
+    profile, model, how = read_profile(machine), Model(tiny_config("llama")), semantics_of("llama", seq_len=100)
+    plan = lower(model, build_workload(model, how), how, Policy(), profile.to_json())
+    needs, on_cuda = footprint(plan, profile).device, profile.device.kind == "cuda"
     assert needs == planned_device_needs(plan) | {"context": profile.device.context_bytes.value}
-
-
-def test_types_that_attend_to_whole_sequences_alone_book_no_documents() -> None:
-    for name in EAGER_ONLY:
-        assert document_bytes(plan_of(tiny_config(name), semantics_of(name), Policy()), on_cuda=True) == 0
-
-
-def test_a_plan_from_before_workspaces_were_booked_is_the_plan_it_was() -> None:
-    """Its profile does not name them, and its claim would not hold with them."""
+    for is_cuda in (on_cuda, not on_cuda):  # a GPU's libraries for a CPU's plan; a CPU's padding for a GPU's
+        needs = planned_device_needs(plan, is_cuda)
+        assert needs["kernels and workspaces"] == (2**30 if is_cuda else 0)
+        assert needs["documents"] == document_bytes(plan, is_cuda) != document_bytes(plan, not is_cuda)
+    assert document_bytes(plan_of(tiny_config("gemma2"), semantics_of("gemma2"), Policy()), on_cuda=True) == 0
     assert "workspace_bytes" not in PROFILE["device"]
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
     assert sum(planned_device_needs(plan).values()) == plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
 
 
-def test_attention_in_a_fixed_order_books_a_sum_for_every_processor_of_a_head() -> None:
+def test_deterministic_attention_books_a_sum_per_processor() -> None:
     """FlashAttention-2's own arithmetic: processors / (sequences x heads), rounded up, at most 192 processors."""
     for n_sequences, n_sums in ((1, 48), (24, 2), (48, 1), (1000, 1)):
         scratch_bytes = {}
@@ -121,16 +112,6 @@ def test_attention_in_a_fixed_order_books_a_sum_for_every_processor_of_a_head() 
         one_sum_bytes = n_sequences * 32 * 4 * 8 * 4
         assert scratch_bytes["deterministic"] == scratch_bytes["flash"] + (n_sums - 1) * one_sum_bytes
         assert scratch_bytes["cudnn"] == scratch_bytes["flash"]
-
-
-def test_a_plan_for_the_other_kind_of_device_is_asked_for_what_that_one_takes() -> None:
-    """A GPU's libraries for a CPU's plan; a CPU's padding of documents for a GPU's."""
-    how, model = semantics_of("llama", seq_len=100), Model(tiny_config("llama"))
-    for machine, on_cuda in (("cpu-2core", True), ("h100-sxm", False)):
-        plan = lower(model, build_workload(model, how), how, Policy(), read_profile(machine).to_json())
-        needs = planned_device_needs(plan, on_cuda)
-        assert needs["kernels and workspaces"] == (2**30 if on_cuda else 0)
-        assert needs["documents"] == document_bytes(plan, on_cuda) != document_bytes(plan, not on_cuda)
 
 
 def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Does a thread that outlives runs do all of them, and outlive nothing else?"""
+"""The thread of a lane that outlives runs: one for all of them, which ends with its owner."""
 
 import gc
 import inspect
@@ -17,7 +17,7 @@ from runtime.plan import Kind, Lane
 from tests.null_machine import NullMachine
 from tests.tour import ROOT
 
-from .test_executor import tiny_plan
+from .test_executor import Hanging, tiny_plan
 
 
 def ended(run) -> bool:
@@ -32,11 +32,11 @@ def threads_of(name: str) -> list[threading.Thread]:
 def test_all_runs_are_on_one_thread_one_after_another():
     lane, seen, go_on = LaneThread(Lane.GPU), [], threading.Event()
 
-    def first():
+    def note():
         go_on.wait(20)
         seen.append(threading.current_thread())
 
-    runs = [lane.run(first), lane.run(lambda: seen.append(threading.current_thread()))]
+    runs = [lane.run(note), lane.run(note)]
     assert not any(run.is_alive() for run in runs), "none is begun yet"
     runs[0].start()
     runs[0].join(0.01)
@@ -44,12 +44,11 @@ def test_all_runs_are_on_one_thread_one_after_another():
     go_on.set()
     runs[1].start()
     assert all(map(ended, runs))
-    assert len(seen) == 2
     assert seen[0] is seen[1] is not threading.current_thread()
     assert seen[0].name == runs[0].name == "lane-gpu"
 
 
-def test_who_waits_for_a_run_finds_nothing_of_it_held():
+def test_a_run_that_has_ended_is_not_held():
     class Work:
         def __call__(self):
             pass
@@ -68,7 +67,7 @@ def test_who_waits_for_a_run_finds_nothing_of_it_held():
         gc.enable()
 
 
-def test_the_thread_ends_with_what_it_belongs_to_also_if_that_goes_while_it_works():
+def test_the_thread_ends_with_its_owner_also_while_it_works():
     before = len(threads_of("lane-d2h"))
     idle, busy, go_on = LaneThread(Lane.D2H), LaneThread(Lane.D2H), threading.Event()
     run = busy.run(lambda: go_on.wait(20))
@@ -101,25 +100,18 @@ class OnOneThread(NullMachine):
 
 def test_a_run_behind_one_that_hangs_is_an_error_and_no_hang(monkeypatch, capsys):
     monkeypatch.setattr(lane_thread, "ENDING_S", 0.01)
-    hangs, ends = threading.Event(), threading.Event()
 
-    class Hanging(OnOneThread):
-        def perform(self, index, op, step):
-            if op.kind is Kind.FORWARD and op.block == 2:
-                hangs.set()
-                ends.wait(20)
-            if op.kind is Kind.LOAD and op.block == 3:
-                hangs.wait(20)
-                raise KeyError("boom")
+    class HangingOnOneThread(Hanging, OnOneThread):
+        pass
 
-    machine = Hanging()
+    machine = HangingOnOneThread()
     try:
         with pytest.raises(OpError, match="load h2d b3 failed"):
             execute(tiny_plan(prefetch_depth=2), machine, 1, quiet_s=0.05)
         with pytest.raises(RuntimeError, match="lane-gpu is still at an op of a run that has failed"):
             machine.gpu.run(lambda: None).start()
     finally:
-        ends.set()
+        machine.ends.set()
     assert "waits no longer for lane-gpu" in capsys.readouterr().err
 
 
@@ -158,15 +150,8 @@ if sys.argv[1] == "raising":
 @pytest.mark.parametrize(("how", "code"), [("ending", 0), ("raising", 1), ("hanging", 0)])
 def test_no_process_waits_for_such_a_thread_when_it_ends(how, code):
     began_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", EXITING, how],
-        input=str(tiny_plan()),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", EXITING, how]
+    done = subprocess.run(command, input=str(tiny_plan()), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
     assert "Fatal" not in done.stderr
     assert time.perf_counter() - began_s < 100

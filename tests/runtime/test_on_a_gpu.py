@@ -1,7 +1,4 @@
-"""Does a GPU perform a plan as the CPU's tests say it should?
-
-Everything here needs a CUDA device. What can be shown without one is in `test_cuda_machine`.
-"""
+"""A GPU performs plans as the CPU's tests say; all here needs a CUDA device (`test_cuda_machine` does without)."""
 
 import gc
 import os
@@ -26,7 +23,6 @@ from runtime.layers.recompute import FUSED_ATTENTION, Replay
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
-from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model, Saved
 from tests import reference
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
@@ -38,18 +34,19 @@ from tests.training import (
     EVERYTHING,
     N_STEPS,
     Remembers,
+    as_expected,
     batches_of,
+    differences,
     initial_masters,
+    machine_for,
     plan_of,
     poison,
     released_slots,
-    same_bits,
-    scheduled,
     semantics_of,
     settings_of_torch,
     state_of,
+    trained,
 )
-from tests.training import Remembering as RememberingOnTheCpu
 
 from .test_documents import CUTS, OTHERS, config_of, packed_batches
 
@@ -69,11 +66,11 @@ def _same_kernels() -> Iterator[None]:
 
 
 class Remembering(Remembers, CudaMachine):
-    pass
+    """On the GPU."""
 
 
 class Sleepy(Remembering):
-    """Each stream sleeps at random before and after an op, and fills with NaN, in its turn, what is released."""
+    """Each stream sleeps at random before and after an op, and fills with NaN, in its turn, slots that are released."""
 
     def __init__(self, plan: Plan, *args, sleep_seed: int = 0, **kwargs) -> None:
         super().__init__(plan, *args, **kwargs)
@@ -103,33 +100,14 @@ class Sleepy(Remembering):
             torch.cuda._sleep(self.rng.randrange(LONGEST_SLEEP_CYCLES))
 
 
-def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, n_steps: int = N_STEPS, **kwargs) -> Remembering:
-    plan = plan_of(config, semantics, policy)
-    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, **kwargs)
-    machine.initialise(7)
-    execute(plan, machine, n_steps)
-    return machine
-
-
-def differences(a: Remembering, b: Remembering) -> list[str]:
-    found = [name for x, y in zip(state_of(a), state_of(b), strict=True) for name in x if not same_bits(x[name], y[name])]
-    for step in range(N_STEPS):
-        if (a.results[step].loss, a.results[step].grad_norm) != (b.results[step].loss, b.results[step].grad_norm):
-            found.append(f"loss or norm of step {step}")
-    return found
-
-
-def kept_whole(config, semantics: Semantics) -> Remembering:
-    """Everything resident and nothing computed twice."""
-    layers = tuple(range(1, config["num_hidden_layers"] + 1))
-    return run(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
+def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, n_steps: int = N_STEPS, **options) -> Remembering:
+    return trained(plan_of(config, semantics, policy), machine_type, n_steps, **options)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @LAW
 @given(data=st.data())
-def test_no_plan_changes_a_bit_on_a_gpu_with_deterministic_kernels(model_type, data):
+def test_no_plan_changes_a_bit_on_a_gpu(model_type, data):
     """Slots poisoned on release, streams asleep at random, dropout, grouped products of experts."""
     dropout = data.draw(st.sampled_from([0.0, 0.2]), label="dropout")
     experts = data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager"
@@ -141,17 +119,19 @@ def test_no_plan_changes_a_bit_on_a_gpu_with_deterministic_kernels(model_type, d
     policy = data.draw(policies(semantics, build_workload(Model(config), semantics)), label="policy")
     config |= {"attention_dropout": dropout}
     sleepy = run(config, semantics, policy, Sleepy, sleep_seed=data.draw(st.integers(0, 99), label="seed"))
-    assert differences(sleepy, kept_whole(config, semantics)) == []
+    layers = tuple(range(1, n_layers + 1))
+    kept = run(config, semantics, Policy(save=saves(all=layers), accumulation_group=semantics.n_micro_batches))
+    assert differences(sleepy, as_expected(kept)) == []
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_gpu_trains_as_the_plain_loop_does_there_within_the_rounding_of_fp32(model_type):
+def test_a_gpu_trains_as_the_plain_loop_there_within_rounding(model_type):
     """The plain loop's optimizer runs on the GPU too, in another order of roundings: tolerance, not bits."""
     semantics, config = semantics_of(model_type, compute_dtype="fp32", gradient_dtype="fp32"), tiny_config(model_type)
     machine = run(config, semantics, Policy())
     masters = {name: master.cuda() for name, master in initial_masters(config, semantics).items()}
     batches = [Batch(b.input_ids.cuda(), b.targets.cuda()) for b in batches_of(config["vocab_size"], 4, 16)]
-    torch.use_deterministic_algorithms(False)  # a loop that anybody would write
+    torch.use_deterministic_algorithms(False)  # a common training loop
     with torch.device("cuda"):
         expected = reference.train(config, semantics, masters, batches, settings_of_torch(N_STEPS))
     for step in range(N_STEPS):
@@ -166,15 +146,12 @@ class SleepyForBoth(OfAnyPlan, Sleepy):
     """Sleepy also while it performs a forward plan."""
 
 
-def machine_for_both(config, semantics: Semantics, policy: Policy, batches=None) -> SleepyForBoth:
-    batches = batches or batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    machine = SleepyForBoth(plan_of(config, semantics, policy), lambda step: batches[step % N_STEPS], scheduled)
-    machine.initialise(7)
-    return machine
+def machine_for_both(config, semantics: Semantics, policy: Policy, batches=()) -> SleepyForBoth:
+    return machine_for(plan_of(config, semantics, policy), SleepyForBoth, batches)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
-def test_evaluations_between_steps_see_the_steps_loss_and_change_no_bit_of_training(model_type):
+def test_evaluations_between_steps_change_no_bit_of_training(model_type):
     semantics, config = semantics_of(model_type), tiny_config(model_type, num_hidden_layers=4)
     alone, evaluated = run(config, semantics, EVERYTHING), machine_for_both(config, semantics, EVERYTHING)
     for step, batch in enumerate(batches_of(config["vocab_size"], 4, 16)):
@@ -183,12 +160,12 @@ def test_evaluations_between_steps_see_the_steps_loss_and_change_no_bit_of_train
         generate(evaluated, [[1, 2, 3]], 2, temperature=1.0)
         execute(evaluated.plan, evaluated, 1, step)
         assert before.loss == evaluated.results[step].loss
-    assert differences(evaluated, alone) == []
+    assert differences(evaluated, as_expected(alone)) == []
 
 
 @pytest.mark.parametrize("compute_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mixtral"])
-def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(model_type, compute_dtype):
+def test_documents_on_a_gpu_are_the_cpus_on_every_plan(model_type, compute_dtype):
     config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
     batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
     for policy in (
@@ -200,10 +177,8 @@ def test_documents_on_a_gpu_are_the_same_on_every_plan_and_those_of_the_cpu(mode
     ):
         machines.append(machine_for_both(config, semantics, policy, batches))
         execute(machines[-1].plan, machines[-1], N_STEPS)
-        assert differences(machines[-1], machines[0]) == [], policy
-    on_cpu = RememberingOnTheCpu(machines[0].plan, lambda step: batches[step], scheduled)
-    on_cpu.initialise(7)
-    execute(on_cpu.plan, on_cpu, N_STEPS)
+        assert differences(machines[-1], as_expected(machines[0])) == [], policy
+    on_cpu = trained(machines[0].plan, batches=batches)
     for step in range(N_STEPS):
         close = 1e-4 if compute_dtype == "fp32" else 2e-2
         assert machines[0].results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=close)
@@ -235,10 +210,7 @@ def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
     n_layers = 4 if policy is EVERYTHING else 2
     config = tiny_config(model_type, num_hidden_layers=n_layers)
     plan = plan_of(config, semantics, policy)
-    batches = batches_of(config["vocab_size"], 4, 16)
-    machine = Remembering(plan, lambda step: batches[step], scheduled, streams=NeverWaits())
-    machine.initialise(7)
-    execute(plan, machine, 1)
+    machine = trained(plan, Remembering, 1, streams=NeverWaits())
     torch.cuda.set_sync_debug_mode("error")
     try:
         execute(plan, machine, 2, first_step=1)
@@ -247,7 +219,7 @@ def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
     assert machine.results[2].loss > 0.0
 
 
-def test_a_run_of_two_hundred_steps_takes_no_memory_that_one_of_four_does_not_and_none_for_copies():
+def test_a_long_run_takes_no_more_memory_than_a_short_one():
     semantics, config = semantics_of("llama"), tiny_config("llama", num_hidden_layers=4)
     gc.collect()
     torch.cuda.empty_cache()  # else the streams of machines before this one may have all that it needs
@@ -256,13 +228,8 @@ def test_a_run_of_two_hundred_steps_takes_no_memory_that_one_of_four_does_not_an
     assert machine.results.pop(3).loss > 0.0  # the first look at one takes a little pinned memory
 
     def all_taken() -> tuple[int, ...]:
-        of_device, of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
-        return (
-            torch.cuda.memory_reserved(),
-            of_device["num_alloc_retries"],
-            of_device["num_device_alloc"],
-            of_host["num_host_alloc"],
-        )
+        of_device, n_of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()["num_host_alloc"]
+        return torch.cuda.memory_reserved(), of_device["num_alloc_retries"], of_device["num_device_alloc"], n_of_host
 
     taken = all_taken()
     for first_step in range(4, 204, 50):
@@ -295,10 +262,7 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
                 torch.cuda._sleep(50 * LONGEST_SLEEP_CYCLES)
 
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
-    batches = batches_of(96, 4, 16)
-    machine = Slow(plan, lambda step: batches[step % 3], scheduled)
-    machine.initialise(7)
-    spans = execute(plan, machine, 6).spans
+    spans = execute(plan, machine_for(plan, Slow), 6).spans
     at = {(span.step, span.op): span for span in spans}
     assert len(at) == 6 * len(plan.ops)
     resolution_s = 50e-6  # of two clocks set against each other, and single precision
@@ -308,13 +272,15 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
             before = at.get((step - wait.distance, wait.op))
             if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
                 assert span.start_s >= before.end_s - resolution_s
-    slow = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD_GRADIENT and plan.ops[s.op].block == 1]
-    others = [s.end_s - s.start_s for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD_GRADIENT and plan.ops[s.op].block == 2]
+    slow, others = (
+        [s.end_s - s.start_s for s in spans if (plan.ops[s.op].kind, plan.ops[s.op].block) == (Kind.OFFLOAD_GRADIENT, b)]
+        for b in (1, 2)
+    )
     assert min(slow) > 5 * sorted(others)[len(others) // 2]
 
 
 @pytest.mark.parametrize(("dtype", "masked"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)])
-def test_fused_attention_is_saved_by_whichever_name_this_gpu_has_for_it(dtype, masked):
+def test_fused_attention_is_saved_by_the_name_it_has_on_this_gpu(dtype, masked):
     q = torch.randn(1, 4, 128, 64, device="cuda", dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1, 128, 128, device="cuda", dtype=torch.bool).tril() if masked else None
     assert FUSED_ATTENTION
@@ -334,10 +300,8 @@ from tests.runtime.test_on_a_gpu import *
 from runtime.batch import Batch
 plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
 bad = torch.full((4, 16), 10**6)
-machine = CudaMachine(plan, lambda step: Batch(bad, bad), scheduled)
-machine.initialise(7)
 try:
-    execute(plan, machine, 2)
+    trained(plan, CudaMachine, 2, batches=[Batch(bad, bad)])
 except Exception as error:
     print("SAID", type(error).__name__, str(error).splitlines()[0])
 """
@@ -348,17 +312,15 @@ except Exception as error:
     assert "CUDA error" in said[0]
 
 
-def test_a_large_step_is_bound_by_what_the_plan_says_of_memory():
+def test_a_large_step_takes_the_memory_of_its_plan():
     """The allocator's peak, beyond the arenas, within what the plan books and what cuBLAS keeps."""
     config = tiny_config("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=8)
     config |= {"vocab_size": 8192, "max_position_embeddings": 2048, "num_hidden_layers": 3}
     semantics = semantics_of("llama", seq_len=2048, batch_size=4, micro_batch=4, loss_tile_tokens=1024)
     plan = plan_of(config, semantics, Policy(save=saves(all=(2,))))
-    batches = batches_of(8192, 4, 2048)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    machine = CudaMachine(plan, lambda step: batches[step], lambda step: AdamW(lr=1e-4))
-    machine.initialise(7)
+    machine = machine_for(plan, CudaMachine)
     torch.cuda.reset_peak_memory_stats()
     execute(plan, machine, 3)
     workspaces = 64 * 2**20

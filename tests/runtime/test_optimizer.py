@@ -1,4 +1,4 @@
-"""Do loops over chunks, shared by several threads, leave the bits of the plainest code?"""
+"""The host's AdamW, norms and sums in chunks, by several threads: the bits of the plainest code."""
 
 import itertools
 import threading
@@ -16,12 +16,11 @@ from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
 from runtime.host.optimizer import RULES, Master, ParamState, Step, SummedGradient, update_
 from runtime.host.workers import Workers
-from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
 from runtime.plan.optimizer import AdamW
 from tests.reference import half_up
 from tests.tiny import tiny_config
-from tests.training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
+from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, trained
 
 KINDS = ("split", "bf16", "fp32")
 SETTINGS = AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)
@@ -30,7 +29,7 @@ SIZES = (1, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
 
 
 def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
-    """A parameter in the middle of training; `odd`: among its numbers are all sorts of them."""
+    """A parameter in the middle of training; `odd`: with zeros, infinities, NaN and ties among its numbers."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(n, generator=generator)
     if odd:
@@ -104,7 +103,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
     ("n_parts", "found", "dtype"),
     [(1, "bf16", "bf16"), (1, "fp32", "fp32"), (1, "fp32", "bf16"), (2, "fp32", "bf16"), (2, "fp32", "fp32"), (1, "bf16", "fp32")],
 )
-def test_a_gradient_is_summed_rounded_widened_and_scaled_in_this_order(n_parts, found, dtype, factor):
+def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, factor):
     types, n = {"bf16": torch.bfloat16, "fp32": torch.float32}, 1000
     generator = torch.Generator().manual_seed(2)
     parts = tuple(torch.randn(n, generator=generator).to(types[found]) for _ in range(n_parts))
@@ -118,17 +117,13 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled_in_this_order(n_parts, 
     assert sum_of_squares(gradient) == float(whole.square().sum())
 
 
-def test_the_loops_are_run_by_torchscript_and_mean_what_they_say():
-    """It once left the optimizer's kernel out: of lists made inside the loop nobody could see what the kernel did to them."""
-    for loop in (RULES["adamw"].loop, chunks.run_squares, chunks.run_add):
-        assert isinstance(loop, torch.jit.ScriptFunction)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
-    n = chunks.UPDATE_ELEMENTS + 200
+    """TorchScript once left the optimizer's kernel out: it did not see what the kernel does to lists made inside the loop."""
+    for loop in (RULES["adamw"].loop, chunks.run_squares, chunks.run_add):
+        assert isinstance(loop, torch.jit.ScriptFunction)
+    n, found = chunks.UPDATE_ELEMENTS + 200, []
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    found = []
     for loop in (RULES["adamw"].loop, chunks.update_loop(adamw.fused)):
         monkeypatch.setitem(optimizer.RULES, "adamw", SimpleNamespace(loop=loop))
         state = random_state(kind, n, seed=8)
@@ -156,9 +151,6 @@ def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
     else:
         assert same_bits(master.weight, half_up(wide))
         assert same_bits(master.whole(), wide)
-
-
-# -- several threads ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_threads", [2, 3, 7])
@@ -205,22 +197,13 @@ POLICIES = {
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_training_is_the_same_however_many_workers_share_an_op(policy, tied):
-    config, semantics = tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama", clip_norm=0.5)
-    found = []
+def test_training_is_the_same_with_any_number_of_workers(policy, tied):
+    plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama", clip_norm=0.5), policy)
     for n_workers in (1, 3):
-        plan, batches = plan_of(config, semantics, policy), batches_of(config["vocab_size"], 4, 16)
-        machine = Remembering(plan, lambda step, batches=batches: batches[step], scheduled, n_workers=n_workers)
-        machine.initialise(7)
-        execute(plan, machine, 3)
-        found.append((state_of(machine), [machine.results[step].grad_norm for step in range(3)]))
-    (one, one_norms), (three, three_norms) = found
-    assert one_norms == three_norms
-    for a, b in zip(one, three, strict=True):
-        assert all(same_bits(a[name], b[name]) for name in a)
+        assert differences(trained(plan, n_workers=n_workers)) == []
 
 
-def test_tasks_are_really_shared_and_their_results_come_in_order():
+def test_tasks_are_shared_and_their_results_come_in_order():
     """Three tasks that wait for each other: none ends unless three threads are at work, each with a thing of its own."""
     together, numbers = threading.Barrier(3, timeout=30), itertools.count()
     workers = Workers(3, lambda: next(numbers))
@@ -241,7 +224,7 @@ def test_tasks_are_really_shared_and_their_results_come_in_order():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=12), st.integers(1, 3))
-def test_the_first_error_of_a_task_is_raised_and_the_workers_go_on(n_threads, fails, n_rounds):
+def test_the_first_error_of_a_task_is_raised_and_workers_go_on(n_threads, fails, n_rounds):
     n_before = threading.active_count()
     workers = Workers(n_threads, lambda: None)
 
@@ -267,7 +250,7 @@ def test_the_first_error_of_a_task_is_raised_and_the_workers_go_on(n_threads, fa
     assert workers.run([task(6, False)]) == [6], "without helpers the caller does it"
 
 
-def test_a_helper_that_cannot_begin_is_an_error_and_leaves_no_thread():
+def test_a_helper_that_cannot_begin_leaves_no_thread():
     n_before, turns = threading.active_count(), itertools.count()
 
     @contextmanager
@@ -283,17 +266,14 @@ def test_a_helper_that_cannot_begin_is_an_error_and_leaves_no_thread():
 
 
 @pytest.mark.parametrize("in_helper", [False, True], ids=["in the lane's own thread", "in a helper"])
-def test_an_error_in_a_worker_is_the_ops_error_and_every_thread_ends(in_helper, monkeypatch):
-    semantics, config = semantics_of("llama"), tiny_config("llama")
-    plan = plan_of(config, semantics, Policy(accumulation_group=4))
-    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled, n_workers=2)
-    machine.initialise(0)
-    asked = threading.Event()
+def test_an_error_in_a_worker_is_the_ops_error(in_helper, monkeypatch):
+    """And every thread ends."""
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4))
+    machine, asked = machine_for(plan, n_workers=2), threading.Event()
 
     def broken(*args, **kwargs):
         def work(own):
-            is_helper = threading.current_thread().name.startswith("worker")
-            if is_helper == in_helper:
+            if threading.current_thread().name.startswith("worker") == in_helper:
                 asked.set()
                 raise FloatingPointError("a broken kernel")
             asked.wait(30)

@@ -1,4 +1,4 @@
-"""What memory does the host's optimizer move, and what does it allocate?"""
+"""Memory traffic and allocations of the host's optimizer, counted from the calls of its loops."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -8,16 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.predict.cost import update_bytes_per_param
-from runtime.executor import execute
 from runtime.host import adamw, chunks, norms, optimizer
 from runtime.host.chunks import Scratch
 from runtime.host.norms import sum_of_squares
 from runtime.host.optimizer import update_
-from runtime.machines.cpu import CpuMachine
 from runtime.plan import Policy, Update
 from runtime.plan.workload import BlockKind
 from tests.tiny import tiny_config
-from tests.training import batches_of, plan_of, scheduled, semantics_of
+from tests.training import plan_of, semantics_of, trained
 
 from .test_optimizer import KINDS, SETTINGS, random_state
 
@@ -74,10 +72,8 @@ class Cache(TorchDispatchMode):
         return self.read_bytes + self.written_bytes
 
 
-def moved_per_param(
-    kind: str, gradient_dtype: torch.dtype, monkeypatch, cache_bytes: int = 4 * 2**20, elsewhere: bool = False
-) -> float:
-    """`elsewhere`: the update starts from what lies in another place."""
+def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch, cache_bytes=4 * 2**20, elsewhere: bool = False) -> float:
+    """`elsewhere`: the update starts from a state in another place."""
     interpreted(monkeypatch)
     n, own = 8 * chunks.UPDATE_ELEMENTS, Scratch()
     state, gradient = random_state(kind, n, seed=1), torch.randn(n).to(gradient_dtype)
@@ -99,7 +95,7 @@ SEMANTICS = {"bf16": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_moves_the_bytes_per_parameter_that_the_planner_counts(kind, monkeypatch):
+def test_an_update_moves_the_bytes_that_the_planner_counts(kind, monkeypatch):
     """Counted from what the loop's calls read and write: 26 for a split master."""
     semantics = semantics_of("llama", **SEMANTICS.get(kind, {}))
     plan = plan_of(tiny_config("llama"), semantics, Policy(accumulation_group=4))
@@ -114,7 +110,7 @@ def test_the_count_sees_a_cache_that_is_too_small(monkeypatch):
     assert moved_per_param("split", torch.bfloat16, monkeypatch, cache_bytes=2**18, elsewhere=True) > 30
 
 
-def test_every_parameters_own_memory_is_touched_in_one_pass_over_the_norm_and_the_sum(monkeypatch):
+def test_norm_and_sum_pass_over_memory_once(monkeypatch):
     n, own = 8 * chunks.UPDATE_ELEMENTS, Scratch()
     part, total = torch.randn(n).bfloat16(), torch.zeros(n)
     interpreted(monkeypatch)
@@ -133,9 +129,7 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied, monkeypatch):
     interpreted(monkeypatch)
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
-    machine = CpuMachine(plan, lambda step: batches_of(96, 4, 16)[step], scheduled)
-    machine.initialise(7)
-    execute(plan, machine, 1)
+    machine = trained(plan, n_steps=1)
     scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
     known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | set(machine.arenas.addresses.values())
     largest, n_calls = 0, 0

@@ -1,4 +1,4 @@
-"""Do loss, norm, rounding and AdamW agree with PyTorch and transformers?"""
+"""Loss, gradients, norm, rounding and AdamW against PyTorch's and transformers' own."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
 from tests import reference
 from tests.tiny import MODEL_TYPES, tiny_config
-from tests.training import Remembering, batches_of, plan_of, same_bits, scheduled, semantics_of, state_of
+from tests.training import batches_of, machine_for, plan_of, same_bits, scheduled, semantics_of, state_of
 
 # What configurations of a type may say besides what the smallest one does
 OPTIONS = {
@@ -45,8 +45,7 @@ def faults(config, **fields) -> list[str]:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + (0.5 if p.dim() == 1 else 0.0))
-    machine = Remembering(plan_of(config, semantics, Policy()), lambda step: batch, scheduled)
-    machine.initialise(7)
+    machine = machine_for(plan_of(config, semantics, Policy()), batches=[batch])
     weights = dict(model.named_parameters())
     for number in range(len(machine.plan.workload.blocks)):
         machine.host.set_weights(number, {p.name: weights[p.name].detach().float() for p in machine.host.owned(number)})
@@ -65,7 +64,7 @@ def faults(config, **fields) -> list[str]:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
-def test_of_every_type_that_is_accepted_loss_and_gradients_are_those_of_transformers_own_forward(model_type, compute_dtype):
+def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dtype):
     """The parametrisation is the table's: a type cannot enter it without being held here."""
     overrides = [{"tie_word_embeddings": False}, {"tie_word_embeddings": True}, OPTIONS.get(model_type, {})]
     configs = [tiny_config(model_type, **some) for some in overrides]
@@ -85,7 +84,7 @@ SEED_OSS = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "
     [(GRANITE, Architecture()), (SEED_OSS, Architecture(head_dim=128, qkv_bias=True))],
     ids=["granite", "seed_oss"],
 )
-def test_a_type_that_computes_outside_of_its_modules_or_draws_would_be_found_out(own, entry, monkeypatch):
+def test_a_type_that_computes_outside_of_its_modules_is_found(own, entry, monkeypatch):
     config = tiny_config("llama") | own
     monkeypatch.setitem(ARCHITECTURES, config["model_type"], entry)
     if "logits_scaling" in config:
@@ -96,18 +95,16 @@ def test_a_type_that_computes_outside_of_its_modules_or_draws_would_be_found_out
     assert "loss" in faults(config, compute_dtype="fp32")
 
 
-def test_the_norm_and_the_clip_factor_are_those_of_clip_grad_norm_():
+def test_norm_and_clip_factor_are_those_of_clip_grad_norm_():
     generator = torch.Generator().manual_seed(3)
     tensors = [torch.randn(n, generator=generator) for n in (7, 65_536, 200_001)]
     norm = sum(sum_of_squares(t) for t in tensors) ** 0.5
     parameters = [torch.nn.Parameter(torch.zeros_like(t)) for t in tensors]
     for p, t in zip(parameters, tensors, strict=True):
         p.grad = t.clone()
-    expected = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
-    assert norm == pytest.approx(expected, rel=1e-5)
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)), rel=1e-5)
     assert torch.allclose(tensors[1] * clip_factor(norm, 1.0), parameters[1].grad, rtol=1e-5)
-    wide = torch.cat(tensors).double()
-    assert norm == pytest.approx(float(wide.square().sum().sqrt()), rel=1e-6)
+    assert norm == pytest.approx(float(torch.cat(tensors).double().square().sum().sqrt()), rel=1e-6)
 
 
 def test_adamw_is_that_of_torch():
@@ -125,39 +122,22 @@ def test_adamw_is_that_of_torch():
     assert torch.allclose(master, plain.data, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 1000, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 65])
-def test_adamw_in_chunks_is_adamw_on_the_whole_tensor(n):
-    generator = torch.Generator().manual_seed(n)
-    start, gradient = torch.randn(n, generator=generator), torch.randn(n, generator=generator)
-    master, m, v = start.clone(), torch.zeros(n), torch.zeros(n)
-    whole = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([whole], lr=1e-2, weight_decay=0.1, fused=True)
-    for step in (1, 2, 3):
-        update_(ParamState(Master(master), (m, v)), gradient, 1.0, step, AdamW(1e-2, weight_decay=0.1))
-        whole.grad = gradient.clone()
-        optimizer.step()
-    assert same_bits(master, whole.data)
-    assert same_bits(m, optimizer.state[whole]["exp_avg"])
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_rounding_half_up_takes_the_nearest_and_breaks_ties_away_from_zero(bits):
+def test_rounding_half_up_breaks_ties_away_from_zero(bits):
+    """And takes the nearest else."""
     wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
     out = torch.empty(1, dtype=torch.bfloat16)
     round_half_up(wide, out)
-    if torch.isnan(wide).item():
-        assert torch.isnan(out).item()
-        return
-    nearest_even = wide.to(torch.bfloat16)
-    is_tie = bits & 0xFFFF == 0x8000
-    if not is_tie:
-        assert same_bits(out, nearest_even)
-    else:
+    if wide.isnan().item():
+        assert out.isnan().item()
+    elif bits & 0xFFFF == 0x8000:
         assert abs(float(out)) >= abs(float(wide))
+    else:
+        assert same_bits(out, wide.to(torch.bfloat16))
 
 
-def test_a_tile_of_the_loss_is_part_of_the_meaning_and_only_rounds():
+def test_a_tile_of_the_loss_only_rounds():
     """Other tile sizes give the same loss and gradient up to the rounding that the design states."""
     config = tiny_config("llama")
     results = []

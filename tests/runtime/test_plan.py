@@ -88,21 +88,6 @@ def _is_one_line(error: PenstockError) -> None:
     assert error.exit_code == 2
 
 
-# -- ops -----------------------------------------------------------------------------------------------------------------------
-
-naturals = st.integers(0, 999_999_999)
-slots = st.builds(Slot, st.from_regex(r"[a-z_]{1,40}", fullmatch=True), naturals)
-waits = st.builds(Wait, naturals, st.integers(0, 1))
-
-
-@st.composite
-def ops(draw: st.DrawFn) -> Op:
-    """Any op that the table allows."""
-    kind = draw(st.sampled_from(Kind))
-    operands = tuple((name, draw(slots)) for name in draw(st.sampled_from(list(legal_operands(kind)))))
-    return Op(kind, draw(naturals), draw(st.none() | naturals), operands, tuple(draw(st.lists(waits, max_size=4))))
-
-
 def legal_operands(kind: Kind) -> Iterator[tuple[str, ...]]:
     """All the names that an op of the kind can have, with repeated ones up to twice."""
     row = OPS[kind]
@@ -116,61 +101,31 @@ def line_of(kind: Kind, names: Sequence[str]) -> str:
     return " ".join([f"{kind} {LANE_OF[kind]} b1", *(f"{name}={name}s[{i}]" for i, name in enumerate(names))])
 
 
-@given(ops())
-def test_an_op_is_read_back_from_its_line(op: Op) -> None:
-    assert Op.parse(str(op)) == op
-    assert "\n" not in str(op)
-
-
 def test_the_line_of_an_op_is_the_one_in_the_documentation() -> None:
     line = "forward gpu b2 m0 weights=weights[1] x=activations[4] y=activations[8] ^ 3 17@1"
     assert line in (Op.__doc__ or "")
     op = Op.parse(line)
-    assert str(op) == line
-    assert (op.kind, op.lane, op.block, op.micro_batch) == (Kind.FORWARD, Lane.GPU, 2, 0)
-    assert op.name == "forward gpu b2 m0"
-    assert op.reads == (Slot("weights", 1), Slot("activations", 4))
-    assert op.writes == (Slot("activations", 8),)
+    assert (op.kind, op.lane, op.block, op.micro_batch, op.name) == (Kind.FORWARD, Lane.GPU, 2, 0, "forward gpu b2 m0")
     assert op.waits == (Wait(3), Wait(17, 1))
-    assert op["x"] == op.get("x") == Slot("activations", 4)
-    assert op.get("sum") is None
-    with pytest.raises(PlanError, match=r"^forward gpu b2 m0: has no `sum`; .*penstock plan") as caught:
+    assert op["x"] == Slot("activations", 4)
+    with pytest.raises(PlanError, match=r"^forward gpu b2 m0: has no `sum`; .*penstock plan"):
         op["sum"]
-    _is_one_line(caught.value)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "load h2d",
-        LOAD.replace("b1", "b-1"),
-        LOAD.replace("b1", "b1 c1"),
-        LOAD.replace("b1", "b1 m0 m0"),
-        LOAD.replace("h2d", "gpu"),
-        LOAD.replace("h2d", "sky"),
-        LOAD.replace("load h2d", "fly gpu"),
-        "load h2d b1 < state[1] > weights[0]",  # of an older Penstock
-        "load h2d b1 state=state[1] weights=",
-        "load h2d b1 state=state[1] weights[0]",
-        "load h2d b1 state=state[1] weights=weights[-1]",
-        "load h2d b1 state=state[1] weights=weights[1]=weights[1]",
-        "load h2d b1 state=state[1] weights=weights[99999999999]",
-        "load h2d b1 state = state[1] weights = weights[1]",
-        f"{LOAD} ^ 3@2",
-        f"{LOAD} ^ 3@1~1",
-        f"{LOAD} ^ -3",
-        f"{LOAD} ^ ",
-        f"{LOAD}\n",
-        LOAD.replace(" weights", "\u2003weights"),
-        f" {LOAD}",
-        LOAD.replace("b1", "b\u0661"),
-        LOAD.replace("b1", "b1" + " m0" * 5000),
-        f"{LOAD} {'a' * 5000}=weights[0]",
-    ],
-)
+NO_OPS = [
+    *("", "load h2d", f" {LOAD}", f"{LOAD}\n", f"{LOAD} ^ ", f"{LOAD} ^ 3@2", f"{LOAD} ^ 3@1~1", f"{LOAD} ^ 17~2", f"{LOAD} ^ -3"),
+    *(LOAD.replace("b1", other) for other in ("b-1", "b1 c1", "b1 m0 m0", "b\u0661", "b1" + " m0" * 5000)),
+    *(LOAD.replace("h2d", other) for other in ("gpu", "sky")),
+    *(LOAD.replace("=weights[0]", other) for other in ("=", "", "=weights[-1]", "=w[1]=w[1]", "=w[99999999999]", " = weights[0]")),
+    LOAD.replace("load h2d", "fly gpu"),
+    LOAD.replace(" weights", "\u2003weights"),
+    "load h2d b1 < state[1] > weights[0]",  # of an older Penstock
+    f"{LOAD} {'a' * 5000}=weights[0]",
+]
+
+
+@pytest.mark.parametrize("line", NO_OPS)
 def test_a_line_that_is_no_op_is_refused(line: str) -> None:
-    assert str(Op.parse(LOAD)) == LOAD
     with pytest.raises(PlanError) as caught:
         Op.parse(line)
     _is_one_line(caught.value)
@@ -209,9 +164,6 @@ def test_operands_that_a_kind_does_not_have_are_refused(kind: Kind) -> None:
         with pytest.raises(PlanError, match=f"operands of {kind} are {', '.join(whole)}, in this order") as caught:
             Op.parse(line_of(kind, names))
         _is_one_line(caught.value)
-
-
-# -- text and file -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.drawn
@@ -259,23 +211,20 @@ def test_a_plan_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         PlanFile(PLAN, None).write(tmp_path / "nowhere" / "plan.json")
 
 
-def test_a_file_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
-    assert "penstock plan" in _refused(tmp_path / "none.json")
-    _refused(tmp_path)
-
-
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_or_missing_is_refused(tmp_path: Path) -> None:
     PlanFile(PLAN, None).write(tmp_path / "whole.json")
     whole = (tmp_path / "whole.json").read_bytes()
-    for end in range(0, len(whole) - 2, 101):
+    for end in range(0, len(whole) - 2, 303):
         (tmp_path / "cut.json").write_bytes(whole[:end])
         _refused(tmp_path / "cut.json")
+    assert "penstock plan" in _refused(tmp_path / "none.json")
+    _refused(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"\xff\xfe", b"\x00" * 100, b"null", b"[]", b"3", b'"plan"', b"{}", b"\x1f\x8b"),
+        *(b"", b"\xff\xfe", b"\x00" * 100, b"null", b"[]", b"{}"),
         pytest.param(b'{"claim": null, "fingerprint": "", "n": ' + b"9" * 5000 + b"}", id="number of many digits"),
         pytest.param(b"[" * 10**5, id="nesting without end"),
         pytest.param(b'{"claim": null, "fingerprint": "", "\\ud800": 1}', id="half a character"),
@@ -287,16 +236,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> No
     _refused(tmp_path / "other")
 
 
-KEYS = ["semantics", "policy", "model", "workload", "profile", "arenas", "ops", "format_version", "fingerprint", "claim"]
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
     fields = _fields(tmp_path)
-    assert sorted(fields) == sorted(KEYS)
-    del fields[key]
-    (tmp_path / "cut.json").write_text(json.dumps(fields))
-    assert key in _refused(tmp_path / "cut.json")
+    for key in fields:
+        (tmp_path / "cut.json").write_text(json.dumps({name: value for name, value in fields.items() if name != key}))
+        assert key in _refused(tmp_path / "cut.json")
 
 
 def _put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
@@ -322,37 +266,25 @@ TIER = {
 }  # fmt: skip
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "version": _put("format_version", value=FORMAT_VERSION + 1),
-    "version as text": _put("format_version", value=str(FORMAT_VERSION)),
     "fingerprint": _put("fingerprint", value="0" * 64),
     "configuration": _put("model", "config", "hidden_size", value=9),
-    "configuration kind": _put("model", "config", value=[]),
     "claim kind": _put("claim", value=[1]),
-    "zero batch": _put("semantics", "batch_size", value=0),
     "ragged batch without what its last micro-batch takes": _put("semantics", "batch_size", value=5),
     "length as text": _put("semantics", "seq_len", value="8"),
-    "length as fraction": _put("semantics", "seq_len", value=8.5),
-    "length as truth": _put("semantics", "seq_len", value=True),
     "endless length": _put("semantics", "seq_len", value=10**30),
-    "dtype": _put("semantics", "compute_dtype", value="fp8"),
     "clip none of a number": _put("semantics", "clip_norm", value=float("nan")),
-    "clip zero": _put("semantics", "clip_norm", value=0.0),
     "depth zero": _put("policy", "prefetch_depth", value=0),
     "a choice that is gone": _put("policy", "storage", value="split"),
     "truth as number": _put("workload", "blocks", 1, "tiers", value=[TIER | {"attention": 1}]),
-    "speculating block below none": _put("policy", "speculate_blocks", value=[-1]),
     "update": _put("policy", "update", value="sometimes"),
     "no blocks": _put("workload", "blocks", value=[]),
-    "kind of block": _put("workload", "blocks", 1, "kind", value="head"),
     "negative shape": _put("workload", "blocks", 1, "parameters", 0, "shape", value=[-1]),
     "negative bytes": _put("workload", "blocks", 1, "kept_bytes", value=-1),
     "long name": _put("workload", "blocks", 1, "name", value="x" * 10**5),
     "profile kind": _put("profile", value="h200"),
     "arena name": _put("arenas", 0, "name", value="../up"),
     "arena twice": _put("arenas", 1, "name", value="weights"),
-    "arena place": _put("arenas", 0, "place", value="moon"),
-    "arena negative": _put("arenas", 0, "slot_bytes", value=[-1]),
     "arena endless": _put("arenas", 0, "slot_bytes", value=[2**60]),
-    "op as an object": _put("ops", 0, value={"kind": "load"}),
     "op text": _put("ops", 0, value="load it"),
     "op block": _put("ops", 0, value=LOAD.replace("b1", "b3")),
     "op micro-batch": _put("ops", 1, value="forward gpu b0 m2 weights=weights[2] y=activations[0]"),
@@ -360,10 +292,9 @@ EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "slot of no arena": _put("ops", 0, value=LOAD.replace("weights[0]", "clouds[0]")),
     "wait out of range": _put("ops", 0, value=f"{LOAD} ^ 8"),
     "wait on its own lane": _put("ops", 2, value=f"{LINES[2]} ^ 1"),
+    "repetitions": _put("repeat", value={"start": 0, "end": 2, "times": 1.5, "micro_batches": 1}),
     "wait two steps back": _put("ops", 0, value=f"{LOAD} ^ 7@2"),
-    "deep": _put("ops", 0, value=_nested(300)),
     "deep profile": _put("profile", "device", value=_nested(800)),
-    "deep configuration": _put("model", "config", "hidden_size", value=_nested(400)),
 }
 EDITS |= {f"unknown key in {place or 'the file'}": _put(*place, "surprise", value=1) for place in (
     (), ("semantics",), ("policy",), ("model",), ("workload",), ("arenas", 0), ("workload", "blocks", 1),
@@ -405,22 +336,6 @@ def test_a_plan_of_an_older_penstock_is_refused_with_what_to_do(tmp_path: Path) 
     with pytest.raises(PlanError, match="format_version") as caught:
         Plan.parse(str(PLAN).replace(f"penstock-plan {FORMAT_VERSION}", "penstock-plan 2", 1))
     _is_one_line(caught.value)
-
-
-# -- values --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "value",
-    [PLAN, PLAN.ops[0], PLAN.semantics, PLAN.policy, PLAN.arenas[0], PLAN.workload, PLAN.workload.blocks[0], PLAN.model, Wait(1)],
-    ids=lambda value: type(value).__name__,
-)
-def test_the_parts_of_a_plan_are_frozen(value: Any) -> None:
-    name = dataclasses.fields(value)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, name, None)
-    with pytest.raises((AttributeError, TypeError)):
-        value.surprise = 1
 
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=3), max_size=6), st.sets(st.integers(0, 5)))
@@ -465,20 +380,15 @@ def test_a_policy_is_kept_as_tuples_however_it_is_said() -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ({"all": (0, -2)}, "save names layers, which are numbered from 1 to 65536"),
-        ({"attention": (2, 1.5)}, "save names layers, which are numbered from 1 to 65536"),
-        ({"attention": (2**16 + 1,)}, "save names layers, which are numbered from 1 to 65536"),
-        ({"all": (1,), "products": (2, 1)}, "save names layer 1 twice; a layer saves one of attention, products, all"),
+        ({"all": (0, -2)}, "numbered from 1 to 65536"),
+        ({"attention": (2, 1.5, 2**16 + 1)}, "numbered from 1 to 65536"),
+        ({"all": (1,), "products": (2, 1)}, "layer 1 twice"),
     ],
 )
-def test_a_layer_that_cannot_be_is_refused_and_saves_in_one_way(layers: dict[str, Any], said: str) -> None:
+def test_layers_that_cannot_be_saved_are_refused(layers: dict[str, Any], said: str) -> None:
     for ask in (lambda: saves(**layers), lambda: Policy(save=layers)):  # type: ignore[arg-type]
-        with pytest.raises(PlanError) as caught:
+        with pytest.raises(PlanError, match=said):
             ask()
-        assert str(caught.value) == said
-
-
-# -- timelines -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_ends_with_its_last_op_and_lasts_from_end_to_end() -> None:
@@ -493,10 +403,8 @@ def test_a_step_ends_with_its_last_op_and_lasts_from_end_to_end() -> None:
 
 def test_busy_time_is_the_median_over_the_steps_for_each_lane() -> None:
     spans = [Span(0, step, 10.0 * step, 10.0 * step + length) for step, length in enumerate((1.0, 5.0, 2.0))]
-    spans += [Span(1, step, 10.0 * step, 10.0 * step + 1) for step in range(3)]
-    spans += [Span(2, step, 10.0 * step + 1, 10.0 * step + 3) for step in range(3)]
-    busy_s = Timeline(tuple(spans)).busy_s(PLAN)
-    assert busy_s == {Lane.H2D: 2.0, Lane.GPU: 3.0, Lane.D2H: 0.0, Lane.CPU: 0.0}
+    spans += [Span(op, step, 10.0 * step, 10.0 * step + op) for op in (1, 2) for step in range(3)]
+    assert Timeline(tuple(spans)).busy_s(PLAN) == {Lane.H2D: 2.0, Lane.GPU: 3.0, Lane.D2H: 0.0, Lane.CPU: 0.0}
 
 
 def test_a_trace_has_processes_for_timelines_threads_for_lanes() -> None:
@@ -505,39 +413,21 @@ def test_a_trace_has_processes_for_timelines_threads_for_lanes() -> None:
     events = json.loads(chrome_trace(PLAN, {"predicted": predicted, "measured": measured}))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert sorted(processes.values()) == ["measured", "predicted"]
     assert sorted(threads.values()) == sorted([str(lane) for lane in PLAN.lanes] * 2)
-    drawn = [
-        (processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"])
-        for e in events
-        if e["ph"] == "X"
-    ]
-    assert drawn == [
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert [(processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"]) for e in drawn] == [
         ("predicted", "h2d", "load h2d b1", 500_000.0, 250_000.0, 0),
         ("predicted", "gpu", "forward gpu b1 m0", 750_000.0, 250_000.0, 0),
         ("measured", "h2d", "load h2d b1", 1_000_000.0, 2_000_000.0, 3),
     ]
 
 
-# -- units ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_sizes_are_read_in_units_of_links_and_of_memory() -> None:
-    read = {
-        "80GB": 80 * GB,
-        "1.5TB": 15 * TB // 10,
-        "24GiB": 24 * GiB,
-        "24gib": 24 * GiB,
-        " 0.5 MiB ": MiB // 2,
-        "1B": 1,
-        "128G": 128 * GB,
-    }
+    read = {"80GB": 80 * GB, "1.5TB": 15 * TB // 10, "24gib": 24 * GiB, " 0.5 MiB ": MiB // 2, "1B": 1, "128G": 128 * GB}
     assert {text: parse_bytes(text) for text in read} == read
 
 
-@pytest.mark.parametrize(
-    "text", ["1024", "", "GB", "-1GB", "0", "0.1B", "1e9", "nan", "1,5TB", "80 GB each", "80GG", "9" * 400, "\u0663GB"]
-)
+@pytest.mark.parametrize("text", ["1024", "", "-1GB", "0", "0.1B", "nan", "1,5TB", "80 GB each", "9" * 400, "\u0663GB"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(PenstockError, match="80GB"):
         parse_bytes(text)

@@ -1,4 +1,4 @@
-"""Do several ranks come to the bits of one, whatever their number, types and policies?"""
+"""Several ranks train the bits of one; their plans, shares of a step, common memory and common end."""
 
 import os
 from dataclasses import replace
@@ -22,27 +22,24 @@ from runtime.machines.emulated import Alike
 from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.workload import Block, BlockKind, Model, Parameter
 from runtime.ranks import folded
-from tests.edits import error_of, small, with_slots
+from tests.edits import small
 from tests.rank_law import every_case, trained_alone, trained_by
 from tests.strategies import MODEL, PROFILE, small_workload
 from tests.tiny import tiny_config
-from tests.training import N_STEPS, Remembering, batches_of, differences, plain, plan_of, same_bits, scheduled, semantics_of
+from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, trained
 
 SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "gpt_oss:spilling:8", "mistral:spilling:2:2"]  # the last: a micro-batch each
 
 
-def test_two_processes_train_to_the_bits_of_one(tmp_path):
+@pytest.mark.parametrize("by_memory", [False, True], ids=["messages", "each other's memory"])
+def test_two_processes_train_to_the_bits_of_one(by_memory, tmp_path):
     """Masters, moments, losses and norms, after three steps with dropout; lanes are delayed and slots poisoned."""
-    assert trained_by(2, SMOKE, tmp_path / "found.json") == {case: trained_alone(case) for case in SMOKE}
+    assert trained_by(2, SMOKE, tmp_path / "found.json", by_memory=by_memory) == {case: trained_alone(case) for case in SMOKE}
 
 
-def test_two_hosts_of_two_processes_each_train_to_the_bits_of_one(tmp_path):
+def test_two_hosts_of_two_processes_train_to_the_bits_of_one(tmp_path):
     cases = ["llama:early:4", "gpt_oss:spilling:4:4"]  # the second: a micro-batch each
     assert trained_by(4, cases, tmp_path / "found.json", hosts=2) == {case: trained_alone(case) for case in cases}
-
-
-def test_processes_that_read_each_others_memory_train_to_the_bits_of_one(tmp_path):
-    assert trained_by(2, SMOKE, tmp_path / "found.json", by_memory=True) == {case: trained_alone(case) for case in SMOKE}
 
 
 @pytest.mark.soak
@@ -50,27 +47,19 @@ def test_processes_that_read_each_others_memory_train_to_the_bits_of_one(tmp_pat
     ("ranks", "hosts", "by_memory", "groups", "batch"),
     [(4, 1, False, 8, 8), (4, 1, True, 4, 4), (4, 2, False, 8, 8)],
 )
-def test_any_number_of_processes_trains_every_type_to_the_bits_of_one(ranks, hosts, by_memory, groups, batch, tmp_path):
+def test_processes_train_every_type_to_the_bits_of_one(ranks, hosts, by_memory, groups, batch, tmp_path):
     cases = every_case(groups, batch)
     assert trained_by(ranks, cases, tmp_path / "found.json", hosts, by_memory) == {case: trained_alone(case) for case in cases}
 
 
-def test_what_ranks_come_to_is_the_plain_loops_tree():
-    """By way of one process, which the laws of exactness hold against the plain loop; the norm's tiles are cut where ranks cut."""
+def test_sum_groups_of_ranks_are_the_plain_loops_tree():
+    """By one process; the norm's tiles are cut where ranks cut."""
     semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8)
-    plan = plan_of(tiny_config("llama"), semantics, Policy())
-    batches = batches_of(96, 8, 16)
-    machine = Remembering(plan, lambda step: batches[step], scheduled)
-    machine.initialise(7)
-    execute(plan, machine, N_STEPS)
-    assert differences(machine, plain("llama", semantics)) == []
-
-
-# -- whose part is what --------------------------------------------------------------------------------------------------------
+    assert differences(trained(plan_of(tiny_config("llama"), semantics, Policy()))) == []
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(0, 4))
-def test_pieces_are_equal_hold_each_element_once_and_start_on_whole_units(sizes, log_pieces):
+def test_pieces_are_equal_and_hold_each_element_once(sizes, log_pieces):
     n_pieces = 1 << log_pieces
     block = Block("layer", BlockKind.LAYER, tuple(Parameter(f"p{i}", (n,)) for i, n in enumerate(sizes)))
     piece, cuts, offsets = block.piece_elements(n_pieces), block.cuts(n_pieces), block.offsets()[0]
@@ -138,14 +127,11 @@ def test_what_several_ranks_cannot_do_is_refused(policy, said):
         lower(MODEL, small_workload(2, tied=False), of, Policy(**{"accumulation_group": 2} | policy), PROFILE)
 
 
-# -- the checker ---------------------------------------------------------------------------------------------------------------
-
-
 def ranked(**policy):
     return small(n_layers=3, n_micro_batches=2, ranks=2, accumulation_group=2, **policy)
 
 
-def test_a_plan_of_ranks_brings_weights_together_and_exchanges_sums():
+def test_a_plan_of_ranks_gathers_weights_and_exchanges_sums():
     plan = ranked()
     check(plan)
     n = {kind: sum(op.kind is kind for op in plan.ops) for kind in (Kind.LOAD, Kind.GATHER, Kind.EXCHANGE, Kind.CLIP)}
@@ -155,8 +141,8 @@ def test_a_plan_of_ranks_brings_weights_together_and_exchanges_sums():
     assert Lane.NET not in small().lanes
 
 
-def test_weights_of_the_block_after_next_are_gathered_before_a_sum_is_exchanged():
-    """One lane does both: were a gather behind the exchange of the block before it, every backward would wait for the net."""
+def test_weights_are_gathered_before_a_sum_is_exchanged():
+    """One lane does both: a gather of the block after next behind the exchange would have every backward wait for the net."""
     plan = small(n_layers=6, n_micro_batches=2, ranks=2, accumulation_group=2, prefetch_depth=2)
     ops = [(op.kind, op.block) for op in plan.ops]
     in_turn = [ops.index((Kind.LOSS, 7)), *(ops.index((Kind.BACKWARD, b)) for b in range(6, -1, -1))]  # by how far down
@@ -167,34 +153,7 @@ def test_weights_of_the_block_after_next_are_gathered_before_a_sum_is_exchanged(
         assert begins_anew < exchange
 
 
-@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE, Kind.CLIP])
-def test_a_meeting_that_is_left_out_is_noticed(kind):
-    """Ops that waited for it wait for what comes before it."""
-    plan = ranked()
-    at = next(i for i, op in enumerate(plan.ops) if op.kind is kind)
-
-    def moved(wait):
-        return replace(wait, op=wait.op - (wait.op >= at))
-
-    ops = [replace(op, waits=tuple(dict.fromkeys(map(moved, op.waits)))) for op in plan.ops]
-    assert error_of(replace(plan, ops=(*ops[:at], *ops[at + 1 :])))
-
-
-@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.EXCHANGE])
-def test_one_rank_meets_nobody(kind):
-    plan, of_ranks = small(n_layers=3, n_micro_batches=2, accumulation_group=2), ranked()
-    op = next(op for op in of_ranks.ops if op.kind is kind)
-    assert "has no such op" in error_of(replace(plan, ops=(*plan.ops, replace(op, waits=()))))
-
-
-def test_a_sum_that_is_begun_while_it_is_exchanged_is_a_race():
-    plan = ranked()
-    first = next(op for op in plan.ops if op.kind is Kind.EXCHANGE and op.block == 2)
-    assert {op["sum"].index for op in plan.ops if op.kind is Kind.EXCHANGE and 0 < op.block < 4} == {0, 1}
-    assert "must use" in error_of(with_slots(plan, first.name, sum=replace(first["sum"], index=1 - first["sum"].index)))
-
-
-def test_a_rank_holds_its_part_of_the_state_and_all_of_the_weights_it_computes_with():
+def test_a_rank_holds_its_part_of_the_state_and_all_weights():
     model = Model(tiny_config("llama"))
     alone = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=4)
     host, weights = [], []
@@ -208,7 +167,7 @@ def test_a_rank_holds_its_part_of_the_state_and_all_of_the_weights_it_computes_w
     assert weights[0] <= weights[1] == weights[2] <= weights[0] * 1.2
 
 
-def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_is_noticed():
+def test_ranks_pay_for_all_and_a_changed_machine_is_noticed():
     box = read_profile("8xh100")
     assert shared_by(box, 4).price.usd_per_hour.value == 4 * box.price.usd_per_hour.value
     assert shared_by(box.with_prices(usd_per_hour=20), 4).price.usd_per_hour.value == 20
@@ -221,27 +180,19 @@ def test_what_a_user_pays_is_the_price_of_all_and_a_changed_machine_of_several_i
     assert "peers.collectives.all_gather.bytes_per_s" in next(strangers(found.plan))
 
 
-@pytest.mark.parametrize("n_hosts", [3, 16])
-def test_hosts_that_have_not_as_many_ranks_are_refused(n_hosts):
+def test_hosts_that_have_not_as_many_ranks_are_refused():
     box, sizes = read_profile("8xh100"), {"seq_len": 64, "batch_size": 8, "micro_batch": 1, "gpus": 4, "hosts": 2}
     plan = penstock.plan("qwen2.5-0.5b", box, policy="megatrain", **sizes).plan
     check_origin(plan)
-    network = plan.profile["network"] | {"n_hosts": n_hosts}
-    with pytest.raises(PlanError, match=f"{n_hosts} hosts cannot have equally many of 8 ranks"):
+    network = plan.profile["network"] | {"n_hosts": 3}
+    with pytest.raises(PlanError, match="3 hosts cannot have equally many of 8 ranks"):
         check_origin(replace(plan, profile=plan.profile | {"network": network}))
+    two = shared_by(on_network(box, 100), 4, 2)
+    assert [shared_by(two, gpus).n_hosts for gpus in (1, 2)] == [1, 1], "as many as are asked for, whatever the profile says"
+    assert two.n_hosts == 2
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_hosts_are_as_many_as_are_asked_for_whatever_a_profile_says(gpus):
-    box = on_network(read_profile("8xh100"), 100)
-    two = shared_by(box, 4, 2)
-    assert (two.n_hosts, shared_by(two, gpus).n_hosts) == (2, 1)
-
-
-# -- each other's memory -------------------------------------------------------------------------------------------------------
-
-
-def test_a_slab_is_another_process_s_as_long_as_either_has_it():
+def test_a_shared_slab_lives_as_long_as_either_process_has_it():
     mine, slab = shared_slab(4096)
     theirs = slab_of(mine)
     mine.close()
@@ -251,8 +202,8 @@ def test_a_slab_is_another_process_s_as_long_as_either_has_it():
     assert theirs[7] == 3
 
 
-def test_what_lies_where_a_slab_is_said_to_lie_is_no_slab_unless_it_bears_its_name():
-    """As on another host, whose processes have the same numbers."""
+def test_a_slab_is_known_by_its_name():
+    """As on another host, whose processes have the same numbers: other memory at the same place is no slab."""
     mine, slab = shared_slab(4096)
     other, _ = shared_slab(4096)
     for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), unshared(4096)):
@@ -263,60 +214,53 @@ def test_what_lies_where_a_slab_is_said_to_lie_is_no_slab_unless_it_bears_its_na
     assert slab.numel() == 4096
 
 
-def test_a_system_without_such_slabs_brings_weights_together_otherwise(monkeypatch):
+class Pair(Alike):
+    """Two ranks alike, which could read each other's memory; `maps` tells whether they do."""
+
+    def __init__(self, maps: bool) -> None:
+        super().__init__(2)
+        self.by_memory, self.maps, self.shared = True, maps, []
+
+    def common(self, mine):
+        self.shared.append(mine)
+        return [slab_of(mine) for _ in range(self.n)] if self.maps else None
+
+
+def machine_of_two(maps: bool):
+    of = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8).shared_by(2)
+    return machine_for(plan_of(tiny_config("llama"), of, Policy(accumulation_group=4)), ranks=Pair(maps))
+
+
+def test_a_system_without_shared_slabs_gathers_weights(monkeypatch):
     def refused(name):
         raise PermissionError
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    said = []
-
-    class Hidden(Alike):
-        def common(self, mine):
-            said.append(mine)
-
-    ranks = Hidden(2)
-    ranks.by_memory = True
-    of = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8).shared_by(2)
-    batches = batches_of(96, 8, 16)
-    machine = Remembering(
-        plan_of(tiny_config("llama"), of, Policy(accumulation_group=4)), lambda i: batches[i], scheduled, ranks=ranks
-    )
-    machine.initialise(7)
+    machine = machine_of_two(maps=False)
     execute(machine.plan, machine, 1)
     assert machine.others_bytes() == 0
-    assert len(said) == 2
-    for mine in said:
+    assert len(machine.ranks.shared) == 2
+    for mine in machine.ranks.shared:
         with pytest.raises(OSError):
             slab_of(mine)
 
 
-def test_what_a_process_maps_of_another_is_all_that_the_other_uploads_and_exchanges():
-    class Mapped(Alike):
-        def common(self, mine):
-            return [slab_of(mine) for _ in range(self.n)]
-
-    ranks = Mapped(2)
-    ranks.by_memory = True
-    of = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8).shared_by(2)
-    plan = plan_of(tiny_config("llama"), of, Policy(accumulation_group=4))
-    machine = Remembering(plan, lambda i: batches_of(96, 8, 16)[i], scheduled, ranks=ranks)
+def test_a_process_maps_what_another_uploads_and_exchanges():
+    machine = machine_of_two(maps=True)
+    plan = machine.plan
     per_element = next(iter(plan.state_bytes().values()))
     uploaded_bytes = per_element * sum(plan.part_elements(b) for b in range(len(plan.workload.blocks)))
     assert machine.others_bytes() == uploaded_bytes + 2 * 4 * plan.exchanged_elements()
-    machine.initialise(7)
     execute(plan, machine, 1)
 
 
-# -- the end -------------------------------------------------------------------------------------------------------------------
-
-
-def test_all_ranks_end_after_the_step_that_follows_the_one_in_which_they_hear_of_it():
+def test_all_ranks_end_a_step_after_they_hear_of_the_end():
     asked = Stop()
     agreed = AgreedStop(asked)
     agreed.hear(4, False)
     assert not agreed.is_requested
     asked.request()
-    assert not agreed.is_requested, "nobody else has heard of it"
+    assert not agreed.is_requested, "no other rank has heard of it"
     agreed.hear(5, True)
     assert agreed.is_requested
     agreed.hear(6, True)
@@ -324,12 +268,9 @@ def test_all_ranks_end_after_the_step_that_follows_the_one_in_which_they_hear_of
 
 
 def test_ranks_that_are_all_alike_share_what_one_does():
-    alike, row, rows = Alike(3), torch.tensor([1.0, 2.0], dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
-    alike.share(row, rows)
+    alike, rows, whole, received = Alike(3), torch.zeros(3, 2, dtype=torch.float64), torch.arange(6.0), torch.zeros(6)
+    alike.share(torch.tensor([1.0, 2.0], dtype=torch.float64), rows)
     assert rows.tolist() == [[1.0, 2.0]] * 3
-    whole = torch.arange(6.0)
     alike.gather(whole)
-    assert whole.tolist() == [0.0, 1.0] * 3
-    received = torch.zeros(6)
     alike.exchange(torch.arange(6.0), received)
-    assert received.tolist() == [0.0, 1.0] * 3
+    assert whole.tolist() == received.tolist() == [0.0, 1.0] * 3

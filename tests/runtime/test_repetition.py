@@ -1,6 +1,5 @@
 """Folded plans, in which ops repeat, mean what they mean written out: values, waits, times and what the checker says."""
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from penstock.cli.main import cli
 from planner.check.check import _Clocks, _legal_order, check
 from planner.lower.lower import FEWEST_FOLDED, lower, lower_folded, lower_written_out
 from planner.predict.simulate import MAX_CYCLE_STEPS, simulate
 from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Op, Plan, PlanFile, Policy, Repeat, Semantics, Update, Wait, saves
+from runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
 from runtime.plan.ops import MAX_REPETITIONS
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.repetition import shortened, unrolled
@@ -46,7 +43,7 @@ def _may_fold(case: Case) -> bool:
 
 
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:
-    """The case with so many groups, and some micro-batches more."""
+    """The case with `n_groups` groups and `n_more` micro-batches."""
     n = n_groups * case.policy.accumulation_group + n_more % case.policy.accumulation_group
     one_group: dict[str, Any] = {}
     if case.workload.trains_all:  # what is trained in part may be summed on the device whatever the groups
@@ -84,9 +81,6 @@ def written_out(plan: Plan, values: list[Any]) -> list[Any]:
     return [*values[: repeat.start], *values[repeat.start : repeat.end] * repeat.times, *values[repeat.end :]]
 
 
-# --- the language ---------------------------------------------------------------------------------------------------------
-
-
 @law
 @given(plan=folded())
 def test_a_folded_plan_is_read_back_from_text_and_file(plan: Plan, tmp_path: Path) -> None:
@@ -96,42 +90,6 @@ def test_a_folded_plan_is_read_back_from_text_and_file(plan: Plan, tmp_path: Pat
     assert PlanFile.read(tmp_path / "plan.json").plan == plan
     PlanFile(unrolled(plan), None).write(tmp_path / "plan.json")
     assert "repeat" not in (tmp_path / "plan.json").read_text() + str(unrolled(plan))
-
-
-def test_a_wait_for_the_repetition_before_has_a_tilde() -> None:
-    assert str(Wait(17, 0, 1)) == "17~1"
-    assert Wait.parse("17~1") == Wait(17, 0, 1)
-    with pytest.raises(PlanError, match="the repetition before"):
-        Wait.parse("17~2")
-
-
-def test_written_out_every_op_has_its_micro_batch_and_its_waits() -> None:
-    """Two ops repeat three times: of three lanes, between one before them and one after."""
-    plan = small()
-    a, b, c, d = (
-        Op(Kind.LOAD, 1, waits=(Wait(3, 1),)),
-        Op(Kind.FORWARD, 1, 1, waits=(Wait(0), Wait(2, 0, 1), Wait(3, 1))),
-        Op(Kind.OFFLOAD_GRADIENT, 1, 1, waits=(Wait(1),)),
-        Op(Kind.LOAD, 1, waits=(Wait(1), Wait(2, 1))),
-    )
-    written = unrolled(replace(plan, ops=(a, b, c, d), repeat=Repeat(1, 3, 3, 2)))
-    assert [op.name for op in written.ops] == [
-        "load h2d b1",
-        "forward gpu b1 m1", "offload_gradient d2h b1 m1",
-        "forward gpu b1 m3", "offload_gradient d2h b1 m3",
-        "forward gpu b1 m5", "offload_gradient d2h b1 m5",
-        "load h2d b1",
-    ]  # fmt: skip
-    assert [" ".join(map(str, op.waits)) for op in written.ops] == [
-        "7@1",
-        "0 6@1 7@1",
-        "1",
-        "0 2 7@1",
-        "3",
-        "0 4 7@1",
-        "5",
-        "5 6@1",
-    ]
 
 
 def error_of(text: str) -> str:
@@ -144,7 +102,6 @@ def error_of(text: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"times": 0}, "repeat.times"),
         ({"times": 1}, "repeat.times"),
         ({"times": MAX_REPETITIONS + 1}, "repeat.times"),
         ({"times": 999_999}, "no such micro-batch"),
@@ -152,7 +109,6 @@ def error_of(text: str) -> str:
         ({"micro_batches": 2}, "no such micro-batch"),
         ({"start": 0}, "repeat.start"),
         ({"start": 10**8, "end": 10**8 + 1}, "not ops of the plan"),
-        ({"end": 10**8}, "not ops of the plan"),
         ({"start": 50, "end": 50}, "not ops of the plan"),
     ],
 )
@@ -160,35 +116,21 @@ def test_what_cannot_repeat_is_refused_in_one_line(changes: dict[str, int], says
     plan = small()
     assert plan.repeat is not None
     assert says in error_of(str(replace(plan, repeat=replace(plan.repeat, **changes))))
-    assert "is not what repeats" in error_of(str(plan).replace(f"x{plan.repeat.times} ", "x1000000000000 "))
 
 
-@pytest.mark.parametrize("astray", ["later part", "back outside", "back with distance", "back without repeat"])
-def test_a_wait_that_cannot_be_is_refused_in_one_line(astray: str) -> None:
+def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
     plan = small()
     repeat = plan.repeat
     assert repeat is not None
-    ops = list(plan.ops)
-    cpu = next(i for i in range(repeat.start, repeat.end) if ops[i].lane is Lane.CPU)
-    gpu = next(i for i in range(repeat.start, repeat.end) if ops[i].lane is Lane.GPU)
-    match astray:
-        case "later part":
-            ops[0] = replace(ops[0], waits=(Wait(gpu),))
-        case "back outside":
-            ops[0] = replace(ops[0], waits=(Wait(gpu, 0, 1),))
-        case "back with distance":
-            ops[cpu] = replace(ops[cpu], waits=(Wait(gpu, 1, 1),))
-        case _:
-            ops[cpu], repeat = replace(ops[cpu], waits=(Wait(gpu, 0, 1),)), None
-    text = str(replace(plan, ops=tuple(ops), repeat=repeat))
-    error_of(text.replace(f"^ {gpu}@1", f"^ {gpu}@1~1") if astray == "back with distance" else text)
-
-
-# --- which ops repeat -----------------------------------------------------------------------------------------------------
+    cpu, gpu = (next(i for i in range(repeat.start, repeat.end) if plan.ops[i].lane is lane) for lane in (Lane.CPU, Lane.GPU))
+    back = replace(plan.ops[cpu], waits=(Wait(gpu, 0, 1),))
+    error_of(str(at(plan, 0, replace(plan.ops[0], waits=(Wait(gpu),)))))  # for a later part
+    error_of(str(at(plan, 0, replace(plan.ops[0], waits=(Wait(gpu, 0, 1),)))))  # for a repetition before, outside of what repeats
+    error_of(str(replace(at(plan, cpu, back), repeat=None)))
+    error_of(str(at(plan, cpu, replace(back, waits=(Wait(gpu, 1),)))).replace(f"^ {gpu}@1", f"^ {gpu}@1~1"))
 
 
 def test_only_long_steps_are_folded() -> None:
-    """What is planned for shorter ones is what it always was."""
     workload = small_workload(3, tied=False)
     n_long = -(-FEWEST_FOLDED // len(workload.blocks))
     for n, repeats in ((n_long - 1, False), (n_long, True)):
@@ -218,42 +160,28 @@ def test_folded_waits_order_ops_as_waits_derived_from_all_do(plan: Plan) -> None
     assert _Clocks.of(written, _legal_order(written)) == _Clocks.of(derived, _legal_order(derived))
 
 
-# --- time -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.drawn
 @law
 @given(folded(), st.sampled_from([None, REGION]), st.data())
 def test_a_repeating_step_takes_as_long_as_written_out(plan: Plan, region: Region | None, data: st.DataObject) -> None:
+    """And its timeline keeps the spans of the repetitions that it keeps."""
+    repeat = plan.repeat
+    assert repeat is not None
     demands = demands_of(data, len(plan.ops))
     found = simulate(plan, demands, region, 8)
     slow = simulate(unrolled(plan), written_out(plan, demands), region, 8)
     assert found.step_s == pytest.approx(slow.step_s, rel=1e-9)
     assert (found.periodic, found.n_cycle_steps) == (slow.periodic, slow.n_cycle_steps)
     assert found.timeline.step_ends_s == pytest.approx(slow.timeline.step_ends_s, rel=1e-9)
-    for lane, busy_s in slow.busy_s(unrolled(plan)).items():
-        assert found.busy_s(plan)[lane] == pytest.approx(busy_s, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.drawn
-@law
-@given(folded(), st.data())
-def test_a_timeline_keeps_repetitions_as_they_are_written_out(plan: Plan, data: st.DataObject) -> None:
-    repeat = plan.repeat
-    assert repeat is not None
-    demands = demands_of(data, len(plan.ops))
+    assert found.busy_s(plan) == pytest.approx(slow.busy_s(unrolled(plan)), rel=1e-9, abs=1e-9)
     numbers = written_out(plan, list(range(len(plan.ops))))
     turns = [0] * repeat.start + [k for k in range(repeat.times) for _ in range(repeat.n_ops)]
     turns += [0] * (len(numbers) - len(turns))
-    slow = simulate(unrolled(plan), written_out(plan, demands), REGION, 4).timeline.spans
-    expected = {
-        (numbers[s.op], s.step, turns[s.op]): (s.start_s, s.end_s)
-        for s in slow
-        if numbers[s.op] not in repeat or is_kept(turns[s.op], repeat.times)
-    }
-    found = {(s.op, s.step, s.repetition): (s.start_s, s.end_s) for s in simulate(plan, demands, REGION, 4).timeline.spans}
-    assert found.keys() == expected.keys()
-    for key, times_s in found.items():
+    kept = [s for s in slow.timeline.spans if numbers[s.op] not in repeat or is_kept(turns[s.op], repeat.times)]
+    expected = {(numbers[s.op], s.step, turns[s.op]): (s.start_s, s.end_s) for s in kept}
+    spans = {(s.op, s.step, s.repetition): (s.start_s, s.end_s) for s in found.timeline.spans}
+    assert spans.keys() == expected.keys()
+    for key, times_s in spans.items():
         assert times_s == pytest.approx(expected[key], rel=1e-9, abs=1e-9)
 
 
@@ -266,22 +194,14 @@ def test_a_million_micro_batches_are_simulated_as_a_few_are() -> None:
 
 
 def test_repetitions_that_settle_to_no_period_go_on_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small(10_000)
+    demands = [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops]
+    exact = simulate(plan, demands, None)
     monkeypatch.setattr("planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
     monkeypatch.setattr("planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE_STEPS + 1)
-    plan = small(10_000)
-    found = simulate(plan, [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops], None)
-    monkeypatch.undo()
-    exact = simulate(plan, [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops], None)
-    assert not found.periodic
-    assert exact.periodic
+    found = simulate(plan, demands, None)
+    assert (found.periodic, exact.periodic) == (False, True)
     assert found.step_s == pytest.approx(exact.step_s, rel=1e-3)
-
-
-# --- fewer of the same ----------------------------------------------------------------------------------------------------
-
-
-def test_a_shortened_plan_is_that_of_fewer_micro_batches() -> None:
-    assert shortened(small(40), 4) == small(6)
 
 
 @law
@@ -289,6 +209,10 @@ def test_a_shortened_plan_is_that_of_fewer_micro_batches() -> None:
 def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
     check(plan)
     check(unrolled(plan))
+
+
+def test_a_shortened_plan_is_that_of_fewer_micro_batches() -> None:
+    assert shortened(small(40), 4) == small(6)
 
 
 @pytest.mark.parametrize("train", [Train(names=("norm.weight",)), Train(layers=(4, 4)), ADAPTED["train"]])
@@ -300,9 +224,6 @@ def test_a_long_step_is_folded_whatever_part_is_trained(train: Train, base: Any)
     assert plan is not None
     check(plan)
     check(unrolled(plan))
-
-
-# --- wrong on purpose -----------------------------------------------------------------------------------------------------
 
 
 def _misrepeat(plan: Plan) -> Iterator[Mutant]:
@@ -361,7 +282,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", sorted(MUTATIONS))
 def test_mutants_of_a_folded_plan_are_caught_or_harmless(name: str, kind: str) -> None:
-    """What the checker lets through is right when it is written out, and says so itself to a slow reader of four steps."""
+    """What the checker lets through is right when it is written out, and trains the same by the slow oracle of four steps."""
     plan, rng = PLANS[name], random.Random(f"{name} {kind}")
     mutants = list(MUTATIONS[kind](plan))
     for mutant in rng.sample(mutants, min(40, len(mutants))):
@@ -386,15 +307,3 @@ def test_every_wait_that_repeats_is_needed() -> None:
                         check(at(plan, i, without))
                     n_caught += 1
     assert n_caught > 50
-
-
-@pytest.mark.parametrize("times", [0, 10**12, -1, 1.5, "9"])
-def test_a_file_with_too_many_repetitions_is_a_line_of_output(tmp_path: Path, times: object) -> None:
-    PlanFile(small(), None).write(tmp_path / "plan.json")
-    fields = json.loads((tmp_path / "plan.json").read_text())
-    fields["repeat"]["times"] = times
-    (tmp_path / "plan.json").write_text(json.dumps(fields))
-    done = CliRunner().invoke(cli, ["check", str(tmp_path / "plan.json")])
-    assert done.exit_code == 2
-    assert [line for line in done.output.splitlines() if line.startswith("error: ")] == done.output.splitlines()
-    assert "repeat.times" in done.output

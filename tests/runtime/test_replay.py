@@ -1,6 +1,7 @@
-"""Is what the runtime keeps and computes again what the plan says, in bits and in bytes?"""
+"""Replays: what layers keep and compute again is what the plan says, in bits, calls and bytes."""
 
 import gc
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
 from tests.real_layers import SIZES, Work, cases, recorded, tensors
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
-from tests.training import ADAMW, batches_of, plan_of, semantics_of
+from tests.training import machine_for, plan_of, semantics_of
 
 from .test_recompute import Case, Selection, checkpointed, gradients, watched, ways_of
 
@@ -32,7 +33,7 @@ def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) 
 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
-def test_a_replay_saves_runs_and_gives_what_the_checkpointing_of_torch_does(case: Case) -> None:
+def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
     """In bytes, calls and gradients, which are those of a plain backward."""
     for block, ours, selection, layer, x, kwargs in ways_of(case, SIZES[:1]):
         again = Selection(ours.saved, selection.n_products)
@@ -64,7 +65,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hid
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss"])
-def test_a_step_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
+def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     """Of the device's memory beyond the arenas, as the allocator's own records tell, op by op."""
     policy = replace(REMEMBERING[way], accumulation_group=2)
     if Saved.ATTENTION in policy.save and model_type in EAGER_ONLY:
@@ -89,10 +90,7 @@ def wide(model_type: str) -> Semantics:
 def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
     """Performs two steps, one op after the other. The most that compute left in the allocator between ops, and the most that it
     held at all."""
-    vocab_size, of = plan.workload.blocks[0].parameters[0].shape[0], plan.semantics
-    batches = batches or batches_of(vocab_size, of.batch_size, of.seq_len)
-    machine = CpuMachine(plan, lambda step: batches[step], lambda step: ADAMW)
-    machine.initialise(0)
+    machine = machine_for(plan, CpuMachine, batches)
 
     def two_steps() -> None:
         for step in range(2):
@@ -115,19 +113,20 @@ def device_bytes(plan: Plan, batches: Sequence[Batch] = ()) -> tuple[int, int]:
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("way", REMEMBERING)
-def test_a_long_run_holds_no_more_than_a_short_one_whatever_it_saves(way: str) -> None:
-    """No graph, and nothing that was saved for one, outlives its step; speculation leaves nothing either."""
+@pytest.mark.parametrize(("model_type", "way"), [*(("llama", way) for way in REMEMBERING), *((t, "keep") for t in STRUCTURES)])
+def test_a_long_run_holds_no_more_than_a_short_one(model_type: str, way: str) -> None:
+    """No graph, tensor, result or thread outlives its step; speculation leaves nothing either."""
     policy = replace(REMEMBERING[way], accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(0, 1))
-    plan = plan_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), policy)
-    batches = batches_of(96, 4, 16)
-    machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
-    machine.initialise(0)
+    plan = plan_of(tiny_config(model_type, num_hidden_layers=4), semantics_of(model_type), policy)
+    machine, n_threads = machine_for(plan, CpuMachine), threading.active_count()
     execute(plan, machine, 2)
     before = n_tensors()
     execute(plan, machine, 6, first_step=2)
     assert n_tensors() == before
-    assert machine.compute._graphs == {}
+    assert machine.compute._graphs == machine.compute.losses == machine._losses == {}
+    assert threading.active_count() == n_threads
+    for inputs in machine.compute.inputs.passed.values():
+        assert not any(t.requires_grad for t in tensors(inputs)), "it would hold a graph for ever"
 
 
 def n_tensors() -> int:

@@ -1,4 +1,4 @@
-"""Does a run's resident memory end where its plan says?"""
+"""Resident memory of a run: after many steps of chats of any length it is what the plan says."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
-N_STEPS, SEQ_LEN = 150, 256
+SEQ_LEN = 256
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 272}
 # A user's command, and the most that was resident, as the system counts it: `ru_maxrss` begins with what the parent had. What tests
 # alone need is not there: transformers imports it where it finds it.
@@ -50,21 +50,19 @@ def runtime_bytes() -> int:
     return int(done.stdout) + BEYOND_TORCH_BYTES
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("packing", ["documents", "joined", "one"])
-def test_after_150_steps_of_chats_of_any_length_what_was_resident_is_what_was_planned(tmp_path, packing):
+@pytest.mark.soak_cases("documents-150-1500", "joined-150-1500", "one-150-1500")
+@pytest.mark.parametrize(
+    ("packing", "n_steps", "n_chats"),
+    [("documents", 30, 300), *((packing, 150, 1500) for packing in ("documents", "joined", "one"))],
+)
+def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, packing, n_steps, n_chats):
     """Within a tenth, in a process of its own. Without length classes the library that multiplies alone would take twice that."""
-    resident_bytes, planned_bytes = resident_and_planned(tmp_path, packing, N_STEPS)
+    resident_bytes, planned_bytes = resident_and_planned(tmp_path, packing, n_steps, n_chats)
     assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
 
 
-def test_after_30_steps_of_documents_too(tmp_path):
-    resident_bytes, planned_bytes = resident_and_planned(tmp_path, "documents", 30, n_chats=300)
-    assert resident_bytes == pytest.approx(planned_bytes, rel=0.1)
-
-
-def resident_and_planned(tmp_path, packing, n_steps, n_chats=1500):
-    """The most bytes that a run of so many steps had, and what its plan says."""
+def resident_and_planned(tmp_path, packing, n_steps, n_chats):
+    """The peak of a run's resident bytes, and what its plan says."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
     write_chats(tmp_path / "chats.jsonl", n_chats)
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)

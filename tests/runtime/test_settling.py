@@ -1,4 +1,4 @@
-"""Is a step clipped, skipped or taken as it should be, whenever the host updates?"""
+"""Steps that are clipped, skipped or taken, and speculations on them, whenever the host updates."""
 
 import dataclasses
 import math
@@ -20,10 +20,10 @@ from tests.training import (
     batches_of,
     clip_some_steps,
     differences,
-    plain,
+    machine_for,
     plan_of,
     same_bits,
-    scheduled,
+    same_state,
     semantics_of,
     settings_of_torch,
     state_of,
@@ -38,8 +38,7 @@ def test_an_infinite_loss_is_skipped_by_both():
     plan = plan_of(config, semantics, Policy(update=Update.DEFERRED, accumulation_group=2))
     batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in batches_of(96, 2, 16)]
     batches[1].input_ids[1, 3] = 96  # a token that no other step has
-    machine = Hostile(plan, lambda step: batches[step], scheduled)
-    machine.initialise(7)
+    machine = machine_for(plan, Hostile, batches)
     embedding = machine.host.master(plan.workload.blocks[0].parameters[0]).view(97, 32)
     embedding[96] = float("inf")
     start = state_of(machine)[0]
@@ -51,23 +50,19 @@ def test_an_infinite_loss_is_skipped_by_both():
         assert all(same_bits(got[name], wanted[name]) for name in wanted)
 
 
-def test_a_norm_just_at_the_threshold_is_clipped_as_torch_clips_it():
-    """And one far below it not at all: then the bits are those of a plan that does not clip."""
-    config, plan_free = tiny_config("llama"), semantics_of("llama", clip_norm=None)
-    free = streamed(config, plan_free, Policy())
-    at = streamed(config, semantics_of("llama", clip_norm=free.results[0].grad_norm), Policy())
-    assert differences(at, plain("llama", at.plan.semantics)) == []
-    above = streamed(config, semantics_of("llama", clip_norm=1e6), Policy(update=Update.DEFERRED))
-    for x, y in zip(state_of(free), state_of(above), strict=True):
-        assert all(same_bits(x[name], y[name]) for name in x)
-    norm = torch.tensor(1.0)
+def test_a_norm_at_the_threshold_is_clipped_as_torch_clips_it():
+    """One far below it is not clipped at all: the bits are those of a plan that does not clip."""
+    config = tiny_config("llama")
+    free = streamed(config, semantics_of("llama", clip_norm=None), Policy())
+    assert differences(streamed(config, semantics_of("llama", clip_norm=free.results[0].grad_norm), Policy())) == []
+    assert same_state(free, streamed(config, semantics_of("llama", clip_norm=1e6), Policy(update=Update.DEFERRED)))
     gradient = torch.nn.Parameter(torch.zeros(1))
-    gradient.grad = norm.reshape(1).clone()
+    gradient.grad = torch.ones(1)
     torch.nn.utils.clip_grad_norm_([gradient], 1.0)
     assert clip_factor(1.0, 1.0) == float(gradient.grad) < 1.0
 
 
-SPECULATING = [  # each way in which a state can lie in its slot
+SPECULATING = [  # each way in which a state can be laid out in its slot
     (Policy(speculate_blocks=(0, 1, 2, 3)), {}),
     (Policy(speculate_blocks=(1, 3)), {}),
     (Policy(speculate_blocks=(0, 2)), {}),
@@ -78,7 +73,8 @@ SPECULATING = [  # each way in which a state can lie in its slot
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=asked)
-def test_a_speculation_is_taken_by_exchanging_places_or_left_and_either_way_it_is_the_plain_loop(policy, fields):
+def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
+    """It is taken by exchanging the places of state and shadow."""
     semantics = clip_some_steps("llama", semantics_of("llama", **fields))
     policy = dataclasses.replace(policy, update=Update.DEFERRED, accumulation_group=4)
     machine = streamed(tiny_config("llama"), semantics, policy, machine_type=Settling)
@@ -87,7 +83,7 @@ def test_a_speculation_is_taken_by_exchanging_places_or_left_and_either_way_it_i
     assert {step for step, _, moved in machine.settled if not moved} == clipped
     assert {step for step, _, moved in machine.settled if moved} == set(range(N_STEPS)) - clipped
     assert {block for _, block, _ in machine.settled} == set(policy.speculate_blocks)
-    assert differences(machine, plain("llama", semantics)) == []
+    assert differences(machine) == []
 
 
 class Settling(Hostile):
@@ -126,7 +122,7 @@ class Settling(Hostile):
     ],
     ids=asked,
 )
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(policy, block):
+def test_a_step_with_a_nonfinite_gradient_leaves_no_trace(policy, block):
     """Be it in the first block whose gradient arrives, or in the last."""
     semantics = semantics_of("llama", on_nonfinite="skip")
     config = tiny_config("llama")
@@ -139,8 +135,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_without_a_trace(po
     undisturbed = streamed(config, semantics, Policy(accumulation_group=4), machine_type=WithoutSecondStep)
     assert machine.host.n_updates == 2
     assert [machine.results[i].skipped for i in range(3)] == [False, True, False]
-    for x, y in zip(state_of(machine), state_of(undisturbed), strict=True):
-        assert all(same_bits(x[name], y[name]) for name in x)
+    assert same_state(machine, undisturbed)
 
 
 class PoisonedSecondStep(Hostile):
@@ -155,13 +150,11 @@ class PoisonedSecondStep(Hostile):
 
 
 class WithoutSecondStep(Hostile):
-    """No update happens in step 1."""
-
     def perform(self, index, op, step):
         if not (step == 1 and op.kind in (Kind.UPDATE, Kind.SETTLE)):
             super().perform(index, op, step)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_names_the_tensor():
+def test_a_nonfinite_gradient_stops_the_run_and_is_named():
     with pytest.raises(PenstockError, match=r"step 2: the gradient of model.layers.0.*not finite"):
         streamed(tiny_config("llama"), semantics_of("llama"), Policy(), machine_type=PoisonedSecondStep)

@@ -1,4 +1,4 @@
-"""Is torch asked for the streams, events and times that lanes need?"""
+"""Torch's streams, events, timers, ranges and locked memory: the calls that lanes make, and the spans that they measure."""
 
 import itertools
 import time
@@ -14,41 +14,38 @@ from runtime.machines.streams import CudaStreams
 from runtime.plan import Kind, Lane, Policy, saves
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config
-from tests.training import N_STEPS, Remembers, batches_of, differences, plain, plan_of, scheduled, semantics_of
-
-# -- when ops ran -------------------------------------------------------------------------------------------------------
+from tests.training import N_STEPS, Remembers, differences, machine_for, plan_of, semantics_of
 
 
 def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
     """One lane after the other, in plan order; what waits starts after what it waits for has ended."""
     slow_s = 0.03
 
+    def is_slow(op):
+        return op.kind is Kind.OFFLOAD_GRADIENT and op.block == 2
+
     class Slow(Poisoned):
         def work(self, index, op, step):
-            if op.kind is Kind.OFFLOAD_GRADIENT and op.block == 2:
+            if is_slow(op):
                 time.sleep(slow_s)
             super().work(index, op, step)
 
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.5, machine_type=Slow)
-    plan = machine.plan
-    spans = execute(plan, machine, 5).spans
+    ops, spans = machine.plan.ops, execute(machine.plan, machine, 5).spans
     at = {(span.step, span.op): span for span in spans}
-    assert len(at) == 5 * len(plan.ops)
+    assert len(at) == 5 * len(ops)
     for lane in Lane:
-        mine = [span for span in spans if plan.ops[span.op].lane is lane]
-        assert all(span.end_s >= span.start_s for span in mine)
+        mine = [span for span in spans if ops[span.op].lane is lane]
         assert all(b.start_s >= a.end_s - 1e-6 for a, b in itertools.pairwise(mine))
     for (step, number), span in at.items():
-        for wait in plan.ops[number].waits:
+        assert span.end_s - span.start_s >= (slow_s if is_slow(ops[number]) else 0)
+        for wait in ops[number].waits:
             before = at.get((step - wait.distance, wait.op))
-            if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
+            if before is not None and Lane.CPU not in (ops[number].lane, ops[wait.op].lane):
                 assert span.start_s >= before.end_s - 1e-6
-    slow = [span for span in spans if plan.ops[span.op].kind is Kind.OFFLOAD_GRADIENT and plan.ops[span.op].block == 2]
-    assert slow
-    assert all(span.end_s - span.start_s >= slow_s for span in slow)
 
 
-def test_of_a_long_run_only_the_steps_whose_timers_are_left_are_told(monkeypatch):
+def test_a_long_run_keeps_the_spans_of_its_last_steps(monkeypatch):
     monkeypatch.setattr("runtime.machines.stopwatch.MOST_TIMERS", 300)
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.9)
     timeline = execute(machine.plan, machine, 9)
@@ -56,9 +53,6 @@ def test_of_a_long_run_only_the_steps_whose_timers_are_left_are_told(monkeypatch
     assert 2 <= n_kept < 9
     assert sorted({span.step for span in timeline.spans}) == list(range(9 - n_kept, 9))
     assert all(0.0 <= span.start_s <= span.end_s for span in timeline.spans)
-
-
-# -- what torch is asked for --------------------------------------------------------------------------------------------
 
 
 class Stub:
@@ -116,7 +110,8 @@ class OnTheCpu(CudaStreams):
         return torch.zeros(shape, dtype=dtype)
 
 
-def test_torch_is_asked_for_blocking_events_named_ranges_locked_slabs_and_backward_on_the_lanes_own_thread(stub):
+def test_torch_is_asked_for_events_ranges_and_locked_slabs(stub):
+    """Events that block, ranges named as ops, and backward on the lane's own thread."""
     threads = set()
 
     class Watched(Remembers, CudaMachine):
@@ -125,12 +120,10 @@ def test_torch_is_asked_for_blocking_events_named_ranges_locked_slabs_and_backwa
                 threads.add((op.lane, torch._C._is_multithreading_enabled(), torch.is_grad_enabled(), len(stub.current) > 0))
             super().work(index, op, step)
 
-    semantics, config = semantics_of("llama"), tiny_config("llama")
-    plan, batches = plan_of(config, semantics, Policy(save=saves(products=(1,)))), batches_of(96, 4, 16)
-    machine = Watched(plan, lambda step: batches[step], scheduled, streams=OnTheCpu())
-    machine.initialise(7)
+    plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(save=saves(products=(1,))))
+    machine = machine_for(plan, Watched, streams=OnTheCpu())
     timeline = execute(plan, machine, N_STEPS)
-    assert differences(machine, plain("llama", semantics)) == []
+    assert differences(machine) == []
     assert len(timeline.spans) == N_STEPS * len(plan.ops)
     assert threads == {(lane, False, False, True) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
     assert all(blocking for _, blocking in stub.flags)
@@ -142,7 +135,7 @@ def test_torch_is_asked_for_blocking_events_named_ranges_locked_slabs_and_backwa
     assert stub.locked == {}
 
 
-def test_a_range_ends_where_its_op_fails_and_a_late_error_says_that_it_is_late(stub):
+def test_a_failing_op_ends_its_range_and_a_late_error_says_so(stub):
     streams = OnTheCpu()
 
     def fail():

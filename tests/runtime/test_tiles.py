@@ -1,8 +1,7 @@
-"""Are an MLP's tiles run as they are planned, and is the training that of a plain loop over them?"""
+"""MLPs by tiles as the runtime runs them: bits, calls and bytes of the plan, against the plain loop over tiles."""
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -12,29 +11,26 @@ from hypothesis import strategies as st
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
-from runtime.executor import OpError, execute
-from runtime.machines.cpu import CpuMachine
-from runtime.plan import Kind, Lane, Plan, Policy, saves
+from runtime.plan import Kind, Plan, Policy, saves
 from runtime.plan.workload import Model, Saved
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import (
-    ADAMW,
     asked,
-    batches_of,
     differences,
+    fused,
     kept_whole,
-    plain,
+    machine_for,
     plan_of,
     same_bits,
     semantics_of,
     state_of,
     streamed,
+    trained,
 )
 
-from . import test_exactness
-from .test_replay import REMEMBERING, WIDE, device_bytes, n_tensors
+from .test_replay import REMEMBERING, WIDE, device_bytes
 
 DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 
@@ -44,9 +40,9 @@ DENSE_TYPES = [t for t in STRUCTURES if t not in EXPERT_TYPES]
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit(model_type: str, data: st.DataObject) -> None:
+def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(model_type: str, data: st.DataObject) -> None:
     """With slots poisoned on release and lanes delayed at random, with clipping, and with dropout in attention."""
-    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3)]), label="batch")
+    batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (7, 3)]), label="batch")
     how = semantics_of(
         model_type,
         mlp_tile_tokens=data.draw(st.integers(1, 16 * micro_batch + 1), label="tile"),
@@ -55,6 +51,7 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit(mo
         batch_size=batch_size,
         micro_batch=micro_batch,
         clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip"),
+        **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
     )
     dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
     overrides = {
@@ -68,24 +65,15 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles_to_the_last_bit(mo
     workload = build_workload(Model(tiny_config(model_type, **overrides | {"attention_dropout": 0.0})), how)
     policy = data.draw(policies(how, workload), label="policy")
     machine = streamed(tiny_config(model_type, **overrides), how, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
-    assert differences(machine, (kept_whole if dropout else plain)(model_type, how, key)) == []
+    assert differences(machine, kept_whole(model_type, how, key) if dropout else None) == []
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 2))), Policy(save=saves(products=(1, 2)))], ids=asked)
-def test_of_many_tiles_the_gradients_are_added_in_ascending_order(policy: Policy) -> None:
+def test_gradients_of_many_tiles_are_added_in_ascending_order(policy: Policy) -> None:
     """In fp32, where sums of three and more depend on it."""
     how = semantics_of("llama", micro_batch=2, mlp_tile_tokens=3, compute_dtype="fp32")
-    assert differences(streamed(tiny_config("llama"), how, policy), plain("llama", how)) == []
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", test_exactness.REMEMBERING, ids=asked)
-def test_the_backward_of_a_tile_finds_weights_in_whichever_slot_they_are_by_then(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_exactness, "semantics_of", lambda model_type: semantics_of(model_type, mlp_tile_tokens=5))
-    test_exactness.test_a_backward_finds_weights_and_input_in_whichever_slots_they_are_by_then("llama", policy)
+    assert differences(streamed(tiny_config("llama"), how, policy)) == []
 
 
 def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str = "fp32") -> Plan:
@@ -96,21 +84,13 @@ def plan_by_tiles(model_type: str, way: str, tile: int | None = 40, dtype: str =
     return plan_of(tiny_config(model_type, **WIDE), how, policy)
 
 
-def machine_of(plan: Plan) -> CpuMachine:
-    of = plan.semantics
-    batches = batches_of(plan.workload.blocks[0].parameters[0].shape[0], of.batch_size, of.seq_len)
-    machine = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
-    machine.initialise(0)
-    return machine
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_the_products_that_are_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) -> None:
+def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) -> None:
     """In forward, and again in backward: no tile is computed once more than the plan says."""
     plan = plan_by_tiles(model_type, way)
-    machine, checked = machine_of(plan), set()
+    machine, checked = machine_for(plan), set()
     for index, op in enumerate(plan.ops):
         with torch.no_grad(), Work() as work:
             machine.perform(index, op, 0)
@@ -131,7 +111,7 @@ def test_the_products_that_are_run_by_tiles_are_those_of_the_plan(model_type: st
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", REMEMBERING)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_a_step_by_tiles_keeps_and_makes_no_more_than_the_plan_says_and_not_far_less(model_type: str, way: str) -> None:
+def test_a_step_by_tiles_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     plan = plan_by_tiles(model_type, way)
     left_bytes, most_bytes = device_bytes(plan)
     assert 0.9 * (plan.kept_bytes + plan.transient_bytes) < most_bytes <= plan.kept_bytes + plan.transient_bytes
@@ -146,7 +126,7 @@ def masks_bytes(model_type: str) -> int:
 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
-def test_a_layers_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) -> None:
+def test_a_forward_by_tiles_makes_the_calls_that_are_counted(model_type: str) -> None:
     """One more: tiles are put together, then added to the residual, where the plan counts an addition per tile."""
     plan = plan_by_tiles(model_type, "boundaries")
     templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy)
@@ -161,20 +141,15 @@ def test_a_layers_forward_by_tiles_makes_the_calls_that_are_counted(model_type: 
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("compute_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_one_tile_for_all_tokens_is_no_tile_to_the_last_bit_and_smaller_ones_only_round(
-    model_type: str, compute_dtype: str, tolerance: float
-) -> None:
-    """Of each weight's gradient, relative to its norm."""
+def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str, dtype: str, tolerance: float) -> None:
+    """Of each weight's gradient, relative to its norm; the first moment after a step is a gradient times a number."""
     gradients = {}
     for tile in (None, 32, 33, 5, 1):
-        how = semantics_of(
-            model_type, micro_batch=2, clip_norm=None, compute_dtype=compute_dtype, gradient_dtype="fp32", mlp_tile_tokens=tile
-        )
-        machine = machine_of(plan_of(tiny_config(model_type), how, Policy()))
-        execute(machine.plan, machine, 1)
-        gradients[tile] = state_of(machine)[1]  # a first moment after one step
+        dtypes = {"compute_dtype": dtype, "gradient_dtype": "fp32"}
+        how = semantics_of(model_type, micro_batch=2, clip_norm=None, mlp_tile_tokens=tile, **dtypes)
+        gradients[tile] = state_of(trained(plan_of(tiny_config(model_type), how, Policy()), n_steps=1))[1]
     whole = gradients[None]
     for tile, tiled in gradients.items():
         same = all(same_bits(tiled[name], whole[name]) for name in whole)
@@ -183,46 +158,11 @@ def test_one_tile_for_all_tokens_is_no_tile_to_the_last_bit_and_smaller_ones_onl
             assert torch.dist(m, whole[name]) <= tolerance * whole[name].norm(), (tile, name)
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("way", ["keep", "boundaries", "strided", "products"])
-def test_nothing_of_a_tile_outlives_its_step_even_one_that_fails(way: str) -> None:
-    plan = plan_by_tiles("llama", way)
-    machine = machine_of(plan)
-    execute(plan, machine, 2)
-    before = n_tensors()
-    execute(plan, machine, 2, first_step=2)
-    assert n_tensors() == before
-
-    last = max(i for i, op in enumerate(plan.ops) if op.lane is Lane.GPU and op.kind is Kind.BACKWARD and op.block == 2)
-    plain_perform = machine.perform
-
-    def failing(index: int, op: Any, step: int) -> None:
-        if index == last:
-            raise OSError("the disk is gone")
-        plain_perform(index, op, step)
-
-    machine.perform = failing  # type: ignore[method-assign]
-    with pytest.raises(OpError, match="the disk is gone"):
-        execute(plan, machine, 1, first_step=4)
-    for lane in plan.lanes:
-        with machine.lane(lane):
-            pass
-    assert machine.compute._graphs == {}
-    del machine.perform
-    assert n_tensors() == before
-
-
-@pytest.mark.parametrize("model_type", EXPERT_TYPES)
-def test_experts_by_tiles_are_refused_by_the_runtime_too(model_type: str) -> None:
-    """A plan need not come from our planner."""
-    how, config = semantics_of(model_type), tiny_config(model_type)
-    workload = build_workload(Model(config), how)
-    with pytest.raises(WorkloadError, match="mlp_tile_tokens: layers with experts cannot be tiled"):
-        Templates(config, workload, replace(how, mlp_tile_tokens=4))
-
-
-def test_a_type_with_experts_runs_by_tiles_where_no_layer_has_any() -> None:
-    overrides = (("decoder_sparse_step", 9), ("num_hidden_layers", 2))
-    how = semantics_of("qwen3_moe", mlp_tile_tokens=7)
-    machine = streamed(tiny_config("qwen3_moe", **dict(overrides)), how, Policy(save=saves(products=(2,))))
-    assert differences(machine, plain("qwen3_moe", how, overrides)) == []
+def test_a_type_with_experts_runs_by_tiles_where_it_has_none() -> None:
+    how, dense = semantics_of("qwen3_moe", mlp_tile_tokens=7), tiny_config("qwen3_moe", decoder_sparse_step=9, num_hidden_layers=2)
+    assert differences(streamed(dense, how, Policy(save=saves(products=(2,))))) == []
+    config = tiny_config("qwen3_moe")
+    workload = build_workload(Model(config), replace(how, mlp_tile_tokens=None))
+    for refuses in (lambda: build_workload(Model(config), how), lambda: Templates(config, workload, how)):
+        with pytest.raises(WorkloadError, match="mlp_tile_tokens: layers with experts cannot be tiled"):
+            refuses()
