@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes, peft_name
+from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from runtime.plan.train import TARGETS, Lora
 
 from .tiny import EXPERT_TYPES, tiny_config
@@ -44,7 +44,7 @@ def factors_of(model: Any, lora: Lora = LORA) -> dict[str, Tensor]:
 def write_adapter(folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None) -> Path:
     """The files as a checkpoint has them."""
     folder.mkdir(parents=True)
-    save_file({peft_name(name): factor for name, factor in factors.items()}, folder / TENSOR_FILE)
+    save_file({PREFIX + name: factor for name, factor in factors.items()}, folder / TENSOR_FILE)
     (folder / CONFIG_FILE).write_bytes(config_bytes(lora, factors, base))
     return folder
 

@@ -1,13 +1,15 @@
 """Checkpoints of a few tensors for tests, written as a run writes its own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.saving import MAX_SHARD_BYTES, writing
+from runtime.errors import CheckpointError
 
 
 def save(
@@ -22,7 +24,9 @@ def save(
 ) -> Path:
     """`folder/checkpoint-<step>` with a model's weights, and optimizer files as (suffix, tensors)."""
     with writing(folder, step) as files:
-        files.expect_model(weights, config, tokenizer_from, max_shard_bytes)
+        files.expect_model(weights, config, max_shard_bytes)
+        if tokenizer_from is not None:
+            files.copy_tokenizer(tokenizer_from)
         for name, weight in weights.items():
             files.put_weight(name, weight)
         for suffix, tensors in optimizer:
@@ -41,3 +45,14 @@ def small(folder: Path, step: int = 3, **changes: Any) -> Path:
         "state": {"seed": 1, "semantics": {"seq_len": 8}},
     }
     return save(folder, step, **(arguments | changes))
+
+
+def refused(work: Callable[[], object]) -> str:
+    """The one line in which a folder's content is refused, with what to do."""
+    with pytest.raises(CheckpointError) as caught:
+        work()
+    said = str(caught.value)
+    assert said.isprintable()
+    assert len(said) < 500
+    assert "; " in said, "what to do is said too"
+    return said

@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`.
 
-Tensors have our names behind `base_model.model.`: the factors A (rank, in) and B (out, rank) of each projection, in fp32. Read are
-adapters of the same projections in every layer, with one rank and one alpha; what else PEFT can do is refused by its name.
+Tensors have our names after the prefix `base_model.model.`: the factors A (rank, in) and B (out, rank) of each projection, in fp32.
+Adapters of the same projections in every layer are read, with one rank and one alpha; other options of PEFT are refused by name.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runtime.errors import CheckpointError, PlanError
 from runtime.plan.train import TARGETS, Lora, checked_lora
+from runtime.units import on_one_line
 
 from .model_files import read_json
 from .tensor_files import Shards
@@ -63,12 +64,6 @@ class _Sizes:
 _SIZES = TypeAdapter(_Sizes)
 
 
-def peft_name(name: str) -> str:
-    """PEFT's name of one of our factors."""
-    assert _FACTOR.fullmatch(name), name
-    return PREFIX + name
-
-
 def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     """`adapter_config.json` of an adapter with factors of these names, of the model `base`.
 
@@ -106,7 +101,7 @@ def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tup
     modules = {name.rpartition(".lora_")[0] for name in factors}
     if not modules:
         raise CheckpointError(f"{path}: holds no tensors; save the adapter again")
-    for module in sorted(modules, key=_place):
+    for module in sorted(modules):
         if not check_target_module_exists(config, module):
             raise CheckpointError(f"{path}: {PREFIX}{module} is none of the target_modules of {CONFIG_FILE}; copy both files again")
     try:
@@ -124,8 +119,7 @@ def _read_config(folder: Path) -> LoraConfig:
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
     for key, value in {"peft_type": None, **fields}.items():
         if key not in _READ and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
-            shown = key if re.fullmatch(r"\w{1,80}", key) else repr(key[:80])
-            raise CheckpointError(f"{path}: {shown} is {json.dumps(value)[:60]}, which is not computed here; {_INSTEAD}")
+            raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
     try:
         _SIZES.validate_python(fields)
     except ValidationError as error:
@@ -138,22 +132,21 @@ def _our_name(path: Path, key: str) -> str:
     name = key.removeprefix(PREFIX)
     if key.startswith(PREFIX) and _FACTOR.fullmatch(name):
         return name
-    shown = key if re.fullmatch(r"[\w.-]{1,160}", key) else repr(key[:160])
     expected = f"{PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight"
-    raise CheckpointError(f"{path}: {shown} is no LoRA factor of a layer's projection ({expected}); {_INSTEAD}")
+    raise CheckpointError(f"{path}: {on_one_line(key, 160)} is no LoRA factor of a layer's projection ({expected}); {_INSTEAD}")
 
 
 def _refuse_another_base(
     path: Path, config: LoraConfig, lora: Lora, factors: Mapping[str, Tensor], parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Each of the targets has both factors, of the right sizes, in every layer of the model. The first difference is named."""
+    """CheckpointError unless each target has both factors, of the right shapes, in every layer of the model."""
     weights = {
         match[1]: shape
         for name, shape in parameters.items()
         if len(shape) == 2 and all(shape) and (match := _WEIGHT.fullmatch(name))
     }
     expected = {module for module in weights if _target(module) in lora.targets or check_target_module_exists(config, module)}
-    for module in sorted({*expected, *(name.rpartition(".lora_")[0] for name in factors)}, key=_place):
+    for module in sorted({*expected, *(name.rpartition(".lora_")[0] for name in factors)}):
         if module not in weights:
             raise CheckpointError(f"{path}: adapts {module}, which this model does not have; give the adapter of this model")
         n_out, n_in = weights[module]
@@ -166,13 +159,6 @@ def _refuse_another_base(
                     f"{path}: {PREFIX}{name} is {tuple(factors[name].shape)}, and {shape} by the r in {CONFIG_FILE} and this "
                     "model's projection: of another model; give the adapter of this one"
                 )
-
-
-def _place(module: str) -> tuple[int, int]:
-    """Sorts by layer, and by projection in a layer."""
-    match = re.fullmatch(_MODULE, module)
-    assert match is not None
-    return int(match[1]), TARGETS.index(match[2])
 
 
 def _target(module: str) -> str:

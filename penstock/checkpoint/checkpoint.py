@@ -1,4 +1,4 @@
-"""Checkpoints: a folder `checkpoint-N` that transformers loads as a model, with the optimizer's tensors beside it.
+"""Checkpoints: a folder `checkpoint-N` that transformers loads as a model, with the optimizer's tensors.
 
     config.json, model*.safetensors (+ index)   the model in Hugging Face form; or an adapter in PEFT's (`adapter_*`)
     tokenizer files                             copied from the model's folder

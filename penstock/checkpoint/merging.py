@@ -72,16 +72,12 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
 def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
     """The tensors of each file on the meta device."""
     outlines: dict[Path, dict[str, Tensor]] = {}
-    names = set[str]()
     for file in weight_files(base):
         stored = Shards([file])
         outlines[file] = {name: torch.empty_like(stored[name], device="meta") for name in stored}
         for name, outline in outlines[file].items():
             if outline.dtype not in FLOATS:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
-            if name in names:
-                raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
-            names.add(name)
     return outlines
 
 

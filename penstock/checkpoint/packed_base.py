@@ -30,13 +30,15 @@ FORMAT = 1  # of the cache, and of packing itself
 Shapes = Mapping[str, tuple[int, ...]]  # by name, of the parameters that are packed
 Read = Callable[[str], Tensor]  # reads the packed bytes of a parameter
 _IN_BF16 = "give the model as it was published in bf16"
+# Fields of a quantisation config that name its method
+_METHOD = ("quant_method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "weight_block_size")
 # Suffixes of the tensors that belong to a packed weight
 _SUFFIX = re.compile(r"(\.(nested_)?(absmax|quant_map)|\.quant_state\..+|_scale_inv)$")
 _PACKED, _SUMS = "packed.safetensors", "about.json"
 
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
-    """What reads the packed weights of a model's folder, flat bytes by name. Weights published in bf16 are packed into `cache`."""
+    """A function that reads packed weights by name, as flat bytes. Weights published in bf16 are packed into `cache` first."""
     published = published_base(folder, config)
     if published == base:
         return _Published(folder, str(config.get("model_type")), shapes, base).read
@@ -105,26 +107,13 @@ def _pack(place: Path, folder: Path, shapes: Shapes, base: Base) -> None:
 
 
 def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
-    """What a model's weights are packed in, by its configuration; CheckpointError names a method that is not read."""
+    """The format of a model's weights by its configuration; CheckpointError names a quantisation method that is not read."""
     base = published_as(config)
     if base is None:
-        how = _method(config.get("quantization_config") or config.get("compression_config"))
-        raise CheckpointError(f"{folder}: its weights are packed by {how}, which is not read; {_IN_BF16}")
+        said = config.get("quantization_config") or config.get("compression_config")
+        how = {key: said[key] for key in _METHOD if key in said} if isinstance(said, dict) else said
+        raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(how)[:120]}, which is not read; {_IN_BF16}")
     return base
-
-
-def _method(said: Any) -> str:
-    """A quantisation config in a few words."""
-    match said:
-        case {"load_in_4bit": True}:
-            return f"bitsandbytes in 4 bits ({str(said.get('bnb_4bit_quant_type', 'fp4'))[:40]})"
-        case {"load_in_8bit": True}:
-            return "bitsandbytes in 8 bits"
-        case {"quant_method": "fp8"}:
-            return f"fp8 in blocks of {str(said.get('weight_block_size'))[:40]}"
-        case {"quant_method": how}:
-            return str(how)[:40]
-    return "an unknown method"
 
 
 class _Published:

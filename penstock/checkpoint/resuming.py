@@ -29,7 +29,7 @@ _SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train) else value 
 
 
 def identity(plan: Plan, data: Data, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
-    """What a resumed run must share with the one that saved the state, as JSON; its plan may be another one.
+    """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
 
     `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
     """

@@ -19,13 +19,13 @@ _SET_ASIDE = re.compile(rf"{NAME.pattern}\.left")
 
 
 def kept(folder: Path, step: int) -> list[Path]:
-    """What counts as kept after `step`, oldest first: checkpoints that were set aside, then those up to the step."""
+    """The checkpoints that `--keep` counts after `step`, oldest first: those that were set aside, then those up to the step."""
     aside = sorted((int(m[1]), path) for path in folder.glob("checkpoint-*.left") if (m := _SET_ASIDE.fullmatch(path.name)))
     return [path for _, path in aside] + [path for at, path in whole(folder) if at <= step]
 
 
 def keep_last(folder: Path, n: int, step: int) -> None:
-    """Delete all but the last `n` of what counts as kept. Checkpoints of later steps are the user's."""
+    """Delete all but the last `n` kept checkpoints. Checkpoints of later steps are the user's."""
     remove(kept(folder, step)[:-n])
 
 

@@ -21,7 +21,7 @@ from runtime.host.memory import DTYPE, available_host_bytes
 from runtime.host.optimizer import Master
 from runtime.plan.workload import Parameter
 
-from .adapter_files import peft_name
+from .adapter_files import PREFIX
 from .retention import keep_last, remove
 from .saving import CheckpointWriter, writing
 from .snapshot import GivenUp, Snapshot, Snapshots
@@ -205,10 +205,12 @@ class Saver:
         plan, blocks, lora = self._plan, range(len(self._plan.workload.blocks)), self._plan.semantics.train.lora
         if lora is not None:
             factors = {p.name: p.shape for b in blocks for p in self._state.owned(b)}
-            files.expect_adapter(lora, factors, plan.model.path or plan.model.name, self._tokenizer_from)
+            files.expect_adapter(lora, factors, plan.model.path or plan.model.name)
         else:
             dtype, owned = DTYPE[plan.semantics.compute_dtype], self._state.all_owned()
-            files.expect_model({p.name: _outline(dtype, p) for p in owned}, plan.model.config, self._tokenizer_from)
+            files.expect_model({p.name: _outline(dtype, p) for p in owned}, plan.model.config)
+        if self._tokenizer_from is not None:
+            files.copy_tokenizer(self._tokenizer_from)
         for block in blocks if not self._settings.weights_only else ():
             tensors: dict[str, torch.Tensor] = {}
             for p in self._state.owned(block):
@@ -226,7 +228,7 @@ class Saver:
         """Everything of a trained parameter."""
         held_parts = dict(self._state.saved(p, copy))
         if self._plan.semantics.train.lora is not None:  # an adapter's files have its masters
-            files.put(peft_name(p.name), _whole(held_parts["master"], torch.float32, p))
+            files.put(PREFIX + p.name, _whole(held_parts["master"], torch.float32, p))
         else:
             files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
         if not self._settings.weights_only:
@@ -235,8 +237,7 @@ class Saver:
 
 
 def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
-    """What is held of a parameter in the shape of its file; a split master is joined in pieces, as whole it would be a second
-    one."""
+    """A parameter's state in the shape of its file; a split master is joined in pieces, as a whole one would be a second copy."""
     if isinstance(held, Master):
         return LazyTensor(dtype, p.shape, partial(_pieces, held, dtype))
     return held.view(p.shape).to("cpu", dtype)

@@ -6,7 +6,7 @@ Tensors may come in any order; the files' bytes do not depend on it.
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime.plan.train import Lora
 
-from .adapter_files import CONFIG_FILE, TENSOR_FILE, config_bytes, peft_name
+from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from .checkpoint import FORMAT_VERSION, STATE_FILE, sum_of
 from .disk import new_folder
 from .model_files import INDEX_FILE, TOKENIZER_FILES, publish
@@ -27,8 +27,8 @@ MAX_SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face shards
 class CheckpointWriter:
     """The files of a checkpoint: first what each will hold, then tensor by tensor, then the manifest."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self.step, self._folder = step, folder
+    def __init__(self, folder: Path, step: int, to_close: ExitStack) -> None:
+        self.step, self._folder, self._to_close = step, folder, to_close
         self._expected: dict[str, Mapping[str, Tensor | LazyTensor]] = {}  # by file not begun: tensors of such dtypes and shapes
         self._file_of: dict[str, str] = {}  # by tensor
         self._open: dict[str, TensorFile] = {}
@@ -48,11 +48,10 @@ class CheckpointWriter:
         self,
         weights: Mapping[str, Tensor],
         config: Mapping[str, Any],
-        tokenizer_from: Path | None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """A model's weights, all of one dtype, in shards of at most `max_shard_bytes` where no tensor is larger. Its configuration,
-        and the tokenizer of the model in `tokenizer_from`, are written now."""
+        """A model's weights, all of one dtype, in shards of at most `max_shard_bytes` where no tensor is larger; its configuration
+        is written now."""
         self._model_type = str(config.get("model_type"))
         shards: list[dict[str, Tensor]] = [{}]
         n_bytes = total_bytes = 0
@@ -72,23 +71,19 @@ class CheckpointWriter:
         if len(shards) > 1:
             weight_map = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
             self._write(INDEX_FILE, _json_bytes({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
-        self._copy_tokenizer(tokenizer_from)
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         self._write("config.json", _json_bytes(unquantised | {"dtype": dtype}))
 
-    def expect_adapter(
-        self, lora: Lora, shapes: Mapping[str, tuple[int, ...]], base: str | None, tokenizer_from: Path | None
-    ) -> None:
-        """An adapter's factors, by our names, in PEFT's files. Its configuration, which names the model `base`, and the tokenizer
-        are written now."""
-        self.expect(TENSOR_FILE, {peft_name(name): torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    def expect_adapter(self, lora: Lora, shapes: Mapping[str, tuple[int, ...]], base: str | None) -> None:
+        """An adapter's factors, by our names, in PEFT's files; its configuration, which names the model `base`, is written now."""
+        self.expect(TENSOR_FILE, {PREFIX + name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
         self._write(CONFIG_FILE, config_bytes(lora, shapes, base))
-        self._copy_tokenizer(tokenizer_from)
 
-    def _copy_tokenizer(self, folder: Path | None) -> None:
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files of a model's folder, those that it has."""
         for file in TOKENIZER_FILES:
-            if folder is not None and (folder / file).is_file():
+            if (folder / file).is_file():
                 self._write(file, (folder / file).read_bytes())
 
     def _write(self, file: str, content: bytes) -> None:
@@ -107,12 +102,13 @@ class CheckpointWriter:
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = TensorFile(self._folder / file, self._expected.pop(file))
+            self._to_close.callback(self._open[file].give_up)
         self._open[file].put(name, tensor)
         if not self._open[file].missing:
             self._done[file] = self._open.pop(file).close()
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """When every tensor is written: write the manifest, with `state`, which is what else resuming needs."""
+        """Write the manifest once every tensor is written; `state` has the other fields that resuming needs."""
         for file, tensors in self._expected.items():  # of blocks that train nothing
             assert not tensors, "tensors are missing"
             self._done[file] = TensorFile(self._folder / file, tensors).close()
@@ -121,21 +117,12 @@ class CheckpointWriter:
         fields = {"format_version": FORMAT_VERSION, "step": self.step, "state": state, "files": files}
         write_new(self._folder / STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
 
-    def give_up(self) -> None:
-        """Close the files that are open."""
-        for file in self._open.values():
-            file.give_up()
-
 
 @contextmanager
 def writing(folder: Path, step: int) -> Iterator[CheckpointWriter]:
     """Write `folder/checkpoint-<step>`, whole or not at all; CheckpointError where the disk refuses."""
-    with new_folder(folder / f"checkpoint-{step}") as partial:
-        files = CheckpointWriter(partial, step)
-        try:
-            yield files
-        finally:
-            files.give_up()
+    with new_folder(folder / f"checkpoint-{step}") as partial, ExitStack() as to_close:
+        yield CheckpointWriter(partial, step, to_close)
 
 
 def _json_bytes(fields: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,6 @@ from runtime.errors import CheckpointError
 CHUNK_BYTES = 64 * 2**20  # written at a time
 REOPEN_BYTES = 64 * 2**20  # read before files are mapped anew
 READ_BYTES = 2**20  # at a time, when a file is hashed
-END_BYTES = 4096  # of a tensor's first and last bytes in a digest: a page of the file
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -71,17 +70,6 @@ class Shards(Mapping[str, Tensor]):
     def dtypes(self) -> Iterator[tuple[str, str]]:
         """(name, dtype in the format's words) of each tensor, without reading any."""
         return ((name, str(self._files[path].get_slice(name).get_dtype())) for name, path in self._file_of.items())
-
-    def digest(self) -> str:
-        """SHA-256 of every tensor's name, dtype, shape, first and last bytes: differs between models that were trained apart."""
-        digest = hashlib.sha256()
-        for name in sorted(self):
-            tensor = self[name]
-            content = tensor.reshape(-1).view(torch.uint8)
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            for end in (content[:END_BYTES], content[-END_BYTES:]):
-                digest.update(end.numpy().tobytes())
-        return digest.hexdigest()
 
 
 def _open(path: Path) -> Any:

@@ -1,6 +1,6 @@
 """Chat templates: which characters of a conversation are learned.
 
-What the assistant says, with the token that ends it, and nothing else. A template with {% generation %} blocks marks that itself.
+Learned are the assistant's answers, each with the token that ends it. A template with {% generation %} blocks marks them itself.
 With any other, the conversation is rendered up to each answer and through it, and what the answer added is learned. Some templates
 write earlier turns differently once later ones follow (reasoning is left out of them): the whole would then teach what is never
 seen at inference. So each answer becomes a document of its own, after the prompt that the model would be given.
@@ -8,9 +8,8 @@ seen at inference. So each answer becomes a document of its own, after the promp
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils import chat_template_utils
 
@@ -35,17 +34,12 @@ class _FixedDay(datetime):
 vars(chat_template_utils)["datetime"] = _FixedDay  # what `strftime_now` asks
 
 
-@dataclass(slots=True, eq=False)
 class ChatTemplate:
     """Conversations as the tokenizer's own template renders them, in the sandbox of transformers."""
 
-    tokenizer: ModelTokenizer
-    _ends: tuple[str, ...] = field(init=False, repr=False)  # tokens that end an answer, as a template writes them
-    _special: tuple[str, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        library: Any = self.tokenizer.library
-        self._ends = tuple(token for i in self.tokenizer.answer_ends if (token := library.convert_ids_to_tokens(i)))
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer, library = tokenizer, cast(Any, tokenizer.library)
+        self._ends = tuple(token for i in tokenizer.answer_ends if (token := library.convert_ids_to_tokens(i)))
         self._special = tuple(str(token) for token in library.added_tokens_decoder.values() if token.special)
 
     def render(self, chat: Chat, where: str) -> list[Rendered]:

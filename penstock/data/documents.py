@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _VERSION = 3  # of what a row becomes; tokens of another version are made again
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A data set and how a model reads it: as a function, what `map` of `datasets` turns batches of rows into documents with."""
+    """A data set with the template that reads it; called by `map` of `datasets`, it turns a batch of rows into documents."""
 
     files: DataFiles
     columns: dict[str, str]  # by the name of a column here, the file's name for it
@@ -53,10 +53,9 @@ class Reader:
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
         return Features({"ids": List(ids), "learned": List(Value("uint32")), **dict.fromkeys(_COUNTS, Value("int64"))})
 
-    def stream(self, order: Array | None = None) -> IterableDataset:
+    def stream(self, order: Iterable[int]) -> IterableDataset:
         """Documents as they are asked for, of the files in this order. The library keeps its state, by file and row."""
-        files = list(enumerate(self.files.files))
-        shards = files if order is None else [files[int(i)] for i in order]
+        shards = [(int(i), self.files.files[i]) for i in order]
         # Not `from_generator`, which makes a cache in the user's home.
         rows = IterableDataset(ExamplesIterable(_rows, {"files": shards, "mapped": tuple(self.columns.values())}))
         return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
@@ -123,19 +122,11 @@ def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterato
             yield row, {"file": number, "row": row, "value": value}
 
 
-@dataclass(slots=True, eq=False)
 class Documents:
-    """Documents of tokens, mapped from a file or in memory."""
+    """Documents of tokens, mapped from a file or in memory: `lengths`, `n_learned` and `n_targets` of each are arrays."""
 
-    dataset: Dataset
-    files: DataFiles
-    lengths: Array = field(init=False, repr=False)
-    n_learned: Array = field(init=False, repr=False)
-    n_targets: Array = field(init=False, repr=False)  # learned tokens but for a first one
-    _columns: tuple[Any, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        column = self.dataset.data.column
+    def __init__(self, dataset: Dataset, files: DataFiles) -> None:
+        self.dataset, self.files, column = dataset, files, dataset.data.column
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
 
@@ -161,7 +152,7 @@ def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Calla
     DataError for a row that is refused, and a folder that cannot be written."""
 
     def told() -> Iterator[dict[str, Any]]:
-        for n, example in enumerate(reader.stream()):
+        for n, example in enumerate(reader.stream(range(len(reader.files.files)))):
             if n % 100 == 0:
                 report(f"tokenising: {n:,} documents")
             yield example

@@ -15,7 +15,7 @@ Message = dict[str, Any]
 Row = Mapping[str, Any]
 T = TypeVar("T")
 EXAMPLE = '{"text": "..."}'
-# The columns that a row of a format has at least, and an example; of two that a row has the columns of, the first.
+# Required columns of each format, and an example row; a row with the columns of two formats has the first one.
 _FORMATS = {
     "messages": (("messages",), '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'),
     "sharegpt": (("conversations",), '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'),
@@ -39,7 +39,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text, of which `completion` is learned."""
+    """A prompt and its completion as plain text; the completion alone is learned."""
 
     prompt: str
     completion: str
@@ -51,7 +51,7 @@ def format_of_columns(columns: Collection[str]) -> str | None:
 
 
 def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
-    """The format of a data set, by the columns of its first row, those first that the user `mapped`; DataError where none tells."""
+    """The format of a data set by the columns of its first row, those that the user `mapped` first; DataError if none fits."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is no object; write it as {EXAMPLE}, {_FORMATS['messages'][1]} or alike")
     format = format_of_columns([name for name in row if name in mapped]) or format_of_columns(row)
@@ -61,8 +61,7 @@ def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
 
 
 def renamed(row: Any, columns: Mapping[str, str]) -> Any:
-    """The row with columns named as they are known here: `columns` holds the file's name of each. One of a name that another has
-    now is no more."""
+    """The row with columns renamed to ours: `columns` holds the file's name of each; a column whose name is taken is left out."""
     if not columns or not isinstance(row, dict):
         return row
     kept = {name: value for name, value in row.items() if name not in columns}
@@ -70,7 +69,7 @@ def renamed(row: Any, columns: Mapping[str, str]) -> Any:
 
 
 def document(row: object, format: str, where: str) -> Chat | Completion:
-    """What a row of this format says; DataError names the place of one that does not fit."""
+    """A row of this format as a conversation or a text; DataError names the place of a row that does not fit."""
     try:
         return _read(row if isinstance(row, dict) else {}, format)
     except ValueError as error:
@@ -128,7 +127,7 @@ def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:
 
 
 def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
-    """The messages, of which the first `n_before` are not learned, nor those of weight 0."""
+    """A conversation; its first `n_before` messages, and those of weight 0, are not learned."""
     found = [_message(message, i) for i, message in enumerate(messages)]
     weights = [message.pop("weight", None) for message in found]  # templates do not see it
     for i, weight in enumerate(weights):

@@ -12,11 +12,10 @@ from runtime.errors import CheckpointError, DataError
 
 @runtime_checkable
 class Batches(Protocol):
-    """What a run needs of its data.
+    """The batches of a run by the number of the step, which alone decides them: then a resumed run trains on the same batches.
 
-    A step's batch depends on nothing but the number of the step: then a resumed run sees what the first one would have seen. One
-    thread asks, mostly for one step after the other; after a resume for a later one. Of batches that are not Resumable nothing but
-    the name of their class tells whether a resumed run has the same.
+    Called from one thread, for consecutive steps; after a resume, for a later one. On a resume, batches that are not Resumable
+    are compared by the name of their class alone.
     """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:

@@ -40,7 +40,7 @@ class _Batches(IterableDataset[Any]):
 
 
 def _leave_ctrl_c(_worker: int) -> None:
-    """It is for the run, which ends its step, and may yet need a batch."""
+    """Ctrl-C is handled by the run, which ends its step and may need another batch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -71,7 +71,7 @@ class Loader:
         try:
             input_ids, targets, document_tokens, position = next(self._made)
         except PenstockError as error:
-            # Of a worker's error torch shows the stack, of which this is the last line.
+            # torch reports a worker's error with its stack; the message is the last line.
             failure = str(error).rstrip().splitlines()[-1].removeprefix("runtime.errors.DataError: ")
         except RuntimeError as error:
             failure = f"a process that prepares batches ended ({' '.join(str(error).split())[:120]}); resume the run"

@@ -1,8 +1,8 @@
 """Map-style data: the batch of a step is a function of the step, the seed, the settings and the data.
 
 Sequences are packed once, from documents in an order that the seed gives; each epoch of a set has an order of its own. Several sets
-are mixed in rounds, in each of which every set has its share of the samples, spread evenly. Without weights a round holds every
-sequence of every set once. With weights a set begins anew, in another order, when it is through.
+are mixed in rounds: each has its share of a round's samples, spread evenly. Without weights a round holds every sequence of every
+set once. With weights a set that is through begins anew, in another order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class MapStyleData:
     seed: int | None  # None: in the order of the files, epoch after epoch
     fingerprint: str
     n_sequences: int = field(init=False)
-    n_steps: int = field(init=False)  # of one epoch, the last of which may begin the next
+    n_steps: int = field(init=False)  # of one epoch; the last step may begin the next epoch
     _turns: Array = field(init=False, repr=False)  # (set, how many of its samples came before) of each sample of a round
 
     def __post_init__(self) -> None:

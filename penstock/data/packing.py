@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments in order, (n, 3), of which `first[i]` .. `first[i + 1] - 1` are sequence i's."""
+    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`."""
 
     segments: Array
     first: Array

@@ -7,6 +7,7 @@ buffer begins, how many of its sequences were used) resumes exactly; its own `sh
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -21,25 +22,6 @@ from .map_style import order_of
 from .packing import Row, Shape, batch_of, pack, row_of
 
 BEGIN = {"epoch": 0, "stream": None}
-
-
-@dataclass(frozen=True, slots=True)
-class PackBuffer:
-    """A map function from the documents of a shuffle buffer to their sequences, in an order of their own."""
-
-    reader: Reader
-    shape: Shape
-    seed: int | None
-    epoch: int
-
-    def __call__(self, buffer: Columns, indices: list[int]) -> Columns:
-        documents = Documents(Dataset.from_dict(buffer, self.reader.features), self.reader.files)
-        sequences, _ = pack(documents, self._order(len(indices), indices[0], 0), self.shape)
-        order = self._order(len(sequences), indices[0], 1)
-        return {"row": [row_of(documents, sequences[i], self.shape) for i in order.tolist()]}
-
-    def _order(self, n: int, *place: int) -> Array:
-        return np.arange(n) if self.seed is None else order_of(n, self.seed, self.epoch, *place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +57,19 @@ class Stream:
             state = None
 
     def _epoch(self, epoch: int) -> IterableDataset:
-        n_files = len(self.reader.files.files)
-        documents = self.reader.stream(None if self.seed is None else order_of(n_files, self.seed, epoch))
+        documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
         options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
-        packing = PackBuffer(self.reader, self.shape, self.seed, epoch)
-        return documents.map(packing, remove_columns=list(self.reader.features), **options)
+        return documents.map(partial(self._packed, epoch), remove_columns=list(self.reader.features), **options)
+
+    def _packed(self, epoch: int, buffer: Columns, indices: list[int]) -> Columns:
+        """The sequences of a shuffle buffer's documents, in an order of their own."""
+        documents = Documents(Dataset.from_dict(buffer, self.reader.features), self.reader.files)
+        sequences, _ = pack(documents, self._order(len(indices), epoch, indices[0], 0), self.shape)
+        order = self._order(len(sequences), epoch, indices[0], 1)
+        return {"row": [row_of(documents, sequences[i], self.shape) for i in order.tolist()]}
+
+    def _order(self, n: int, *place: int) -> Array:
+        return np.arange(n) if self.seed is None else order_of(n, self.seed, *place)
 
     def position(self, step: int) -> dict[str, Any] | None:
         """Of the first step; any other's is known once the stream was there."""

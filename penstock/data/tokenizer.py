@@ -36,7 +36,7 @@ class ModelTokenizer:
 
     library: PreTrainedTokenizerFast
     end_id: int  # closes a document
-    answer_ends: frozenset[int]  # ids at any of which a model stops
+    answer_ends: frozenset[int]  # token ids that end an answer
     has_template: bool  # a chat template of its own
 
     @property

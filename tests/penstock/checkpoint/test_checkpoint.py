@@ -1,13 +1,10 @@
 """Checkpoints: loaded by transformers, resumed only where whole, and never half written."""
 
-import errno
 import hashlib
 import json
 import os
 import pickle
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from penstock.checkpoint.resuming import refuse_another
 from penstock.checkpoint.tensor_files import Shards, TensorFile
 from runtime.errors import CheckpointError
 from runtime.plan import Semantics
-from tests.checkpoints import save, small
+from tests.checkpoints import refused, save, small
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 
 TIED = [(model_type, tied) for model_type in STRUCTURES for tied in (False, True) if model_type != "gpt_oss" or not tied]
@@ -43,15 +40,6 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def refused(read: Callable[[], object]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        read()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    assert len(message) < 500
-    return message
-
-
 # -- loaded by transformers
 
 
@@ -61,28 +49,20 @@ def refused(read: Callable[[], object]) -> str:
 def test_transformers_loads_the_checkpoint_of_every_type(tmp_path: Path, model_type: str, tied: bool, dtype: torch.dtype) -> None:
     config = tiny_config(model_type, tie_word_embeddings=tied)
     model = build(config, dtype)
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        save(tmp_path, 1, weights_of(model), config=config), output_loading_info=True
-    )
+    weights = weights_of(model)
+    if tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # is not written twice
+    path = save(tmp_path, 1, weights, config=config)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = load_file(path / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert {what: names for what, names in report.items() if names} == {}
     assert loaded.dtype == dtype
     for (name, expected), (found_name, found) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert name == found_name
         assert torch.equal(expected, found), name
-
-
-@pytest.mark.parametrize(("model_type", "tied"), TIED)
-def test_files_hold_what_transformers_would_publish(tmp_path: Path, model_type: str, tied: bool) -> None:
-    config = tiny_config(model_type, tie_word_embeddings=tied)
-    model = build(config)
-    weights = weights_of(model)
-    if tied:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # is not written twice
-    path = save(tmp_path / "ours", 1, weights, config=config)
-    model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = load_file(path / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors")
-    assert sorted(ours) == sorted(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("model_type", STRUCTURES)
@@ -123,7 +103,7 @@ def test_the_configuration_says_how_weights_are_stored_now(tmp_path: Path) -> No
     assert json.loads((path / "config.json").read_text()) == {"model_type": "llama", "n": 1, "dtype": "bfloat16"}
 
 
-def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
+def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "pytorch_model.bin", "secrets.txt"):
@@ -131,7 +111,9 @@ def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
     path = small(tmp_path, tokenizer_from=model)
     copied = {p.name for p in path.iterdir()} - {p.name for p in small(tmp_path, 4).iterdir()}
     assert copied == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    load_state(path)
+    state = load_state(path)
+    assert (state.path, state.step, state.fields) == (path, 3, {"seed": 1, "semantics": {"seq_len": 8}})
+    assert sorted(state.optimizer) == ["m", "n", "v"]
 
 
 # -- the files
@@ -165,15 +147,6 @@ def test_tensors_written_in_any_order_are_read_by_safetensors(
     assert all(header[name]["data_offsets"][0] % t.element_size() == 0 for name, t in tensors.items()), "aligned"
 
 
-def test_the_state_comes_back(tmp_path: Path) -> None:
-    path = small(tmp_path)
-    state = load_state(path)
-    assert (state.path, state.step, state.fields) == (path, 3, {"seed": 1, "semantics": {"seq_len": 8}})
-    assert sorted(state.optimizer) == ["m", "n", "v"]
-    assert torch.equal(state.optimizer["m"], torch.arange(5.0))
-    assert torch.equal(state.optimizer["n"], torch.ones(2))
-
-
 def test_the_latest_checkpoint_is_whole_and_of_the_highest_step(tmp_path: Path) -> None:
     assert latest(tmp_path / "nowhere") is latest(tmp_path) is None
     for step in (9, 10, 2):
@@ -190,43 +163,6 @@ def test_a_state_from_before_a_choice_is_of_the_default() -> None:
     refuse_another(state, {"semantics": semantics})
     with pytest.raises(CheckpointError, match="meaning of a step"):
         refuse_another(state, {"semantics": semantics | {"base": "nf4"}})
-
-
-# -- after a crash
-
-
-@pytest.mark.parametrize("when", range(1, 9))
-def test_a_full_disk_leaves_the_older_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
-    older = small(tmp_path, 3)
-    before, n_syncs, whole = {p: p.read_bytes() for p in older.iterdir()}, 0, os.fsync
-
-    def fsync(descriptor: int) -> None:
-        nonlocal n_syncs
-        n_syncs += 1
-        if n_syncs == when:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        whole(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    if when <= 7:  # four files of tensors and configuration, the state, two folders
-        assert "No space left" in refused(lambda: small(tmp_path, 4))
-    else:
-        small(tmp_path, 4)
-    monkeypatch.undo()
-    assert not list(tmp_path.glob("*.partial"))
-    assert {p: p.read_bytes() for p in older.iterdir()} == before
-    load_state(latest(tmp_path) or tmp_path)
-
-
-def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path) -> None:
-    def files() -> Iterator[tuple[str, dict[str, Tensor]]]:
-        yield "0", {"m": torch.ones(2)}
-        assert (tmp_path / "checkpoint-3.partial" / "optimizer-0.safetensors").exists()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        small(tmp_path, optimizer=files())
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- what is refused
@@ -259,25 +195,16 @@ def _edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return apply
 
 
-def _listing(name: str, **about: Any) -> Callable[[Path], None]:
-    return _edited(lambda fields: fields["files"].update({name: {"n_bytes": 3, "sha256": ""} | about}))
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda path: path.write_text("[]"),
-        lambda path: path.write_text("[" * 10**5),
         lambda path: path.write_bytes(b"\xff"),
-        _edited(lambda fields: fields.update(step=-1)),
+        lambda path: path.write_text(path.read_text().replace('"seed": 1', '"seed": 2')),
         _edited(lambda fields: fields.update(step=True)),
-        _edited(lambda fields: fields.update(state=[])),
         _edited(lambda fields: fields.update(files=None)),
-        _listing("config.json", n_bytes="3"),
-        _listing("../up"),
-        _listing("/etc/hostname"),
-        _listing("a\nb"),
-        _listing("optimizer-x"),
+        _edited(lambda fields: fields["files"].update({"../up": {"n_bytes": 3, "sha256": ""}})),
+        _edited(lambda fields: fields["files"].update({"config.json": {"n_bytes": "3", "sha256": ""}})),
     ],
 )
 def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, damage: Callable[[Path], None]) -> None:
@@ -286,53 +213,25 @@ def test_a_damaged_state_is_refused_in_one_line(tmp_path: Path, damage: Callable
     refused(lambda: load_state(path))
 
 
-def test_a_state_of_which_any_bit_has_changed_is_refused(tmp_path: Path) -> None:
-    path = small(tmp_path) / "trainer_state.json"
-    content = path.read_bytes()
-    for at in range(len(content)):
-        changed = content[:at] + bytes([content[at] ^ 1 << at % 7]) + content[at + 1 :]
-        path.write_bytes(changed)
-        with suppress(ValueError):
-            if json.loads(changed) == json.loads(content):
-                continue  # another blank
-        refused(lambda: load_state(path.parent))
-
-
-def _foreign(folder: Path, what: str) -> None:
-    state = folder / "trainer_state.json"
-    match what:
-        case "a model":
-            state.unlink()
-        case "another trainer's":
-            state.write_text(json.dumps({"best_metric": None, "global_step": 7, "log_history": []}))
-        case "a later version's":
-            state.write_text(state.read_text().replace('"format_version": 2', '"format_version": 3'))
-        case "an empty folder":
-            shutil.rmtree(folder)
-            folder.mkdir()
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("a model", "a model, not the state of a run (no trainer_state.json); train from it with --model"),
-        ("another trainer's", "of another program's run; train from its weights with --model"),
-        ("a later version's", "format_version is not 2; resume with the version that wrote it"),
-        ("an empty folder", "trainer_state.json: cannot be read"),
-    ],
-)
-def test_a_foreign_folder_is_refused_as_what_it_is(tmp_path: Path, what: str, said: str) -> None:
-    _foreign(folder := small(tmp_path, 7), what)
-    message = refused(lambda: load_state(folder))
-    assert said in message
-    assert "checkpoint-7" in message
+def test_a_foreign_folder_is_refused_as_what_it_is(tmp_path: Path) -> None:
+    state = small(tmp_path, 7) / "trainer_state.json"
+    later = state.read_text().replace('"format_version": 2', '"format_version": 3')
+    for content, said in {
+        later: "format_version is not 2; resume with the version that wrote it",
+        '{"global_step": 7, "log_history": []}': "of another program's run; train from its weights with --model",
+    }.items():
+        state.write_text(content)
+        assert said in refused(lambda: load_state(state.parent))
+    state.unlink()
+    assert "a model, not the state of a run (no trainer_state.json)" in refused(lambda: load_state(state.parent))
+    assert "trainer_state.json: cannot be read" in refused(lambda: load_state(tmp_path / "nowhere"))
 
 
 def read_all(folder: Path, *names: str) -> list[tuple[str, Tensor]]:
     return list(load_weights(folder, names))
 
 
-@pytest.mark.parametrize("target", ["../model.safetensors", "/etc/passwd", "", "..", 3, None])
+@pytest.mark.parametrize("target", ["../model.safetensors", "/etc/passwd", 3])
 def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, target: object) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     inside = tmp_path / "inside"
@@ -381,14 +280,11 @@ def test_a_missing_tensor_or_another_shape_is_named(tmp_path: Path) -> None:
     ("found", "config", "named"),
     [
         ({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(1)}, {}, "(F8_E4M3)"),
-        ({"a.weight": torch.ones(2, 2, dtype=torch.int8)}, {}, "a.weight (I8)"),
         ({"a.weight": torch.ones(2, 2), "a.input_scale": torch.ones(1)}, {}, "a.input_scale (F32)"),
         ({"a.qweight": torch.ones(2, dtype=torch.int32), "a.scales": torch.ones(1)}, {}, "belongs to quantised weights"),
-        ({"a.weight_blocks": torch.ones(2)}, {}, "a.weight_blocks"),
         ({"a.weight": torch.ones(2, 2)}, {"quantization_config": {"quant_method": "fp8"}}, "a quantization_config (fp8)"),
-        ({"a.weight": torch.ones(2, 2)}, {"compression_config": "x"}, "a compression_config ()"),
     ],
-    ids=["fp8", "int8", "a scale", "gptq", "mxfp4", "said so", "said oddly"],
+    ids=["fp8", "a scale", "gptq", "said so"],
 )
 def test_weights_that_need_scales_are_refused_by_name(
     tmp_path: Path, found: dict[str, Tensor], config: dict[str, Any], named: str

@@ -20,8 +20,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"rope_scaling": None, "max_window_layers": 48, "output_router_logits": False, "mlp_only_layers": []},
     "llama-3.1-8b": {"rope_scaling": _LLAMA3 | {"factor": 8.0}, "pretraining_tp": 1, "max_position_embeddings": 4096},
     "llama-3.2-1b": {"rope_scaling": _LLAMA3 | {"factor": 32.0}, "head_dim": 64, "pad_token_id": 128004},
-    "llama-3.2-3b": {"rope_scaling": _LLAMA3 | {"factor": 32.0}},
-    "llama-3.1-405b": {"rope_scaling": _LLAMA3 | {"factor": 8.0}},
     "mixtral-8x7b": {"router_aux_loss_coef": 0.02, "sliding_window": None},
     "gpt-oss-120b": {
         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -50,11 +48,9 @@ def test_a_shipped_model_is_the_published_one(name: str) -> None:
         ("qwen2.5-0.5b", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, not 1e-06"),
         ("qwen2.5-0.5b", {"rope_theta": 10000.0}, "rope_parameters.rope_theta is 10000.0, not 1000000.0"),
         ("qwen2.5-0.5b", {"use_sliding_window": True, "max_window_layers": 3}, "layer_types is "),
-        ("qwen3-8b", {"tie_word_embeddings": True}, "tie_word_embeddings is True, not False"),
         ("qwen3-8b", {"model_type": "qwen2"}, "model_type is qwen2, not qwen3"),
         ("qwen3-30b-a3b", {"norm_topk_prob": False}, "norm_topk_prob is False, not True"),
         ("llama-3.1-8b", {"rope_scaling": None}, "rope_parameters."),
-        ("mixtral-8x7b", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, not 2"),
         ("gpt-oss-120b", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0, not 7.0"),
         ("gpt-oss-120b", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, not 131072"),  # YaRN may depend on it
     ],

@@ -20,7 +20,6 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("n", "expected"), [(1, [11, 30]), (2, [10, 11, 30]), (5, [2, 9, 10, 11, 30])])
 def test_the_last_few_stay_and_later_ones_are_left_alone(tmp_path, n, expected):
-    """Those of later steps are of a course that was left when the run resumed from an earlier one: they are the user's."""
     for step in (2, 9, 10, 11, 30):
         small(tmp_path, step)
     (tmp_path / "checkpoint-x").mkdir()
@@ -45,7 +44,6 @@ def test_checkpoints_set_aside_count_as_kept_and_go_first(tmp_path):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("n_removed", range(6))
 def test_a_run_killed_while_it_deletes_leaves_nothing_half(tmp_path, n_removed):
-    """At whatever file: what is left has another name, and is deleted at the next start."""
     for step in (1, 2):
         small(tmp_path, step)
     forked_to_die(lambda: keep_last(tmp_path, 1, 2), (os, "unlink"), n_removed)
@@ -73,7 +71,6 @@ def test_leftovers_of_killed_runs_are_deleted_and_nothing_else(tmp_path):
 
 
 def test_the_newest_whole_checkpoint_before_a_damaged_one(tmp_path):
-    """Each is read to its last byte: one that only looks whole is not offered."""
     for step in (1, 2, 3, 4, 5):
         small(tmp_path, step)
     for step in (3, 4):
@@ -98,8 +95,7 @@ def test_what_cannot_be_removed_is_one_line(tmp_path, monkeypatch):
     assert [step for step, _ in whole(tmp_path)] == [2]
 
 
-def test_a_checkpoint_that_somebody_deleted_is_not_missed(tmp_path):
-    """On a full disk a user makes room."""
+def test_a_checkpoint_that_the_user_deleted_is_not_missed(tmp_path):
     first, second = small(tmp_path, 1), small(tmp_path, 2)
     shutil.rmtree(first)
     retention.remove([first, second])

@@ -37,11 +37,7 @@ WAYS = {
     "layers on speculation, taken": ("llama", replace(ONE_GROUP, speculate_blocks=(1, 2)), UNCLIPPED),
     "tied": ("gemma2", Policy(update=Update.DEFERRED, accumulation_group=4), {}),
     "state on the device": ("llama", replace(ONE_GROUP, device_blocks=(1, 2)), {}),
-    "one layer's, the other on speculation": (
-        "llama",
-        replace(ONE_GROUP, device_blocks=(1,), speculate_blocks=(2,)),
-        UNCLIPPED,
-    ),
+    "device, the other on speculation": ("llama", replace(ONE_GROUP, device_blocks=(1,), speculate_blocks=(2,)), UNCLIPPED),
     "bf16 master": ("llama", ONE_GROUP, {"master_dtype": "bf16"}),
     "fp32": ("llama", SPECULATING, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}),
     "experts": ("mixtral", replace(ONE_GROUP, speculate_blocks=(1,)), UNCLIPPED),
@@ -100,38 +96,33 @@ def n_met(snapshots: Snapshots) -> int:
     return snapshots.n_copied + snapshots.n_waited_for
 
 
+def before_each_tensor(monkeypatch, work) -> None:
+    """`work(writer)` is called before a tensor is written."""
+    put = CheckpointWriter.put
+    monkeypatch.setattr(CheckpointWriter, "put", lambda self, name, tensor: (work(self), put(self, name, tensor)))
+
+
 def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: float = 0.002, last: int = N_STEPS) -> None:
     """The thread that writes begins when the next step has come to its first update, and is late now and then after that."""
-    rng, put, begun = random.Random(seed), CheckpointWriter.put, {last}  # after which no update comes
+    rng, begun = random.Random(seed), {last}  # after which no update comes
 
-    def late(self, name, tensor):
+    def late(writer):
         if threading.current_thread().name == "saver":
-            met, until_s = snapshots[0].met_before[self.step], time.perf_counter() + 60
-            while self.step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
+            met, until_s = snapshots[0].met_before[writer.step], time.perf_counter() + 60
+            while writer.step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
                 time.sleep(0.0005)
-            begun.add(self.step)
+            begun.add(writer.step)
             if rng.random() < 0.3:
                 time.sleep(rng.random() * longest_s)
-        put(self, name, tensor)
 
-    monkeypatch.setattr(CheckpointWriter, "put", late)
+    before_each_tensor(monkeypatch, late)
 
 
 def held_writer(monkeypatch) -> threading.Event:
     """Nothing is written before the event."""
-    put, may_write = CheckpointWriter.put, threading.Event()
-
-    def late(self, name, tensor):
-        may_write.wait(60)
-        put(self, name, tensor)
-
-    monkeypatch.setattr(CheckpointWriter, "put", late)
+    may_write = threading.Event()
+    before_each_tensor(monkeypatch, lambda _: may_write.wait(60))
     return may_write
-
-
-def slow_writer(monkeypatch) -> None:
-    put = CheckpointWriter.put
-    monkeypatch.setattr(CheckpointWriter, "put", lambda self, name, tensor: (time.sleep(0.01), put(self, name, tensor)))
 
 
 SOME = ("deferred", "deferred, one group", "on speculation, in vain")
@@ -175,7 +166,6 @@ MACHINES = {"cpu": Slow, "late streams": on_late_streams}
     ],
 )
 def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch, drained, way, other, first, second):
-    """And each of them writes, in the background, what the others do."""
     late_writer(monkeypatch, noticed(monkeypatch), seed=1, last=2)
     run(in_way(tmp_path, way, MACHINES[first], copy_bytes=60_000), 2)
     monkeypatch.undo()
@@ -186,7 +176,6 @@ def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("way", ["deferred, one group", "on speculation, taken", "eager"])
 def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, drained, way):
-    """For the block in the writer's hands: all others are copied, though nothing is written yet."""
     snapshots, may_write = noticed(monkeypatch), held_writer(monkeypatch)
     behind = in_way(tmp_path, way, every=2, copy_bytes=10**9)
     n_blocks = len(order_of_updates(behind.plan))
@@ -208,16 +197,14 @@ def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["barrier", "eager", "on speculation, taken"])
 def test_without_the_gate_a_checkpoint_would_be_torn(tmp_path, monkeypatch, drained, way):
-    """What the tests above show, they show of the gate: where updates do not ask, what is written is no state of any step."""
     monkeypatch.setattr(Snapshots, "before_change", lambda self, block, workers: None)
-    slow_writer(monkeypatch)
+    before_each_tensor(monkeypatch, lambda _: time.sleep(0.01))
     found = files_of(run(in_way(tmp_path, way, every=2), 3).folder)
     wrong = [name for name, content in only(drained(way)[0], 2).items() if content != found[name]]
     assert any("optimizer" in name for name in wrong)
 
 
 def test_without_memory_for_a_copy_an_update_waits_for_its_block(tmp_path, monkeypatch):
-    """And no other waits: those before it in the order of updates are written by then."""
     snapshots, may_write, copied, reached = noticed(monkeypatch), held_writer(monkeypatch), [], []
     monkeypatch.setattr(host_state.HostState, "copied", lambda *args: copied.append(args))
 
@@ -236,7 +223,6 @@ def test_without_memory_for_a_copy_an_update_waits_for_its_block(tmp_path, monke
 
 
 def test_memory_that_is_short_after_all_makes_updates_wait(tmp_path, monkeypatch, drained):
-    """The system had it when the run began, and refuses now."""
     late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=4)
 
     def refuse(n_bytes):
@@ -280,7 +266,6 @@ def test_a_checkpoint_due_while_another_is_written_waits(tmp_path, monkeypatch, 
 
 
 def test_a_checkpoint_gets_its_name_once_its_step_is_logged(tmp_path, monkeypatch):
-    """Else a run that is killed in between would resume with a line missing."""
     logged, permit = list[int](), saver.Saver._permit
 
     def late(self, step):
@@ -299,7 +284,6 @@ def test_a_checkpoint_gets_its_name_once_its_step_is_logged(tmp_path, monkeypatc
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("n_files", [1, 2, 6, 8])
 def test_a_disk_that_fills_up_ends_the_run_and_it_resumes(tmp_path, monkeypatch, drained, n_files, background):
-    """In one line, with nothing half written; the checkpoint before stands, and leads to the same bits."""
     fsync, n_calls = saver.os.fsync, 0
 
     def full(descriptor):
@@ -323,7 +307,6 @@ def test_a_disk_that_fills_up_ends_the_run_and_it_resumes(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_by_time_is_replaced_by_the_next(tmp_path, drained, background):
-    """Those that were asked for by number stay, and no bit depends on the clock."""
     timed = run(in_way(tmp_path, "deferred", every=3, background=background, minutes=1e-9))
     assert files_of(tmp_path) == only(drained("deferred")[0], 3, 4)
     assert same_state(timed, drained("deferred")[1])
@@ -346,10 +329,10 @@ def test_weights_alone_are_a_checkpoints_model_and_not_resumed(tmp_path, drained
 
 
 def test_a_fault_in_the_thread_ends_the_run_as_what_it_is(tmp_path, monkeypatch):
-    def broken(self, name, tensor):
+    def broken(_):
         raise KeyError("ours")
 
-    monkeypatch.setattr(CheckpointWriter, "put", broken)
+    before_each_tensor(monkeypatch, broken)
     with pytest.raises(KeyError, match="ours"):
         run(in_way(tmp_path, "deferred"))
     assert not list(tmp_path.glob("checkpoint-*"))
@@ -363,8 +346,7 @@ class Fails(Hostile):
 
 
 def test_a_run_that_fails_still_ends_the_checkpoint_it_writes(tmp_path, monkeypatch, drained):
-    """Its state is kept until it is written, whatever the lanes do meanwhile."""
-    slow_writer(monkeypatch)
+    before_each_tensor(monkeypatch, lambda _: time.sleep(0.01))
     with pytest.raises(RuntimeError, match="loss gpu"):
         run(in_way(tmp_path, "barrier", Fails, every=3))
     assert files_of(tmp_path) == only(drained("barrier")[0], 3)
