@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.data.documents import Reader
 from penstock.data.files import DataFile, DataFiles
 from penstock.data.tokenizer import read_tokenizer
 from runtime.errors import DataError
-from tests.chats import CHATML, QWEN3, STYLES, write_talker
+from tests.chats import QWEN3, STYLES, write_talker
 
 ASKED, SAID, AGAIN, THEN = TALK = (
     {"role": "user", "content": "Hello, how are you?"},
@@ -23,8 +24,8 @@ ASKED, SAID, AGAIN, THEN = TALK = (
 )
 HELLO, TWO = ASKED["content"], AGAIN["content"]
 TOLD = ({"role": "system", "content": "You are the river."}, *TALK)
-STABLE = ["chatml", "chatml, marked short", "chatml, unmarked", "llama 3", "mistral"]
 FORGETFUL = ["qwen 3", "gpt-oss"]  # they write earlier turns differently
+STABLE = [style for style in STYLES if style not in (*FORGETFUL, "silent")]
 FILES = DataFiles(Path("data"), (DataFile(Path("data.jsonl"), "data.jsonl", "lines"),))
 
 
@@ -51,21 +52,11 @@ class Talker:
     def shown(self, ids: list[int]) -> str:
         return self.template.tokenizer.decode(ids, special=True)
 
-    def ids(self, text: str) -> list[int]:
-        return list(self.template.tokenizer.encode_batch([text], special=False)[0].ids)
-
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
     """The model of a style, made once; None: one that reads bytes, without a template."""
-    known: dict[str | None, Talker] = {None: Talker(None)}
-
-    def of(style: str | None) -> Talker:
-        if style not in known:
-            known[style] = talker_in(tmp_path_factory.mktemp("model"), str(style))
-        return known[style]
-
-    return of
+    return cache(lambda style: Talker(None) if style is None else talker_in(tmp_path_factory.mktemp("model"), style))
 
 
 def talker_in(folder: Path, style: str, template: object = None, **config: object) -> Talker:
@@ -74,32 +65,27 @@ def talker_in(folder: Path, style: str, template: object = None, **config: objec
 
 
 ENDS = {"llama 3": "<|eot_id|>", "mistral": "</s>", None: "<end>"}
-TEXTS = {
-    "chatml": "<|im_start|>user\nHello, how are you?<|im_end|>\n<|im_start|>assistant\nFine, thanks! 20 €<|im_end|>\n"
-    "<|im_start|>user\nWhat is two and two?<|im_end|>\n<|im_start|>assistant\nIt is four.<|im_end|>\n",
-    "mistral": "<s>[INST] Hello, how are you? [/INST] Fine, thanks! 20 €</s>[INST] What is two and two? [/INST] It is four.</s>",
-    None: "<|user|>\nHello, how are you?<end><|assistant|>\nFine, thanks! 20 €<end><|user|>\nWhat is two and two?<end>"
-    "<|assistant|>\nIt is four.<end>",
-}
+PLAIN = "<|user|>\nHello, how are you?<end><|assistant|>\nFine, thanks! 20 €<end>"
 
 
 @pytest.mark.parametrize("style", [*STABLE, None])
 def test_the_answers_and_their_ends_are_learned(talker, style):
     ((ids, _),) = talker(style).encode(TALK)
-    assert style not in TEXTS or ids == talker(style).ids(TEXTS[style])
+    assert style is not None or talker(None).shown(ids).startswith(PLAIN)
     ((first, second),) = talker(style).learned(TALK)
     end = ENDS.get(style, "<|im_end|>")
     assert [first.lstrip(" "), second.lstrip(" ")] == [f"Fine, thanks! 20 €{end}", f"It is four.{end}"]
 
 
-@pytest.mark.parametrize("style", STABLE)
+@pytest.mark.parametrize("style", [*STABLE, *FORGETFUL])
 def test_tokens_are_those_of_transformers(talker, style):
     theirs = AutoTokenizer.from_pretrained(talker(style).folder)
-    ((ids, _),) = talker(style).encode(TALK)
-    assert ids == theirs.apply_chat_template(list(TALK), return_dict=True)["input_ids"]
     prompt = theirs.apply_chat_template(list(TALK[:3]), add_generation_prompt=True, return_dict=True)["input_ids"]
     assert talker(style).template.prompt(TALK[:3]) == prompt
-    assert theirs.bos_token_id is None or ids.count(theirs.bos_token_id) == 1, "it begins once"
+    if style in STABLE:
+        ((ids, _),) = talker(style).encode(TALK)
+        assert ids == theirs.apply_chat_template(list(TALK), return_dict=True)["input_ids"]
+        assert theirs.bos_token_id is None or ids.count(theirs.bos_token_id) == 1, "it begins once"
 
 
 def test_what_is_learned_is_what_transformers_masks(talker):
@@ -111,7 +97,6 @@ def test_what_is_learned_is_what_transformers_masks(talker):
 
 @pytest.mark.parametrize("style", ["chatml", "chatml, unmarked", "llama 3", None])
 def test_an_answer_follows_exactly_its_prompt(talker, style):
-    """Else the model would be trained on what it never sees."""
     ((ids, runs),) = talker(style).encode(TALK)
     for turn, (first, _) in zip((1, 3), runs, strict=True):
         assert ids[:first] == talker(style).template.prompt(TALK[:turn])
@@ -135,58 +120,27 @@ def test_a_conversation_without_an_answer_teaches_nothing(talker):
 
 
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
-QWEN_ASKED = f"<|im_start|>user\n{HELLO}<|im_end|>\n<|im_start|>assistant\n"
-QWEN_AGAIN = f"{QWEN_ASKED}Fine, thanks! 20 €<|im_end|>\n<|im_start|>user\n{TWO}<|im_end|>\n<|im_start|>assistant\n"
-GPT_ASKED = f"<|start|>user<|message|>{HELLO}<|end|><|start|>assistant"
-APART = {
-    "no reasoning": (
-        "qwen 3",
-        TALK,
-        [
-            (QWEN_ASKED, "<think>\n\n</think>\n\nFine, thanks! 20 €<|im_end|>"),
-            (QWEN_AGAIN, "<think>\n\n</think>\n\nIt is four.<|im_end|>"),
-        ],
-    ),
+APART = {  # what is learned of each answer
     "reasoning, and a question without an answer": (
         "qwen 3",
-        (
-            ASKED,
-            {**SAID, "reasoning_content": "Who asks?"},
-            AGAIN,
-            {**THEN, "content": "<think>\n2 + 2\n</think>\n\nIt is four."},
-            ASKED,
-        ),
+        (ASKED, {**SAID, "reasoning_content": "Who asks?"}, AGAIN, THEN, ASKED),
         [
-            (QWEN_ASKED, "<think>\nWho asks?\n</think>\n\nFine, thanks! 20 €<|im_end|>"),
-            (QWEN_AGAIN, "<think>\n2 + 2\n</think>\n\nIt is four.<|im_end|>"),
+            "<think>\nWho asks?\n</think>\n\nFine, thanks! 20 €<|im_end|>",
+            "<think>\n\n</think>\n\nIt is four.<|im_end|>",
         ],
     ),
     "a call without reasoning": (
         "qwen 3",
         (AGAIN, CALL, RESULT, THEN),
-        [
-            (f"<|im_start|>user\n{TWO}<|im_end|>\n<|im_start|>assistant\n", '<think>\n\n</think>\n\n{"name": "add"}<|im_end|>'),
-            (
-                f'<|im_start|>user\n{TWO}<|im_end|>\n<|im_start|>assistant\n{{"name": "add"}}<|im_end|>\n'
-                "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-                "<think>\n\n</think>\n\nIt is four.<|im_end|>",
-            ),
-        ],
+        ['<think>\n\n</think>\n\n{"name": "add"}<|im_end|>', "<think>\n\n</think>\n\nIt is four.<|im_end|>"],
     ),
     "thinking": (
         "gpt-oss",
         (ASKED, {**SAID, "thinking": "Who asks?"}, AGAIN, {**THEN, "thinking": "2 + 2"}),
         [
-            (
-                GPT_ASKED,
-                "<|channel|>analysis<|message|>Who asks?<|end|>"
-                "<|start|>assistant<|channel|>final<|message|>Fine, thanks! 20 €<|return|>",
-            ),
-            (
-                f"{GPT_ASKED}<|channel|>final<|message|>Fine, thanks! 20 €<|end|>"
-                f"<|start|>user<|message|>{TWO}<|end|><|start|>assistant",
-                "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>It is four.<|return|>",
-            ),
+            "<|channel|>analysis<|message|>Who asks?<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Fine, thanks! 20 €<|return|>",
+            "<|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>final<|message|>It is four.<|return|>",
         ],
     ),
 }
@@ -195,12 +149,11 @@ APART = {
 @pytest.mark.parametrize("case", APART)
 def test_where_earlier_turns_change_each_answer_is_a_document(talker, case):
     style, messages, expected = APART[case]
-    found, end = talker(style).encode(messages), "\n" if style == "qwen 3" else ""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    assert talker(style).learned(messages) == [[answer] for _, answer in expected]
-    for (ids, ((first, _),)), (before, answer), i in zip(found, expected, answers, strict=True):
-        assert ids == talker(style).ids(before + answer + end)
+    assert talker(style).learned(messages) == [[answer] for answer in expected]
+    for (ids, ((first, stop),)), i in zip(talker(style).encode(messages), answers, strict=True):
         assert ids[:first] == talker(style).template.prompt(messages[:i])
+        assert talker(style).shown(ids[stop:]).strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -222,9 +175,8 @@ def test_tools_and_calls_reach_the_template(tmp_path, talker):
     ((ids, _),) = calling.encode(messages, [{"name": "add"}])
     assert calling.shown(ids) == '[{"name": "add"}]user[];tool[{"name": "add"}];'
     forgetful = talker_in(tmp_path / "b", "qwen 3", "{{ tools | tojson }}" + QWEN3)
-    assert all(
-        forgetful.shown(ids).startswith('[{"name": "add"}]<|im_start|>user') for ids, _ in forgetful.encode(TALK, [{"name": "add"}])
-    )
+    for ids, _ in forgetful.encode(TALK, [{"name": "add"}]):
+        assert forgetful.shown(ids).startswith('[{"name": "add"}]<|im_start|>user')
     for refused in ((TALK, [{"name": "add"}]), ([CALL], None)):
         with pytest.raises(DataError, match=r"data\.jsonl:7: .*tools and their calls need a chat template"):
             talker(None).encode(*refused)
@@ -243,10 +195,8 @@ def test_what_a_template_refuses_is_named_with_its_place(talker):
     "source",
     [
         "{% for message in messages %}",
-        "{{ messages | explode }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ messages.__class__.__base__.__subclasses__() }}",
-        "{% include '/etc/passwd' %}",
         "{{ raise_exception('a\nb' * 10000) }}",
     ],
 )
@@ -258,19 +208,8 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_one_line(tmp_path, sourc
 
 
 def test_today_is_always_the_same_day(tmp_path):
-    """A stream that is resumed tomorrow gives the tokens of today."""
     template = talker_in(tmp_path, "chatml", "{{ strftime_now('%Y-%m-%d') }}").template
     assert template.tokenizer.decode(template.prompt(TALK[:1])) == "2024-07-26" != date.today().isoformat()
-
-
-def test_the_template_is_the_one_that_transformers_finds(tmp_path):
-    for named in (CHATML, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]):
-        assert talker_in(tmp_path, "chatml", named).template._text(TALK, None, "")[0].startswith("<|im_start|>user")
-    (tmp_path / "chat_template.jinja").write_text("other")
-    assert Talker(tmp_path).template._text(TALK, None, "")[0] == "other"
-    begin = {"__type": "AddedToken", "content": "<|begin_of_text|>", "lstrip": False}
-    ((ids, _),) = talker_in(tmp_path / "llama", "llama 3", bos_token=begin).encode(TALK)
-    assert ids[0] == read_tokenizer(tmp_path / "llama").library.bos_token_id
 
 
 def test_a_model_without_a_template_begins_once(tmp_path):
@@ -280,7 +219,3 @@ def test_a_model_without_a_template_begins_once(tmp_path):
     ((ids, _),) = talker.encode(TALK)
     assert talker.shown(ids).count("<|begin_of_text|>") == 1
     assert not talker.template.tokenizer.has_template
-
-
-def test_every_style_is_tried():
-    assert set(STYLES) == {*STABLE, *FORGETFUL, "silent"}

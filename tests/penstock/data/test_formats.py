@@ -56,16 +56,12 @@ def test_a_row_is_understood_and_tells_its_format(format, row, expected):
     ("format", "row"),
     [
         ("text", {"text": None}),
-        ("messages", {"messages": "one"}),
         ("messages", {"messages": [{"role": "", "content": "one"}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}),
-        ("messages", {"messages": [ASKED], "tools": "["}),
         ("messages", {"messages": [ASKED, {**SAID, "weight": 0.5}]}),
         ("messages", {"messages": [{**ASKED, "weight": 1}, SAID]}),
         ("alpaca", {"instruction": "x", "output": "x", "history": [["a"]]}),
         ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}),
-        ("sharegpt", {"conversations": [{"from": "human"}]}),
-        ("prompt-completion", {"prompt": "who?", "completion": [SAID]}),
         ("prompt-completion", {"prompt": "who?", "completion": "me", "system": "s"}),
         ("text", {"a\nb\u2028c": 1}),
     ],
@@ -106,10 +102,6 @@ def test_too_long_and_unsupervised_samples_are_counted(tmp_path):
     assert said["rows"] == "4 documents, 2 unsupervised, 1 cut"
     assert said["sequences"] == "2 of 64 tokens, 74% full, packing one"
     assert "warning" not in said
-    assert read(path, too_long="split").words()["rows"] == "4 documents, 2 unsupervised, 1 split"
-    assert read(path, too_long="skip").words()["rows"] == "4 documents, 2 unsupervised, 1 skipped"
-    assert "a.jsonl:3: 119 tokens" in refused(path, too_long="refuse")
-    assert "a.jsonl:2: nothing in it to learn" in refused(path, unsupervised="refuse")
     assert read(write_lines(path, rows[2:3])).words()["warning"].startswith("data: many documents are cut, and the rest")
     long = {"messages": [{"role": "user", "content": "x" * 90}, SAID]}
     assert "nothing to learn in it (1 documents, 1 unsupervised, 1 cut)" in refused(write_lines(path, [long]))

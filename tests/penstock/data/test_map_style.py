@@ -62,7 +62,6 @@ def test_every_epoch_holds_every_sequence_once(joined, documents, seq_len, batch
 @pytest.mark.drawn
 @given(documents=texts, seq_len=lengths, batch_size=batches, seed=seeds, steps=st.lists(st.integers(0, 99), max_size=9))
 def test_a_step_sees_the_same_whatever_was_asked_before(joined, documents, seq_len, batch_size, seed, steps):
-    """As the obvious twin does: one row of tokens, cut."""
     data = joined(documents, seq_len, batch_size, seed)
     row = RowOfTokens(np.array([i for ids in tokens_of(data) for i in ids]), seq_len, batch_size, END, seed)
     for step in steps:

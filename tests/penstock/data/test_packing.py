@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data import packing as room
-from penstock.data.packing import Shape, n_targets_of, pack, row_of
+from penstock.data.packing import Shape, pack, row_of
 from runtime.batch import UNSUPERVISED
 from runtime.errors import DataError
 
@@ -149,12 +149,6 @@ def test_joined_documents_are_one_row_that_is_cut(documents, seq_len, data):
         expected.append((ids, targets))
     assert rows == [(ids, targets, (seq_len,)) for ids, targets in expected]
     assert counts["unsupervised"] == len(documents.tokens) - len(learns)
-
-
-@given(first=st.integers(0, 9), stop=st.integers(0, 9), learn=st.lists(st.booleans(), max_size=9))
-def test_targets_are_counted_one_by_one(first, stop, learn):
-    runs = Listed([[(i, on) for i, on in enumerate(learn)]]).runs(0)
-    assert n_targets_of(runs, first, stop) == sum(learn[first:stop])
 
 
 @pytest.mark.parametrize("packing", ["documents", "one"])

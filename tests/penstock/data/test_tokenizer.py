@@ -60,7 +60,6 @@ def test_bytes_are_the_bytes_of_the_text(text):
         ({}, {"eos_token_id": 1}, {1}),
         ({}, {"eos_token_id": [1, 2]}, {1, 2}),
         ({"eos_token": "</s>"}, {"eos_token_id": 2}, {1, 2}),
-        ({"eos_token": None}, {"eos_token_id": 1}, {1}),
     ],
 )
 def test_the_end_is_the_tokenizers_own_or_else_the_models(tmp_path, tokenizer_config, config, ends):
@@ -85,7 +84,6 @@ def random_merges(folder: Path) -> None:
 
 BROKEN = {
     "no tokenizer.json": lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
-    "cannot be used": lambda folder: (folder / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}'),
     "tokenizer.json cannot be used": lambda folder: (folder / "tokenizer.json").write_text("["),
     "no end-of-text token": lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
     "config.json: no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
