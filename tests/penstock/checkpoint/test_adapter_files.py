@@ -90,7 +90,8 @@ def test_adapters_of_every_type_and_beginning_are_read(tmp_path: Path, model_typ
     model = model_of(model_type)
     shapes = shapes_of(model)
     init = (True, False, "gaussian", "orthogonal")[MODEL_TYPES.index(model_type) % 4]
-    expected = peft_saved(tmp_path, model, target_modules=["v_proj", "q_proj"], init_lora_weights=init, exclude_modules=["lm_head"])
+    targets, left_out = ["v_proj", "q_proj", "k_proj"], ["k_proj"]
+    expected = peft_saved(tmp_path, model, target_modules=targets, init_lora_weights=init, exclude_modules=left_out)
     lora, factors = read_adapter(tmp_path, shapes)
     assert lora == Lora(4, 6.0, 0.0, ("q_proj", "v_proj"))
     assert all(torch.equal(factors[name], factor) for name, factor in expected.items())

@@ -4,8 +4,8 @@ import json
 import logging
 import os
 import shutil
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -147,16 +147,9 @@ def test_a_run_killed_while_it_packs_leaves_no_cache(folder, tmp_path, made, whe
 
 
 def test_runs_that_begin_together_pack_once(folder, tmp_path, made):
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(packed_base(folder, DENSE, SHAPES, "fp8", tmp_path / "cache")(Q)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
+    with ThreadPoolExecutor(4) as runs:
+        found = list(runs.map(lambda _: packed_base(folder, DENSE, SHAPES, "fp8", tmp_path / "cache")(Q), range(4)))
+    assert all(torch.equal(packed, found[0]) for packed in found)
     assert len(made) == 2
 
 
@@ -187,13 +180,19 @@ def test_weights_that_cannot_be_packed_leave_no_cache(folder, tmp_path):
         assert left_of(tmp_path / "cache") == ["base.lock"]
 
 
+# Gate and up of each of three experts, as they are published one by one
+EXPERT_NAMES = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(3) for part in ("gate", "up")]
+
+
 def test_experts_published_one_by_one_are_packed_together(tmp_path):
-    experts = {
-        f"model.layers.0.mlp.experts.{e}.{part}_proj.weight": random((32, 64), e) for e in range(4) for part in ("gate", "up")
-    }
-    read = packed_base(published(tmp_path / "model", experts), EXPERTS, {GATE_UP: (4, 64, 64)}, "int8", tmp_path / "cache")
-    whole = torch.stack([torch.cat([random((32, 64), e)] * 2) for e in range(4)])
-    assert torch.equal(read(GATE_UP), pack(whole, "int8"))
+    experts = {name: random((32, 64), i) for i, name in enumerate(EXPERT_NAMES)}
+    read = packed_base(published(tmp_path / "model", experts), EXPERTS, {GATE_UP: (3, 64, 64)}, "int8", tmp_path / "cache")
+    assert torch.equal(read(GATE_UP), pack(torch.cat([*experts.values()]).view(3, 64, 64), "int8"))
+
+
+def gathered(found):
+    """(all tensors by name, what each weight means) of several published weights."""
+    return {name: tensor for tensors, _ in found for name, tensor in tensors.items()}, [meant for _, meant in found]
 
 
 # -- published by bitsandbytes ----------------------------------------------------------------------------------------
@@ -225,37 +224,28 @@ def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, k
     seed=st.integers(0, 9),
 )
 def test_bitsandbytes_weights_unpack_to_its_own_bits(tmp_path_factory, nested, block, storage, dtype, seed):
-    tensors, means = {}, {}
-    for name, shape in SHAPES.items():
-        more, means[name] = of_bitsandbytes(name, random(shape, seed).to(dtype), nested, block, storage)
-        tensors |= more
+    weights = {name: random(shape, seed).to(dtype) for name, shape in SHAPES.items()}
+    tensors, means = gathered([of_bitsandbytes(name, weight, nested, block, storage) for name, weight in weights.items()])
     assert any("nested" in name for name in tensors) == nested
     folder = published(tmp_path_factory.mktemp("model"), tensors)
     read = packed_base(folder, DENSE | NF4, SHAPES, "nf4", folder / "cache")
-    assert all(torch.equal(unpacked(read(name), shape, "nf4", dtype), means[name]) for name, shape in SHAPES.items())
+    assert all(
+        torch.equal(unpacked(read(name), meant.shape, "nf4", dtype), meant) for name, meant in zip(SHAPES, means, strict=True)
+    )
     assert not (folder / "cache").exists()
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_experts_of_bitsandbytes_unpack_to_its_own_bits(tmp_path, nested):
-    tensors, means = {}, []
-    for e in range(3):
-        for part in ("gate", "up"):
-            name = f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"
-            more, meant = of_bitsandbytes(name, random((32, 64), e).bfloat16(), nested)
-            tensors |= more
-            means.append(meant)
+    weights = [random((32, 64), i).bfloat16() for i in range(len(EXPERT_NAMES))]
+    tensors, means = gathered([of_bitsandbytes(name, weight, nested) for name, weight in zip(EXPERT_NAMES, weights, strict=True)])
     read = packed_base(published(tmp_path / "model", tensors), EXPERTS | NF4, {GATE_UP: (3, 64, 64)}, "nf4", tmp_path)
     assert torch.equal(unpacked(read(GATE_UP), (3, 64, 64), "nf4"), torch.cat(means).view(3, 64, 64))
 
 
-def said_by(tensors):
-    return json.loads(tensors[f"{Q}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
-
-
-def say(tensors, **said):
-    text = json.dumps(said_by(tensors) | said).encode()
-    tensors[f"{Q}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+def say(tensors, **changes):
+    said = json.loads(tensors[f"{Q}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
+    tensors[f"{Q}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(said | changes).encode()), dtype=torch.uint8)
 
 
 ODD = {
@@ -286,24 +276,16 @@ def of_fp8(name, shape, seed=0, scale_dtype=torch.float32):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_fp8_weights_unpack_to_the_bits_of_transformers(tmp_path, scale_dtype):
-    tensors, means = {}, {}
     shapes = {Q: (256, 384), DOWN: (130, 200)}
-    for name, shape in shapes.items():
-        more, means[name] = of_fp8(name, shape, scale_dtype=scale_dtype)
-        tensors |= more
+    tensors, means = gathered([of_fp8(name, shape, scale_dtype=scale_dtype) for name, shape in shapes.items()])
     theirs = Fp8Dequantize(None)._dequantize_one(tensors[Q], tensors[f"{Q}_scale_inv"], output_dtype=torch.bfloat16)
-    assert torch.equal(means[Q], theirs)
+    assert torch.equal(means[0], theirs)
     read = packed_base(published(tmp_path / "model", tensors), DENSE | FP8, shapes, "fp8", tmp_path)
-    assert all(torch.equal(unpacked(read(name), shape, "fp8"), means[name]) for name, shape in shapes.items())
+    assert all(torch.equal(unpacked(read(name), meant.shape, "fp8"), meant) for name, meant in zip(shapes, means, strict=True))
 
 
 def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path):
-    tensors, means = {}, []
-    for e in range(3):
-        for part in ("gate", "up"):
-            more, meant = of_fp8(f"model.layers.0.mlp.experts.{e}.{part}_proj.weight", (128, 160), 2 * e)
-            tensors |= more
-            means.append(meant)
+    tensors, means = gathered([of_fp8(name, (128, 160), 2 * i) for i, name in enumerate(EXPERT_NAMES)])
     shapes, whole = {GATE_UP: (3, 256, 160)}, torch.cat(means).view(3, 256, 160)
     apart = packed_base(published(tmp_path / "apart", tensors), EXPERTS | FP8, shapes, "fp8", tmp_path)
     assert torch.equal(unpacked(apart(GATE_UP), (3, 256, 160), "fp8"), whole)
@@ -316,8 +298,7 @@ def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path):
 
 def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
     """Two of 224 rows have as many rows of blocks as one of 448, and others."""
-    names = [f"model.layers.0.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up")]
-    tensors = of_fp8(names[0], (224, 128))[0] | of_fp8(names[1], (224, 128))[0]
+    tensors, _ = gathered([of_fp8(name, (224, 128)) for name in EXPERT_NAMES[:2]])
     folder, shapes = published(tmp_path / "model", tensors), {GATE_UP: (1, 448, 128)}
     said = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))
     assert "gate_proj.weight ends within a block" in said

@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -100,6 +101,12 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_believed(lines):
     done = subprocess.run([sys.executable, "-c", code, lines], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL
     assert tokens_of(read(lines)) == [[*f"text {i}".encode(), END] for i in range(30)]
+
+
+def test_runs_that_begin_together_make_tokens_once(lines, made):
+    with ThreadPoolExecutor(4) as runs:
+        assert len(set(runs.map(lambda _: read(lines).fingerprint, range(4)))) == 1
+    assert len(made) == 30
 
 
 def test_a_row_that_is_refused_leaves_no_cache(lines, made):
