@@ -105,7 +105,7 @@ def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tup
         if not check_target_module_exists(config, module):
             raise CheckpointError(f"{path}: {PREFIX}{module} is none of the target_modules of {CONFIG_FILE}; copy both files again")
     try:
-        lora = checked_lora(config.r, float(config.lora_alpha), float(config.lora_dropout), tuple(map(_target, modules)))
+        lora = checked_lora(rank=config.r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=[*map(_target, modules)])
     except PlanError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from None
     _refuse_another_base(path, config, lora, factors, parameters)

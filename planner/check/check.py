@@ -1,6 +1,6 @@
 """Is a plan right?
 
-An independent verifier: it knows the contract in `runtime/plan/plan.py` and nothing of how plans are made or timed. A plan
+An independent verifier: it knows the contract in `docs/plan-language.md` and nothing of how plans are made or timed. A plan
 passes when, for every possible duration of every op, each op finds in its slots exactly what it needs, and no lane
 waits for ever.
 

@@ -1,6 +1,6 @@
 """Rules of a plan's ops: which there must be, how often, and that each uses the slots that are meant for it.
 
-`runtime/plan/plan.py` as a verifier reads it, given workload, semantics and policy. Only the checker uses it.
+`docs/plan-language.md` as a verifier reads it, given workload, semantics and policy. Only the checker uses it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

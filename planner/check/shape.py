@@ -1,4 +1,4 @@
-"""Facts of a plan that decide how its ops and slots must look, as the checker reads `runtime/plan/plan.py`.
+"""Facts of a plan that decide how its ops and slots must look, as the checker reads `docs/plan-language.md`.
 
 They follow from workload, semantics and a legal policy. Only the checker uses them, never what makes plans.
 """

@@ -14,7 +14,7 @@ from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
 from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Recompute, Saved, Workload
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Saved, Tier, Workload
 
 FP32_BYTES = 4
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
@@ -206,10 +206,10 @@ class CostModel:
             + block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
-    def recompute_s(self, block: Block, again: Recompute, of: Semantics) -> float:
+    def recompute_s(self, block: Block, again: Tier, of: Semantics) -> float:
         """Seconds of what one backward of a block computes again."""
         return (
-            sum(self._matmul(of.compute_dtype, m) for m in again.matmuls)
+            sum(self._matmul(of.compute_dtype, m) for m in block.matmuls[: again.n_matmuls])
             + (self._attention(of, block.attention, backward=False) if again.attention else 0.0)
             + self._pointwise_s(again)
             + again.n_kernels * self.profile.device.kernel_overhead_s.value
@@ -262,7 +262,7 @@ class CostModel:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
         return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
 
-    def _pointwise_s(self, work: Block | Recompute, backward: bool = False) -> float:
+    def _pointwise_s(self, work: Block | Tier, backward: bool = False) -> float:
         """Seconds of what is neither a product nor attention, forward or backward: eager modules, fused kernels, fused norms."""
         device = self.profile.device
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")

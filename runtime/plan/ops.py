@@ -110,7 +110,7 @@ Where = Callable[[Subject, int], bool]
 class Row:
     """A kind of op. An operand that is read and written is changed in place.
 
-    Of an optional operand (`x?`) an op has none or one, of a repeated one (`into*`) any number; `plan.py` says when.
+    Of an optional operand (`x?`) an op has none or one, of a repeated one (`into*`) any number; docs/plan-language.md says when.
     """
 
     lane: Lane
@@ -396,14 +396,6 @@ class Repeat:
 
     def __str__(self) -> str:
         return f"repeat {self.start}-{self.end - 1} x{self.times} m+{self.micro_batches}"
-
-    @staticmethod
-    def parse(text: str) -> dict[str, int]:
-        """The fields of a written one, not yet validated."""
-        match = re.fullmatch(r"repeat ([0-9]{1,9})-([0-9]{1,9}) x([0-9]{1,9}) m\+([0-9]{1,9})", text)
-        if match is None:
-            raise PlanError(f"{text[:80]!r} is not what repeats; write for example: repeat 453-911 x1022 m+1")
-        return {"start": int(match[1]), "end": int(match[2]) + 1, "times": int(match[3]), "micro_batches": int(match[4])}
 
     def __contains__(self, i: int) -> bool:
         """Whether op number i of the plan repeats."""

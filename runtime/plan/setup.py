@@ -28,8 +28,8 @@ from .workload import (
     Model,
     Natural,
     Parameter,
-    Recompute,
     Saved,
+    Tier,
     Workload,
     aligned_elements,
 )
@@ -296,7 +296,7 @@ class Setup:
         """What a layer saves for its backward."""
         return self.policy.saved(block)
 
-    def recompute(self, block: int, micro_batch: int | None = None) -> Recompute:
+    def recompute(self, block: int, micro_batch: int | None = None) -> Tier:
         """What a layer's backward computes again, of this micro-batch; None: of most."""
         again = self.blocks_of(micro_batch)[block].recompute(self.saved(block))
         assert again is not None, "a policy is refused that saves what a block cannot"

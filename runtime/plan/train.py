@@ -1,23 +1,21 @@
-"""Trained weights: all, adapters (LoRA), by name, or by layer; the rest is frozen.
-
-All of them; adapters beside them (LoRA); those of some names; or those of some layers. What is not trained is frozen: it is read,
-and nothing else is ever done to it.
-"""
+"""Trained weights: all, adapters (LoRA), by name, or by layer; the rest is frozen, and only read."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.errors import PlanError
+from runtime.units import on_one_line
 
 from .packed import Base
-from .workload import FILE, Count, Dtype, Natural
+from .workload import FILE, Dtype, Natural
 
-# Of a layer, the projections that adapters may stand beside, in the order in which layers have them.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The projections that adapters may be added to, in the order in which layers have them
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
@@ -27,15 +25,18 @@ Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 class Lora:
     """y = x W^T + alpha/rank (dropout(x) A^T) B^T beside each of the targets: A is (rank, in), B (out, rank)."""
 
-    rank: Count = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    rank: Annotated[int, Field(gt=0, le=2**16)] = 16
+    alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: tuple[Name, ...] = TARGETS
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = TARGETS
     __pydantic_config__ = FILE
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+_LORA = TypeAdapter(Lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +123,25 @@ def parse_train(text: str) -> Train:
 
 
 def _parse_lora(text: str) -> Lora:
-    values = dict[str, str]()
-    for part in filter(None, text.split(",")):
-        key, is_given, value = part.partition("=")
-        if not is_given or key not in ("r", "alpha", "dropout", "targets") or key in values:
-            raise PlanError(f"--train lora: {part[:40]!r} is not understood; {_HOW}")
-        values[key] = value
+    """Adapters as `r=16,alpha=32` says; alpha is twice the rank where it is not said."""
+    pairs = [part.partition("=")[::2] for part in text.split(",") if part]
+    said: dict[str, Any] = dict(pairs)
+    if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets"}:
+        raise PlanError(f"--train lora:{text[:80]} is not understood; {_HOW}")
+    if "r" in said:
+        said["rank"] = said.pop("r")
+    if "targets" in said:
+        said["targets"] = said["targets"].split("+")
+    lora = checked_lora(**said)
+    return lora if "alpha" in said else replace(lora, alpha=2.0 * lora.rank)
+
+
+def checked_lora(**given: object) -> Lora:
+    """An adapter of these sizes, numbers or texts, its targets in the order of layers; PlanError where there can be none."""
     try:
-        rank = int(values.get("r", "16"))
-        alpha, dropout = float(values.get("alpha", 2 * rank)), float(values.get("dropout", "0"))
-    except ValueError:
-        raise PlanError(f"--train lora:{text[:80]}: r is a whole number, alpha and dropout are numbers; {_HOW}") from None
-    targets = tuple(dict.fromkeys(values["targets"].split("+"))) if "targets" in values else TARGETS
-    return checked_lora(rank, alpha, dropout, targets)
-
-
-def checked_lora(rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> Lora:
-    """An adapter of these sizes, its targets in the order of layers; PlanError where there can be none."""
-    if not 0 < rank <= 2**16:
-        raise PlanError(f"an adapter's rank is {rank}; it must be a whole number above zero")
-    if not 0 < alpha < 2**20:
-        raise PlanError(f"an adapter's alpha is {alpha:g}; it must be above zero")
-    if not 0 <= dropout < 1:
-        raise PlanError(f"an adapter's dropout is {dropout:g}; it must be 0 or more, and less than 1")
-    if odd := [target for target in targets if target not in TARGETS]:
-        raise PlanError(f"no projection of a layer is called {odd[0][:60]!r}; targets are {', '.join(TARGETS)}")
-    if not targets:
-        raise PlanError(f"an adapter has no targets; name some of {', '.join(TARGETS)}")
-    return Lora(rank, alpha, dropout, tuple(target for target in TARGETS if target in targets))
+        lora = _LORA.validate_python(given, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, found = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
+        raise PlanError(f"an adapter's {where} is {found}: {first['msg']}") from None
+    return replace(lora, targets=tuple(target for target in TARGETS if target in lora.targets))

@@ -101,40 +101,23 @@ class Saved(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One way to recompute, as a plan stores it; `n_matmuls`: so many of `Block.matmuls` run again, the first ones."""
+    """One way to recompute a layer: what its forward saves, and what its backward computes again before gradients flow.
 
-    saved: Saved
-    saved_bytes: Natural
-    transient_bytes: Natural
-    n_matmuls: Natural
-    attention: bool
-    pointwise_bytes: Natural
-    n_kernels: Natural
-    fused_bytes: Natural = 0
-    n_saved: Natural = 0
-    copied_bytes: Natural = 0
-    norm_bytes: Natural = 0
-    __pydantic_config__ = FILE
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What a backward does before gradients flow, and what it needs for that.
-
-    It ends as soon as the last tensor that autograd saves is there: the product after it is not run.
+    That ends as soon as the last tensor that autograd saves is there: the product after it is not run.
     """
 
     saved: Saved
-    saved_bytes: int  # on the device from forward to backward, for one micro-batch, besides the input
-    transient_bytes: int  # peak in the allocator during backward beyond `saved_bytes`, gradients of weights included
-    matmuls: tuple[Matmul, ...]
+    saved_bytes: Natural  # on the device from forward to backward, for one micro-batch, besides the input
+    transient_bytes: Natural  # peak in the allocator during backward beyond `saved_bytes`, gradients of weights included
+    n_matmuls: Natural  # of `Block.matmuls`, the first ones, run again
     attention: bool  # whether attention is computed again
-    pointwise_bytes: int
-    n_kernels: int
-    fused_bytes: int = 0  # of `pointwise_bytes`
-    n_saved: int = 0  # tensors that `saved_bytes` consist of, at most
-    copied_bytes: int = 0  # of `saved_bytes`, what a call cannot make where it is told to
-    norm_bytes: int = 0  # of `fused_bytes`
+    pointwise_bytes: Natural
+    n_kernels: Natural
+    fused_bytes: Natural = 0  # of `pointwise_bytes`
+    n_saved: Natural = 0  # tensors that `saved_bytes` consist of, at most
+    copied_bytes: Natural = 0  # of `saved_bytes`, what a call cannot make where it is told to
+    norm_bytes: Natural = 0  # of `fused_bytes`
+    __pydantic_config__ = FILE
 
     @property
     def slot_bytes(self) -> int:
@@ -175,22 +158,18 @@ class Block:
     def forward_flop(self) -> int:
         return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
 
-    def recompute(self, saved: Saved) -> Recompute | None:
+    def recompute(self, saved: Saved) -> Tier | None:
         """What backward computes again if the forward leaves `saved` behind; None where the block has no such tier.
 
         Where nothing is said of its input alone, that is the whole forward; of all, nothing.
         """
         if saved is Saved.ALL:
-            return Recompute(saved, self.kept_bytes, self.transient_bytes, (), False, 0, 0)
-        for t in self.tiers:
-            if t.saved is saved:
-                again = self.matmuls[: t.n_matmuls]
-                work = t.pointwise_bytes, t.n_kernels, t.fused_bytes, t.n_saved, t.copied_bytes, t.norm_bytes
-                return Recompute(saved, t.saved_bytes, t.transient_bytes, again, t.attention, *work)
-        if saved is Saved.INPUT:
-            whole = self.matmuls, self.attention is not None, self.pointwise_bytes, self.n_kernels, self.fused_bytes
-            return Recompute(saved, 0, self.transient_bytes, *whole, norm_bytes=self.norm_bytes)
-        return None
+            return Tier(saved, self.kept_bytes, self.transient_bytes, 0, False, 0, 0)
+        found = next((tier for tier in self.tiers if tier.saved is saved), None)
+        if found is None and saved is Saved.INPUT:
+            work = len(self.matmuls), self.attention is not None, self.pointwise_bytes, self.n_kernels, self.fused_bytes
+            return Tier(saved, 0, self.transient_bytes, *work, norm_bytes=self.norm_bytes)
+        return found
 
     @cached_property
     def tied(self) -> bool:

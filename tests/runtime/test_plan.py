@@ -174,8 +174,7 @@ def test_a_plan_is_read_back_from_text_and_file(plan: Plan, text: str, number: f
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     PlanFile(plan, {"step_s": 2.5}).write(path)
     assert PlanFile.read(path) == PlanFile(plan, {"step_s": 2.5})
-    in_text = [line.partition(": ")[2] for line in str(plan).splitlines() if line.partition(":")[0].isdigit()]
-    assert json.loads(path.read_text())["ops"] == in_text
+    assert json.loads(path.read_text())["ops"] == [str(op) for op in plan.ops]
 
 
 @given(st.integers(0, 2000), st.text(max_size=3))
@@ -334,7 +333,7 @@ def test_a_plan_of_an_older_penstock_is_refused_with_what_to_do(tmp_path: Path) 
     refusal = _refused(tmp_path / "old.json")
     assert f"a plan of format 2, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`" in refusal
     with pytest.raises(PlanError, match="format_version") as caught:
-        Plan.parse(str(PLAN).replace(f"penstock-plan {FORMAT_VERSION}", "penstock-plan 2", 1))
+        Plan.parse(json.dumps(fields))
     _is_one_line(caught.value)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from runtime.plan.workload import Block, Recompute, Saved
+from runtime.plan.workload import Block, Saved, Tier
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, tensors
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES
 
@@ -101,7 +101,7 @@ def can(case: Case, saved: Saved) -> bool:
 
 def ways_of(
     case: Case, sizes: tuple[tuple[int, int], ...], **overrides: Any
-) -> Iterator[tuple[Block, Recompute, Selection, Any, torch.Tensor, dict[str, Any]]]:
+) -> Iterator[tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]]]:
     """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
     for size in sizes:
         for block, layer, x, kwargs in layers_of(case, *size, **overrides):
@@ -127,13 +127,13 @@ def test_recompute_runs_and_saves_what_checkpointing_does(case: Case) -> None:
         assert ours.pointwise_bytes == pytest.approx(work.n_bytes, rel=0.2 if looped else 0.07)
         assert ours.attention == any(work.calls[name] for name in {"bmm", *FUSED})
         n_products = sum(work.calls[name] for name in WITH_WEIGHTS)
-        n_counted = sum(m.count for m in ours.matmuls)
+        n_counted = sum(m.count for m in block.matmuls[: ours.n_matmuls])
         assert bool(n_counted) == bool(n_products) if model_type in EXPERT_TYPES else n_counted == n_products
         if model_type not in EXPERT_TYPES or looped:  # PyTorch counts nothing for grouped products
             a = block.attention
             assert a is not None
             squares = 4 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 if attention == "eager" else 0
-            assert sum(m.flop for m in ours.matmuls) + squares == work.flop
+            assert sum(m.flop for m in block.matmuls[: ours.n_matmuls]) + squares == work.flop
 
 
 @pytest.mark.fast("values")
@@ -144,7 +144,7 @@ def test_recompute_stays_within_its_transient_bytes(case: Case) -> None:
 
 
 def stays_within(
-    way: tuple[Block, Recompute, Selection, Any, torch.Tensor, dict[str, Any]], at_most: float, but_for: int = 0
+    way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]], at_most: float, but_for: int = 0
 ) -> None:
     """The peak of a backward that recomputes, but for some bytes, is what the plan books, which is not far more."""
     block, ours, selection, layer, x, kwargs = way
