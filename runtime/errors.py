@@ -1,4 +1,4 @@
-"""What can go wrong that a user can mend?"""
+"""Errors that a user can mend, with the exit code of each."""
 
 
 class PenstockError(ValueError):

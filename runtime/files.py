@@ -1,4 +1,4 @@
-"""How is a file read, or written, whole?"""
+"""Files that are read, or written, whole or not at all."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""How are bytes, times and rates read and shown?
+"""Units: bytes, counts, times and rates, as text is read and shown.
 
 Inside, everything is in base units (bytes, seconds, FLOP); prefixes exist only here.
 """

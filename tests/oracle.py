@@ -167,7 +167,7 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
         case "saved" | "offloaded":
             return plan.recompute(b).slot_bytes
         case "sum":
-            return plan.gradient_elements(b) * ITEM_BYTES["fp32" if plan.sums_in_place(b) else plan.sum_dtype(b)]
+            return plan.gradient_elements(b) * ITEM_BYTES["fp32" if plan.is_apart(b) else plan.sum_dtype(b)]
         case "into":
             return plan.gradient_elements(b) * FP32
         case "received":

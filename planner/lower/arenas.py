@@ -79,7 +79,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         per_param = sum(plan.state_bytes().values())
         yield Arena("device_state", Place.DEVICE, tuple(blocks[b].state_elements * per_param for b in policy.device_blocks))
     n_sums = plan.semantics.n_sums
-    layer_elements, vocab_elements = _largest_gradients(plan, without=list(filter(plan.sums_in_place, policy.device_blocks)))
+    layer_elements, vocab_elements = _largest_gradients(plan, without=list(filter(plan.is_apart, policy.device_blocks)))
     sums = [layer_elements * ITEM_BYTES[plan.sum_dtype(1)]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
     n_apart = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # of the vocabulary's, those in slots of their own
     sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_apart

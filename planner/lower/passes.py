@@ -260,7 +260,7 @@ def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iter
             yield op
             continue
         is_layer = blocks[b].kind is BlockKind.LAYER
-        if plan.sums_in_place(b):
+        if plan.is_apart(b):
             yield op.uses(sum=own[b])
             continue
         if b in own:
@@ -334,7 +334,7 @@ def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
         squares, norm = Slot("squares", place[b]), plan.norm_slot(b)
         if stays:
             yield op
-        yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("sum" if plan.sums_in_place(b) else "gradient"), squares=squares)
+        yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("sum" if plan.is_apart(b) else "gradient"), squares=squares)
         if stays:
             yield Draft(Kind.OFFLOAD_SQUARES, b).uses(squares=squares, norm=norm)
         else:

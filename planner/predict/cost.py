@@ -172,7 +172,7 @@ class CostModel:
                 n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
                 seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_bytes_per_s
                 if op.block != 0:
-                    again = block.recompute(plan.saved(op.block))
+                    again = block.recompute(plan.policy.saved(op.block))
                     assert again is not None, "lower refuses what a block cannot save"
                     seconds += self.recompute_s(block, again, plan.semantics)
                     n_bytes += again.pointwise_bytes
@@ -282,7 +282,7 @@ class CostModel:
         m, of = op.micro_batch or 0, plan.semantics
         first, last = of.begins_sum(m), m == of.n_micro_batches - 1
         dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
-        if plan.sums_in_place(op.block):
+        if plan.is_apart(op.block):
             return elements * (item + (1 if first else 2) * FP32_BYTES)
         if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
             return elements * (dense + item + out)

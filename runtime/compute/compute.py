@@ -106,7 +106,7 @@ class Compute:
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
         """What autograd keeps of a layer's forward; None: nothing, or enough has been kept before."""
-        saved = self.plan.saved(op.block)
+        saved = self.plan.policy.saved(op.block)
         if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
             return None
         if saved is Saved.ALL:

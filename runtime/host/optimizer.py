@@ -196,18 +196,3 @@ class Step:
         device, n_elements = self.gradient.parts[0].device, self.gradient.numel()
         chunk = min(UPDATE_ELEMENTS if device.type == "cpu" else DEVICE_UPDATE_ELEMENTS, n_elements)
         self.run(loop, 0, n_elements, chunk, Scratch(chunk, device))
-
-
-def update_(
-    to: ParamState,
-    gradient: torch.Tensor | SummedGradient,
-    factor: float,
-    n_updates: int,
-    settings: Hyperparameters,
-    start_from: ParamState | None = None,
-    scratch: Scratch | None = None,
-) -> None:
-    """A step on one flat parameter, all on this thread."""
-    own = scratch or Scratch()
-    for task in Step(to, summed(gradient), factor, n_updates, settings, start_from).tasks():
-        task(own)

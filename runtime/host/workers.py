@@ -15,29 +15,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class _Job(Generic[S, T]):
-    """Tasks that are taken in order, and their results."""
-
-    def __init__(self, tasks: Sequence[Callable[[S], T]]) -> None:
-        self._tasks, self._numbers = tasks, count()
-        self._results: dict[int, T] = {}
-        self._failures: dict[int, BaseException] = {}
-        self.left: SimpleQueue[None] = SimpleQueue()  # by helpers
-
-    def work(self, own: S) -> None:
-        """Take tasks until there is none left, or one failed."""
-        while not self._failures and (number := next(self._numbers)) < len(self._tasks):
-            try:
-                self._results[number] = self._tasks[number](own)
-            except BaseException as error:
-                self._failures[number] = error
-
-    def results(self) -> list[T]:
-        if self._failures:
-            raise self._failures[min(self._failures)]
-        return [self._results[number] for number in range(len(self._tasks))]
-
-
 class Workers(Generic[S]):
     """Some threads, each with a thing of its own (its scratch memory), made once. Without helpers the caller does all."""
 
@@ -45,7 +22,7 @@ class Workers(Generic[S]):
         """`n_threads` counts the caller's."""
         assert n_threads > 0
         self._own = [own() for _ in range(n_threads)]
-        self._asked: SimpleQueue[_Job[S, object] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Callable[[S], None], SimpleQueue[None]] | None] = SimpleQueue()  # what to do; told when done
         self._n_helpers = 0
 
     @contextmanager
@@ -78,23 +55,35 @@ class Workers(Generic[S]):
         try:
             with settled():
                 begun.put(None)
-                while (job := self._asked.get()) is not None:
-                    job.work(own)
-                    job.left.put(None)
-                    del job  # what it works on is not this thread's to keep
+                while (asked := self._asked.get()) is not None:
+                    work, left = asked
+                    work(own)
+                    del asked, work  # what it works on is not this thread's to keep
+                    left.put(None)
         except BaseException as error:  # of `settled`; those of tasks are the job's
             begun.put(error)
 
     def run(self, tasks: Sequence[Callable[[S], T]]) -> list[T]:
         """The tasks' results, in their order. Of the tasks that fail the first one's error is raised, when none runs any more."""
-        job = _Job[S, T](tasks)
+        numbers, results, failures, left = count(), dict[int, T](), dict[int, BaseException](), SimpleQueue[None]()
+
+        def work(own: S) -> None:
+            """Take tasks until there is none left, or one failed."""
+            while not failures and (number := next(numbers)) < len(tasks):
+                try:
+                    results[number] = tasks[number](own)
+                except BaseException as error:
+                    failures[number] = error
+
         n_asked = min(self._n_helpers, max(len(tasks) - 1, 0))
         for _ in range(n_asked):
-            self._asked.put(job)  # type: ignore[arg-type]  # a helper never looks at the results
-        job.work(self._own[0])
+            self._asked.put((work, left))
+        work(self._own[0])
         for _ in range(n_asked):
-            job.left.get()
-        return job.results()
+            left.get()
+        if failures:
+            raise failures[min(failures)]
+        return [results[number] for number in range(len(tasks))]
 
 
 def together(

@@ -72,7 +72,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         n_heads, width = attention.n_heads, attention.head_dim
         said = config.get("num_key_value_heads")
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
-        if plan.saved(b) is Saved.ALL:
+        if plan.policy.saved(b) is Saved.ALL:
             n_joined = 0 if _calls_fused(plan, width, on_cuda) else n_heads
             wide = config.get("model_type") in WIDE_TABLES
             table_bytes = 2 * (ITEM_BYTES["fp32"] * (attention.n_sequences - 1) if wide else item_bytes * attention.n_sequences)

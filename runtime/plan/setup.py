@@ -28,7 +28,6 @@ from .workload import (
     Model,
     Natural,
     Parameter,
-    Saved,
     Tier,
     Workload,
     aligned_elements,
@@ -102,7 +101,7 @@ class Setup:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """Those that have ops: nothing is exchanged by one rank."""
-        return lanes_of(self.semantics)
+        return tuple(lane for lane in Lane if lane is not Lane.NET or self.semantics.ranks > 1)
 
     def regions(self, block: int) -> list[tuple[int, int]]:
         """First element and number of elements of what of the block's slots several ranks cut into equal parts: what it owns, and
@@ -157,17 +156,14 @@ class Setup:
         return self.semantics.base != "bf16" and any(map(self.is_packed, self.workload.blocks[block].parameters))
 
     def is_apart(self, block: int) -> bool:
-        """Whether what is trained of the block lies on the device, and what is frozen on the host."""
+        """Whether the device holds what is trained of the block, and the host what is frozen. The slot of the block's gradient is
+        then its fp32 sum over micro-batches, too."""
         return block in self.policy.device_blocks and self.workload.blocks[block].is_mixed
 
     def stays_loaded(self, block: int) -> bool:
         """Whether what a load of the block brings is there already, from the first step of a run on: it stays, and is frozen."""
         is_frozen = not self.workload.blocks[block].trained or self.is_apart(block)
         return is_frozen and block in self.policy.resident_blocks
-
-    def sums_in_place(self, block: int) -> bool:
-        """Whether the slot of the block's gradient is its fp32 sum over micro-batches, too."""
-        return self.is_apart(block)
 
     def sum_dtype(self, block: int) -> Dtype:
         """Dtype of a sum of the block's gradients: that of computing where it is of a single gradient, which a rank exchanges."""
@@ -292,19 +288,15 @@ class Setup:
         resident, n_streaming = self.policy.resident_blocks, self.n_streaming
         return Slot("weights", n_streaming + 1 + resident.index(block) if block in resident else n_streaming)
 
-    def saved(self, block: int) -> Saved:
-        """What a layer saves for its backward."""
-        return self.policy.saved(block)
-
     def recompute(self, block: int, micro_batch: int | None = None) -> Tier:
         """What a layer's backward computes again, of this micro-batch; None: of most."""
-        again = self.blocks_of(micro_batch)[block].recompute(self.saved(block))
+        again = self.blocks_of(micro_batch)[block].recompute(self.policy.saved(block))
         assert again is not None, "a policy is refused that saves what a block cannot"
         return again
 
     def gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the device and on the link."""
-        if self.sums_in_place(block):
+        if self.is_apart(block):
             return "fp32"
         if self.workload.blocks[block].kind is BlockKind.LAYER:
             return self.semantics.gradient_dtype if self.reduced else self.semantics.compute_dtype
@@ -350,11 +342,6 @@ class Setup:
         state_bytes = 0 if weights_only else of.optimizer.state_bytes(of.master_dtype)
         weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
         return weights_bytes + n_trained * state_bytes
-
-
-def lanes_of(semantics: Semantics) -> tuple[Lane, ...]:
-    """The lanes of a step's plans."""
-    return tuple(lane for lane in Lane if lane is not Lane.NET or semantics.ranks > 1)
 
 
 @lru_cache(maxsize=256)

@@ -334,7 +334,7 @@ def test_an_import_against_the_house_is_seen(module: str, code: str) -> None:
             "from runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema",
         ),
         ("planner.search.search", "from planner.predict.cost import CostModel"),
-        ("hwprofiles.probe.works", "from runtime.host.optimizer import update_"),
+        ("hwprofiles.probe.works", "from runtime.host.optimizer import Step"),
     ],
 )
 def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None:

@@ -121,7 +121,7 @@ def test_activations_are_held_from_forward_to_backward(plan, fractions):
             forward = when.get((Kind.FORWARD, step, b, m)) if kind is Kind.BACKWARD else None
             stays = plan.policy.saved(b) is not Saved.INPUT and b not in plan.policy.offload_blocks
             if forward is not None and stays and forward.start_s <= now_s < span.end_s:
-                kept += plan.workload.blocks[b].recompute(plan.saved(b)).saved_bytes
+                kept += plan.workload.blocks[b].recompute(plan.policy.saved(b)).saved_bytes
             computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
         none = [0] * (at + 1)
         is_small = kept < memory.SMALL_FRACTION * footprint(plan, MADE_UP).device_peak_bytes

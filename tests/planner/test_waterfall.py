@@ -86,7 +86,7 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
     for m, b in product(range(of.n_micro_batches), range(1, n_layers + 1)):
         block = plan.blocks_of(m)[b]
         if policy.saved(b) is not Saved.ALL and b >= first:
-            again_s += cost.recompute_s(block, block.recompute(plan.saved(b)), plan.semantics)
+            again_s += cost.recompute_s(block, block.recompute(plan.policy.saved(b)), plan.semantics)
         next_kept = min(-(-b // stride) * stride, n_layers)
         if b != next_kept and next_kept >= first:
             again_s += cost.forward_s(block, plan.semantics)

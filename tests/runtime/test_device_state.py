@@ -8,11 +8,12 @@ import torch
 from runtime.errors import PlanError
 from runtime.host.adamw import PROBE_ELEMENTS, by_addcmul, call_by_call, emulated, gives_the_hosts_bits, on_device
 from runtime.host.chunks import Scratch, update_loop
-from runtime.host.optimizer import Step, summed, update_
+from runtime.host.optimizer import Step, summed
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.optimizer import AdamW
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import differences, plan_of, semantics_of, streamed
+from tests.updating import update_
 
 from .test_optimizer import KINDS, copied, random_state
 

@@ -14,13 +14,14 @@ from runtime.executor import OpError, execute
 from runtime.host import adamw, chunks, optimizer, updates
 from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
-from runtime.host.optimizer import RULES, Master, ParamState, Step, SummedGradient, update_
+from runtime.host.optimizer import RULES, Master, ParamState, Step, SummedGradient
 from runtime.host.workers import Workers
 from runtime.plan import Policy, Update
 from runtime.plan.optimizer import AdamW
 from tests.reference import half_up
 from tests.tiny import tiny_config
 from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, trained
+from tests.updating import update_
 
 KINDS = ("split", "bf16", "fp32")
 SETTINGS = AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)

@@ -11,11 +11,11 @@ from planner.predict.cost import update_bytes_per_param
 from runtime.host import adamw, chunks, norms, optimizer
 from runtime.host.chunks import Scratch
 from runtime.host.norms import sum_of_squares
-from runtime.host.optimizer import update_
 from runtime.plan import Policy, Update
 from runtime.plan.workload import BlockKind
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of, trained
+from tests.updating import update_
 
 from .test_optimizer import KINDS, SETTINGS, random_state
 

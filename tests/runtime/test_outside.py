@@ -13,12 +13,13 @@ from runtime.errors import WorkloadError
 from runtime.executor import execute
 from runtime.host.chunks import CHUNK_ELEMENTS
 from runtime.host.norms import clip_factor, sum_of_squares
-from runtime.host.optimizer import Master, ParamState, round_half_up, update_
+from runtime.host.optimizer import Master, ParamState, round_half_up
 from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
 from tests import reference
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import batches_of, machine_for, plan_of, same_bits, scheduled, semantics_of, state_of
+from tests.updating import update_
 
 # What configurations of a type may say besides what the smallest one does
 OPTIONS = {

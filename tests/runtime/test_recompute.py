@@ -143,9 +143,7 @@ def test_recompute_stays_within_its_transient_bytes(case: Case) -> None:
         stays_within(way, at_most=1.5)
 
 
-def stays_within(
-    way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]], at_most: float, but_for: int = 0
-) -> None:
+def stays_within(way: tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]], at_most: float, but_for: int = 0) -> None:
     """The peak of a backward that recomputes, but for some bytes, is what the plan books, which is not far more."""
     block, ours, selection, layer, x, kwargs = way
     gradient, weights = torch.randn_like(x), list(layer.parameters())

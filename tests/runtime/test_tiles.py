@@ -99,8 +99,8 @@ def test_products_run_by_tiles_are_those_of_the_plan(model_type: str, way: str) 
             continue
         a, products = block.attention, sum(m.flop for m in block.matmuls)
         squares = 4 * a.n_sequences * a.n_heads * a.head_dim * a.seq_len**2 if model_type in EAGER_ONLY else 0
-        if op.kind is Kind.BACKWARD and plan.saved(op.block) is not Saved.ALL:
-            recompute = block.recompute(plan.saved(op.block))
+        if op.kind is Kind.BACKWARD and plan.policy.saved(op.block) is not Saved.ALL:
+            recompute = block.recompute(plan.policy.saved(op.block))
             assert recompute is not None
         again = sum(m.flop for m in recompute.matmuls) + squares * recompute.attention if recompute else 0
         assert work.flop == again + (products + squares) * (2 if op.kind is Kind.BACKWARD else 1), op
