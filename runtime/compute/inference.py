@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from runtime.batch import Batch
-from runtime.executor import Stop, execute
 from runtime.host.copies import Copies
 from runtime.host.memory import Arenas
 from runtime.layers.views import Views, Weights
-from runtime.machine import Machine
 from runtime.plan import Kind, Lane, Op, Plan
 
 from .blocks import Templates
@@ -35,20 +33,6 @@ Head = Callable[[LastHidden], None]  # called on the thread of the lane that com
 
 class Abandoned(Exception):
     """The run was asked to end during a forward, whose result is not there."""
-
-
-def perform(plan: Plan, machine: Machine, n_passes: int, stop: Stop | None, tell: Callable[[int, int], None] | None = None) -> None:
-    """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile.
-
-    Other ranks, which `tell` has take part, are told of one at a time: all perform it to its end, and then may be told to save.
-    """
-    at_once, heeded = (n_passes, stop) if tell is None else (1, None)
-    for first in range(0, n_passes, at_once):
-        if tell is not None:
-            tell(plan.semantics.n_micro_batches, plan.semantics.seq_len)
-        execute(plan, machine, at_once, first, stop=heeded)
-        if stop is not None and stop.is_requested:
-            raise Abandoned
 
 
 class Inference:

@@ -74,29 +74,24 @@ class Processes:
     # -- ops ----------------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """As `Ranks.meet`."""
         with _meeting("brought weights together"):
             dist.barrier(group=self._of_meetings)
 
     def gather(self, whole: torch.Tensor) -> None:
-        """As `Ranks.gather`. Bytes are moved, whatever they mean."""
-        flat = whole.view(torch.uint8)
+        flat = whole.view(torch.uint8)  # bytes are moved, whatever they mean
         n = flat.numel() // self.n
         with _meeting("brought weights together"):
             _gather_into(flat, flat[self.rank * n : (self.rank + 1) * n], group=self._of_device)
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        """As `Ranks.exchange`."""
         with _meeting("exchanged gradients"):
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._here)
 
     def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        """As `Ranks.exchange_between_hosts`."""
         with _meeting("exchanged gradients between hosts"):
             dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._between_hosts)
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
-        """As `Ranks.share`."""
         with _meeting("shared norms"):
             _gather_into(rows.view(-1), row, group=self._of_host)
 

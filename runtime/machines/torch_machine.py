@@ -14,8 +14,8 @@ import torch
 
 from runtime.batch import Batch
 from runtime.compute.compute import Compute
-from runtime.compute.inference import Head, Inference, perform
-from runtime.executor import AgreedStop, Stop
+from runtime.compute.inference import Abandoned, Head, Inference
+from runtime.executor import AgreedStop, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.common_memory import CommonMemory, Shared, shared_slab, unshared
 from runtime.host.copies import Copies
@@ -267,8 +267,18 @@ class TorchMachine(LaneMachine):
         return agreed
 
     def forward(self, plan: Plan, batches: Callable[[int], Batch], head: Head, n_passes: int, stop: Stop | None) -> None:
-        """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile."""
-        perform(plan, self.forwards(plan, batches, head), n_passes, stop, self.tell_of_forward)
+        """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile.
+
+        Other ranks, which have to be told to take part, are told of one at a time: all perform it to its end, and may then save.
+        """
+        machine, tell = self.forwards(plan, batches, head), self.tell_of_forward
+        at_once, heeded = (n_passes, stop) if tell is None else (1, None)
+        for first in range(0, n_passes, at_once):
+            if tell is not None:
+                tell(plan.semantics.n_micro_batches, plan.semantics.seq_len)
+            execute(plan, machine, at_once, first, stop=heeded)
+            if stop is not None and stop.is_requested:
+                raise Abandoned
 
     def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head | None) -> LaneMachine:
         """A machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.

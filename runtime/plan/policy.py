@@ -212,7 +212,7 @@ class Policy:
             object.__setattr__(self, "save", _save_from_file(self.save))
         elif type(self.save) is not tuple or any(type(of) is not Saved for of in self.save):
             object.__setattr__(self, "save", tuple(map(Saved, self.save)))
-        for name in _LISTS:
+        for name in BLOCK_LISTS:
             if type(blocks := getattr(self, name)) is not tuple:
                 object.__setattr__(self, name, tuple(blocks))
 
@@ -229,4 +229,4 @@ class Policy:
         return tuple([b for b, what in enumerate(self.save, start=1) if what is saved])
 
 
-_LISTS = tuple(field.name for field in fields(Policy) if field.name.endswith("_blocks") and field.default == ())
+BLOCK_LISTS = tuple(field.name for field in fields(Policy) if field.name.endswith("_blocks") and field.default == ())

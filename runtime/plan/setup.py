@@ -15,7 +15,7 @@ from .legality import can_square
 from .ops import OPS, Kind, Lane, Often, Slot
 from .optimizer import STORED_BYTES
 from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
-from .policy import Policy, Semantics
+from .policy import BLOCK_LISTS, Policy, Semantics
 from .workload import (
     ALIGN_ELEMENTS,
     FILE,
@@ -240,13 +240,7 @@ class Setup:
     def blocks_alike(self) -> dict[int, list[int]]:
         """Blocks that differ in nothing but names and to which the policy does the same, by the first of them."""
         policy, found = self.policy, dict[object, list[int]]()
-        lists = [
-            frozenset(blocks)
-            for blocks in (
-                *(policy.offload_blocks, policy.resident_blocks, policy.spill_blocks),
-                *(policy.speculate_blocks, policy.device_blocks),
-            )
-        ]
+        lists = [frozenset(getattr(policy, name)) for name in BLOCK_LISTS]
         for b, first in self.workload.first_alike.items():
             is_again = policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, b)
             found.setdefault((first, policy.saved(b), is_again, *[b in blocks for blocks in lists]), []).append(b)

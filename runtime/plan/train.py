@@ -143,5 +143,5 @@ def checked_lora(**given: object) -> Lora:
     except ValidationError as error:
         first = error.errors()[0]
         where, found = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
-        raise PlanError(f"an adapter's {where} is {found}: {first['msg']}") from None
+        raise PlanError(f"an adapter's {where} is {found}; {first['msg'].lower()}") from None
     return replace(lora, targets=tuple(target for target in TARGETS if target in lora.targets))

@@ -156,7 +156,7 @@ def test_packed_weights_that_were_cut_are_packed_again_or_named(home):
     ("train_what", "words"),
     [
         ("lora:r=0", "rank is 0"),
-        ("lora:targets=nobody", "targets.0 is nobody: Input should be 'q_proj', "),
+        ("lora:targets=nobody", "targets.0 is nobody; input should be 'q_proj', "),
         ("names:nobody*", "is called nobody*"),
         ("layers:2-9", "there is no layer 9"),
     ],
