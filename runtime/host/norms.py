@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from .chunks import CHUNK_ELEMENTS, Scratch, run_squares
-from .optimizer import SummedGradient, ranges, summed
+from .optimizer import SummedGradient, summed, tasks_of
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -19,11 +19,11 @@ def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None)
     """Tasks for the sum of squares of a flat gradient: they give the fp32 sums of its chunks, to be `added` in order. In each of
     the ranges `cuts` chunks begin anew."""
 
-    def task(start: int, end: int) -> Callable[[Scratch], list[float]]:
-        return lambda own: run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
+    def work(start: int, end: int, own: Scratch) -> list[float]:
+        return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
 
     whole = [range(gradient.numel())] if cuts is None else cuts
-    return [task(start, end) for cut in whole for start, end in ranges(cut.stop, cut.start)]
+    return [task for cut in whole for task in tasks_of(work, cut.stop, cut.start)]
 
 
 def added(sums: Iterable[float]) -> float:

@@ -6,7 +6,8 @@ whole. A task is some chunks of one parameter, and needs nothing but a thread's 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from .chunks import (
 
 TASK_ELEMENTS = 16 * CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
 
+T = TypeVar("T")
 Task = Callable[[Scratch], None]
 
 
@@ -141,18 +143,18 @@ def summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
     return gradient if isinstance(gradient, SummedGradient) else SummedGradient((gradient,), gradient.dtype)
 
 
-def ranges(n_elements: int, first: int = 0) -> list[tuple[int, int]]:
-    """The elements of each task, from the first one on."""
-    return [(at, min(at + TASK_ELEMENTS, n_elements)) for at in range(first, n_elements, TASK_ELEMENTS)]
+def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -> list[Callable[[Scratch], T]]:
+    """Tasks that share the elements start .. end - 1 of a parameter; `work` is given those of one task."""
+    return [partial(work, at, min(at + TASK_ELEMENTS, end)) for at in range(start, end, TASK_ELEMENTS)]
 
 
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Add a flat gradient of any dtype to the running fp32 sum, which begins at zero with the first."""
 
-    def task(start: int, end: int) -> Task:
-        return lambda own: run_add(start, end, UPDATE_ELEMENTS, total, part, is_first, own.gradient)
+    def work(start: int, end: int, own: Scratch) -> None:
+        run_add(start, end, UPDATE_ELEMENTS, total, part, is_first, own.gradient)
 
-    return [task(start, end) for start, end in ranges(total.numel())]
+    return tasks_of(work, total.numel())
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
@@ -185,11 +187,8 @@ class Step:
 
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
-
-        def task(start: int, end: int) -> Task:
-            return lambda own: self.run(RULES[self.settings.optimizer.name].loop, start, end, UPDATE_ELEMENTS, own)
-
-        return [task(start, end) for start, end in ranges(self.gradient.numel())]
+        loop = RULES[self.settings.optimizer.name].loop
+        return tasks_of(lambda start, end, own: self.run(loop, start, end, UPDATE_ELEMENTS, own), self.gradient.numel())
 
     def on_device(self, loop: UpdateLoop) -> None:
         """All of it by a device, or by a processor in its place, with scratch memory that goes when it is done."""

@@ -4,10 +4,7 @@ One account for everybody: what the planner books is what the checker adds up an
 out what a process has before a plan is begun: a GPU's context, and Python with its libraries.
 """
 
-from typing import Any
-
 from .plan import Plan
-from .policy import Semantics
 from .setup import Place, Setup
 from .workload import ITEM_BYTES, Saved
 
@@ -48,11 +45,6 @@ def host_needs(plan: Setup) -> dict[str, int]:
     return {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
 
 
-def may_attend_by_document(config: dict[str, Any], semantics: Semantics) -> bool:
-    """Whether a packed sequence's documents may be attended to one by one, as far as a plan can tell."""
-    return config.get("model_type") in DOCUMENT_TYPES and semantics.attention == "sdpa"
-
-
 def document_bytes(plan: Setup, on_cuda: bool) -> int:
     """Device memory that documents take at most beyond what a plan books, whatever their lengths.
 
@@ -61,7 +53,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
     document, autograd keeps what attention made a second time: as the results of documents, and joined.
     """
     of, config = plan.semantics, plan.model.config
-    if not may_attend_by_document(config, of):
+    if config.get("model_type") not in DOCUMENT_TYPES or of.attention != "sdpa":
         return 0
     item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
     pads = not on_cuda and of.compute_dtype == "bf16"

@@ -15,18 +15,12 @@ def unrolled(plan: Plan) -> Plan:
     repeat = plan.repeat
     if repeat is None:
         return plan
-    ops: list[Op] = []
-    for i, op in enumerate(plan.ops[: repeat.start]):
-        ops.append(_written_out(plan, repeat, i, op, None))
-    for repetition in range(repeat.times):
-        for i in range(repeat.start, repeat.end):
-            ops.append(_written_out(plan, repeat, i, repeat.op(plan.ops[i], repetition), repetition))
-    for i in range(repeat.end, len(plan.ops)):
-        ops.append(_written_out(plan, repeat, i, plan.ops[i], None))
-    return replace(plan, ops=tuple(ops), repeat=None)
+    performed: list[tuple[int, int | None]] = [(i, None) for i in range(len(plan.ops))]
+    performed[repeat.start : repeat.end] = [(i, k) for k in range(repeat.times) for i in range(repeat.start, repeat.end)]
+    return replace(plan, ops=tuple([_written_out(plan.ops[i], repeat, k) for i, k in performed]), repeat=None)
 
 
-def _written_out(plan: Plan, repeat: Repeat, i: int, op: Op, repetition: int | None) -> Op:
+def _written_out(op: Op, repeat: Repeat, repetition: int | None) -> Op:
     """The op, in this repetition if it repeats, with the numbers that ops have when all are written out."""
     waits = []
     for wait in op.waits:
@@ -37,7 +31,7 @@ def _written_out(plan: Plan, repeat: Repeat, i: int, op: Op, repetition: int | N
             of = repetition - wait.back
             number, distance = (number + of * repeat.n_ops, 0) if of >= 0 else (number + last, 1)
         waits.append(Wait(number, distance))
-    return replace(op, waits=tuple(dict.fromkeys(waits)))
+    return replace(repeat.op(op, repetition or 0), waits=tuple(dict.fromkeys(waits)))
 
 
 def shortened(plan: Plan, times: int) -> Plan:
