@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .slabs import mapped
+from .slabs import host_slab, mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class CommonMemory:
 
 
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
-    """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much, OSError where it has no
-    such slabs."""
+    """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much. Where there are none to
+    share, one that the others find they cannot map."""
     name = f"penstock-{secrets.token_hex(16)}"
     try:
         descriptor = os.memfd_create(name)
-    except AttributeError:
-        raise OSError("no such slabs on this system") from None
+    except (AttributeError, OSError):
+        return Shared(os.getpid(), -1, n_bytes, name), host_slab(n_bytes)
     shared = Shared(os.getpid(), descriptor, n_bytes, name)
     try:
         os.ftruncate(descriptor, n_bytes)
@@ -58,11 +58,6 @@ def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
     except (OSError, OverflowError, ValueError) as error:
         shared.close()
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None
-
-
-def unshared(n_bytes: int) -> Shared:
-    """In place of a slab that others cannot map."""
-    return Shared(os.getpid(), -1, n_bytes, "no shared slab")
 
 
 def slab_of(other: Shared) -> torch.Tensor:

@@ -17,12 +17,12 @@ from runtime.compute.compute import Compute
 from runtime.compute.inference import Abandoned, Head, Inference
 from runtime.executor import AgreedStop, Stop, execute
 from runtime.host.chunks import Scratch
-from runtime.host.common_memory import CommonMemory, Shared, shared_slab, unshared
+from runtime.host.common_memory import CommonMemory, Shared, shared_slab
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.shared_numbers import SharedNumbers
-from runtime.host.slabs import give_back_freed, host_slab, touch
+from runtime.host.slabs import give_back_freed, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.lane_thread import LaneRun
@@ -310,7 +310,7 @@ class TorchMachine(LaneMachine):
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
-    """The plan's arenas; and what ranks read of each other's memory, where they do."""
+    """The plan's arenas; and what ranks read of each other's memory, where they do. Else weights are gathered from the devices."""
     if ranks is None or not ranks.by_memory:
         return Arenas(plan.arenas, device), None
     bytes_per_element, n_blocks = next(iter(plan.state_bytes().values())), len(plan.workload.blocks)
@@ -319,10 +319,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
-        try:
-            found, mine = shared_slab(n_bytes)
-        except OSError:  # then weights are gathered from the devices
-            found, mine = unshared(n_bytes), host_slab(n_bytes)
+        found, mine = shared_slab(n_bytes)
         shared.append(found)
         return mine
 

@@ -17,7 +17,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.errors import PlanError
 from runtime.executor import AgreedStop, Stop, execute
-from runtime.host.common_memory import shared_slab, slab_of, unshared
+from runtime.host.common_memory import shared_slab, slab_of
 from runtime.machines.emulated import Alike
 from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.workload import Block, BlockKind, Model, Parameter
@@ -206,7 +206,7 @@ def test_a_slab_is_known_by_its_name():
     """As on another host, whose processes have the same numbers: other memory at the same place is no slab."""
     mine, slab = shared_slab(4096)
     other, _ = shared_slab(4096)
-    for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), unshared(4096)):
+    for wrong in (replace(mine, name=other.name), replace(mine, n_bytes=4097), replace(mine, descriptor=-1)):
         with pytest.raises(OSError):
             slab_of(wrong)
     other.close()
