@@ -75,7 +75,7 @@ def sync(path: Path) -> None:
 
 
 def _places(path: Path) -> tuple[Path, Path]:
-    """Where the file itself lies, and a free place beside it. A link stays a link; a pipe or a device stays what it is."""
+    """Where the file itself lies, and a free place next to it. A link stays a link; a pipe or a device stays what it is."""
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
         raise OSError(errno.EINVAL, "a folder" if target.is_dir() else "a pipe, device or circle of links, not a file")

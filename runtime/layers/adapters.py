@@ -1,4 +1,4 @@
-"""Adapters (LoRA): a frozen linear layer with a low-rank product beside it.
+"""Adapters (LoRA): a frozen linear layer plus a trained low-rank product.
 
 y = x W^T + b + s (dropout(x) A^T) B^T, of a frozen weight W, and never merged with it: rounded after the frozen product, after the
 narrow one, and once more for the sum. It is one node of autograd, which keeps what the adapter's gradients need, and one call of a
@@ -49,7 +49,7 @@ class Factor(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter beside it."""
+    """A linear layer with an adapter."""
 
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
         """The layer's own weights stay what they are."""

@@ -25,7 +25,7 @@ def read_config(config: dict[str, Any]) -> Any:
     """A configuration as transformers completes it; WorkloadError when it refuses."""
     try:
         return AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k not in OURS})
-    except Exception as error:  # whatever its code makes of a value that nobody expected
+    except Exception as error:  # whatever its code makes of an unexpected value
         raise _refused(error) from None
 
 

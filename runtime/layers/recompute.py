@@ -21,7 +21,7 @@ from runtime.plan.workload import Saved
 from .views import Shelf
 
 # Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
-# sequences are one call (documents.py), and so is a product with the adapter beside it (adapters.py).
+# sequences are one call (documents.py), and so is a product with its adapter (adapters.py).
 PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm", "adapted_linear"})
 FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")) | {
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -83,7 +83,7 @@ class Replay:
         shelf goes what the tier saves; None: it stays where it is made."""
         self._calls, self._again, self._shelf = CALLS_SAVED[saved], again, shelf
         self._n_saved = 0  # by autograd, in the first run
-        self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, as long as nobody has asked for it
+        self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, until backward asks for it
         self._results: deque[_Noted] = deque()
         self._n_results_needed = 0
 

@@ -110,7 +110,7 @@ class Shelf:
         return tree_unflatten(found, form), tree_unflatten(noted, form)
 
     def found(self, noted: Any) -> Any:
-        """What was noted, with the tensor in place of its spot. What found no room nobody is to ask for."""
+        """What was noted, with the tensor in place of its spot. What found no room must not be asked for."""
         assert noted is not NO_ROOM, "what is saved finds no room in its slot"
         return self.view(noted) if isinstance(noted, Spot) else noted
 

@@ -120,7 +120,7 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of a key that stands there twice only one value would count, and nobody could tell which was meant."""
+    """A JSON object; ValueError where a key stands there twice, of which Python would take the last."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)

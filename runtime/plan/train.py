@@ -23,7 +23,7 @@ Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """y = x W^T + alpha/rank (dropout(x) A^T) B^T beside each of the targets: A is (rank, in), B (out, rank)."""
+    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank)."""
 
     rank: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
@@ -69,7 +69,7 @@ class Train:
         return True
 
     def rank(self, target: str) -> int:
-        """Of the adapter beside a projection, by the last part of its name; 0: it has none."""
+        """Rank of the adapter of a projection, by the last part of its name; 0: it has none."""
         return self.lora.rank if self.lora is not None and target in self.lora.targets else 0
 
     def __str__(self) -> str:
@@ -93,8 +93,8 @@ def is_adapter(name: str) -> bool:
 
 
 def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dtype | None = None) -> dict[str, Any]:
-    """The fields of `Semantics` that say what is trained, as a file has them; nothing of what nobody named. Gradients of adapters
-    are fp32 if nobody says otherwise, as adapters are."""
+    """The fields of `Semantics` that say what is trained, as a file has them; none that was not named. Gradients of adapters are
+    fp32 by default, as adapters are."""
     found = parse_train(train) if isinstance(train, str) else train or Train()
     dtype = gradient_dtype or ("fp32" if found.lora is not None else None)
     fields = {"train": None if train is None else asdict(found), "base": base, "gradient_dtype": dtype}
