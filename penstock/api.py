@@ -236,14 +236,17 @@ def check(plan: "Planned | PlanFile | Plan | str | Path", search: bool = False) 
 
 
 def proven(where: str, file: "PlanFile", search: bool) -> str:
-    """What `check` says of a file that was read."""
+    """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
+    from hwprofiles.schema import Profile
     from planner.check.check import check as prove
     from planner.check.check import summary
     from planner.check.claim import claimed
 
+    claim = None if file.claim is None else claimed(file.claim, where)
+    Profile.from_json(file.plan.profile, f"{where}: profile")
     try:
         prove(file.plan)
-        checked = "nothing is claimed of it" if file.claim is None else _recounted(file.plan, claimed(file.claim, where), search)
+        checked = "nothing is claimed of it" if claim is None else _recounted(file.plan, claim, search)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     return f"{summary(file.plan)}; {checked}"

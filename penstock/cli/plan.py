@@ -16,7 +16,7 @@ from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
 from .flags import semantics_flags
-from .options import BYTES, COUNT, ClipNorm, Command, sequences_of_a_step, with_gpus, with_prices, with_training
+from .options import BYTES, CLIP_NORM, SEQ_LEN, Command, sequences_of_a_step, with_batch, with_gpus, with_prices, with_training
 
 if TYPE_CHECKING:
     from penstock.api import Planned
@@ -46,9 +46,8 @@ class _Plan(Command):
 @click.command(cls=_Plan)
 @click.argument("model")
 @click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
-@click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
-@click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
+@SEQ_LEN
+@with_batch
 @click.option(
     "--host-memory", "host_memory_bytes", type=BYTES, help="Host memory to use, for example 1.5TB.  [default: the profile's]"
 )
@@ -64,7 +63,7 @@ class _Plan(Command):
     "of a plan or JSON file.",
 )
 @with_training
-@click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
+@CLIP_NORM
 @semantics_flags
 @click.option(
     "--kernels",
