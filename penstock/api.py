@@ -98,15 +98,13 @@ class Trained:
 
     def page(self) -> str:
         """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
+        from penstock.run_files import read_logged_run
         from planner.show.facts import facts
         from planner.show.page import page
-        from planner.show.run_log import LoggedRun, read_log, read_samples
         from runtime.plan import PlanFile
 
-        logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
-        lines, samples = (path.read_bytes().splitlines(keepends=True) if path.exists() else [] for path in logs)
-        run = LoggedRun(self.timeline, read_log(lines), read_samples(samples))
-        return page(facts(PlanFile.read(self.folder / PLAN_FILE), self.folder.name, run), self.folder.name)
+        file = PlanFile.read(self.folder / PLAN_FILE)
+        return page(facts(file, self.folder.name, read_logged_run(self.folder, file.plan)), self.folder.name)
 
     def _repr_html_(self) -> str:
         return _framed(self.page())

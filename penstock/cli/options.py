@@ -67,12 +67,6 @@ def above_0(most: float) -> Parsed:
 BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
 
 
-def refuse_larger(micro_batch: int, batch_size: int) -> None:
-    """UsageError for a micro-batch of more sequences than the batch."""
-    if micro_batch > batch_size:
-        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {batch_size}; choose at most {batch_size}")
-
-
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
     """Sequences of a step, given as such or as tokens."""
     if tokens_per_step is None:

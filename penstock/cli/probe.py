@@ -2,14 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hwprofiles.laws import AttentionLaw, ProductLaw
@@ -20,6 +18,7 @@ from runtime.units import show_bytes, show_rate, show_seconds
 
 from .options import BYTES
 from .outputs import check_output, write_output
+from .progress import Preparing
 
 
 @click.command("probe")
@@ -49,8 +48,9 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, output: P
     if output is not None:
         check_output(output)
     console = Console(stderr=True)
-    with _progress(console) as report:
-        profile = measured(device, quick, gpu=gpu, name=output.stem if output else "this-machine", report=report)
+    with Preparing(each=True) as tell:
+        name = output.stem if output else "this-machine"
+        profile = measured(device, quick, gpu=gpu, name=name, report=lambda what, done: tell(f"measuring {what}: {done:.0%}"))
     profile = profile.with_memory(None, host_memory)
     console.print(headline(profile))
     for line in remarks(profile):
@@ -121,7 +121,7 @@ def remarks(profile: Profile) -> list[str]:
     found = [f"cliff: {line}" for _, lines in details for line in lines]
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
-        found.append("no clock and no power beside rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
+        found.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
     return [f"numbers: {counts}", *(detail for detail, _ in details), *found]
 
 
@@ -145,22 +145,3 @@ def _text(value: Any, indent: int) -> str:
         lines = [inner + _text(item, indent + 1) for item in value]
     first, last = ("{", "}") if isinstance(value, dict) else ("[", "]")
     return first + "\n" + ",\n".join(lines) + "\n" + " " * indent + last
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal; elsewhere a line for each thing that is measured."""
-    if not console.is_terminal:
-        told = set[str]()
-
-        def tell(what: str, fraction: float) -> None:
-            if what not in told:
-                told.add(what)
-                console.print(f"measuring: {what}")
-
-        yield tell
-        return
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

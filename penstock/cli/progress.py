@@ -29,13 +29,14 @@ LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "opti
 class Preparing:
     """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
 
-    On a terminal a line that is drawn again, elsewhere a line for whatever takes long. Called with the words of what begins.
+    On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
+    with the words of what begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, each: bool = False) -> None:
         console = Console(stderr=True)
         self.bar = Bar("{task.description}", TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-        self.words, self.timer = "starting", threading.Timer(LONG_S, self._print)
+        self.each, self.words, self.timer = each, "starting", threading.Timer(LONG_S, self._print)
         self.bar.add_task(self.words, total=None)
 
     def __enter__(self) -> "Preparing":
@@ -51,7 +52,10 @@ class Preparing:
 
     def __call__(self, words: str) -> None:
         (task,) = self.bar.task_ids
-        if words.partition(":")[0] != self.words.partition(":")[0]:
+        stage = words.partition(":")[0]
+        if stage != self.words.partition(":")[0]:
+            if self.each and self.bar.disable:
+                click.echo(stage, err=True)
             self.bar.reset(task)
             self.timer.cancel()
             self.timer = threading.Timer(LONG_S, self._print)

@@ -56,10 +56,9 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 
 
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+    from penstock.run_files import read_logged_run
     from planner.show.facts import facts
     from planner.show.page import page
-
-    from .run_files import read_logged_run
 
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
@@ -69,9 +68,8 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from penstock.api import predict
+    from penstock.run_files import GIVE, read_timeline
     from runtime.plan.timeline import chrome_trace
-
-    from .run_files import GIVE, read_timeline
 
     tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:

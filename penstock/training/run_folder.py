@@ -21,7 +21,7 @@ from runtime.units import on_one_line
 from .inputs import TOKENS_FOLDER
 from .log import writing
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besides checkpoints
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def write_settings(settings: RunSettings) -> None:
-    """Write all settings beside the run; CheckpointError where the disk refuses."""
+    """Write all settings into the folder of the run; CheckpointError where the disk refuses."""
     path = Path(settings.out) / RUN_FILE
     with writing(path):
         write_whole(path, run_text(settings))

@@ -311,7 +311,7 @@ def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0
     assert Profile.from_json(json.loads(result.stdout)) == found[0]
     assert "numbers:" in result.stderr
-    assert result.stderr.startswith("measuring: device memory\nmeasuring: copies\nmeasuring: optimizer\n")
+    assert result.stderr.startswith("measuring device memory\nmeasuring copies\nmeasuring optimizer\n")
 
 
 def test_a_probe_written_to_a_file_is_named_after_it(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import BYTES, COUNT, refuse_larger, sequences_of_a_step, with_batch, with_prices
+from penstock.cli.options import BYTES, COUNT, sequences_of_a_step, with_batch, with_prices
 from penstock.cli.tables import show_table
 
 from .sweep import semantics_of, swept, with_work
@@ -70,7 +70,8 @@ def compare(
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
     asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=gpus * hosts, **work)
     asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
-    refuse_larger(asked.micro_batch, asked.batch_size)
+    if asked.micro_batch > asked.batch_size:
+        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     found = ranked(described, asked, swept(candidate, [(described, of, asked, None, free) for of in profiles], "machines"))
     if as_json:
