@@ -67,15 +67,18 @@ _ABSENT = {
     "val_set_size|val_size|test_size": "held-out data is given as files of its own: evaluation.data",
     "load_best_model.*|early_stopping.*|metric_for_best.*": "it does not exist here; checkpoint.keep says what stays",
 }
-_OF_THE_PLAN = {
-    **dict.fromkeys(("clip_norm", "max_grad_norm", "gradient_clipping"), "--clip-norm"),
-    **dict.fromkeys(("seq_len", "max_seq_length", "cutoff_len", "max_length"), "--seq-len"),
-    **dict.fromkeys(
-        ("batch_size", "per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps"), "--batch-size"
-    ),
-    **dict.fromkeys(("micro_batch", "micro_batch_size"), "--micro-batch"),
+# What other trainers call a flag of `penstock plan`; and what else of theirs its flags decide.
+PLAN_FLAGS = {
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "cutoff_len", "sequence_len"), "--seq-len"),
+    **dict.fromkeys(("global_batch_size", "train_batch_size"), "--batch-size"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "--clip-norm"),
+    "micro_batch_size": "--micro-batch",
+}
+_OF_THE_PLAN = PLAN_FLAGS | {
+    **{name: f"--{name.replace('_', '-')}" for name in ("seq_len", "batch_size", "micro_batch", "clip_norm", "attention")},
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "--batch-size"),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), "--compute"),
-    **dict.fromkeys(("attn_implementation", "flash_attn", "attention"), "--attention"),
+    **dict.fromkeys(("attn_implementation", "flash_attn"), "--attention"),
 }
 _EXPECTED = {
     "tuple_type": "should be a list",

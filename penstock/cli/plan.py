@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.run_config import PLAN_FLAGS
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
@@ -29,12 +30,7 @@ BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 class _Plan(Command):
     """`plan --help` ends with the names of shipped machines and models."""
 
-    also = {
-        **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "cutoff_len", "sequence_len"), "--seq-len"),
-        **dict.fromkeys(("global_batch_size", "train_batch_size"), "--batch-size"),
-        **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "--clip-norm"),
-        "micro_batch_size": "--micro-batch",
-    }
+    also = PLAN_FLAGS
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):

@@ -3,12 +3,13 @@
 import json
 import shlex
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.chats import write_talker
 from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, train, weights_sha
-from tests.tiny import tiny_config
+from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
 
 
 def test_a_run_learns_logs_and_leaves_a_model(home):
@@ -32,6 +33,34 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert drawn.exit_code == 0, drawn.output
     names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"predicted", "measured"}
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_policy_leaves_the_same_bytes(home, model_type):
+    (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
+    policies = [
+        {"prefetch_depth": 1, "accumulation_group": 1},
+        {"prefetch_depth": 2, "accumulation_group": 2, "save": {"all": [1]}, "update": "deferred"},
+        {
+            "accumulation_group": 2,
+            "update": "deferred",
+            "speculate_blocks": [0, 1, 3],
+            "spill_blocks": [0, 1],
+            "save": {"products": [] if model_type == "gpt_oss" else [2]},  # it adds biases to products in place
+        },
+    ]
+    sums = []
+    for i, policy in enumerate(policies):
+        (home / "policy.json").write_text(json.dumps(policy))
+        plan = plan_in(
+            home, "--policy", home / "policy.json", "--attention", "eager" if model_type in EAGER_ONLY else "sdpa", name=f"{i}.json"
+        )
+        done = train(home, plan, out=f"out{i}", steps=3)
+        assert done.exit_code == 0, done.output
+        sums.append(weights_sha(home / f"out{i}" / "checkpoint-3"))
+    assert sums[0]
+    assert sums[0] == sums[1] == sums[2]
 
 
 def test_a_run_resumed_under_other_policies_is_the_unbroken_one(home):
