@@ -24,7 +24,8 @@ ENDED_S = 300  # of a process after its time: native code that does not come bac
 
 def fuzz(name: str, seconds: float, out: Path) -> None:
     """Damage one format in this process; its tally is one line of JSON on standard output."""
-    from tests.hostile import FORMATS, NoEndError, damaged, judged, make_house
+    from benchmarks.damage import damaged
+    from tests.hostile import FORMATS, NoEndError, judged, make_house
 
     file, words = FORMATS[name]
     street = Path(tempfile.mkdtemp(prefix="fuzz-"))

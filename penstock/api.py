@@ -98,15 +98,13 @@ class Trained:
 
     def page(self) -> str:
         """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
+        from penstock.run_files import read_logged_run
         from planner.show.facts import facts
         from planner.show.page import page
-        from planner.show.run_log import LoggedRun, read_log, read_samples
         from runtime.plan import PlanFile
 
-        logs = [self.folder / "metrics.jsonl", self.folder / "samples.jsonl"]
-        lines, samples = (path.read_bytes().splitlines(keepends=True) if path.exists() else [] for path in logs)
-        run = LoggedRun(self.timeline, read_log(lines), read_samples(samples))
-        return page(facts(PlanFile.read(self.folder / PLAN_FILE), self.folder.name, run), self.folder.name)
+        file = PlanFile.read(self.folder / PLAN_FILE)
+        return page(facts(file, self.folder.name, read_logged_run(self.folder, file.plan)), self.folder.name)
 
     def _repr_html_(self) -> str:
         return _framed(self.page())
@@ -236,14 +234,17 @@ def check(plan: "Planned | PlanFile | Plan | str | Path", search: bool = False) 
 
 
 def proven(where: str, file: "PlanFile", search: bool) -> str:
-    """What `check` says of a file that was read."""
+    """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
+    from hwprofiles.schema import Profile
     from planner.check.check import check as prove
     from planner.check.check import summary
     from planner.check.claim import claimed
 
+    claim = None if file.claim is None else claimed(file.claim, where)
+    Profile.from_json(file.plan.profile, f"{where}: profile")
     try:
         prove(file.plan)
-        checked = "nothing is claimed of it" if file.claim is None else _recounted(file.plan, claimed(file.claim, where), search)
+        checked = "nothing is claimed of it" if claim is None else _recounted(file.plan, claim, search)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     return f"{summary(file.plan)}; {checked}"

@@ -11,7 +11,6 @@ import reprlib
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.settings import DataSettings, EvaluationSettings, RunSettings, settings_of
 from runtime.errors import PenstockError
-from runtime.files import read_whole, write_whole
+from runtime.files import read_whole
 from runtime.units import on_one_line
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
@@ -68,15 +67,18 @@ _ABSENT = {
     "val_set_size|val_size|test_size": "held-out data is given as files of its own: evaluation.data",
     "load_best_model.*|early_stopping.*|metric_for_best.*": "it does not exist here; checkpoint.keep says what stays",
 }
-_OF_THE_PLAN = {
-    **dict.fromkeys(("clip_norm", "max_grad_norm", "gradient_clipping"), "--clip-norm"),
-    **dict.fromkeys(("seq_len", "max_seq_length", "cutoff_len", "max_length"), "--seq-len"),
-    **dict.fromkeys(
-        ("batch_size", "per_device_train_batch_size", "global_batch_size", "gradient_accumulation_steps"), "--batch-size"
-    ),
-    **dict.fromkeys(("micro_batch", "micro_batch_size"), "--micro-batch"),
+# What other trainers call a flag of `penstock plan`; and what else of theirs its flags decide.
+PLAN_FLAGS = {
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "cutoff_len", "sequence_len"), "--seq-len"),
+    **dict.fromkeys(("global_batch_size", "train_batch_size"), "--batch-size"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "--clip-norm"),
+    "micro_batch_size": "--micro-batch",
+}
+_OF_THE_PLAN = PLAN_FLAGS | {
+    **{name: f"--{name.replace('_', '-')}" for name in ("seq_len", "batch_size", "micro_batch", "clip_norm", "attention")},
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "--batch-size"),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), "--compute"),
-    **dict.fromkeys(("attn_implementation", "flash_attn", "attention"), "--attention"),
+    **dict.fromkeys(("attn_implementation", "flash_attn"), "--attention"),
 }
 _EXPECTED = {
     "tuple_type": "should be a list",
@@ -122,16 +124,11 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     return settings
 
 
-def write_run(path: Path, settings: RunSettings) -> None:
-    """Write every setting, so that `read_run` reads the same; OSError where that is impossible."""
-    write_whole(path, run_text(settings))
-
-
 def run_text(settings: RunSettings) -> str:
-    """Every setting, as YAML."""
+    """Every setting as YAML, which `read_run` reads back."""
     import yaml
 
-    return WRITTEN_BY_A_RUN + str(yaml.safe_dump(_with_lists(asdict(settings)), sort_keys=False, width=120))
+    return WRITTEN_BY_A_RUN + str(yaml.safe_dump(_RUN.dump_python(settings, mode="json"), sort_keys=False, width=120))
 
 
 def part_of(text: str) -> dict[str, Any]:
@@ -202,34 +199,19 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
     return {key: _without_nulls(v) if isinstance(v, dict) else v for key, v in given.items() if v is not None}
 
 
-def _with_lists(value: Any) -> Any:
-    """The same with lists for tuples, which YAML lacks."""
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
 def _refuse_idle(where: str, settings: RunSettings) -> None:
     """RunConfigError for a setting that would do nothing: it is a misunderstanding."""
     data, evaluation, saving = settings.data, settings.evaluation, settings.checkpoint
-    idle = {
-        "evaluation.every": (
-            evaluation.every is not None and evaluation.data is None and not evaluation.prompts,
-            "evaluation.data or prompts",
-        ),
-        "evaluation.split": (evaluation.split is not None and evaluation.data is None, "evaluation.data"),
-        "evaluation.top_p": (
-            evaluation.top_p != EvaluationSettings().top_p and evaluation.temperature == 0,
-            "a temperature above 0",
-        ),
-        "data.shuffle_buffer": (
-            data.shuffle_buffer != DataSettings().shuffle_buffer and not data.streaming,
-            "data.streaming",
-        ),
-        "checkpoint.copy_bytes": (saving.copy_bytes is not None and not saving.background, "checkpoint.background"),
-    }
-    for key, (is_idle, needs) in idle.items():
-        if is_idle:
+    sampled, buffered = evaluation.top_p != EvaluationSettings().top_p, data.shuffle_buffer != DataSettings().shuffle_buffer
+    has_data = evaluation.data is not None
+    for key, is_given, needs, is_there in (
+        ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
+        ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
+        ("evaluation.top_p", sampled, "a temperature above 0", evaluation.temperature > 0),
+        ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
+        ("checkpoint.copy_bytes", saving.copy_bytes is not None, "checkpoint.background", saving.background),
+    ):
+        if is_given and not is_there:
             raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")
 
 

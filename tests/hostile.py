@@ -1,6 +1,6 @@
-"""Files that commands read: a good one of every format, random damage, and what a command may do with a damaged one.
+"""Files that commands read: a good one of every format, and what a command may do with a damaged one.
 
-`tests/penstock/test_hostile.py` tries a damaged file of each format; `benchmarks/fuzz.py` damages them for hours.
+`tests/penstock/test_hostile.py` tries half of each file; `benchmarks/fuzz.py` damages them at random, for hours.
 """
 
 import json
@@ -9,7 +9,6 @@ import signal
 import sys
 from contextlib import chdir
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pyarrow.parquet
@@ -60,7 +59,7 @@ FORMATS: dict[str, tuple[str, list[str]]] = {
 
 
 def make_house(home: Path) -> None:
-    """A good file of every format; code that must not run; and files beside the house that nothing may open."""
+    """A good file of every format; code that must not run; and files outside the house that nothing may open."""
     model, weights, sharded = (home / name for name in ("model", "weights", "sharded"))
     n_tokens = write_talker(model, "chatml")
     (model / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=n_tokens, eos_token_id=2)))
@@ -97,82 +96,6 @@ def make_house(home: Path) -> None:
     outside.mkdir(exist_ok=True)
     for name in ("secret.json", "secret.safetensors", "secret.jsonl"):
         shutil.copy(home / "weights" / "model.safetensors", outside / name)
-
-
-# -- damage -------------------------------------------------------------------------------------------------------------------
-
-NESTED = json.loads("[" * 400 + "]" * 400)
-VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1, 2**31, 2**53, 2**64, -(2**63), 10**30, 0.5, -0.0, 5e-324, 1.7e308, float("nan"), float("inf")),
-    *("", " ", "\0", "a\nb", "\x1b[31mred", "\u202e", "\ud800", "x" * 5000, "..", "/dev/zero", "../outside/secret.json"),
-    *("../outside/secret.safetensors", "evil", "evil.Evil", "{{ 7 * 7 }}", "__import__('os').getcwd()", "(a+)+$", "1e999", "none"),
-    *([], {}, [[]], [None], NESTED, [0] * 3000, {f"k{i}": i for i in range(2000)}),
-    {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}, "trust_remote_code": True},
-)
-SNIPPETS = (
-    *(b"\0", b"\n", b"\xff\xfe", b"\xed\xa0\x80", b'"', b"{", b"}", b"[" * 3000, b"9" * 4400, b"1e999", b"NaN", b"-", b": ", b","),
-    *(b"&a [*a]", b"*a", b"<<: *a", b"!!python/object/apply:os.system ['touch EXECUTED']", b"? [a]", b"a.b.c = 1", b"a" * 9000),
-    *(b"{{ cycler.__init__.__globals__.os.system('touch EXECUTED') }}", b"{{ range(10**9)|list }}", b"{% for m in messages %}"),
-)
-
-
-def damaged(data: bytes, rng: Random) -> bytes:
-    """The file with something wrong: a value, an entry, a line or some bytes."""
-    if rng.random() < 0.2:
-        return _bytes(data, rng)
-    header = int.from_bytes(data[:8], "little")
-    if data[8:9] == b"{" and header < len(data):  # safetensors
-        changed = _tree(data[8 : 8 + header], rng)
-        return len(changed).to_bytes(8, "little") + changed + data[8 + header :]
-    lines = data.split(b"\n")
-    at = rng.randrange(len(lines))
-    if data[:1] == b"{" and data.count(b"\n{"):  # JSONL
-        return b"\n".join([*lines[:at], _tree(lines[at], rng), *lines[at + 1 :]])
-    if data[:1] in b"{[":
-        return _tree(data, rng)
-    name, mark, _ = lines[at].partition(rng.choice((b": ", b" = ", b",")))
-    return b"\n".join([*lines[:at], name + mark + rng.choice(SNIPPETS), *lines[at + 1 :]])
-
-
-def _tree(data: bytes, rng: Random) -> bytes:
-    """JSON with one value or entry changed."""
-    try:
-        root = [json.loads(data)]
-    except ValueError:
-        return _bytes(data, rng)
-    places: list[tuple[Any, Any]] = []
-    todo: list[Any] = [root]
-    while todo:
-        node = todo.pop()
-        keys = range(len(node)) if isinstance(node, list) else node
-        places += [(node, key) for key in keys]
-        todo += [node[key] for key in keys if isinstance(node[key], list | dict)]
-    node, key = rng.choice(places[1:] or places)
-    value = node[key]
-    match rng.randrange(5):
-        case 0:
-            del node[key]
-        case 1 if isinstance(value, int | float):
-            node[key] = rng.choice((value + 1, -value, value * 2, value / 3, str(value)))
-        case 1 if isinstance(value, str):
-            node[key] = rng.choice((value[: len(value) // 2], value + " ", value.upper(), value * 2))
-        case 2 if isinstance(node, dict):
-            node[rng.choice((f"{key}x", "", "__class__", "trust_remote_code"))] = value
-        case 3:
-            node[key] = rng.choice(([value], {"x": value}, rng.choice(places)[0]))
-        case _:
-            node[key] = rng.choice(VALUES)
-    try:
-        return json.dumps(root[0] if root else None).encode()
-    except ValueError:  # a part that now holds itself
-        return data[:-1]
-
-
-def _bytes(data: bytes, rng: Random) -> bytes:
-    """Bytes cut off, cut out, changed, repeated or put in."""
-    a, b = sorted(rng.randrange(len(data) + 1) for _ in range(2))
-    put_in = rng.choice((bytes([rng.randrange(256)]), rng.choice(SNIPPETS)))
-    return rng.choice((data[:a], data[:a] + data[b:], data[:b] + data[a:], data[:a] + put_in + data[a + 1 :]))
 
 
 # -- judgement ----------------------------------------------------------------------------------------------------------------

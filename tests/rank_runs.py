@@ -10,7 +10,7 @@ from penstock.checkpoint.checkpoint import latest
 from runtime.machines.processes import meeting_place
 
 from .rank_law import ROOT
-from .running import SCRATCH, plan_in
+from .running import SCRATCH, penstock, plan_in
 
 BATCH = ["--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4]
 COMMAND = [sys.executable, "-m", "penstock"]
@@ -18,7 +18,8 @@ QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def planned(home, ranks):
-    return plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", ranks, name=f"{ranks}.json")
+    path = home / f"{ranks}.json"
+    return path if path.exists() else plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", ranks, name=path.name)
 
 
 def words(home, plan, *extra, out="out", steps=4):
@@ -32,16 +33,16 @@ def done(arguments, timeout_s=120):
     )
 
 
-def begun(arguments, before=(), stderr=subprocess.PIPE):
-    """All ranks, while they are at work; started by what comes `before`."""
-    command = [*before, *COMMAND, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, stderr=stderr, text=True)
+def begun(arguments):
+    """All ranks, while they are at work."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, **pipes)
 
 
-def said_by(running, timeout_s=60):
+def said_by(running):
     """On stderr, until it ended by itself."""
     try:
-        return running.communicate(timeout=timeout_s)[1]
+        return running.communicate(timeout=60)[1]
     finally:
         running.kill()  # and with it its ranks
 
@@ -102,3 +103,9 @@ def wait_for(what, running, seconds=60, look_s=0.05):
 
 def contents(checkpoint):
     return {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
+
+
+def is_that_of_one(home, n, *looks):
+    """Whether the checkpoint after `n` steps has the bytes of one that a process alone left."""
+    assert penstock(*words(home, planned(home, 1), *looks, out="alone", steps=n)).exit_code == 0
+    return contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")

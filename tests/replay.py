@@ -1,4 +1,4 @@
-"""Does everything come out as it did before a change that was to change nothing?
+"""Replay: digests of plans, reports, refusals and trained states, to show that a change which was to change nothing did so.
 
 `python -m tests.replay write FILE` before the first change, `python -m tests.replay compare FILE` after every one, on one machine:
 digests of the text of two thousand plans, of policy, step and bounds over the grid, of what `plan` and `report` say of ten

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from hwprofiles.schema import Profile
 from penstock.cli.main import cli
-from penstock.cli.run_files import read_logged_run
+from penstock.run_files import read_logged_run
 from planner.show.facts import facts
 from planner.show.page import page
 from runtime.plan import PlanFile

@@ -50,7 +50,7 @@ def train(
     on_step: Callable[[Metrics], None] = lambda metrics: None,
     validations: Sequence[Validation] = (),
 ) -> Session:
-    """Train it up to so many steps."""
+    """Train it up to `n_steps`."""
     session = replace(session, n_steps=n_steps)
     Trainer(session, on_step, validations).train()
     return session

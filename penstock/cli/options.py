@@ -1,6 +1,5 @@
 """Options that several commands share, and the types of their values."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -42,54 +41,30 @@ def _unknown(error: click.NoSuchOption) -> click.UsageError:
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """Text that a function of ours parses, whose error is the command's."""
+    """Text that a function of ours parses; what is wrong with it, a ValueError says."""
 
-    def __init__(self, name: str, parse: Callable[[str], int]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self.parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return self.parse(value) if isinstance(value, str) else value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def above_0(most: float) -> Parsed:
+    """A number above 0, up to `most`."""
+
+    def parse(text: str) -> float:
+        if not 0 < (number := float(text)) <= most:
+            raise ValueError(f"{text!r} is not a number above 0 and up to {most:,.0f}")
+        return number
+
+    return Parsed("number", parse)
 
 
 BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
-
-
-class Above0(click.FloatRange):
-    """A number above 0, up to `most`."""
-
-    name = "number"
-
-    def __init__(self, most: float) -> None:
-        super().__init__(0, most, min_open=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return number
-
-
-class ClipNorm(click.ParamType):  # type: ignore[type-arg]
-    """A norm above zero; None for `none`."""
-
-    name = "norm|none"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        if value == "none":
-            return None
-        try:
-            norm = float(value)
-        except ValueError:
-            norm = 0.0
-        if not 0 < norm < float("inf"):
-            self.fail(f"{value!r} is not a norm above zero; write for example 1.0, or none", param, ctx)
-        return norm
-
-
-def refuse_larger(micro_batch: int, batch_size: int) -> None:
-    """UsageError for a micro-batch of more sequences than the batch."""
-    if micro_batch > batch_size:
-        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {batch_size}; choose at most {batch_size}")
 
 
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
@@ -118,6 +93,18 @@ def together(*options: Option) -> Option:
     return give
 
 
+SEQ_LEN = click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
+CLIP_NORM = click.option(
+    "--clip-norm",
+    type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
+    default=1.0,
+    show_default=True,
+    help="Largest norm of the whole gradient.",
+)
+with_batch = together(
+    click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
+    click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
+)
 with_gpus = together(
     click.option(
         "--gpus",
@@ -127,7 +114,7 @@ with_gpus = together(
         help="GPUs of a host that share each step. The bits of the result do not depend on it, for the same --sum-groups.",
     ),
     click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
-    click.option("--network-gbit", type=Above0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
+    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
 with_training = together(
     click.option(
@@ -144,7 +131,7 @@ with_training = together(
 )
 with_prices = together(
     click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),
-    click.option("--usd-per-hour", type=Above0(9_999_999), help="Rent of the machine.  [default: the profile's]"),
-    click.option("--usd", type=Above0(9_999_999), help="Price of the whole machine, bought.  [default: the profile's]"),
-    click.option("--usd-per-kwh", type=Above0(9_999_999), help="Price of power.  [default: 0.15]"),
+    click.option("--usd-per-hour", type=above_0(9_999_999), help="Rent of the machine.  [default: the profile's]"),
+    click.option("--usd", type=above_0(9_999_999), help="Price of the whole machine, bought.  [default: the profile's]"),
+    click.option("--usd-per-kwh", type=above_0(9_999_999), help="Price of power.  [default: 0.15]"),
 )

@@ -1,10 +1,8 @@
 """The overview of a run before its first step, and the table of predicted and measured figures after its last."""
 
-import json
 import os
 import resource
 import shutil
-from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +11,10 @@ import click
 
 from penstock.run_config import RunConfigError
 from runtime.errors import PlanError
-from runtime.files import try_to_write, write_whole
 from runtime.plan.footprint import planned_device_needs
 from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
+from .outputs import check_output, write_output
 from .tables import show_table
 
 if TYPE_CHECKING:
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
 
     from penstock.training.session import Session
     from planner.show.facts import Measured
-    from runtime.plan import Kind, Lane, Plan
+    from runtime.plan import Plan
     from runtime.plan.timeline import Timeline
 
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
-WORTH_NAMING = 0.02  # of a step
-MOST_NAMED = 4
 
 
 def overview(session: "Session") -> dict[str, str]:
@@ -41,7 +37,7 @@ def overview(session: "Session") -> dict[str, str]:
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
         "weights": session.weights,
-        "tokenizer": session.tokenizer,
+        "tokenizer": str(session.tokenizer_from or "bytes"),
         "device": _device(session),
         **data,
         "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
@@ -85,10 +81,8 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
     if found.n_steps:
         spread = f"{show_seconds(found.p10_step_s)} to {show_seconds(found.p90_step_s)}"
         click.echo(f"step: median of {found.n_steps} after warm-up, P10 to P90 {spread}")
-    if run.is_comparable and found.n_steps:
-        for line in _differences(run, found, recalibrate is not None):
-            click.echo(line)
-    for line in _notes(run):
+    differs = _difference(run, found.step_s, recalibrate is not None) if run.is_comparable and found.n_steps else ()
+    for line in (*differs, *_notes(run)):
         click.echo(line)
     if recalibrate is not None:
         _recalibrate(run, timeline, recalibrate)
@@ -159,39 +153,17 @@ def _plan_file(run: "Session") -> str:
     return on_one_line(str(run.settings.plan))
 
 
-def _differences(run: "Session", found: "Measured", recalibrates: bool) -> "Iterator[str]":
-    """The kinds of op that took otherwise than predicted, when the step did."""
-    error = found.step_s / run.prediction.step_s - 1
+def _difference(run: "Session", step_s: float, recalibrates: bool) -> "Iterator[str]":
+    """Where the step took otherwise than predicted: by how much, and how to plan for the machine as it is."""
+    error = step_s / run.prediction.step_s - 1
     if abs(error) <= WORTH_A_PLAN:
         return
-    n_steps = len(run.prediction.timeline.step_ends_s)
-    predicted_s = _busy_by_kind_s(run.plan, run.prediction.timeline.from_step(n_steps - run.prediction.n_cycle_steps))
-    measured_s = _busy_by_kind_s(run.plan, found.settled)
-    by_s = {kind: abs(measured_s[kind] - predicted_s[kind]) for kind in predicted_s if kind in measured_s}
-    told = [
-        f"{lane} {kind} {show_seconds(predicted_s[lane, kind])} predicted, {show_seconds(measured_s[lane, kind])} measured"
-        for lane, kind in sorted(by_s, key=lambda of: by_s[of], reverse=True)
-        if by_s[lane, kind] > max(WORTH_NAMING * run.prediction.step_s, WORTH_A_PLAN * predicted_s[lane, kind])
-    ]
-    where = "; ".join(told[:MOST_NAMED]) or "no kind of op by itself: lanes waited otherwise than predicted"
-    yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted: {where}"
+    yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
     if not recalibrates and run.device != "emulated":
         yield (
             f"to plan for the machine as it is: penstock run {_plan_file(run)} ... --recalibrate profile.json, "
             "then penstock plan ... --machine profile.json"
         )
-
-
-def _busy_by_kind_s(plan: "Plan", timeline: "Timeline") -> "dict[tuple[Lane, Kind], float]":
-    """Seconds of a step, on average, that each kind of op takes on its lane."""
-    from runtime.plan.timeline import often
-
-    total_s: Counter[tuple[Lane, Kind]] = Counter()
-    for span in timeline.spans:
-        op = plan.ops[span.op]
-        total_s[op.lane, op.kind] += often(plan, span) * (span.end_s - span.start_s)  # type: ignore[assignment]
-    n_steps = max(len({span.step for span in timeline.spans}), 1)
-    return {key: s / n_steps for key, s in total_s.items()}
 
 
 def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str) -> None:
@@ -201,15 +173,14 @@ def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str
         raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
     if path.exists() and path.samefile(plan_file):
         raise RunConfigError(f"--recalibrate {path}: the plan itself would be overwritten; choose another file")
-    try:
-        try_to_write(path)
-    except OSError as error:
-        raise RunConfigError(f"{path}: cannot be written ({error.strerror}); choose another --recalibrate") from None
+    check_output(path)
 
 
 def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
     """Write the profile as the run shows it to be, and say what that changes."""
     from planner.predict.recalibrate import recalibrate
+
+    from .probe import text_of
 
     day = datetime.now(UTC).date().isoformat()
     try:
@@ -219,9 +190,6 @@ def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
         return
     for line in found.words():
         click.echo(line)
-    try:
-        write_whole(path, json.dumps(found.profile.to_json(), indent=1) + "\n")
-    except OSError as error:
-        raise RunConfigError(f"{path}: cannot be written ({error.strerror}); make room, or choose another place") from None
+    write_output(path, text_of(found.profile))
     name = on_one_line(str(path))
     click.echo(f"profile: {name}   plan with it: penstock plan MODEL --machine {name}")

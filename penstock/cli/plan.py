@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.run_config import PLAN_FLAGS
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
 from .flags import semantics_flags
-from .options import BYTES, COUNT, ClipNorm, Command, sequences_of_a_step, with_gpus, with_prices, with_training
+from .options import BYTES, CLIP_NORM, SEQ_LEN, Command, sequences_of_a_step, with_batch, with_gpus, with_prices, with_training
 
 if TYPE_CHECKING:
     from penstock.api import Planned
@@ -29,12 +30,7 @@ BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 class _Plan(Command):
     """`plan --help` ends with the names of shipped machines and models."""
 
-    also = {
-        **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "cutoff_len", "sequence_len"), "--seq-len"),
-        **dict.fromkeys(("global_batch_size", "train_batch_size"), "--batch-size"),
-        **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "--clip-norm"),
-        "micro_batch_size": "--micro-batch",
-    }
+    also = PLAN_FLAGS
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):
@@ -46,9 +42,8 @@ class _Plan(Command):
 @click.command(cls=_Plan)
 @click.argument("model")
 @click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
-@click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
-@click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
+@SEQ_LEN
+@with_batch
 @click.option(
     "--host-memory", "host_memory_bytes", type=BYTES, help="Host memory to use, for example 1.5TB.  [default: the profile's]"
 )
@@ -64,7 +59,7 @@ class _Plan(Command):
     "of a plan or JSON file.",
 )
 @with_training
-@click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient.")
+@CLIP_NORM
 @semantics_flags
 @click.option(
     "--kernels",

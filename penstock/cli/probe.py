@@ -1,46 +1,43 @@
-"""The command `probe`: measures this machine and writes its profile."""
+"""`penstock probe`: measure this machine and write its profile."""
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hwprofiles.laws import AttentionLaw, ProductLaw
 from hwprofiles.probe.cliffs import without_cliffs
 from hwprofiles.quantity import Dtype, Quantity, Share
 from hwprofiles.schema import Profile
-from runtime.errors import ProfileError
-from runtime.units import parse_bytes, show_bytes, show_rate, show_seconds
+from runtime.units import show_bytes, show_rate, show_seconds
 
-DEVICES = ("auto", "cuda", "cpu")
-DEFAULT_NAME = "this-machine"
+from .options import BYTES
+from .outputs import check_output, write_output
+from .progress import Preparing
 
 
 @click.command("probe")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", help="What is to compute. [auto: cuda where there is one]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    help="What is to compute. [auto: cuda where there is one]",
+)
 @click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, of a GPU a minute.")
 @click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")
 @click.option(
     "--host-memory",
-    metavar="SIZE",
+    type=BYTES,
     help="Host memory that a run may have, for example 118GB: for a virtual machine whose memory grows as it is used. "
     "[default: what the system says is available]",
 )
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
-def probe(
-    device: str,
-    quick: bool,
-    gpu: int,
-    host_memory: str | None,
-    output: Path | None,
-) -> None:
+def probe(device: str, quick: bool, gpu: int, host_memory: int | None, output: Path | None) -> None:
     """Measure this machine: about 90 seconds; a GPU, each of whose products runs until clocks are steady, some four minutes.
 
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
@@ -49,19 +46,19 @@ def probe(
     from penstock.api import probe as measured
 
     if output is not None:
-        _check_writable(output)  # before, not after, the measuring
-    host_bytes = parse_bytes(host_memory) if host_memory is not None else None
+        check_output(output)
     console = Console(stderr=True)
-    with _progress(console) as report:
-        profile = measured(device, quick, gpu=gpu, name=output.stem if output else DEFAULT_NAME, report=report)
-    profile = profile.with_memory(None, host_bytes)
+    with Preparing(each=True) as tell:
+        name = output.stem if output else "this-machine"
+        profile = measured(device, quick, gpu=gpu, name=name, report=lambda what, done: tell(f"measuring {what}: {done:.0%}"))
+    profile = profile.with_memory(None, host_memory)
     console.print(headline(profile))
     for line in remarks(profile):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if output is None:
         sys.stdout.write(text_of(profile))
     else:
-        write_profile(profile, output)
+        write_output(output, text_of(profile))
         console.print(f"wrote {output}; plan for it with: penstock plan MODEL --machine {output}", soft_wrap=True, highlight=False)
 
 
@@ -124,34 +121,13 @@ def remarks(profile: Profile) -> list[str]:
     found = [f"cliff: {line}" for _, lines in details for line in lines]
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
-        found.append("no clock and no power beside rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
+        found.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
     return [f"numbers: {counts}", *(detail for detail, _ in details), *found]
 
 
 def text_of(profile: Profile) -> str:
     """The profile as JSON that is easy to read: one quantity a line."""
     return _text(profile.to_json(), 0) + "\n"
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    """Write the file whole or not at all; ProfileError where it cannot be written."""
-    from runtime.files import write_whole
-
-    try:
-        write_whole(path, text_of(profile))
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
-
-
-def _check_writable(path: Path) -> None:
-    from runtime.files import try_to_write
-
-    if path.is_dir():
-        raise ProfileError(f"{path}: is a folder; give a file, for example -o {path / 'profile.json'}")
-    try:
-        try_to_write(path)
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
 def _text(value: Any, indent: int) -> str:
@@ -169,22 +145,3 @@ def _text(value: Any, indent: int) -> str:
         lines = [inner + _text(item, indent + 1) for item in value]
     first, last = ("{", "}") if isinstance(value, dict) else ("[", "]")
     return first + "\n" + ",\n".join(lines) + "\n" + " " * indent + last
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal; elsewhere a line for each thing that is measured."""
-    if not console.is_terminal:
-        told = set[str]()
-
-        def tell(what: str, fraction: float) -> None:
-            if what not in told:
-                told.add(what)
-                console.print(f"measuring: {what}")
-
-        yield tell
-        return
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)

@@ -5,15 +5,14 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
@@ -30,45 +29,44 @@ LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "opti
 class Preparing:
     """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
 
-    On a terminal a line that is drawn again, elsewhere a line for whatever takes long. Called with the words of what begins.
+    On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
+    with the words of what begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, each: bool = False) -> None:
         console = Console(stderr=True)
-        self.plain = not console.is_terminal
-        self.words, self.since_s, self.is_over = "starting", time.monotonic(), threading.Event()
-        self.live = Live(get_renderable=self._picture, console=console, refresh_per_second=4, transient=True)
+        self.bar = Bar("{task.description}", TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+        self.each, self.words, self.timer = each, "starting", threading.Timer(LONG_S, self._print)
+        self.bar.add_task(self.words, total=None)
 
     def __enter__(self) -> "Preparing":
-        if self.plain:
-            threading.Thread(target=self._print_what_is_long, name="preparing", daemon=True).start()
-        else:
-            self.live.start(refresh=True)
+        self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
-        self.is_over.set()
-        if not self.plain:
-            self.live.stop()
+        self.timer.cancel()
+        self.bar.stop()
 
     def __call__(self, words: str) -> None:
-        if words.partition(":")[0] != self.words.partition(":")[0]:
-            self.since_s = time.monotonic()
+        (task,) = self.bar.task_ids
+        stage = words.partition(":")[0]
+        if stage != self.words.partition(":")[0]:
+            if self.each and self.bar.disable:
+                click.echo(stage, err=True)
+            self.bar.reset(task)
+            self.timer.cancel()
+            self.timer = threading.Timer(LONG_S, self._print)
+            self.timer.daemon = True
+            self.timer.start()
         self.words = words
+        self.bar.update(task, description=words)
 
-    def _picture(self) -> Text:
-        return Text(f"{self.words}  {time.monotonic() - self.since_s:.0f} s", no_wrap=True, overflow="ellipsis")
-
-    def _print_what_is_long(self) -> None:
-        printed = ""
-        while not self.is_over.wait(1.0):
-            what = self.words.partition(":")[0]
-            if what != printed and time.monotonic() - self.since_s > LONG_S:
-                click.echo(str(self._picture()), err=True)
-                printed = what
+    def _print(self) -> None:
+        if self.bar.disable:
+            click.echo(f"{self.words}  {LONG_S:.0f} s", err=True)
 
 
 def show_overview(rows: Mapping[str, str], warning: str | None) -> None:
@@ -79,7 +77,7 @@ def show_overview(rows: Mapping[str, str], warning: str | None) -> None:
         click.echo(f"{click.style('warning:', fg='yellow')} {on_one_line(warning)}", err=True)
 
 
-class Progress:
+class Progress(Bar):
     """Steps of a run: a bar and some lines below it on a terminal, elsewhere a line per step.
 
     `speed_up`: tokens/s shown over the run's own; `scale`: slowdown of an emulated machine; `lanes`: their names on a terminal.
@@ -95,24 +93,13 @@ class Progress:
         lanes: Mapping[str, str] | None = None,
     ) -> None:
         console = Console(stderr=True)
-        self.plain = not console.is_terminal
-        self.first_step, self.n_done, self.n_steps, self.speed_up, self.scale = first_step, first_step, n_steps, speed_up, scale
-        self.device_peak_bytes, self.lanes = device_peak_bytes, {} if self.plain else lanes or {}
-        self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         columns = ("step", MofNCompleteColumn(), BarColumn(), "{task.description}")
-        self.bar = Bar(*columns, console=console, auto_refresh=False, disable=self.plain)
-        self.task = self.bar.add_task("", total=n_steps, completed=first_step)
         self.lines, self.told, self.told_s = "", "", 0.0
-        self.live = Live(get_renderable=self._picture, console=console, refresh_per_second=4)
-
-    def __enter__(self) -> "Progress":
-        if not self.plain:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self.plain:
-            self.live.stop()
+        super().__init__(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
+        self.first_step, self.n_done, self.n_steps, self.speed_up, self.scale = first_step, first_step, n_steps, speed_up, scale
+        self.device_peak_bytes, self.lanes = device_peak_bytes, {} if self.disable else lanes or {}
+        self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self.add_task("", total=n_steps, completed=first_step)
 
     def step(self, metrics: "Metrics") -> None:
         """Show a step that is done."""
@@ -126,24 +113,25 @@ class Progress:
         if metrics.predicted_step_s is not None and not is_first:  # the first step fills the pipeline, which is not predicted
             error = f"{metrics.step_s / metrics.predicted_step_s - 1:+.1%}"
             lanes += f"  {error} against {show_seconds(metrics.predicted_step_s / self.scale)} predicted"
-        if self.plain:
+        if self.disable:
             click.echo(f"step {metrics.step}/{self.n_steps}  {words}  {more}  {lanes}".rstrip(), err=True)
         else:
-            self.bar.update(self.task, completed=metrics.step, description=words)
+            self.update(self.task_ids[0], completed=metrics.step, description=words)
             self.lines = f"{more}\n{lanes}\n"
 
     def tell(self, words: str) -> None:
         """Show words until the end. Safe in a signal handler, which may interrupt any print: on a terminal the next redraw shows
         them."""
-        if self.plain:
+        if self.disable:
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
         else:
             self.told, self.told_s = words, time.monotonic()
 
-    def _picture(self) -> Group:
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
         told = f"{self.told} ({time.monotonic() - self.told_s:.0f} s)" if self.told else ""
-        return Group(self.bar, Text(self.lines + told, no_wrap=True, overflow="ellipsis"))
+        yield Text(self.lines + told, no_wrap=True, overflow="ellipsis")
 
     def _lanes(self, metrics: "Metrics") -> str:
         return "  ".join(f"{self.lanes.get(lane, lane)} {share:.0%}" for lane, share in metrics.busy_fractions().items())

@@ -10,6 +10,8 @@ import click
 from penstock.version import version_in_words
 from runtime.units import on_one_line, show_bytes
 
+from .outputs import write_output
+
 if TYPE_CHECKING:
     from runtime.plan import PlanFile
 
@@ -32,11 +34,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
     It is one file that needs no network.
     """
-    from hwprofiles.schema import Profile
-    from planner.check.check import check
-    from planner.check.claim import check_claim, check_origin, claimed
-    from runtime.errors import PlanError
-    from runtime.files import write_whole
+    from penstock.api import proven
+    from runtime.errors import PlanError, WrongPlanError
     from runtime.plan import PlanFile
 
     if output.suffix.lower() not in (*PAGES, *TRACES):
@@ -44,31 +43,22 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     if output.exists() and plan_file.exists() and output.samefile(plan_file):
         raise click.UsageError(f"{output}: the plan itself would be overwritten; choose another name")
     file = PlanFile.read(plan_file)
-    claim = None if file.claim is None else claimed(file.claim, str(plan_file))
-    Profile.from_json(file.plan.profile, f"{plan_file}: profile")
     try:
-        check(file.plan)
-        check_origin(file.plan, claim)
-        if claim is not None:
-            check_claim(file.plan, claim)
-    except PlanError as error:
-        raise PlanError(f"{plan_file}: {error}") from None
+        proven(str(plan_file), file, search=False)
+    except WrongPlanError as error:
+        raise PlanError(str(error)) from None
     is_page = output.suffix.lower() in PAGES
     drawn = (_page if is_page else _trace)(file, plan_file, run_dir)
-    try:
-        write_whole(output, drawn)
-    except OSError as error:
-        raise click.UsageError(f"{output}: cannot be written ({error.strerror}); choose another place with -o") from None
+    write_output(output, drawn)
     where = "in a browser" if is_page else "at https://ui.perfetto.dev or chrome://tracing"
     n_bytes = show_bytes(len(drawn.encode("utf-8", "backslashreplace")))
     click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
 
 
 def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+    from penstock.run_files import read_logged_run
     from planner.show.facts import facts
     from planner.show.page import page
-
-    from .run_files import read_logged_run
 
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
@@ -78,9 +68,8 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from penstock.api import predict
+    from penstock.run_files import GIVE, read_timeline
     from runtime.plan.timeline import chrome_trace
-
-    from .run_files import GIVE, read_timeline
 
     tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:

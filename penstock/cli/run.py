@@ -16,7 +16,7 @@ from runtime.errors import RanksError
 from runtime.units import on_one_line
 
 from .flags import PATH, RunCommand, given_settings, setting_flags
-from .options import Above0
+from .options import above_0
 
 if TYPE_CHECKING:
     from penstock.settings import RunSettings
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--recalibrate", type=PATH, metavar="FILE.json", help="Write the machine's profile, corrected by this run.")
 @click.option(
     "--time-scale",
-    type=Above0(1e6),
+    type=above_0(1e6),
     help="With --device emulated: how many times slower.  [default: the median op lasts 20 ms]",
 )
 @click.pass_context

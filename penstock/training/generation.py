@@ -54,11 +54,11 @@ def generate(
         warp.append(TemperatureLogitsWarper(temperature))
     if top_p < 1:
         warp.append(TopPLogitsWarper(top_p))
-    sequences, answers = [list(map(int, prompt)) for prompt in prompts], [list[int]() for _ in prompts]
+    sequences = [list(map(int, prompt)) for prompt in prompts]
 
     def is_open(number: int) -> bool:
-        answer, n = answers[number], len(sequences[number])
-        return len(answer) < max_new_tokens and n < semantics.seq_len and not (answer and answer[-1] in end_ids)
+        n_new, n = len(sequences[number]) - len(prompts[number]), len(sequences[number])
+        return n_new < max_new_tokens and n < semantics.seq_len and not (n_new and sequences[number][-1] in end_ids)
 
     while unfinished := [number for number in range(len(prompts)) if is_open(number)]:
         for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # as many rows of logits as a tile of the loss has
@@ -70,12 +70,12 @@ def generate(
                     )
                 token = int(logits_V.argmax())
                 if temperature:
-                    generator = torch.Generator().manual_seed(op_seed(seed, len(answers[number]), number, 0))
+                    n_new = len(sequences[number]) - len(prompts[number])
+                    generator = torch.Generator().manual_seed(op_seed(seed, n_new, number, 0))
                     warped_V = warp(torch.tensor([sequences[number]]), logits_V[None])[0]  # type: ignore[arg-type]
                     token = int(torch.multinomial(warped_V.softmax(dim=-1), 1, generator=generator))
-                answers[number].append(token)
                 sequences[number].append(token)
-    return answers
+    return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
 def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:

@@ -8,8 +8,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,7 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 def refuse_missing(names: Sequence[str]) -> None:
     """RunConfigError for the first monitor that is not installed."""
     for name in names:
-        try:
-            found = importlib.util.find_spec(name) is not None
-        except ValueError:  # kept from being imported
-            found = False
-        if not found:
+        if importlib.util.find_spec(name) is None:
             raise RunConfigError(f"--monitor {name}: {name} is not installed here; pip install {name}, or leave the monitor out")
 
 
@@ -116,8 +112,7 @@ class Monitors:
 
     def __enter__(self) -> None:
         for name in self._names:
-            with self._going_on_without(name):
-                self._open[name] = CLIENTS[name](*self._of_run)
+            self._try(name, partial(self._begin, name))
 
     def __exit__(self, *_: object) -> None:
         self._tell(lambda monitor: monitor.close())
@@ -128,15 +123,16 @@ class Monitors:
     def text(self, step: int, name: str, text: str) -> None:
         self._tell(lambda monitor: monitor.text(step, name, text))
 
+    def _begin(self, name: str) -> None:
+        self._open[name] = CLIENTS[name](*self._of_run)
+
     def _tell(self, tell: Callable[[Monitor], Any]) -> None:
         for name, monitor in list(self._open.items()):
-            with self._going_on_without(name):
-                tell(monitor)
+            self._try(name, partial(tell, monitor))
 
-    @contextmanager
-    def _going_on_without(self, name: str) -> Iterator[None]:
+    def _try(self, name: str, work: Callable[[], Any]) -> None:
         try:
-            yield
+            work()
         except Exception as error:  # a client may raise anything, and the run is worth more than its picture
             self._open.pop(name, None)
             self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run goes on without it")

@@ -11,17 +11,17 @@ from pathlib import Path
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
 from penstock.checkpoint.disk import refusal
 from penstock.checkpoint.retention import clean, whole_before
-from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, write_run
+from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, run_text
 from penstock.settings import RunSettings
 from runtime.errors import CheckpointError
 from runtime.executor import say
-from runtime.files import try_to_write
+from runtime.files import try_to_write, write_whole
 from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 from .log import writing
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # beside checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besides checkpoints
 
 
 @contextmanager
@@ -78,10 +78,10 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def write_settings(settings: RunSettings) -> None:
-    """Write all settings beside the run; CheckpointError where the disk refuses."""
+    """Write all settings into the folder of the run; CheckpointError where the disk refuses."""
     path = Path(settings.out) / RUN_FILE
     with writing(path):
-        write_run(path, settings)
+        write_whole(path, run_text(settings))
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------------

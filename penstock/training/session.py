@@ -63,8 +63,7 @@ class Session:
     first_step: int = 0  # steps that are done
     scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
     weights: str = ""  # where they come from, in words
-    tokenizer: str = "bytes"
-    tokenizer_from: Path | None = None  # folder of the tokenizer that checkpoints hold
+    tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
     frozen: str | None = None  # digest of the weights that are not trained
     held_out: Data | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
@@ -145,8 +144,15 @@ def open_session(
         state = state_to_resume(out, resume, resume_from)
         refuse(plan, device)
         _refuse_unknown_parameters(settings.optimizer, plan)
-        parts = _Parts(settings, plan, device, *predicted(plan), state, until_the_end, report, stop or Stop())
-        session = _emulated(parts, data, time_scale) if device == "emulated" else _real(parts, data, ranks)
+        if device == "emulated":
+            if state is not None or data is not None:
+                what = "saves nothing and resumes nothing" if data is None else "trains a stand-in: give it files, not batches"
+                raise RunConfigError(f"an emulated run {what}; or choose another device")
+            session = _emulated(settings, plan, until_the_end, report, time_scale)
+        else:
+            session = _real(settings, plan, device, state, data, ranks, until_the_end, report)
+        if stop is not None:
+            session = replace(session, stop=stop)
         yield session
         if session.leader is not None:
             session.leader.end()
@@ -171,59 +177,41 @@ def predicted(plan: Plan) -> tuple[list[Demand], Region, Prediction]:
     return demands, region, simulate(plan, demands, region)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What every session is put together from."""
-
-    settings: RunSettings
-    plan: Plan
-    device: str
-    demands: list[Demand]
-    region: Region
-    prediction: Prediction
-    state: State | None
-    until_the_end: ExitStack
-    report: Callable[[str], None]
-    stop: Stop
-
-
-def _real(parts: _Parts, data: Data | None, ranks: Processes | None) -> Session:
+def _real(
+    settings: RunSettings,
+    plan: Plan,
+    device: str,
+    state: State | None,
+    data: Data | None,
+    ranks: Processes | None,
+    until_the_end: ExitStack,
+    report: Callable[[str], None],
+) -> Session:
     """A run of the plan's own model on this machine. What is quickly refused is read before the weights are."""
-    settings, state, report, until_the_end = parts.settings, parts.state, parts.report, parts.until_the_end
-    plan, folder = own_model(parts.plan, settings.model)
+    prediction = predicted(plan)[2]
+    plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
-    refuse_what_does_not_fit(plan, parts.device, settings.device, 1 if ranks is None else ranks.n_here)
+    refuse_what_does_not_fit(plan, device, settings.device, 1 if ranks is None else ranks.n_here)
     report("reading the data")
     data = data or data_of(settings, plan, folder, until_the_end, report=report)
     held_out = held_out_of(settings, plan, folder, until_the_end, report)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
-    each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), parts.prediction.step_s * (n_steps - first_step)
+    each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
     refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)
     if ranks is not None:
         begin(ranks, None if state is None else state.path)
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
     report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
-    store = machine_of(parts.device, plan, data, of_step, settings.seed, ranks)
+    store = machine_of(device, plan, data, of_step, settings.seed, ranks)
     session = Session(
-        settings,
-        plan,
-        parts.device,
-        store,
-        store,
-        data,
-        n_steps,
-        parts.prediction,
-        optimizer,
-        first_step,
+        *(settings, plan, device, store, store, data, n_steps, prediction, optimizer, first_step),
         weights=_weights_in_words(settings, weights, state),
-        tokenizer=str(folder) if settings.tokenizer == "model" and folder is not None else settings.tokenizer,
         tokenizer_from=folder if settings.tokenizer == "model" else None,
         frozen=None if plan.workload.trains_all else _frozen_digest(weights, settings.seed),
         held_out=held_out,
         prompts=prompts,
         leader=None if ranks is None else Leader(store, ranks),
-        stop=parts.stop,
     )
     if state is not None:
         refuse_another(state, session.identity)
@@ -252,25 +240,22 @@ def read_by_all(data: Data, weights: Path | None) -> dict[str, str]:
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
-def _emulated(parts: _Parts, data: Data | None, time_scale: float | None) -> Session:
+def _emulated(
+    settings: RunSettings, plan: Plan, until_the_end: ExitStack, report: Callable[[str], None], time_scale: float | None
+) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
-    if parts.state is not None:
-        raise RunConfigError("an emulated run saves nothing and resumes nothing: leave out resume, or choose another device")
-    if data is not None:
-        raise RunConfigError("an emulated run trains a stand-in with a vocabulary of its own: give it files, not batches")
-    settings, small = parts.settings, _stand_in(parts.plan)
-    parts.report("reading the data")
-    data = data_of(replace(settings, tokenizer="bytes"), small, None, parts.until_the_end, report=parts.report)
+    small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
+    report("reading the data")
+    data = data_of(replace(settings, tokenizer="bytes"), small, None, until_the_end, report=report)
     n_steps = steps_of(settings, data)
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
-    n, n_hosts = small.semantics.ranks, Profile.from_json(parts.plan.profile).n_hosts
+    n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
     store = machine_of("cpu", small, data, of_step, settings.seed, Alike(n, max(1, n // n_hosts)) if n > 1 else None)
     store.initialise(settings.seed)
-    scale = time_scale or time_scale_for(parts.demands)
-    machine = EmulatedMachine(store, parts.demands, parts.region, scale)
-    said = "random, of a tiny stand-in"
-    of_run = (settings, parts.plan, "emulated", machine, store, data, n_steps, parts.prediction, optimizer)
-    return Session(*of_run, scale=scale, weights=said, stop=parts.stop)
+    scale = time_scale or time_scale_for(demands)
+    machine = EmulatedMachine(store, demands, region, scale)
+    of_run = (settings, plan, "emulated", machine, store, data, n_steps, prediction, optimizer)
+    return Session(*of_run, scale=scale, weights="random, of a tiny stand-in")
 
 
 def _stand_in(plan: Plan) -> Plan:

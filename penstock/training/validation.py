@@ -2,7 +2,6 @@
 
 # B sequences, T positions of a sequence
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,10 +117,7 @@ class Evaluated:
     @property
     def perplexity(self) -> float:
         """e to the loss; infinite where no float is as large."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return torch.tensor(self.loss, dtype=torch.float64).exp().item()
 
 
 def evaluate(machine: TorchMachine, sequence: Callable[[int], Batch], n_sequences: int, stop: Stop | None = None) -> Evaluated:
@@ -131,7 +127,11 @@ def evaluate(machine: TorchMachine, sequence: Callable[[int], Batch], n_sequence
     in progress is done.
     """
     began_s = time.perf_counter()
-    most, loss_sum = most_micro_batches(machine.plan), _LossSum()
+    most, losses = most_micro_batches(machine.plan), list[torch.Tensor]()
+
+    def add_loss(last: LastHidden) -> None:
+        losses.append(last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT))
+
     n_full, n_left = divmod(-(-n_sequences // machine.plan.semantics.micro_batch), most)
     first = n_tokens = 0
     for n_passes, n_micro_batches in ((n_full, most), (1, n_left)):
@@ -147,11 +147,11 @@ def evaluate(machine: TorchMachine, sequence: Callable[[int], Batch], n_sequence
             n_tokens += found.n_supervised
             return found
 
-        machine.forward(plan, batch, loss_sum, n_passes, stop)
+        machine.forward(plan, batch, add_loss, n_passes, stop)
         first += n_passes * n
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
-    return Evaluated(loss_sum.value() / n_tokens, n_tokens, time.perf_counter() - began_s)
+    return Evaluated(sum(loss.item() for loss in losses) / n_tokens, n_tokens, time.perf_counter() - began_s)
 
 
 def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
@@ -163,18 +163,3 @@ def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
         documents = tuple(of for row in rows for of in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
     below = (0, 0, 0, n_padding)
     return Batch(F.pad(ids_BT, below), F.pad(targets_BT, below, value=UNSUPERVISED), documents)
-
-
-class _LossSum:
-    """Adds up the losses of micro-batches, on the device, in fp64."""
-
-    def __init__(self) -> None:
-        self._total: torch.Tensor | None = None
-
-    def __call__(self, last: LastHidden) -> None:
-        if self._total is None:
-            self._total = torch.zeros((), dtype=torch.float64, device=last.hidden_BTD.device)
-        self._total += last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT)
-
-    def value(self) -> float:
-        return self._total.item() if self._total is not None else 0.0

@@ -59,7 +59,7 @@ HOME = {
             "penstock/api.py",
             "penstock/checkpoint/adapter_files.py",
             "penstock/checkpoint/checkpoint.py",
-            "penstock/cli/run_files.py",
+            "penstock/run_files.py",
         ),
     },
     "torch": {
@@ -97,7 +97,7 @@ MONITORS = {"wandb", "mlflow"}  # imported when a run asks for them, and said to
 TORCH_FREE = (
     *("planner", "runtime/plan", "runtime/errors.py", "runtime/units.py", "runtime/files.py", "runtime/machines/cores.py"),
     *("penstock/cli", "penstock/run_config.py"),
-    *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "settings", "signals", "version")),
+    *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "run_files", "settings", "signals", "version")),
     *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),
     "hwprofiles/probe/cliffs.py",
 )

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hwprofiles.quantity import SOURCE_KINDS
 from hwprofiles.schema import FOLDER, AttentionCall, Profile, read_profile, shipped_profiles
-from penstock.cli.probe import text_of, write_profile
-from runtime.errors import ProfileError
+from penstock.cli.outputs import write_output
+from penstock.cli.probe import text_of
+from runtime.errors import PenstockError, ProfileError
 
 NAMES = shipped_profiles()
 PROBED = "cpu-2core"  # the profile whose rates are measured points
@@ -318,8 +319,8 @@ def test_an_unknown_machine_is_answered_with_the_nearest(tmp_path: Path) -> None
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     profile, path = read_profile("gh200"), tmp_path / "mine.json"
-    write_profile(profile, path)
+    write_output(path, text_of(profile))
     assert read_profile(str(path)) == profile
-    with pytest.raises(ProfileError, match="cannot be written"):
-        write_profile(profile, tmp_path / "nowhere" / "mine.json")
+    with pytest.raises(PenstockError, match="cannot be written"):
+        write_output(tmp_path / "nowhere" / "mine.json", text_of(profile))
     assert [p.name for p in tmp_path.iterdir()] == ["mine.json"]

@@ -72,8 +72,8 @@ def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     assert not report["unexpected_keys"]
     changed = {name for name, weight in load_file(home / "merged" / "model.safetensors").items() if not weight.equal(before[name])}
     assert {name.split(".")[-2] for name in changed} == {*TARGETS}
-    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32), whole)
-    torch.testing.assert_close(logits_of(merged.float()), logits_of(beside), atol=2e-2, rtol=2e-2)  # merged weights are bf16
+    unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32), whole)
+    torch.testing.assert_close(logits_of(merged.float()), logits_of(unmerged), atol=2e-2, rtol=2e-2)  # merged weights are bf16
 
 
 def test_a_schedule_changes_no_bit_of_an_adapter(home):
@@ -156,9 +156,7 @@ def test_packed_weights_that_were_cut_are_packed_again_or_named(home):
     ("train_what", "words"),
     [
         ("lora:r=0", "rank is 0"),
-        ("lora:targets=nobody", "targets.0 is nobody; input should be 'q_proj', "),
-        ("names:nobody*", "is called nobody*"),
-        ("layers:2-9", "there is no layer 9"),
+        ("lora:targets=odd", "targets.0 is odd; input should be 'q_proj', "),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(home, train_what, words):
@@ -168,7 +166,7 @@ def test_what_cannot_be_trained_is_one_line(home, train_what, words):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_experts_are_refused_and_attention_beside_them_is_not(home):
+def test_experts_are_refused_and_attention_is_not(home):
     with_weights(home / "experts", "qwen3_moe")
     done = penstock("plan", home / "experts", "--machine", "cpu-2core", "--train", "lora:targets=gate_proj")
     assert (done.exit_code, "experts of qwen3_moe cannot have adapters" in done.stderr) == (2, True)

@@ -21,8 +21,8 @@ from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
 from tests.running import SIZES as FLAGS
-from tests.running import make_home, train, weights_sha
 from tests.running import penstock as command
+from tests.running import train, weights_sha
 
 SIZES = {"seq_len": 32, "batch_size": 4, "micro_batch": 2}
 
@@ -61,11 +61,6 @@ class Known(Batches):
 
     def resume(self, step: int, position: dict[str, int]) -> None:
         self.resumed_at = step, position
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return make_home(tmp_path)
 
 
 def planned(home: Path) -> "penstock.api.Planned":
@@ -130,16 +125,12 @@ def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"seq_len": 0}, "semantics: seq_len: "),
         ({"micro_batch": 8}, "a micro-batch of 8 is more than the batch of 4"),
         ({"policy": "megatron"}, "no policy 'megatron'; give a Policy, or one of megatrain"),
         ({"dtype": "bf16"}, "semantics: dtype: "),
-        ({"batch_size": 0}, "semantics: batch_size: "),
         ({"norm": "eager"}, "semantics: norm: decided by `kernels`"),
         ({"kernels": "fast"}, "no kernels 'fast'; give one of eager, fused"),
-        ({"clipped_fraction": 7.0}, "a share of the steps"),
         ({"policy": penstock.Policy(prefetch_depth=-1)}, "policy: prefetch_depth: "),
-        ({"policy": penstock.Policy(accumulation_group="all")}, "policy: accumulation_group: "),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict[str, object], said: str) -> None:
@@ -214,10 +205,8 @@ def test_an_emulated_run_keeps_the_machines_time(home: Path) -> None:
     ("batches", "said"),
     [
         (Batches(300), "the model knows 0 to 271"),
-        (Batches(-400), "the targets of step 0 go from"),
         (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
         (Batches(documents=((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
-        (Batches(documents=((16, 16),) * 3), r"each of 4 sequences has 32"),
         (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),
     ],
 )

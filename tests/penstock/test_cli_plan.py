@@ -11,7 +11,6 @@ from hwprofiles.schema import read_profile
 from planner.check.check import check
 from planner.search.space import BASELINES
 from runtime.plan import PlanFile
-from runtime.units import show_count
 from tests.running import SIZES, make_home, one_line
 from tests.running import penstock as invoke
 
@@ -69,32 +68,9 @@ def test_the_same_question_gives_the_same_file(tmp_path, answered):
     """In words, which name what a reader needs."""
     words = invoke(*SMALL, "--runnable", "-o", tmp_path / "b.json").stdout
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
-    for word in (
-        "qwen2.5-0.5b",
-        "tokens/s",
-        "bound by",
-        "P10 to P90",
-        "no schedule at all with",
-        "megatrain",
-        "saved for backward",
-    ):
+    for word in ("qwen2.5-0.5b", "tokens/s", "bound by", "P10 to P90", "no schedule at all with", "megatrain"):
         assert word in words
     assert "\x1b" not in words
-
-
-def test_a_step_rests_on_measurements_of_its_device(tmp_path):
-    def rests_on(fields):
-        (tmp_path / "machine.json").write_text(json.dumps(fields))
-        done = invoke(*SMALL[:3], tmp_path / "machine.json", *SMALL[4:], "--policy", "megatrain", "--json")
-        return json.loads(done.stdout)["rests_on"]["device"]
-
-    fields = read_profile("h100-pcie").to_json()
-    assert rests_on(fields)["this device"] < 0.2
-    for source in fields["sources"].values():
-        source |= {"kind": "measured", "device": fields["device"]["name"], "scaled": False}
-    found = rests_on(fields)
-    assert found["this device"] == pytest.approx(1)
-    assert found == found | {"another device": 0, "assumptions": 0, "worst": []}
 
 
 def test_notes_name_what_a_model_lacks():
@@ -121,35 +97,26 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
 @pytest.mark.parametrize(
     ("args", "needle"),
     [
-        (["plan", "qwen2.5-7bb", "--machine", "gh200"], "qwen2.5-7b"),
         (["plan", "qwen2.5-7b", "--machine", "gh20"], "gh200"),
-        (["plan", "no/such/folder", "--machine", "gh200"], "no/such/folder"),
-        (["plan", "qwen2.5-7b"], "--machine"),
-        ([*SMALL, "--seq-len", "0"], "--seq-len"),
         ([*SMALL, "--micro-batch", "0"], "micro_batch: should be greater than 0, found 0"),
         ([*SMALL, "--micro-batch", "300"], "more than the batch"),
-        ([*SMALL, "--tokens-per-step", "2048"], "one of them"),
         ([*SMALL[:-2], "--tokens-per-step", "1000"], "1024 is"),
-        ([*SMALL, "--host-memory", "0GB"], "above zero"),
         ([*SMALL, "--device-memory", "12 parsecs"], "not a size"),
         ([*SMALL, "--clip-norm", "nan"], "clip-norm"),
         ([*SMALL, "--usd", "nan"], "not a number"),
         ([*SMALL, "--max-grad-norm", "0"], "--clip-norm"),
         ([*SMALL, "--policy", "megatrian"], "megatrain"),
         ([*SMALL, "--compute", "fp32", "--master", "bf16"], "fp32"),
-        ([*SMALL, "--loss-tile-tokens", "0"], "loss_tile_tokens: should be"),
-        ([*SMALL, "--batch-size", "999999999", "--micro-batch", "1"], "micro-batch"),
         ([*SMALL, "--learning-rate", "1"], "--learning-rate: no such option; it is optimizer.lr in the file of"),
         (["frobnicate"], "frobnicate"),
         (["check", "/no/such/plan.json"], "cannot be read"),
-        (["report", "/no/such/plan.json", "-o", "t.json"], "cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(args, needle):
     one_line(invoke(*args), 2, needle)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '{"a"', '{"claim": null, "fingerprint": ""}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"a"', "\x00\xff"])
 def test_a_file_that_is_not_a_plan_is_exit_code_2(tmp_path, text):
     path = tmp_path / "p.json"
     path.write_text(text, encoding="latin-1")
@@ -188,15 +155,9 @@ def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):
     ("text", "words"),
     [
         ('{"prefetch": 2}', "prefetch: Unexpected keyword argument"),
-        ('{"prefetch_depth": 0}', "prefetch_depth: should be greater than 0"),
-        ('{"prefetch_depth": 9007199254740992}', "prefetch_depth"),
-        ("[]", "policy: "),
         ("{", "not JSON"),
-        ('{"update": "eager"}', "eager"),
         ('{"accumulation_group": 64}', "64"),
         ('{"save": {"all": [25]}}', "save names layer 25, but there are 24"),
-        ('{"save": {"all": [65537]}}', "save names layers, which are numbered from 1 to 65536"),
-        ('{"save": {"a\\nb": [1]}}', "save knows all, products and attention, not 'a\\nb'"),
         ('{"save": {"all": [3], "products": [3]}}', "save names layer 3 twice; a layer saves one of attention, products, all"),
         ('{"save": {"all": 3}}', 'save names layers by what they save, as {"all": [3, 4], "products": [1]}'),
     ],
@@ -232,29 +193,6 @@ def test_a_busy_lane_or_a_full_resource_binds(tmp_path):
     assert re.search(r"^bound by +host DRAM\b", invoke(*asked, "--machine", tmp_path / "slow.json").stdout, re.M)
 
 
-def test_report_draws_predicted_and_measured_tracks(tmp_path, answered):
-    plan, trace, run = answered[1], tmp_path / "t.json", tmp_path / "run"
-    run.mkdir()
-    (run / "timeline.json").write_text(json.dumps({"spans": [{"op": 0, "step": 0, "start_s": 0.0, "end_s": 1.5}]}))
-    assert invoke("report", plan, run, "-o", trace).exit_code == 0
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    assert set(names) == {"predicted", "measured"}
-    drawn = [e for e in events if e["ph"] == "X"]
-    assert [e["dur"] for e in drawn if e["pid"] == names["measured"]] == [1.5e6]
-    assert len([e for e in drawn if e["pid"] == names["predicted"]]) % len(PlanFile.read(plan).plan.ops) == 0
-
-
-def test_report_refuses_what_it_cannot_draw(tmp_path, answered):
-    plan, run = answered[1], tmp_path / "run"
-    run.mkdir()
-    one_line(invoke("report", plan, "-o", tmp_path / "t.txt"), 2, ".json")
-    one_line(invoke("report", plan, run, "-o", tmp_path / "t.json"), 2)
-    (run / "timeline.json").write_text('{"spans": [{"op": 99999999, "step": 0, "start_s": 0.0, "end_s": 1.0}]}')
-    one_line(invoke("report", plan, run, "-o", tmp_path / "t.json"), 2, "another plan")
-    assert not (tmp_path / "t.json").exists()
-
-
 def test_help_names_every_command_and_imports_nothing_heavy():
     code = (
         "import json, sys; from click.testing import CliRunner; from penstock.cli.main import cli\n"
@@ -264,15 +202,3 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     text, modules = json.loads(done.stdout)
     assert all(f"\n  {name} " in text for name in ("plan", "check", "run", "probe", "report"))
     assert not {"torch", "transformers", "scipy", "networkx", "pydantic", "rich"} & set(modules)
-
-
-def test_the_process_exits_with_the_code():
-    command = [sys.executable, "-m", "penstock", "check", "none.json"]
-    result = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(("n", "text"), [(116_829_156_672, "116.8 G"), (494_032_768, "494 M"), (54_592, "54.59 k"), (7, "7")])
-def test_counts_are_shown_with_their_own_prefix(n, text):
-    assert show_count(n) == text

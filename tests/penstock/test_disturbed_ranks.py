@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_runs import begun, contents, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import lines_of, make_home, penstock
+from tests.rank_runs import begun, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
+from tests.running import lines_of, penstock
 
 
 def is_alive(pid):
@@ -22,9 +22,8 @@ def is_alive(pid):
         return False
 
 
-def test_a_full_disk_ends_all_ranks_in_one_line(tmp_path):
+def test_a_full_disk_ends_all_ranks_in_one_line(home):
     """The checkpoint before stands, and one rank goes on from it to the bits of one alone."""
-    home = make_home(tmp_path)
     running = begun(words(home, planned(home, 2), "--save-every", 2, steps=10**3))
     wait_for(lambda: step_of(home / "out"), running)
     pids = [pid_of(running, rank) for rank in (0, 1)]
@@ -37,12 +36,10 @@ def test_a_full_disk_ends_all_ranks_in_one_line(tmp_path):
     assert not list((home / "out").glob("*.partial"))
     n = step_of(home / "out") + 1
     assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
-    assert penstock(*words(home, home / "1.json", out="alone", steps=n)).exit_code == 0
-    assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
+    assert is_that_of_one(home, n)
 
 
-def test_ranks_that_are_told_to_end_leave_a_long_evaluation(tmp_path):
-    home = make_home(tmp_path)
+def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune. " * 5_000)
     (home / "many.yaml").write_text("evaluation: {max_sequences: 100000, first: false}\n")
     looks = ["--eval-data", home / "held-out.txt", "--config", home / "many.yaml"]
@@ -57,9 +54,9 @@ def test_ranks_that_are_told_to_end_leave_a_long_evaluation(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
+def test_a_rank_that_stands_still_for_a_while_changes_nothing(home):
     """Each in turn, at any moment: the others wait for it."""
-    home, rng, n_stops = make_home(tmp_path), random.Random(3), 0
+    rng, n_stops = random.Random(3), 0
     looks = ["--save-every", 4, "--eval-data", home / "data" / "b.txt", "--eval-every", 6]
     running = begun(words(home, planned(home, 2), *looks, steps=12))
     wait_for((home / "out" / "metrics.jsonl").exists, running)
@@ -75,15 +72,12 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(tmp_path):
     said = said_by(running)
     assert running.returncode == 0, said
     assert n_stops >= 3
-    assert penstock(*words(home, planned(home, 1), *looks, out="alone", steps=12)).exit_code == 0
-    for step in (4, 8, 12):
-        assert contents(home / "out" / f"checkpoint-{step}") == contents(home / "alone" / f"checkpoint-{step}")
+    assert is_that_of_one(home, 12, *looks)
 
 
 @pytest.mark.soak
-def test_half_a_checkpoint_of_two_ranks_is_not_resumed(tmp_path):
+def test_half_a_checkpoint_of_two_ranks_is_not_resumed(home):
     """Killed while it was written."""
-    home = make_home(tmp_path)
     out = home / "out"
     running = begun(words(home, planned(home, 2), "--save-every", 1, "--keep", 3, steps=10**5))
     wait_for(lambda: step_of(out), running)
@@ -106,5 +100,4 @@ def test_half_a_checkpoint_of_two_ranks_is_not_resumed(tmp_path):
     assert penstock(*words(home, planned(home, 1), "--resume", steps=n + 2)).exit_code == 0
     assert not half.exists()
     assert [line["step"] for line in lines_of(home, "out")] == list(range(1, n + 3))
-    assert penstock(*words(home, home / "1.json", out="alone", steps=n + 2)).exit_code == 0
-    assert contents(out / f"checkpoint-{n + 2}") == contents(home / "alone" / f"checkpoint-{n + 2}")
+    assert is_that_of_one(home, n + 2)

@@ -4,12 +4,9 @@ import importlib.metadata
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -18,26 +15,8 @@ from penstock.version import version_in_words
 from planner.model.workload import shipped_models
 from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line
-from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, damaged, judged, make_house
-from tests.running import SIZES, penstock
-
-N_DAMAGED = 30  # files of each format, in the long lane
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    home = tmp_path_factory.mktemp("good") / "house"
-    home.mkdir()
-    make_house(home)
-    return home
-
-
-@pytest.fixture
-def house(good, tmp_path, monkeypatch):
-    """A house of one's own, the working directory."""
-    shutil.copytree(good.parent, tmp_path / "street")
-    monkeypatch.chdir(tmp_path / "street" / "house")
-    return tmp_path / "street" / "house"
+from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, judged
+from tests.running import penstock
 
 
 def process(*args, **options):
@@ -70,18 +49,6 @@ def test_a_good_file_is_taken_and_half_of_one_is_judged(house, name):
     (house / file).write_bytes(content[: len(content) // 2])
     code = judged(house, words)
     assert code if name not in ("log", "CSV") else code == 0 or code == 2
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", FORMATS)
-def test_any_damaged_file_is_taken_or_refused_in_one_line(good, tmp_path, name):
-    file, words = FORMATS[name]
-    for seed in range(N_DAMAGED):
-        shutil.copytree(good.parent, tmp_path / "street")
-        home = tmp_path / "street" / "house"
-        (home / file).write_bytes(damaged((good / file).read_bytes(), Random(seed)))
-        judged(home, words)
-        shutil.rmtree(tmp_path / "street")
 
 
 def test_a_judge_notices_what_must_not_happen(house, monkeypatch):
@@ -138,8 +105,7 @@ def test_a_batch_beyond_all_measure_is_answered(size):
     refused(done, code=3 if size else 2)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
-@pytest.mark.parametrize("option", ["--lr", "--weight-decay", "--time-scale"])
+@pytest.mark.parametrize(("option", "value"), [("--lr", "nan"), ("--weight-decay", "-1"), ("--time-scale", "inf")])
 def test_a_number_out_of_range_starts_no_run(house, option, value):
     assert option in refused(penstock(*RUN, *SCRATCH, "--device", "emulated", option, value))
     assert not (house / "out").exists()
@@ -154,24 +120,18 @@ def test_a_number_out_of_range_starts_no_run(house, option, value):
         ["check", "pipe"],
         ["plan", "model", "--machine", "pipe"],
         ["plan", "model", "--machine", "/dev/zero"],
-        [*PLAN, "pipe"],
-        ["plan", "pipe", *SIZES],
-        ["compare", "qwen2.5-0.5b", "--machine", "pipe"],
-        ["validate", "pipe"],
-        ["run", "pipe", "--data", "data.jsonl", *SCRATCH],
         ["run", "--config", "pipe.yaml"],
         ["run", "plan.json", "--data", "pipe", *SCRATCH],
         [*RUN, "--model", "pipes"],
         [*RUN, *SCRATCH, "--recalibrate", "pipe"],
         ["run", "plan.json", "--data", "data.jsonl", *SCRATCH, "--out", "pipes"],
         ["report", "plan.json", "pipes", "-o", "page.html"],
-        ["report", "plan.json", "-o", "pipe.html"],
     ],
     ids=" ".join,
 )
 def test_a_pipe_or_device_for_a_file_is_refused_at_once(house, words):
     (house / "pipes").mkdir()
-    pipes = ["pipe", "pipe.yaml", "pipe.html", *(f"pipes/{name}" for name in ("metrics.jsonl", "config.json", "tokenizer.json"))]
+    pipes = ["pipe", "pipe.yaml", *(f"pipes/{name}" for name in ("metrics.jsonl", "config.json", "tokenizer.json"))]
     for name in pipes:
         os.mkfifo(house / name)
     refused(answered(*words))
@@ -229,22 +189,6 @@ def test_odd_names_stay_on_one_line(house):
     assert "a\\x1b[2J\\nb.jsonl" in refused(answered("data", "texts"))
     for words in (["check", "x" * 5000], [*PLAN, "x" * 5000]):
         refused(penstock(*words))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("number", "word", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 0)])
-def test_a_signal_ends_a_run_with_one_line_and_whole_checkpoints(house, number, word, code):
-    command = [sys.executable, "-m", "penstock", *RUN, *SCRATCH, "--save-every", "1", "--steps", "10000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        while not (house / "out" / "checkpoint-2").exists() and running.poll() is None:
-            time.sleep(0.01)
-        running.send_signal(number)
-        _, stderr = running.communicate(timeout=ENDED_S)
-    assert running.returncode == code, stderr
-    assert stderr.splitlines()[-1].startswith(f"{word}: stopped after step ")
-    assert "Traceback" not in stderr
-    assert not list((house / "out").glob("*.partial"))
-    assert all((checkpoint / "trainer_state.json").is_file() for checkpoint in (house / "out").glob("checkpoint-*"))
 
 
 def test_the_version_is_named_even_where_nothing_is_installed(monkeypatch):

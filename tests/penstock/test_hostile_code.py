@@ -1,14 +1,13 @@
-"""Code in files: weights are not unpickled, no object is made from YAML, and code beside a model or data set is not run."""
+"""Code in files: weights are not unpickled, no object is made from YAML, and code next to a model or data set is not run."""
 
 import ast
 import json
 import pickle
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from tests.hostile import CODE, PLAN, judged, make_house
+from tests.hostile import CODE, PLAN, judged
 from tests.running import penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -27,6 +26,7 @@ ALLOWED = {
     ("penstock/cli/main.py", "importlib.import_module"),  # of our own commands, by a table of constants
     ("penstock/__init__.py", "importlib.import_module"),
     ("penstock/ranks.py", "subprocess"),
+    ("planner/show/page.py", "jinja2.Environment"),  # of our own template
 }
 
 
@@ -65,31 +65,19 @@ def test_no_file_of_ours_can_run_what_a_file_brings(room):
     assert {name: found for name, path in files.items() if (found := list(dangers(name, ast.parse(path.read_text()))))} == {}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import torch\ntorch.load(path)",
-        "from torch import load",
-        "import yaml\nyaml.load(text, Loader=yaml.UnsafeLoader)",
-        "eval(text)",
-        "import subprocess",
-        "f(trust_remote_code=settings.trust)",
-        "import numpy as np\nnp.load(path, allow_pickle=True)",
-        "datasets.load_dataset(path)",
-    ],
-)
-def test_code_that_could_run_a_file_is_seen(code):
-    assert list(dangers("penstock/data/rows.py", ast.parse(code)))
+def test_code_that_could_run_a_file_is_seen():
+    def seen(code):
+        return bool(list(dangers("penstock/data/rows.py", ast.parse(code))))
+
+    for code in ("import pickle", "from pickle import loads", "torch.load(path)", "from torch import load", "eval(text)"):
+        assert seen(code)
+    for code in ("yaml.load(text)", "f(trust_remote_code=trust)", "np.load(path, allow_pickle=True)", "load_dataset(path)"):
+        assert seen(code)
+    for code in ("f(trust_remote_code=False)", "model.eval()", "yaml.safe_load(text)", 'load_dataset("json")'):
+        assert not seen(code)
 
 
-@pytest.mark.parametrize("code", ["f(trust_remote_code=False)", "model.eval()", "yaml.safe_load(text)", 'load_dataset("json")'])
-def test_code_that_could_not_is_not(code):
-    assert not list(dangers("penstock/data/rows.py", ast.parse(code)))
-
-
-# -- code beside a file -------------------------------------------------------------------------------------------------------
+# -- code next to a file -------------------------------------------------------------------------------------------------------
 
 NAMES_CODE = {
     "auto_map": {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"},
@@ -97,20 +85,6 @@ NAMES_CODE = {
     "custom_pipelines": {"x": {"impl": "evil.Evil"}},
     "attn_implementation": "evil/kernels",
 }
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    home = tmp_path_factory.mktemp("good") / "house"
-    home.mkdir()
-    make_house(home)
-    return home
-
-
-@pytest.fixture
-def house(good, tmp_path):
-    shutil.copytree(good.parent, tmp_path / "street")
-    return tmp_path / "street" / "house"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
@@ -131,8 +105,7 @@ def test_a_tokenizer_that_names_code_is_the_one_in_its_file(house):
     assert judged(house, ["data", "chats.jsonl", "--model", "model"]) == 0
 
 
-def test_a_data_set_with_a_loading_script_is_read_as_files(house, monkeypatch):
-    """Scripts were once a way to ship data; a card may name one, or files elsewhere."""
+def test_a_data_set_with_a_loading_script_is_read_as_files(house):
     folder = house / "dataset"
     folder.mkdir()
     (folder / "dataset.py").write_text(CODE)
@@ -142,7 +115,6 @@ def test_a_data_set_with_a_loading_script_is_read_as_files(house, monkeypatch):
     (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
     (folder / "state.pkl").write_bytes(pickle.dumps(print))
     assert judged(house, ["data", "dataset"]) == 0
-    monkeypatch.chdir(house)
     said = penstock("data", "dataset", "--samples", 20).stdout
     assert "To be" in said
     assert "secret" not in said

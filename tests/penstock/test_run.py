@@ -1,29 +1,21 @@
 """A run, from a plan to a checkpoint that transformers loads, or one line that says why not."""
 
-import hashlib
 import json
 import shlex
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.chats import write_talker
-from tests.running import SCRATCH, SIZES, make_home, one_line, penstock, plan_in, train, weights_sha
+from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, train, weights_sha
 from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
-
-
-@pytest.fixture
-def home(tmp_path):
-    return make_home(tmp_path)
 
 
 def test_a_run_learns_logs_and_leaves_a_model(home):
     done = train(home, plan_in(home), steps=12)
     assert done.exit_code == 0, done.output
-    lines = [json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(home, "out")
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert set(lines[0]) >= {"loss", "grad_norm", "lr", "tokens", "supervised_tokens", "step_s", "tokens_per_s"}
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
@@ -36,8 +28,6 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
     assert rows[0] == ["", "predicted", "measured", "error"]
     assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "device arenas"}
-    spans = json.loads((home / "out" / "timeline.json").read_text())["spans"]
-    assert spans
     trace = home / "trace.json"
     drawn = penstock("report", home / "plan.json", home / "out", "-o", trace)
     assert drawn.exit_code == 0, drawn.output
@@ -73,18 +63,8 @@ def test_every_policy_leaves_the_same_bytes(home, model_type):
     assert sums[0] == sums[1] == sums[2]
 
 
-def test_training_from_a_checkpoint_starts_from_its_weights(home):
-    assert train(home, plan_in(home), steps=2).exit_code == 0
-    shutil.copytree(home / "out" / "checkpoint-2", home / "second")
-    plan = plan_in(home, name="second.json", model="second")
-    first_losses = [json.loads(line)["loss"] for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert train(home, plan, out="out2", steps=1, scratch=SCRATCH[1:]).exit_code == 0
-    loss = json.loads((home / "out2" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
-    assert loss < first_losses[0] - 0.01
-
-
 def test_a_run_resumed_under_other_policies_is_the_unbroken_one(home):
-    """Where nothing is clipped, every speculation is taken: what is saved lies in what was the shadow."""
+    """Where nothing is clipped, every speculation is taken: the state that is saved was the shadow."""
     of = ("--clip-norm", "100")
     plan = plan_in(home, *of)
     assert train(home, plan, out="whole", steps=7).exit_code == 0
@@ -101,13 +81,9 @@ def test_a_run_resumed_under_other_policies_is_the_unbroken_one(home):
         done = train(home, other, "--resume", out="broken", steps=n_steps)
         assert done.exit_code == 0, done.output
     assert weights_sha(home / "whole" / "checkpoint-7") == weights_sha(home / "broken" / "checkpoint-7")
-    optimizer = [
-        hashlib.sha256((home / out / "checkpoint-7" / "optimizer-00001.safetensors").read_bytes()).hexdigest()
-        for out in ("whole", "broken")
-    ]
-    assert optimizer[0] == optimizer[1]
-    steps = [json.loads(line)["step"] for line in (home / "broken" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    states = [home / out / "checkpoint-7" / "optimizer-00001.safetensors" for out in ("whole", "broken")]
+    assert states[0].read_bytes() == states[1].read_bytes()
+    assert [line["step"] for line in lines_of(home, "broken")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def real_model(home, **config):
@@ -145,20 +121,12 @@ def test_missing_weights_or_tokenizer_are_refused(home):
     assert "RANDOM WEIGHTS" not in train(home, plan, "--resume", steps=2, scratch=SCRATCH[1:]).stderr
 
 
-@pytest.mark.parametrize("how", ["fp8", "said"])
-def test_quantised_weights_are_refused_first(home, how):
+def test_quantised_weights_are_refused_first(home):
     folder = real_model(home, vocab_size=272)
-    if how == "fp8":
-        tensors = load_file(folder / "model.safetensors")
-        name = "model.layers.0.mlp.up_proj.weight"
-        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-        save_file(tensors | {f"{name}_scale_inv": torch.ones(1)}, folder / "model.safetensors")
-    else:
-        said = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-        (folder / "config.json").write_text(json.dumps(said))
+    said = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(said))
     plan = plan_in(home, name="real.json", model="real")
-    named = "model.layers.0.mlp.up_proj.weight" if how == "fp8" else "quantization_config (fp8)"
-    one_line(train(home, plan, out="o", scratch=()), 2, named, "convert the model to bf16")
+    one_line(train(home, plan, out="o", scratch=()), 2, "quantization_config (fp8)", "convert the model to bf16")
     assert not (home / "o").exists()
 
 
@@ -172,24 +140,13 @@ def test_what_plan_says_to_do_next_can_be_done(home):
         assert done.exit_code == 0, done.output
 
 
-def test_an_emulated_run_says_how_much_slower_it_was(home):
-    plan = plan_in(home)
-    done = train(home, plan, "--device", "emulated", "--time-scale", 50, out="emulated", steps=2)
-    assert done.exit_code == 0, done.output
-    assert "emulated cpu-2core, 50 times slower" in done.stdout
-    assert not list((home / "emulated").glob("checkpoint-*"))
-
-
 def test_mistakes_are_one_line_and_leave_nothing(home):
     plan = plan_in(home)
     one_line(penstock("run", home / "none.json", "--data", home / "data"), 2, "none.json", "cannot be read")
     one_line(penstock("run", plan, "--data", home / "nowhere", "--out", home / "o", *SCRATCH), 2, "nowhere", "not found")
-    (home / "empty").mkdir()
-    one_line(penstock("run", plan, "--data", home / "empty", "--out", home / "o", *SCRATCH), 2, "no text")
     one_line(train(home, plan, "--device", "cuda", out="o"), 2, "--device cuda")
     one_line(train(home, plan, "--time-scale", "3", out="o"), 2, "--device emulated")
     one_line(train(home, plan, "--lr", "0", out="o"), 2, "--lr")
-    one_line(train(home, plan, "--steps", "0", out="o"), 2, "--steps")
     one_line(train(home, plan, "--model", home / "gone", out="o"), 2, "gone")
     (home / "file").write_text("")
     one_line(train(home, plan, out="file/o"), 2, "cannot be written")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.rank_law import ROOT
-from tests.rank_runs import BATCH, QUIET, contents, done, planned, words
-from tests.running import make_home, penstock, plan_in
+from tests.rank_runs import BATCH, QUIET, done, is_that_of_one, planned, words
+from tests.running import penstock, plan_in
 
 HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
 
@@ -48,28 +48,24 @@ def ended(processes):
 
 
 @pytest.mark.soak
-def test_two_hosts_leave_the_files_of_one_process(tmp_path):
-    home = make_home(tmp_path)
+def test_two_hosts_leave_the_files_of_one_process(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
     codes, said = ended(started(words(home, plan), (2, 2)))
     assert codes == [0, 0], said
     assert "step 4/4" in said[0]
     assert "step" not in said[1], "the first rank speaks"
-    assert penstock(*words(home, planned(home, 1), out="alone")).exit_code == 0
-    assert contents(home / "out" / "checkpoint-4") == contents(home / "alone" / "checkpoint-4")
+    assert is_that_of_one(home, 4)
 
 
 @pytest.mark.soak
-def test_hosts_with_different_numbers_of_ranks_are_refused(tmp_path):
-    home = make_home(tmp_path)
+def test_hosts_with_different_numbers_of_ranks_are_refused(home):
     codes, said = ended(started(words(home, planned(home, 4)), (1, 3)))
     assert all(codes)
     assert "hosts have different numbers of ranks" in said[0]
     assert not (home / "out").exists()
 
 
-def test_a_plan_for_several_hosts_is_not_started_on_one(tmp_path):
-    home = make_home(tmp_path)
+def test_a_plan_for_several_hosts_is_not_started_on_one(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
     refused = done(words(home, plan))
     assert refused.returncode == 2
@@ -81,7 +77,8 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(tmp_path):
     assert "say how many with --hosts" in alone.output
 
 
-def test_hosts_are_emulated_by_one_of_their_ranks(tmp_path):
-    home = make_home(tmp_path)
+def test_hosts_are_emulated_by_one_of_their_ranks(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
-    assert penstock(*words(home, plan, "--device", "emulated", steps=3)).exit_code == 0
+    done = penstock(*words(home, plan, "--device", "emulated", steps=3))
+    assert done.exit_code == 0, done.output
+    assert "emulated cpu-2core" in done.stdout

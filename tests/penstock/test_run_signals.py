@@ -9,13 +9,7 @@ import pytest
 from penstock.cli.progress import Progress
 from penstock.training import generation, session, validation
 from runtime.machines.torch_machine import TorchMachine
-from tests.running import lines_of, make_home, one_line, penstock, plan_in, train, weights_sha
-
-
-@pytest.fixture
-def home(tmp_path):
-    return make_home(tmp_path)
-
+from tests.running import lines_of, one_line, penstock, plan_in, train, weights_sha
 
 # -- signals --------------------------------------------------------------------------------------------------------------
 
@@ -72,14 +66,6 @@ def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
     monkeypatch.setattr(session, "data_of", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     one_line(train(home, plan, out="o"), 143, "terminated")
     assert not (home / "o").exists()
-
-
-def test_a_signal_in_the_last_step_takes_nothing(home, monkeypatch):
-    plan = plan_in(home)
-    signalled_after(monkeypatch, 3, signal.SIGTERM)
-    done = train(home, plan, steps=3)
-    assert done.exit_code == 0, done.output
-    assert "checkpoint-3" in done.stdout
 
 
 def test_an_emulated_run_ends_after_the_step_too(home, monkeypatch):

@@ -23,8 +23,7 @@ def refused_by_the_first(found, line, code=2):
 
 
 @pytest.mark.parametrize("what", ["plan", "settings", "version"])
-def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, tmp_path):
-    home = make_home(tmp_path)
+def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, home):
     plan = planned(home, 2)
     other = plan_in(home, "--policy", "zero3-offload", *BATCH, "--gpus", 2, name="other.json") if what == "plan" else plan
     second = words(home, other, *(["--seed", "7"] if what == "settings" else []))
@@ -35,12 +34,8 @@ def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, tmp_path):
     assert not (home / "out").exists()
 
 
-@pytest.mark.soak_cases("1")
-@pytest.mark.parametrize("of", [4, 1])
-def test_ranks_with_plans_of_another_number_meet_and_say_so(of, tmp_path):
-    """Rather than that one of them ends, and the others wait for it."""
-    home = make_home(tmp_path)
-    found = by_hand([words(home, planned(home, 2)), words(home, planned(home, of))])
+def test_ranks_with_plans_of_another_number_meet_and_say_so(home):
+    found = by_hand([words(home, planned(home, 2)), words(home, planned(home, 4))])
     refused_by_the_first(found, "rank 1 has another plan than rank 0; start all ranks alike")
 
 
@@ -64,11 +59,6 @@ UNLIKE = {
     "data": (
         lambda home: changed(home / "data" / "b.txt", "suffer. Whether", "suffer? Whether"),
         "rank 1 reads other data than rank 0; give all ranks the same files",
-    ),
-    "no data": (lambda home: shutil.rmtree(home / "data"), "rank 1: data: not found; give a folder of text files"),
-    "model": (
-        lambda home: changed(home / "model" / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'),
-        "rank 1: model: another model than the plan's: rms_norm_eps is 1e-05, not 1e-06; plan again with this model",
     ),
     "weights": (
         lambda home: trained_apart(home / "model" / "model.safetensors"),
@@ -99,7 +89,7 @@ def in_folders(home):
     return by_hand([run, run], [home / "0", home / "1"])
 
 
-@pytest.mark.soak_cases("model", "no data", "no weights")
+@pytest.mark.soak_cases("no weights")
 @pytest.mark.parametrize("what", UNLIKE)
 def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
     home = tmp_path / "home"
@@ -107,15 +97,6 @@ def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
     change, line = UNLIKE[what]
     change(home / "1")
     refused_by_the_first(in_folders(home), line)
-    assert not (home / "out").exists()
-
-
-@pytest.mark.soak
-def test_where_the_first_lacks_something_the_others_end_with_it(alike, tmp_path):
-    home = tmp_path / "home"
-    shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
-    shutil.rmtree(home / "0" / "data")
-    refused_by_the_first(in_folders(home), "data: not found; give a folder of text files")
     assert not (home / "out").exists()
 
 
@@ -131,8 +112,7 @@ def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path)
 # -- how many they are --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
-    home = make_home(tmp_path)
+def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     plan = planned(home, 2)
     told = words(home, plan, "--device", "cuda")
     found = by_hand([told, told], CUDA_VISIBLE_DEVICES="0")
@@ -144,17 +124,11 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(tmp_path):
     assert not (home / "out").exists()
 
 
-@pytest.mark.soak_cases("0")
-@pytest.mark.parametrize("missing_bytes", [1, 0])
-def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(missing_bytes, tmp_path):
-    home = make_home(tmp_path)
+def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(home):
     path = planned(home, 2)
     plan = PlanFile.read(path).plan
     needed_bytes = 2 * (sum(host_needs(plan).values()) + sum(planned_device_needs(plan, False).values()))
-    free = after("from runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - missing_bytes}")
+    free = after("from runtime.host import memory", f"memory.available_host_bytes = lambda: {needed_bytes - 1}")
     found = by_hand([words(home, path, steps=1)] * 2, commands=[free, free])
-    if missing_bytes:
-        refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; plan again", code=3)
-        assert not (home / "out").exists()
-    else:
-        assert [code for _, code in found] == [0, 0], found
+    refused_by_the_first(found, f"the plan needs {show_bytes(needed_bytes)} here, 1 B more than are free; plan again", code=3)
+    assert not (home / "out").exists()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
-from penstock.cli.run_files import read_logged_run
+from penstock.run_files import read_logged_run
 from planner.lower import arenas
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model

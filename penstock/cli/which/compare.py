@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import BYTES, COUNT, refuse_larger, sequences_of_a_step, with_prices
+from penstock.cli.options import BYTES, COUNT, sequences_of_a_step, with_batch, with_prices
 from penstock.cli.tables import show_table
 
 from .sweep import semantics_of, swept, with_work
@@ -25,8 +25,7 @@ COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h10
     default=COMMON,
     help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]",
 )
-@click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]")
-@click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len.")
+@with_batch
 @click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
 @click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
@@ -71,7 +70,8 @@ def compare(
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
     asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=gpus * hosts, **work)
     asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
-    refuse_larger(asked.micro_batch, asked.batch_size)
+    if asked.micro_batch > asked.batch_size:
+        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     found = ranked(described, asked, swept(candidate, [(described, of, asked, None, free) for of in profiles], "machines"))
     if as_json:

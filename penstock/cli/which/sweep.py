@@ -3,15 +3,15 @@
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli.options import COUNT, ClipNorm, with_gpus, with_training
+from penstock.cli.options import CLIP_NORM, SEQ_LEN, together, with_gpus, with_training
 from runtime.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -22,20 +22,15 @@ Found = TypeVar("Found")
 MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
 
 
-def with_work(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of the work that machines are asked about, but for its batch."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words."),
-        with_gpus,
-        with_training,
-        click.option(
-            "--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Dtype of master weights."
-        ),
-        click.option("--clip-norm", type=ClipNorm(), default=1.0, show_default=True, help="Largest norm of the whole gradient."),
-        click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
-    ):
-        command = option(command)
-    return command
+# The work that machines are asked about, but for its batch
+with_work = together(
+    SEQ_LEN,
+    CLIP_NORM,
+    click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights."),
+    with_training,
+    with_gpus,
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words."),
+)
 
 
 def semantics_of(
@@ -64,21 +59,16 @@ def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: st
     from rich.console import Console
     from rich.progress import track
 
+    console = Console(stderr=True)
+    show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
-    shown = {
-        "description": what,
-        "total": len(tasks),
-        "console": Console(stderr=True),
-        "transient": True,
-        "disable": not sys.stderr.isatty(),
-    }
     if n_workers <= 1:
-        return [work(*task) for task in track(tasks, **shown)]  # type: ignore[arg-type]
+        return [work(*task) for task in show(tasks)]
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n_workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
     try:
         futures = [pool.submit(work, *task) for task in tasks]
-        for future in track(as_completed(futures), **shown):  # type: ignore[arg-type]
+        for future in show(as_completed(futures)):
             future.result()  # the first that fails ends the sweep
         return [future.result() for future in futures]
     except BrokenProcessPool:

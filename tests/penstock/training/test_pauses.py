@@ -100,27 +100,6 @@ def test_a_run_that_broke_in_its_last_validation_lacks_only_that(tmp_path, how):
         Trainer(replace(again, n_steps=3), validations=[Looks(again).validation])
 
 
-def test_each_missing_validation_is_made_up_for(tmp_path):
-    train(session_of(tmp_path), 1)
-    for log, line, expected in (
-        ("samples", {"step": 1, "prompt": ""}, ["loss"]),
-        ("metrics", {"step": 1, "eval_loss": 2}, None),
-    ):
-        made: list[str] = []
-        both = [
-            Validation("metrics.jsonl", "eval_loss", lambda step, made=made: made.append("loss")),
-            Validation("samples.jsonl", "prompt", lambda step, made=made: made.append("samples")),
-        ]
-        with (tmp_path / f"{log}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        if expected is None:
-            with pytest.raises(CheckpointError, match="holds step 1 already"):
-                train(resumed(session_of(tmp_path)), 1, validations=both)
-        else:
-            train(resumed(session_of(tmp_path)), 1, validations=both)
-            assert made == expected
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("every", [None, 2])

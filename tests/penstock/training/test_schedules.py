@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -15,7 +13,6 @@ from transformers import (
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings, ScheduleSettings
 from penstock.training.schedules import learning_rates
-from runtime.plan.optimizer import AdamW
 
 LR = 3e-4
 MIN_LR, WSD = {"kind": "cosine", "min_lr_fraction": 0.1}, {"kind": "warmup-stable-decay", "min_lr_fraction": 0.2}
@@ -52,25 +49,6 @@ def test_every_step_has_the_rate_of_transformers_scheduler(schedule, make, warmu
     assert ours(n_steps, warmup_steps=warmup_steps, **schedule) == stepped(lambda o: make(o, warmup_steps, n_steps), n_steps)
 
 
-@given(
-    st.sampled_from(["constant", "linear", "cosine", "warmup-stable-decay"]),
-    st.integers(2, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n // 2))),
-    st.randoms(use_true_random=False),
-)
-def test_a_learning_rate_is_a_function_of_the_step_alone(kind, sizes, random):
-    n_steps, warmup_steps = sizes
-    settings = OptimizerSettings(lr=LR, schedule=ScheduleSettings(kind, warmup_steps))
-    of, again = learning_rates(settings, n_steps), learning_rates(settings, n_steps)
-    in_order = [of(step) for step in range(n_steps)]
-    steps = list(range(n_steps))
-    random.shuffle(steps)
-    assert [again(step) for step in steps] == [in_order[step] for step in steps]
-    assert all(0 <= lr <= LR for lr in in_order)
-    assert in_order[warmup_steps] == LR
-    assert in_order[:warmup_steps] == sorted(in_order[:warmup_steps])
-    assert in_order[warmup_steps:] == sorted(in_order[warmup_steps:], reverse=True)
-
-
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
@@ -83,17 +61,3 @@ def test_a_learning_rate_is_a_function_of_the_step_alone(kind, sizes, random):
 def test_a_schedule_that_does_not_fit_the_run_is_refused(schedule, words):
     with pytest.raises(RunConfigError, match=words):
         ours(10, **schedule)
-
-
-def test_named_parameters_are_spared_from_decay():
-    settings = AdamW(lr=1e-3, weight_decay=0.1, no_decay=("embed_tokens", "mlp.gate"))
-    weights = {
-        "model.embed_tokens.weight": 0.0,
-        "model.layers.0.mlp.gate.weight": 0.0,
-        "model.layers.0.mlp.up_proj.weight": 0.1,
-        "model.layers.0.self_attn.q_proj.weight": 0.1,
-    }
-    found = {name: settings.of(name, (4, 4)) for name in weights}
-    assert {name: of.weight_decay for name, of in found.items()} == weights
-    assert all(of.lr == 1e-3 for of in found.values())
-    assert settings.of("model.layers.0.self_attn.q_proj.bias", (4,)).weight_decay == 0.0

@@ -177,16 +177,10 @@ def test_no_lane_is_shown_busier_than_all_the_time():
 # -- what a state must share with the run that resumes it
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "said"),
-    [
-        ({"schedule": {"kind": "cosine"}}, {"schedule": {"kind": "linear"}}, 'schedule.kind was "cosine", is "linear"'),
-        ({}, {"lr": 1e-5}, "lr was null, is 1e-05"),
-    ],
-)
-def test_other_optimizer_settings_are_refused_by_difference(tmp_path, was, now, said):
+def test_other_optimizer_settings_are_refused_by_difference(tmp_path):
+    was, now = ({"schedule": {"kind": kind}} for kind in ("cosine", "linear"))
     train(replace(session_of(tmp_path), optimizer=was), 1)
-    with pytest.raises(CheckpointError, match=rf"{said}.*--model"):
+    with pytest.raises(CheckpointError, match=r'schedule.kind was "cosine", is "linear".*--model'):
         resumed(replace(session_of(tmp_path), optimizer=now))
     resumed(replace(session_of(tmp_path), optimizer=json.loads(json.dumps(was))))
 

@@ -226,7 +226,7 @@ def test_the_perplexity_of_a_hopeless_model_is_infinite():
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_a_forward_needs_no_more_of_the_device_than_a_step(model_type):
-    """Of the allocator: beside the arenas. What layers are passed besides their input is there in training too."""
+    """Memory of the allocator, arenas apart. What layers are passed with their input is there in training too."""
     semantics = exact(model_type, seq_len=96, micro_batch=2, loss_tile_tokens=64)
     config = tiny_config(model_type, hidden_size=128, intermediate_size=352)
     machine = machine_of(config, semantics, Policy(), CpuMachine)

@@ -5,9 +5,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from runtime.units import on_one_line
+from runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from planner.show.run_log import LoggedRun
@@ -21,19 +19,19 @@ GIVE = "give the --out folder of a run"
 
 
 def read_logged_run(folder: Path, plan: "Plan") -> "LoggedRun":
-    """All that can be drawn of a run of the plan. UsageError where there is nothing, or something else."""
+    """All that can be drawn of a run of the plan. CheckpointError where there is nothing, or something else."""
     from planner.show.run_log import LoggedRun, read_log, read_samples
 
     timeline_file, log_file = folder / "timeline.json", folder / "metrics.jsonl"
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
-        raise click.UsageError(f"{folder}: {problem}; {GIVE}")
+        raise CheckpointError(f"{folder}: {problem}; {GIVE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
     return LoggedRun(timeline, read_log(*_end_of(log_file)), read_samples(_end_of(folder / "samples.jsonl")[0]))
 
 
 def read_timeline(path: Path, plan: "Plan") -> "Timeline":
-    """The timeline of a run of the plan. UsageError for a damaged one, and for one whose lanes perform ops in another order."""
+    """The timeline of a run of the plan. CheckpointError for one that is damaged, or has ops in another order."""
     from pydantic import TypeAdapter, ValidationError
 
     from runtime.files import read_whole
@@ -42,12 +40,12 @@ def read_timeline(path: Path, plan: "Plan") -> "Timeline":
     try:
         timeline = TypeAdapter(Timeline).validate_json(read_whole(path, MAX_TIMELINE_FILE_BYTES))
     except OSError as error:
-        raise click.UsageError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None
     except ValidationError:
-        raise click.UsageError(f"{path}: not the timeline of a run; {GIVE}") from None
+        raise CheckpointError(f"{path}: not the timeline of a run; {GIVE}") from None
     if any(span.step < 0 or not 0 <= span.start_s <= span.end_s < 1e12 for span in timeline.spans):
-        raise click.UsageError(f"{path}: holds an impossible time or step; {GIVE}")
-    of_another = click.UsageError(f"{path}: the timeline of another plan; give the plan that the run performed")
+        raise CheckpointError(f"{path}: holds an impossible time or step; {GIVE}")
+    of_another = CheckpointError(f"{path}: the timeline of another plan; give the plan that the run performed")
     if any(not 0 <= span.op < len(plan.ops) for span in timeline.spans):
         raise of_another
     before: dict[tuple[int, str], tuple[int, float]] = {}  # of a step and a lane: the last op, and its end
@@ -69,10 +67,10 @@ def _end_of(path: Path) -> tuple[list[bytes], bool]:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise click.UsageError(f"{path}: a pipe, device or folder, not a file; {GIVE}")
+                raise CheckpointError(f"{path}: a pipe, device or folder, not a file; {GIVE}")
             is_whole = found.st_size <= MAX_LOG_BYTES
             file.seek(0 if is_whole else found.st_size - MAX_LOG_BYTES)
             lines = file.read(MAX_LOG_BYTES).splitlines(keepends=True)
             return lines if is_whole else lines[1:], is_whole  # the first may be the rest of a line
     except OSError as error:
-        raise click.UsageError(on_one_line(f"{path}: cannot be read ({error.strerror}); {GIVE}")) from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None
