@@ -34,7 +34,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     """
     from hwprofiles.schema import Profile
     from planner.check.check import check
-    from planner.check.claim import check_claim, check_origin, claimed
+    from planner.check.claim import check_claim, check_origin
+    from planner.search.claim import claimed
     from runtime.errors import PlanError
     from runtime.files import write_whole
     from runtime.plan import PlanFile

@@ -1,34 +1,8 @@
-"""Is a plan right?
+"""The checker: it proves a plan right for every possible duration of every op.
 
-An independent verifier: it knows the contract in `runtime/plan/plan.py` and nothing of how plans are made or timed. A plan
-passes when, for every possible duration of every op, each op finds in its slots exactly what it needs, and no lane
-waits for ever.
-
-Why two steps prove it for all: waits reach back at most one step, so what is ordered between steps s and s+d depends on
-d only; and every slot that is written is written in every step, so the last write before a read lies in the same step
-or the one before. Once each use of a slot is ordered after the write before it, and each write after the uses before
-it, all timings see the same values as any one legal order of the ops, and step 1 stands for all later steps.
-
-A settle has two outcomes. It may swap the block's state with its shadow, or update the state from its gradient and leave the
-shadow alone. What the op declares to read and write is the union of both, and all of it is held against all others: no race for
-what either of them touches. Either way the state is that of the next step, made from this one's, and the shadow is spent: the next
-settle needs a speculate of its own step, so that which way this one went can be seen by no later op.
-
-Why two repetitions prove it for any number: where ops repeat, the plan of a step with two repetitions, written out, is checked
-in its place (`shortened`). Let P be what comes before, S_1 .. S_n the repetitions, E what comes after. `check_repeat` sees to
-it that each S_k has micro-batches of its own, those of S_1 moved on by the same number, and neither the step's first nor its
-last, which alone mean something else than others; and in a well-formed plan no wait leads back: of P for S, or of S for E. So
-P, S_1, .., S_n, E is a legal order for every n if it is for two, and every op exists once for every n.
-Values: an op of S_k finds in a slot what the last writer before it left. If S writes the slot at all, that writer is in S_k or
-in S_(k-1), at the same place for every k above 1; and what is asked for and what is there move on together. If S does not, it
-finds what S_1 found, and since S_2 found it right with micro-batches moved on, no micro-batch is asked for. So k = 2 stands for
-all others, and what E finds after S_n is what it finds after S_2, moved on.
-Races: two uses that must be ordered lie both in S_k, in S_(k-1) and S_k, in S_n and E or a later step, in P and S_1, or outside
-of S, since S, where it writes a slot, does so in every repetition; where S only reads it, S_1 stands for what comes before and
-S_n for what comes after, by the order of its lane. No path of lanes and waits goes back from S_(k+1) to S_k. A path inside of
-S_(k-1) and S_k is there for every k; one from P or an earlier step that enters at S_j and leaves from S_n enters as well n - 2
-repetitions later, because an op's later repetition comes after its earlier one, and waits for P, and for earlier steps, mean
-all of them.
+A plan passes when each op finds in its slots exactly what it needs, and no lane waits for ever. The checker knows the contract in
+`runtime/plan/plan.py` and nothing of how plans are made or timed. docs/checker.md argues why two steps stand for all, and two
+repetitions of a long step for any number.
 """
 
 from dataclasses import dataclass
@@ -47,7 +21,7 @@ from .dataflow import check_data
 from .legality import check_policy, check_workload
 from .shape import AGAIN, Shape, wrong
 
-N_STEPS, N_REPETITIONS = 2, 2  # see above
+N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
 
 
 def check(plan: Plan) -> None:
@@ -58,7 +32,7 @@ def check(plan: Plan) -> None:
         raise PlanError(f"{error}; {AGAIN}") from None
     check_workload(plan)
     check_policy(plan)
-    shape = Shape.of(plan)
+    shape = Shape(plan)
     check_arenas(plan)
     if plan.repeat is None:
         _check_step(plan, shape)
@@ -66,7 +40,7 @@ def check(plan: Plan) -> None:
         check_repeat(plan, plan.repeat, shape)
         short = unrolled(shortened(plan, N_REPETITIONS))
         try:
-            _check_step(short, Shape.of(short))
+            _check_step(short, Shape(short))
         except PlanError as error:  # its ops have other numbers
             raise PlanError(f"with {N_REPETITIONS} of {plan.repeat.times} repetitions written out: {error}") from None
     _check_memory(plan)

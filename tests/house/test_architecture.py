@@ -55,7 +55,7 @@ HOME = {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
         *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
         *(
-            "planner/check/claim.py",
+            "planner/search/claim.py",
             "penstock/api.py",
             "penstock/checkpoint/adapter_files.py",
             "penstock/checkpoint/checkpoint.py",
