@@ -134,10 +134,3 @@ def test_another_seed_gives_another_interval_of_about_the_same_width():
     first, second = interval(plan, profile, 32, 0), interval(plan, profile, 32, 1)
     assert first.p10_step_s != second.p10_step_s
     assert width_s(first) == pytest.approx(width_s(second), rel=0.35)
-
-
-def test_rows_say_what_the_json_says():
-    plan, profile = small_plan()
-    found = interval(plan, profile, 4)
-    assert set(found.to_json()) == {"p10_step_s", "p50_step_s", "p90_step_s", "n_draws", "seed"}
-    assert [row[0] for row in found.rows()] == ["P10", "P50", "P90"]
