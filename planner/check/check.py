@@ -7,11 +7,11 @@ repetitions of a long step for any number.
 
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
 
-from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Place, Plan, Slot, Update
-from runtime.plan.footprint import device_needs, host_needs
+from hwprofiles.schema import Profile
+from planner.predict.memory import Footprint, footprint, short_of
+from runtime.errors import PlanError, ProfileError
+from runtime.plan import Kind, Lane, Plan, Slot, Update
 from runtime.plan.plan import refuse_malformed
 from runtime.plan.repetition import shortened, unrolled
 from runtime.units import show_bytes
@@ -58,13 +58,12 @@ def _check_step(plan: Plan, shape: Shape) -> None:
 
 def summary(plan: Plan) -> str:
     """One line about a plan that passed: what it computes and how much of the machine's memory it takes."""
-    policy, n_micro_batches = plan.policy, plan.semantics.n_micro_batches
-    memory = ", ".join(
-        f"{place} {show_bytes(peak_bytes)} of {show_bytes(_limit_bytes(plan, place))}" for place, peak_bytes in _peaks(plan).items()
-    )
+    policy, n_micro_batches, needs = plan.policy, plan.semantics.n_micro_batches, _footprint(plan)
+    device = f"device {show_bytes(needs.device_peak_bytes)} of {show_bytes(needs.device_memory_bytes)}"
+    host = f"host {show_bytes(needs.host_peak_bytes)} of {show_bytes(needs.host_memory_bytes)}"
     return (
         f"right: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
-        f"groups of {policy.accumulation_group}, {policy.update} update; {memory}"
+        f"groups of {policy.accumulation_group}, {policy.update} update; {device}, {host}"
     )
 
 
@@ -170,40 +169,16 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
             group = op.micro_batch // shape.group
 
 
-def _number(tree: Any, path: str, where: str) -> float:
-    """The number at `a.b.c` of a JSON tree, zero or above; PlanError when there is none."""
-    value = tree
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**100:
-        raise PlanError(f"{where}: {path} is missing, or not a number of zero or above; {AGAIN}")
-    return value
-
-
-def _peaks(plan: Plan) -> dict[Place, float]:
-    """Peak bytes on device and host, by the plan's own arithmetic."""
-    context_bytes = _number(plan.profile, "device.context_bytes.value", "profile")
-    runtime_bytes = _number(plan.profile, "host.runtime_bytes.value", "profile")
-    device = plan.profile["device"]
-    workspace_bytes = _number(plan.profile, "device.workspace_bytes.value", "profile") if device.get("workspace_bytes") else None
-    needs = device_needs(plan, device.get("kind") == "cuda", workspace_bytes)
-    return {
-        Place.DEVICE: sum(needs.values()) + context_bytes,
-        Place.HOST: sum(host_needs(plan).values()) + runtime_bytes,
-    }
-
-
-def _limit_bytes(plan: Plan, place: Place) -> float:
-    """Memory of the machine that the plan was made for."""
-    return _number(plan.profile, f"{place}.memory_bytes.value", "profile")
+def _footprint(plan: Plan) -> Footprint:
+    """Bytes at the peak, and what the machine has that the plan was made for."""
+    try:
+        return footprint(plan, Profile.from_json(plan.profile, "profile"))
+    except ProfileError as error:
+        raise PlanError(f"{error}; {AGAIN}") from None
 
 
 def _check_memory(plan: Plan) -> None:
     """The peaks are within what the plan's machine has."""
-    for place, peak_bytes in _peaks(plan).items():
-        limit_bytes = _limit_bytes(plan, place)
-        if peak_bytes > limit_bytes:
-            raise PlanError(
-                f"{place} memory: {show_bytes(peak_bytes)} are needed and the machine has {show_bytes(limit_bytes)}; "
-                f"plan for a machine with more {place} memory"
-            )
+    needs = _footprint(plan)
+    if not needs.fits:
+        raise PlanError(f"{short_of(needs)}; plan for a machine with more")
