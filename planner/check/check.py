@@ -5,7 +5,6 @@ A plan passes when each op finds in its slots exactly what it needs, and no lane
 repetitions of a long step for any number.
 """
 
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from hwprofiles.schema import Profile
@@ -50,7 +49,7 @@ def _check_step(plan: Plan, shape: Shape) -> None:
     """Every op is there, in time, and finds what it needs."""
     check_ops(plan, shape)
     order = _legal_order(plan)
-    clocks = _Clocks.of(plan, order)
+    clocks = _Clocks(plan, order)
     _check_races(plan, order, clocks)
     check_data(plan, shape, order, N_STEPS)
     _check_schedule(plan, shape, clocks)
@@ -84,7 +83,6 @@ def _legal_order(plan: Plan) -> list[int]:
         raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle") from None
 
 
-@dataclass(frozen=True, slots=True)
 class _Clocks:
     """Who surely comes before whom.
 
@@ -92,15 +90,9 @@ class _Clocks:
     timing; `number[op]`: its place in its lane.
     """
 
-    lane: list[int]
-    number: list[int]
-    lane_sizes: list[int]
-    starts: list[list[list[int]]]
-
-    @staticmethod
-    def of(plan: Plan, order: list[int]) -> "_Clocks":
+    def __init__(self, plan: Plan, order: list[int]) -> None:
         index = {lane: n for n, lane in enumerate(Lane)}
-        lane, number, sizes = [], [], [0] * len(index)
+        lane, number, sizes = list[int](), list[int](), [0] * len(index)
         for op in plan.ops:
             lane.append(index[op.lane])
             number.append(sizes[lane[-1]])
@@ -119,7 +111,7 @@ class _Clocks:
                 end = clock.copy()
                 end[lane[i]] += 1
                 starts[step][i], ends[step][i], lane_ends[lane[i]] = clock, end, end
-        return _Clocks(lane, number, sizes, starts)
+        self.lane, self.number, self.lane_sizes, self.starts = lane, number, sizes, starts
 
     def ordered(self, first: int, first_step: int, second: int, second_step: int) -> bool:
         """Whether an op in a step is surely done before another one starts."""
