@@ -60,11 +60,11 @@ class Cell:
         head = f"| {self.model} | {self.machine} | {show_count(self.n_tokens)} |"
         if isinstance(self.answer, str):
             return f"{head} does not fit: {self.answer} |" + " |" * 11
-        a, c = self.answer, self.answer.certificate
+        a, of, c = self.answer, self.answer.claim.prediction, self.answer.certificate
         ups = (self.speed_up(name) for name in OTHERS)
         cells = (
             str(a.plan.semantics.micro_batch),
-            f"{show_seconds(a.step_s)} ({show_seconds(a.p10_step_s)} to {show_seconds(a.p90_step_s)})",
+            f"{show_seconds(a.step_s)} ({show_seconds(of.p10_step_s)} to {show_seconds(of.p90_step_s)})",
             f"{self.n_tokens / a.step_s:,.0f}",
             f"{c.gap_fraction:.1%}",
             f"{a.step_s / c.machine_bound_s - 1:.0%}",
@@ -90,7 +90,7 @@ def searched(name: str, machine: str, n_tokens: int) -> Cell:
     check_s = 0.0
     if not isinstance(answer, str):
         start_s = time.process_time()
-        check(PlanFile(answer.plan, answer.claim()))
+        check(PlanFile(answer.plan, answer.claim.to_json()))
         check_s = time.process_time() - start_s
     return Cell(name, machine, n_tokens, answer, search_s, check_s)
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from penstock.data.given import Batches, Given
     from penstock.training.trainer import Metrics
     from planner.predict.simulate import Prediction
-    from planner.search.search import Answer, Certificate
+    from planner.search.claim import Certificate
+    from planner.search.search import Answer
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
     from runtime.plan.timeline import Timeline
@@ -56,7 +57,7 @@ class Planned:
     def file(self) -> "PlanFile":
         from runtime.plan import PlanFile
 
-        return PlanFile(self.plan, self.answer.claim())
+        return PlanFile(self.plan, self.answer.claim.to_json())
 
     def save(self, path: str | Path) -> Path:
         """Write the plan and its claim, for `penstock check`, `report` and `run`."""
@@ -238,7 +239,7 @@ def proven(where: str, file: "PlanFile", search: bool) -> str:
     from hwprofiles.schema import Profile
     from planner.check.check import check as prove
     from planner.check.check import summary
-    from planner.check.claim import claimed
+    from planner.search.claim import claimed
 
     claim = None if file.claim is None else claimed(file.claim, where)
     Profile.from_json(file.plan.profile, f"{where}: profile")

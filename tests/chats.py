@@ -1,4 +1,4 @@
-"""Which tokenizers and chat templates do the tests talk through?"""
+"""Tokenizers and chat templates for tests."""
 
 import json
 from functools import cache

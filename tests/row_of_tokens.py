@@ -1,4 +1,4 @@
-"""What is data that needs no file?"""
+"""Data without files, for tests."""
 
 import hashlib
 from dataclasses import dataclass, field

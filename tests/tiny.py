@@ -1,4 +1,4 @@
-"""What is the smallest honest model of each supported type?
+"""Smallest honest models of each supported type.
 
 Configurations as `config.json` holds them: few layers, narrow, but with every structural feature of the type (grouped
 key-value heads, biases, alternating windows, experts), so that what holds for them holds for the large ones.

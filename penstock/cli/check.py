@@ -18,7 +18,8 @@ def check(plan_file: Path, search: bool) -> None:
     is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
     """
     from penstock.api import proven
-    from planner.check.claim import claimed, strangers
+    from planner.check.claim import strangers
+    from planner.search.claim import claimed
     from runtime.plan import PlanFile
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)

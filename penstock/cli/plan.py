@@ -160,7 +160,7 @@ def _fields(found: "Planned", tokens: int | None) -> dict[str, Any]:
     fields = {
         "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},
         "policy": found.plan.policy.to_json(),
-        **answer.claim(),
+        **answer.claim.to_json(),
         "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,

@@ -17,12 +17,13 @@ from penstock.data.data import Data
 from penstock.run_config import RunConfigError
 from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
-from planner.check.claim import check_origin, claimed
+from planner.check.claim import check_origin
 from planner.lower.lower import lower
 from planner.model.config import refuse_another as refuse_another_model
 from planner.model.workload import build_workload
 from planner.predict.cost import costs, region_of
 from planner.predict.simulate import Prediction, simulate
+from planner.search.claim import claimed
 from runtime.errors import PlanError, WorkloadError
 from runtime.executor import Stop, say
 from runtime.machine import Machine

@@ -1,43 +1,16 @@
-"""Is a plan right?
+"""The checker: it proves a plan right for every possible duration of every op.
 
-An independent verifier: it knows the contract in `docs/plan-language.md` and nothing of how plans are made or timed. A plan
-passes when, for every possible duration of every op, each op finds in its slots exactly what it needs, and no lane
-waits for ever.
-
-Why two steps prove it for all: waits reach back at most one step, so what is ordered between steps s and s+d depends on
-d only; and every slot that is written is written in every step, so the last write before a read lies in the same step
-or the one before. Once each use of a slot is ordered after the write before it, and each write after the uses before
-it, all timings see the same values as any one legal order of the ops, and step 1 stands for all later steps.
-
-A settle has two outcomes. It may swap the block's state with its shadow, or update the state from its gradient and leave the
-shadow alone. What the op declares to read and write is the union of both, and all of it is held against all others: no race for
-what either of them touches. Either way the state is that of the next step, made from this one's, and the shadow is spent: the next
-settle needs a speculate of its own step, so that which way this one went can be seen by no later op.
-
-Why two repetitions prove it for any number: where ops repeat, the plan of a step with two repetitions, written out, is checked
-in its place (`shortened`). Let P be what comes before, S_1 .. S_n the repetitions, E what comes after. `check_repeat` sees to
-it that each S_k has micro-batches of its own, those of S_1 moved on by the same number, and neither the step's first nor its
-last, which alone mean something else than others; and in a well-formed plan no wait leads back: of P for S, or of S for E. So
-P, S_1, .., S_n, E is a legal order for every n if it is for two, and every op exists once for every n.
-Values: an op of S_k finds in a slot what the last writer before it left. If S writes the slot at all, that writer is in S_k or
-in S_(k-1), at the same place for every k above 1; and what is asked for and what is there move on together. If S does not, it
-finds what S_1 found, and since S_2 found it right with micro-batches moved on, no micro-batch is asked for. So k = 2 stands for
-all others, and what E finds after S_n is what it finds after S_2, moved on.
-Races: two uses that must be ordered lie both in S_k, in S_(k-1) and S_k, in S_n and E or a later step, in P and S_1, or outside
-of S, since S, where it writes a slot, does so in every repetition; where S only reads it, S_1 stands for what comes before and
-S_n for what comes after, by the order of its lane. No path of lanes and waits goes back from S_(k+1) to S_k. A path inside of
-S_(k-1) and S_k is there for every k; one from P or an earlier step that enters at S_j and leaves from S_n enters as well n - 2
-repetitions later, because an op's later repetition comes after its earlier one, and waits for P, and for earlier steps, mean
-all of them.
+A plan passes when each op finds in its slots exactly what it needs, and no lane waits for ever. The checker knows the contract in
+docs/plan-language.md and nothing of how plans are made or timed. docs/checker.md argues why two steps stand for all, and two
+repetitions of a long step for any number.
 """
 
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
 
-from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Place, Plan, Slot, Update
-from runtime.plan.footprint import device_needs, host_needs
+from hwprofiles.schema import Profile
+from planner.predict.memory import Footprint, footprint, short_of
+from runtime.errors import PlanError, ProfileError
+from runtime.plan import Kind, Lane, Plan, Slot, Update
 from runtime.plan.plan import refuse_malformed
 from runtime.plan.repetition import shortened, unrolled
 from runtime.units import show_bytes
@@ -47,7 +20,7 @@ from .dataflow import check_data
 from .legality import check_policy, check_workload
 from .shape import AGAIN, Shape, wrong
 
-N_STEPS, N_REPETITIONS = 2, 2  # see above
+N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
 
 
 def check(plan: Plan) -> None:
@@ -58,7 +31,7 @@ def check(plan: Plan) -> None:
         raise PlanError(f"{error}; {AGAIN}") from None
     check_workload(plan)
     check_policy(plan)
-    shape = Shape.of(plan)
+    shape = Shape(plan)
     check_arenas(plan)
     if plan.repeat is None:
         _check_step(plan, shape)
@@ -66,7 +39,7 @@ def check(plan: Plan) -> None:
         check_repeat(plan, plan.repeat, shape)
         short = unrolled(shortened(plan, N_REPETITIONS))
         try:
-            _check_step(short, Shape.of(short))
+            _check_step(short, Shape(short))
         except PlanError as error:  # its ops have other numbers
             raise PlanError(f"with {N_REPETITIONS} of {plan.repeat.times} repetitions written out: {error}") from None
     _check_memory(plan)
@@ -76,7 +49,7 @@ def _check_step(plan: Plan, shape: Shape) -> None:
     """Every op is there, in time, and finds what it needs."""
     check_ops(plan, shape)
     order = _legal_order(plan)
-    clocks = _Clocks.of(plan, order)
+    clocks = _Clocks(plan, order)
     _check_races(plan, order, clocks)
     check_data(plan, shape, order, N_STEPS)
     _check_schedule(plan, shape, clocks)
@@ -84,13 +57,12 @@ def _check_step(plan: Plan, shape: Shape) -> None:
 
 def summary(plan: Plan) -> str:
     """One line about a plan that passed: what it computes and how much of the machine's memory it takes."""
-    policy, n_micro_batches = plan.policy, plan.semantics.n_micro_batches
-    memory = ", ".join(
-        f"{place} {show_bytes(peak_bytes)} of {show_bytes(_limit_bytes(plan, place))}" for place, peak_bytes in _peaks(plan).items()
-    )
+    policy, n_micro_batches, needs = plan.policy, plan.semantics.n_micro_batches, _footprint(plan)
+    device = f"device {show_bytes(needs.device_peak_bytes)} of {show_bytes(needs.device_memory_bytes)}"
+    host = f"host {show_bytes(needs.host_peak_bytes)} of {show_bytes(needs.host_memory_bytes)}"
     return (
         f"right: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
-        f"groups of {policy.accumulation_group}, {policy.update} update; {memory}"
+        f"groups of {policy.accumulation_group}, {policy.update} update; {device}, {host}"
     )
 
 
@@ -111,7 +83,6 @@ def _legal_order(plan: Plan) -> list[int]:
         raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle") from None
 
 
-@dataclass(frozen=True, slots=True)
 class _Clocks:
     """Who surely comes before whom.
 
@@ -119,15 +90,9 @@ class _Clocks:
     timing; `number[op]`: its place in its lane.
     """
 
-    lane: list[int]
-    number: list[int]
-    lane_sizes: list[int]
-    starts: list[list[list[int]]]
-
-    @staticmethod
-    def of(plan: Plan, order: list[int]) -> "_Clocks":
+    def __init__(self, plan: Plan, order: list[int]) -> None:
         index = {lane: n for n, lane in enumerate(Lane)}
-        lane, number, sizes = [], [], [0] * len(index)
+        lane, number, sizes = list[int](), list[int](), [0] * len(index)
         for op in plan.ops:
             lane.append(index[op.lane])
             number.append(sizes[lane[-1]])
@@ -146,7 +111,7 @@ class _Clocks:
                 end = clock.copy()
                 end[lane[i]] += 1
                 starts[step][i], ends[step][i], lane_ends[lane[i]] = clock, end, end
-        return _Clocks(lane, number, sizes, starts)
+        self.lane, self.number, self.lane_sizes, self.starts = lane, number, sizes, starts
 
     def ordered(self, first: int, first_step: int, second: int, second_step: int) -> bool:
         """Whether an op in a step is surely done before another one starts."""
@@ -196,40 +161,16 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
             group = op.micro_batch // shape.group
 
 
-def _number(tree: Any, path: str, where: str) -> float:
-    """The number at `a.b.c` of a JSON tree, zero or above; PlanError when there is none."""
-    value = tree
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**100:
-        raise PlanError(f"{where}: {path} is missing, or not a number of zero or above; {AGAIN}")
-    return value
-
-
-def _peaks(plan: Plan) -> dict[Place, float]:
-    """Peak bytes on device and host, by the plan's own arithmetic."""
-    context_bytes = _number(plan.profile, "device.context_bytes.value", "profile")
-    runtime_bytes = _number(plan.profile, "host.runtime_bytes.value", "profile")
-    device = plan.profile["device"]
-    workspace_bytes = _number(plan.profile, "device.workspace_bytes.value", "profile") if device.get("workspace_bytes") else None
-    needs = device_needs(plan, device.get("kind") == "cuda", workspace_bytes)
-    return {
-        Place.DEVICE: sum(needs.values()) + context_bytes,
-        Place.HOST: sum(host_needs(plan).values()) + runtime_bytes,
-    }
-
-
-def _limit_bytes(plan: Plan, place: Place) -> float:
-    """Memory of the machine that the plan was made for."""
-    return _number(plan.profile, f"{place}.memory_bytes.value", "profile")
+def _footprint(plan: Plan) -> Footprint:
+    """Bytes at the peak, and what the machine has that the plan was made for."""
+    try:
+        return footprint(plan, Profile.from_json(plan.profile, "profile"))
+    except ProfileError as error:
+        raise PlanError(f"{error}; {AGAIN}") from None
 
 
 def _check_memory(plan: Plan) -> None:
     """The peaks are within what the plan's machine has."""
-    for place, peak_bytes in _peaks(plan).items():
-        limit_bytes = _limit_bytes(plan, place)
-        if peak_bytes > limit_bytes:
-            raise PlanError(
-                f"{place} memory: {show_bytes(peak_bytes)} are needed and the machine has {show_bytes(limit_bytes)}; "
-                f"plan for a machine with more {place} memory"
-            )
+    needs = _footprint(plan)
+    if not needs.fits:
+        raise PlanError(f"{short_of(needs)}; plan for a machine with more")

@@ -1,4 +1,4 @@
-"""The claim of a plan file: its fields, and whether they follow from the plan's own ops on its own profile.
+"""Whether the claim of a plan file follows from the plan's own ops on its own profile.
 
 The checker (`check.py`) proves a plan right as it stands, without the planner. Here the planner is asked again: blocks
 are built from the model, arenas from the policy, the step is simulated and bounded, and what is claimed is compared. What another
@@ -6,12 +6,9 @@ version of the planner works out otherwise is told, not refused. A search takes 
 for.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter, ValidationError
+from dataclasses import replace
+from typing import Any
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from hwprofiles.several import BYTES_PER_GBIT, name_of_shared, on_network, shared_by
@@ -19,95 +16,24 @@ from planner.bounds.bounds import policy_bound
 from planner.lower.arenas import arenas_of
 from planner.model.config import shipped_model, shipped_models
 from planner.model.workload import build_workload
-from planner.predict.arithmetic import arithmetic
 from planner.search.branch import Trial
+from planner.search.claim import SAME_FRACTION, Claim
 from planner.search.search import Answer, answer_of, search
 from planner.search.space import families
 from runtime.errors import PenstockError, PlanError
-from runtime.plan import Lane, Plan
-from runtime.plan.workload import FILE, Block, Count, Natural, Workload
+from runtime.plan import Plan
+from runtime.plan.workload import Block, Workload
 from runtime.units import on_one_line
 
 from .shape import AGAIN
 
-SAME_FRACTION = 1e-9  # two times that differ by less are one: sums of floats
-MAX_NAME = 80  # characters, of what binds and of the code that claimed it
 # Fields of a block that say how long it takes, and nothing of what it is or needs: another version may count them otherwise.
 _OF_TIME: dict[str, Any] = {"matmuls": (), "attention": None, "tiers": ()} | dict.fromkeys(
     ("pointwise_bytes", "fused_bytes", "norm_bytes", "n_kernels", "tile_sum_bytes"), 0
 )
 
-Time = Annotated[float, Field(gt=0, lt=1e15)]
-Busy = Annotated[float, Field(ge=0, lt=1e15)]
-Rate = Annotated[float, Field(gt=0, lt=1e30)]
-Gap = Annotated[float, Field(ge=-SAME_FRACTION, lt=1e15)]  # a step at its bound may miss it by rounding
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What a step is to take."""
-
-    step_s: Time
-    p10_step_s: Time
-    p90_step_s: Time
-    tokens_per_s: Rate
-    model_flop_per_s: Rate
-    device_peak_bytes: Natural
-    host_peak_bytes: Natural
-    busy_s: dict[Lane, Busy]
-    __pydantic_config__ = FILE
-
-
-@dataclass(frozen=True, slots=True)
-class Certified:
-    """How far from the best the plan can be, and with what that can be worked out again: older files do not say it all."""
-
-    policy_bound_s: Time
-    machine_bound_s: Time
-    gap_fraction: Gap
-    binding: Name
-    n_families: Natural
-    n_simulated: Count
-    clipped_fraction: Fraction | None = None
-    n_draws: Count | None = None
-    seed: Natural | None = None
-    arithmetic: Name | None = None
-    __pydantic_config__ = FILE
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """A claim whose every field is there and of its kind."""
-
-    prediction: Predicted
-    certificate: Certified
-    __pydantic_config__ = FILE
-
-    @property
-    def by_this_code(self) -> bool:
-        """Whether it was worked out by the code at hand."""
-        return self.certificate.arithmetic == arithmetic()
-
-
-_CLAIM = TypeAdapter(Claimed)
-
-
-def claimed(fields: dict[str, Any] | None, where: str) -> Claimed:
-    """The claim in a plan file; PlanError names the first field that is missing, unknown or no number of its kind."""
-    if fields is None:
-        said = "`claim` is null: it promises nothing that could be held to"
-        raise PlanError(f"{where}: {said}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
-    try:
-        return _CLAIM.validate_json(json.dumps(fields))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = on_one_line(".".join(map(str, ("claim", *first["loc"]))), 120)
-        raise PlanError(f"{where}: {place}: {first['msg'][:160]}; {AGAIN}") from None
-
-
-def check_origin(plan: Plan, claim: Claimed | None = None) -> list[str]:
+def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     """PlanError where blocks or arenas are not those of the plan's model, semantics and policy, or hosts share the ranks unequally;
     else what was not held to: with a claim of other code, what only costs rest on."""
     n_hosts = _profile_of(plan).n_hosts
@@ -129,7 +55,7 @@ def _sizes(workload: Workload) -> list[Block]:
     return [replace(block, **_OF_TIME) for block in (*workload.blocks, *workload.smaller)]
 
 
-def check_claim(plan: Plan, claim: Claimed) -> list[str]:
+def check_claim(plan: Plan, claim: Claim) -> list[str]:
     """PlanError where a claim does not follow from the plan; else what was not held to, and why. Everything but the search: a bound
     on all policies is taken as it is claimed."""
     proof = claim.certificate
@@ -141,7 +67,7 @@ def check_claim(plan: Plan, claim: Claimed) -> list[str]:
     return _held(claim, answer_of(trial, plan.policy, bound_s, n_families, {}), "certificate.n_simulated")
 
 
-def check_search(plan: Plan, claim: Claimed) -> list[str]:
+def check_search(plan: Plan, claim: Claim) -> list[str]:
     """The same; and searching again, as it was searched, finds this plan, and for all others the bound that is claimed."""
     proof = claim.certificate
     fixed = None if proof.n_families else plan.policy  # whose bound is its own, and depends on its ops
@@ -157,9 +83,9 @@ def check_search(plan: Plan, claim: Claimed) -> list[str]:
     return [*left, "the search, which finds another plan in this version"]
 
 
-def _held(claim: Claimed, answer: Answer, *unheld: str) -> list[str]:
+def _held(claim: Claim, answer: Answer, *unheld: str) -> list[str]:
     """PlanError at a difference of a claim from the answer; of another version's claim that difference is told."""
-    said, found = (dict(_leaves("", fields)) for fields in (_CLAIM.dump_python(claim, mode="json"), answer.claim()))
+    said, found = (dict(_leaves("", fields)) for fields in (claim.to_json(), answer.claim.to_json()))
     for place in found:
         unsaid = said.get(place) is None and not claim.by_this_code  # an older file does not know the field
         if place in unheld or place == "certificate.arithmetic" or unsaid or _same(said.get(place), found[place]):

@@ -1,4 +1,4 @@
-"""May a plan have this model and this policy?"""
+"""Rules of a plan's model and policy."""
 
 from runtime.errors import PlanError
 from runtime.plan import Plan

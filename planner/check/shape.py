@@ -4,10 +4,9 @@ They follow from workload, semantics and a legal policy. Only the checker uses t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from runtime.errors import PlanError
-from runtime.plan import Op, Plan, Update
+from runtime.plan import Op, Plan, Policy, Update
 from runtime.plan.packed import is_packed, packed_bytes
 from runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
@@ -21,111 +20,60 @@ def wrong(i: int, op: Op, what: str) -> PlanError:
     return PlanError(f"op {i} ({op.name}): {what}; {AGAIN}")
 
 
-@dataclass(frozen=True, slots=True)
 class Shape:
     """Names and places; where a dict gives a block its place, the blocks that are not in it have none."""
 
-    n_blocks: int
-    head: int
-    n_micro_batches: int
-    group: int
-    sum_groups: int  # of micro-batches, each with a sum of its own
-    ranks: int  # that share the step, of which the plan is one's part
-    reduced: bool  # one group: a gradient leaves the device once, complete
-    tied: bool  # a weight of two blocks is trained
-    shares_weight: bool  # trained or not, the head uses a weight that block 0 owns
-    eager: bool
-    first_trained: int  # the lowest block of which anything is trained: no backward goes below it
-    boundary_stride: int
-    n_streaming: int  # slots of `weights` for layers that come and go
-    n_packed: int  # slots of `packed`
-    gradient_slots: int  # for layers
-    resident: dict[int, int]  # block: its place among those whose weights stay
-    spilled: dict[int, int]  # block: its place among those whose output spills
-    offloaded: dict[int, int]  # layer: its place among those whose saved activations go to the host
-    shared: dict[int, int]  # block whose output is computed again: its place among those that share slots
-    standing: dict[int, int]  # block: its place among those whose output has slots of its own
-    shadows: dict[int, int]  # speculating block: its place among them
-    squared: dict[int, int]  # block whose gradient's squares the device sums: its place among them
-    on_device: dict[int, int]  # block whose state the device holds: its place among them
-    trained: dict[int, int]  # block of which anything is trained: its place among them
-    apart: dict[int, int]  # block whose state the device holds and whose frozen weights the host does: its place among them
-    packed: dict[int, int]  # layer that comes packed: its place among them
-    sizes: dict[str, int]  # slots of each arena that there is
-    # Bytes of an element of weights, of a layer's gradient on the link, of the final gradient, and of masters and moments
-    item_bytes: int
-    gradient_bytes: int
-    state_item_bytes: int
-    # Of each block: elements of weights in a slot, of gradients, of what a rank updates; bytes of what is frozen, of the output, of
-    # what is saved, and how many sums of squares a rank makes
-    elements: list[int]
-    trained_elements: list[int]
-    owned: list[int]
-    frozen_bytes: list[int]
-    boundary_bytes: list[int]
-    saved_bytes: dict[int, int]
-    n_squares: list[int]
-
-    @staticmethod
-    def of(plan: Plan) -> "Shape":
-        """What the workload, the semantics and the policy of a plan say of its ops."""
+    def __init__(self, plan: Plan) -> None:
         of, policy, blocks = plan.semantics, plan.policy, plan.workload.blocks
-        n_blocks, head, ranks, stride = len(blocks), len(blocks) - 1, of.ranks, policy.boundary_stride
-        spilled = _places(policy.spill_blocks)
-        shared = {b: b % stride - 1 for b in range(head - 1) if b % stride}
-        trained = _places(b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters))
-        on_device = _places(policy.device_blocks)
-        packed = [b for b in range(1, head) if any(p.frozen and is_packed(p.name, p.shape, of.base) for p in blocks[b].parameters)]
-        tied = any(p.tied_to is not None and not p.frozen for p in blocks[head].parameters)
-        squared = [b for b in range(n_blocks) if b in on_device or (policy.square_on_device and not (tied and b in (0, head)))]
-        owned, elements = [b.state_elements for b in blocks], [b.slot_elements for b in blocks]
-        trained_elements, n_squares = [b.trained_elements for b in blocks], [len(b.trained) for b in blocks]
-        if ranks > 1:  # equal parts, each of whole pieces, one for each sum group, each of whole units
-            unit = ranks * of.sum_groups * ALIGN_ELEMENTS
-            owned = [-(-b.host_elements // unit) * unit // ranks for b in blocks]
-            elements = [(n + (owned[0] if b.tied else 0)) * ranks for b, n in zip(blocks, owned, strict=True)]
-            trained_elements = elements
-            # Tiles of 2^16 elements, one more for each end of a parameter or a piece
-            n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, owned, strict=True)]
-        return Shape(
-            n_blocks=n_blocks,
-            head=head,
-            n_micro_batches=of.n_micro_batches,
-            group=policy.accumulation_group,
-            sum_groups=of.sum_groups,
-            ranks=ranks,
-            reduced=policy.accumulation_group >= of.n_micro_batches,
-            tied=tied,
-            shares_weight=any(p.tied_to is not None for p in blocks[head].parameters),
-            eager=policy.update is Update.EAGER,
-            first_trained=min(trained, default=n_blocks),
-            boundary_stride=stride,
-            n_streaming=1 if packed else policy.prefetch_depth + 1,
-            n_packed=policy.prefetch_depth + 1 if packed else 0,
-            gradient_slots=policy.gradient_slots,
-            resident=_places(policy.resident_blocks),
-            spilled=spilled,
-            offloaded=_places(policy.offload_blocks),
-            shared=shared,
-            standing=_places(b for b in range(head) if b not in spilled and b not in shared),
-            shadows=_places(policy.speculate_blocks),
-            squared=_places(squared),
-            on_device=on_device,
-            trained=trained,
-            apart=_places(b for b in on_device if any(p.frozen for p in blocks[b].parameters)),
-            packed=_places(packed),
-            sizes={a.name: len(a.slot_bytes) for a in plan.arenas},
-            item_bytes=ITEM_BYTES[of.compute_dtype],
-            gradient_bytes=ITEM_BYTES[of.gradient_dtype],
-            state_item_bytes=of.optimizer.state_bytes(of.master_dtype),  # the master, in one piece or in two, and the moments
-            elements=elements,
-            trained_elements=trained_elements,
-            owned=owned,
-            frozen_bytes=[_frozen_bytes(plan, b) for b in range(n_blocks)],
-            boundary_bytes=[b.boundary_bytes for b in blocks],
-            saved_bytes={b: _saved_bytes(plan, b) for b in policy.offload_blocks},
-            n_squares=n_squares,
+        self.n_blocks, self.head = len(blocks), len(blocks) - 1
+        self.n_micro_batches, self.group = of.n_micro_batches, policy.accumulation_group
+        self.sum_groups = of.sum_groups  # of micro-batches, each with a sum of its own
+        self.ranks = of.ranks  # that share the step, of which the plan is one's part
+        self.reduced = policy.accumulation_group >= of.n_micro_batches  # one group: a gradient leaves the device once, complete
+        of_head = blocks[self.head].parameters
+        self.tied = any(p.tied_to is not None and not p.frozen for p in of_head)  # a weight of two blocks is trained
+        self.shares_weight = any(p.tied_to is not None for p in of_head)  # trained or not, the head uses one of block 0
+        self.eager = policy.update is Update.EAGER
+        self.boundary_stride = policy.boundary_stride
+        self.gradient_slots = policy.gradient_slots  # for layers
+        self.sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}  # slots of each arena that there is
+        # The place of a block among those
+        self.resident = _places(policy.resident_blocks)  # whose weights stay
+        self.spilled = _places(policy.spill_blocks)  # whose output spills
+        self.offloaded = _places(policy.offload_blocks)  # whose saved activations go to the host
+        self.shared = {b: b % policy.boundary_stride - 1 for b in range(self.head - 1) if b % policy.boundary_stride}  # recomputed
+        self.standing = _places(b for b in range(self.head) if b not in self.spilled and b not in self.shared)  # whose output stays
+        self.shadows = _places(policy.speculate_blocks)
+        self.on_device = _places(policy.device_blocks)  # whose state the device holds
+        self.trained = _places(b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters))
+        self.apart = _places(b for b in self.on_device if any(p.frozen for p in blocks[b].parameters))  # frozen weights on the host
+        self.squared = _places(b for b in range(self.n_blocks) if b in self.on_device or self._may_square(policy, b))
+        self.packed = _places(  # layers that come packed
+            b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, of.base) for p in blocks[b].parameters)
         )
+        self.first_trained = min(self.trained, default=self.n_blocks)  # no backward goes below it
+        self.n_streaming = 1 if self.packed else policy.prefetch_depth + 1  # slots of `weights` for layers that come and go
+        self.n_packed = policy.prefetch_depth + 1 if self.packed else 0  # slots of `packed`
+        # Bytes of an element of weights, of a layer's gradient on the link, and of masters and moments
+        self.item_bytes, self.gradient_bytes = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.gradient_dtype]
+        self.state_item_bytes = of.optimizer.state_bytes(of.master_dtype)  # the master, in one piece or in two, and the moments
+        # Of each block: elements of weights in a slot, of gradients, of what a rank updates; sums of squares that a rank makes
+        self.elements, self.trained_elements = [b.slot_elements for b in blocks], [b.trained_elements for b in blocks]
+        self.owned, self.n_squares = [b.state_elements for b in blocks], [len(b.trained) for b in blocks]
+        if of.ranks > 1:  # equal parts, each of whole pieces, one for each sum group, each of whole units
+            unit = of.ranks * of.sum_groups * ALIGN_ELEMENTS
+            self.owned = [-(-b.host_elements // unit) * unit // of.ranks for b in blocks]
+            self.elements = [(n + (self.owned[0] if b.tied else 0)) * of.ranks for b, n in zip(blocks, self.owned, strict=True)]
+            self.trained_elements = self.elements
+            # Tiles of 2^16 elements, one more for each end of a parameter or a piece
+            self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
+        self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
+        self.boundary_bytes = [b.boundary_bytes for b in blocks]
+        self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
+
+    def _may_square(self, policy: Policy, block: int) -> bool:
+        """Whether the device sums the squares of a gradient that leaves it."""
+        return policy.square_on_device and not (self.tied and self.is_vocab(block))
 
     def is_vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""

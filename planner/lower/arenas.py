@@ -56,8 +56,9 @@ def arenas_of(plan: Setup) -> Iterator[Arena]:
 
 def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
-    item, layer_elements, vocab_elements = ITEM_BYTES[plan.semantics.compute_dtype], *_largest_elements(plan)
-    resident = [plan.slot_elements(b) * item for b in policy.resident_blocks]
+    item, slots = ITEM_BYTES[plan.semantics.compute_dtype], [plan.slot_elements(b) for b in range(len(blocks))]
+    layer_elements, vocab_elements = _largest(slots)
+    resident = [slots[b] * item for b in policy.resident_blocks]
     yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * plan.n_streaming, vocab_elements * item, *resident))
     if plan.packed_slots:
         largest_bytes = max(plan.uploaded(b)[1] for b in range(1, len(blocks) - 1))
@@ -73,8 +74,9 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
     leaving = [0 if b in policy.device_blocks else leaving_bytes(plan, b) for b in range(len(blocks))]
     ranks = plan.semantics.ranks
+    layer_bytes, vocab_bytes = _largest(leaving)
     kept = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
-    yield Arena("gradients", Place.DEVICE, (*[max(leaving[1:-1])] * policy.gradient_slots, max(leaving[0], leaving[-1]), *kept))
+    yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *kept))
     if policy.device_blocks:
         per_param = sum(plan.state_bytes().values())
         yield Arena("device_state", Place.DEVICE, tuple(blocks[b].state_elements * per_param for b in policy.device_blocks))
@@ -91,10 +93,9 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("squares", Place.DEVICE, tuple(_aligned(SQUARE_BYTES * len(blocks[b].trained)) for b in squared))
 
 
-def _largest_elements(plan: Setup) -> tuple[int, int]:
-    """Of a layer's slot of weights, and of the embedding's or the head's."""
-    elements = [plan.slot_elements(b) for b in range(len(plan.workload.blocks))]
-    return max(elements[1:-1]), max(elements[0], elements[-1])
+def _largest(of_blocks: Sequence[int]) -> tuple[int, int]:
+    """The largest of the layers' numbers, and of the embedding's and the head's."""
+    return max(of_blocks[1:-1]), max(of_blocks[0], of_blocks[-1])
 
 
 def leaving_bytes(plan: Setup, block: int) -> int:
@@ -105,8 +106,7 @@ def leaving_bytes(plan: Setup, block: int) -> int:
 
 def _largest_gradients(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
     """Of a layer's gradient, and of the embedding's or the head's, those of some blocks apart."""
-    elements = [0 if b in without else plan.gradient_elements(b) for b in range(len(plan.workload.blocks))]
-    return max(elements[1:-1]), max(elements[0], elements[-1])
+    return _largest([0 if b in without else plan.gradient_elements(b) for b in range(len(plan.workload.blocks))])
 
 
 def _activation_bytes(plan: Setup) -> list[int]:

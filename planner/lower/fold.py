@@ -19,11 +19,9 @@ def fold(short: Plan, start: int, n_ops: int, times: int, micro_batches: int) ->
     `short`: the plan of a step with three, of `n_ops` ops each from op number `start` on. Each is a group of micro-batches further
     than the one before.
     """
-    folding = _Folding(Repeat(start, start + n_ops, N_SHOWN, micro_batches))
-    repeated = [_same(folding, [short.ops[start + k * n_ops + j] for k in range(N_SHOWN)]) for j in range(n_ops)]
-    outside = [
-        _renumbered(folding, op) for i, op in enumerate(short.ops) if not start <= i < start + N_SHOWN * n_ops
-    ]  # fmt: skip
+    repeat = Repeat(start, start + n_ops, times, micro_batches)
+    repeated = [_same(repeat, [short.ops[start + k * n_ops + j] for k in range(N_SHOWN)]) for j in range(n_ops)]
+    outside = [_renumbered(repeat, op) for i, op in enumerate(short.ops) if not start <= i < start + N_SHOWN * n_ops]
     ops = [*outside[:start], *repeated, *outside[start:]]
     if None in ops:
         return None
@@ -32,51 +30,42 @@ def fold(short: Plan, start: int, n_ops: int, times: int, micro_batches: int) ->
         replace(op, micro_batch=op.micro_batch + n_more) if i >= start + n_ops and op.micro_batch is not None else op
         for i, op in enumerate(op for op in ops if op is not None)
     ]
-    return tuple(folded), Repeat(start, start + n_ops, times, micro_batches)
+    return tuple(folded), repeat
 
 
-class _Folding:
-    """What becomes of the numbers of ops when three repetitions become one."""
-
-    def __init__(self, repeat: Repeat) -> None:
-        self.repeat = repeat
-        self.last = (N_SHOWN - 1) * repeat.n_ops
-
-    def wait(self, wait: Wait, repetition: int | None) -> Wait | None:
-        """A wait as the folded plan has it, of an op in this repetition (None: of another part); None where it cannot be said."""
-        repeat, of = self.repeat, (wait.op - self.repeat.start) // self.repeat.n_ops
-        if wait.op < repeat.start:
-            return wait
-        if of >= N_SHOWN:
-            return Wait(wait.op - self.last, wait.distance)
-        number = wait.op - of * repeat.n_ops
-        if repetition is None or wait.distance:
-            return Wait(number, wait.distance) if of == N_SHOWN - 1 else None
-        return Wait(number, 0, repetition - of) if repetition - of in (0, 1) else None
+def _folded(repeat: Repeat, wait: Wait, repetition: int | None) -> Wait | None:
+    """A wait as the folded plan has it, of an op in this repetition (None: of another part); None where it cannot be said."""
+    of = (wait.op - repeat.start) // repeat.n_ops
+    if wait.op < repeat.start:
+        return wait
+    if of >= N_SHOWN:
+        return Wait(wait.op - (N_SHOWN - 1) * repeat.n_ops, wait.distance)
+    number = wait.op - of * repeat.n_ops
+    if repetition is None or wait.distance:
+        return Wait(number, wait.distance) if of == N_SHOWN - 1 else None
+    return Wait(number, 0, repetition - of) if repetition - of in (0, 1) else None
 
 
-def _renumbered(folding: _Folding, op: Op) -> Op | None:
+def _renumbered(repeat: Repeat, op: Op) -> Op | None:
     """An op that does not repeat."""
-    waits = [folding.wait(wait, None) for wait in op.waits]
+    waits = [_folded(repeat, wait, None) for wait in op.waits]
     return None if None in waits else replace(op, waits=_in_order([w for w in waits if w is not None]))
 
 
-def _same(folding: _Folding, ops: Sequence[Op]) -> Op | None:
+def _same(repeat: Repeat, ops: Sequence[Op]) -> Op | None:
     """The op that all repetitions have, with what any of them waits for; None when they differ in more than micro-batches.
 
     What only the first repetition waits for lies before it, and is done for ever after; what all but the first wait for in the
     repetition before says in the first one: in the step before.
     """
-    found = [[folding.wait(wait, k) for wait in op.waits] for k, op in enumerate(ops)]
+    found = [[_folded(repeat, wait, k) for wait in op.waits] for k, op in enumerate(ops)]
     alike = {(op.kind, op.block, op.operands) for op in ops}
-    moved = {
-        op.micro_batch if op.micro_batch is None else op.micro_batch - k * folding.repeat.micro_batches for k, op in enumerate(ops)
-    }
+    moved = {op.micro_batch if op.micro_batch is None else op.micro_batch - k * repeat.micro_batches for k, op in enumerate(ops)}
     if any(None in waits for waits in found) or len(alike) > 1 or len(moved) > 1:
         return None
     first, second, third = ({wait for wait in waits if wait is not None} for waits in found)
     before = {Wait(w.op, 1) for w in second if w.back}
-    beyond = {w for w in second if w not in first and (w.distance or w.op < folding.repeat.start)}
+    beyond = {w for w in second if w not in first and (w.distance or w.op < repeat.start)}
     return replace(ops[0], waits=_in_order((first - before) | second)) if second == third and not beyond else None
 
 

@@ -1,10 +1,11 @@
-"""What does each op ask of a machine?
+"""The cost model: what each op asks of a machine.
 
 From sizes and a profile to seconds of work alone and the rates at which shared things are drawn meanwhile. Traffic of host
 memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
@@ -142,7 +143,7 @@ class CostModel:
                 return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
             case Kind.CLIP:
                 shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
-                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of)))
+                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of.ranks)))
                 return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
@@ -199,20 +200,18 @@ class CostModel:
 
     def forward_s(self, block: Block, of: Semantics) -> float:
         """Seconds of one forward of a block on one micro-batch."""
-        return (
-            sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
-            + self._attention(of, block.attention, backward=False)
-            + self._pointwise_s(block)
-            + block.n_kernels * self.profile.device.kernel_overhead_s.value
-        )
+        return self._once_s(block, block.matmuls, block.attention, of)
 
     def recompute_s(self, block: Block, again: Tier, of: Semantics) -> float:
         """Seconds of what one backward of a block computes again."""
+        return self._once_s(again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, of)
+
+    def _once_s(self, work: Block | Tier, matmuls: Sequence[Matmul], attention: Attention | None, of: Semantics) -> float:
         return (
-            sum(self._matmul(of.compute_dtype, m) for m in block.matmuls[: again.n_matmuls])
-            + (self._attention(of, block.attention, backward=False) if again.attention else 0.0)
-            + self._pointwise_s(again)
-            + again.n_kernels * self.profile.device.kernel_overhead_s.value
+            sum(self._matmul(of.compute_dtype, m) for m in matmuls)
+            + self._attention(of, attention, backward=False)
+            + self._pointwise_s(work)
+            + work.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
     def backward_s(self, block: Block, of: Semantics) -> float:
@@ -360,7 +359,7 @@ class CostModel:
         parts, or one part from each of the others, round a ring, which is as fast as its slowest part. Each host passes all of them
         on once, for all of its devices."""
         return self._moved(
-            of, ranks, n_bytes, 1, self._here_of(ranks), at_least_s=n_bytes * (ranks - 1) // ranks / self._network_rate(1)
+            of, ranks, n_bytes, 1, self._here(ranks), at_least_s=n_bytes * (ranks - 1) // ranks / self._network_rate(1)
         )
 
     def _exchanged(self, plan: Setup, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
@@ -368,7 +367,7 @@ class CostModel:
         with the other hosts. And some is moved in a device's own memory."""
         if self.profile.meets_on_host:
             return self._exchanged_in_memory(plan.semantics.ranks, sum_bytes, moved_bytes, n_times)
-        here, n_hosts = self._here(plan.semantics), self.profile.n_hosts
+        here, n_hosts = self._here(plan.semantics.ranks), self.profile.n_hosts
         sent = n_elements // here * FP32_BYTES  # by each to the other hosts
         between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
         moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self.profile.device.memory_bytes_per_s.value
@@ -416,11 +415,8 @@ class CostModel:
         network = self.profile.network
         return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / here
 
-    def _here(self, of: Semantics) -> int:
+    def _here(self, ranks: int) -> int:
         """Ranks of a host."""
-        return self._here_of(of.ranks)
-
-    def _here_of(self, ranks: int) -> int:
         return max(1, ranks // self.profile.n_hosts)
 
     @property

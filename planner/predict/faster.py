@@ -76,11 +76,13 @@ def group_of(place: str) -> Group | None:
 def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
     """The machine with each named group faster by its factor."""
 
-    def change(place: str, quantity: Quantity) -> Quantity:
-        group = group_of(place)
-        return quantity if group is None else sped_up(place, quantity, factors.get(group, 1.0))
+    of_places = ((place, group_of(place)) for place, _ in profile.quantities())
+    return scaled(profile, {place: factors[group] for place, group in of_places if group is not None and group in factors})
 
-    return with_quantities(profile, change)
+
+def scaled(profile: Profile, factors: Mapping[str, float]) -> Profile:
+    """The machine with the speed at each of these places faster by its factor."""
+    return with_quantities(profile, lambda place, of: sped_up(place, of, factors[place]) if place in factors else of)
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:

@@ -1,4 +1,4 @@
-"""Does a policy fit the machine?"""
+"""The memory that a policy needs, and what the machine has."""
 
 from dataclasses import dataclass, replace
 

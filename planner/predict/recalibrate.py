@@ -19,7 +19,7 @@ from runtime.plan.timeline import Timeline
 from runtime.units import show_seconds
 
 from .cost import CostModel, region_of
-from .faster import sped_up, with_quantities
+from .faster import scaled, sped_up, with_quantities
 from .regression import Observation, fit_factors
 from .settled import Settled, predicted_of, settled
 from .simulate import Prediction, simulate
@@ -154,12 +154,8 @@ class _Machine:
 
     def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:
         factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}
-
-        def change(place: str, quantity: Quantity) -> Quantity:
-            factor = _at(place, factors)
-            return quantity if factor is None else sped_up(place, quantity, factor)
-
-        profile = with_quantities(self.profile, change)
+        by_place = {place: _at(place, factors) for place, _ in self.profile.quantities()}
+        profile = scaled(self.profile, {place: factor for place, factor in by_place.items() if factor is not None})
         demands = CostModel(profile, clipped=self.clips).demands(self.plan)
         return simulate(self.plan, demands, region_of(profile), max_steps)
 

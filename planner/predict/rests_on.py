@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hwprofiles.quantity import BASES, Basis, Quantity
+from hwprofiles.quantity import BASES, Basis
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model
 from runtime.plan import Lane, Plan, Semantics
 
 from .cost import CostModel
-from .faster import Group, sped_up, speed_of, with_quantities
+from .faster import Group, scaled, speed_of
 
 FASTER = 1.001
 N_WORST = 3
@@ -92,7 +92,7 @@ def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
     whole_s = seconds(CostModel(profile))
     found = Counter[tuple[str, Basis]]()
     for (name, source), some in places.items():
-        faster_s = seconds(CostModel(_faster(profile, some)))
+        faster_s = seconds(CostModel(scaled(profile, dict.fromkeys(some, FASTER))))
         found[name, profile.sources[source].basis] += (whole_s - faster_s) / (whole_s * (1 - 1 / FASTER))  # type: ignore[assignment]
     if (sustained := profile.device.sustained_fraction) is not None:
         # All products run by its rate, but only what it takes from their own rests on it.
@@ -103,10 +103,3 @@ def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
     total = sum(found.values())
     parts = (Part(name, basis, fraction / total) for (name, basis), fraction in found.items() if fraction > 0)
     return RestsOn(tuple(sorted(parts, key=lambda part: -part.fraction)))
-
-
-def _faster(profile: Profile, places: set[str]) -> Profile:
-    def change(place: str, quantity: Quantity) -> Quantity:
-        return sped_up(place, quantity, FASTER) if place in places else quantity
-
-    return with_quantities(profile, change)

@@ -1,4 +1,4 @@
-"""How long will a plan take?
+"""The discrete-event simulator: how long a plan takes on a machine that is only arithmetic.
 
 Where a plan repeats some of its ops, repetitions are performed until they repeat in time too; then the clock jumps over those that
 could only do the same again. So a step of thousands of micro-batches takes as long to simulate as one of a few.

@@ -1,4 +1,4 @@
-"""How sure is the prediction?
+"""The interval of a prediction, P10 to P90.
 
 Each draw is a machine as the profile's spreads allow it: what one measurement settles moves together, every quantity by its
 own spread. The plan is costed and simulated on each. Draws are stratified (every group takes each of its levels once, in an
@@ -7,16 +7,14 @@ order that the seed shuffles), so that a few dozen give steady percentiles.
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 
-from hwprofiles.quantity import Quantity
 from hwprofiles.schema import Profile
 from runtime.plan import Plan
-from runtime.units import show_seconds
 
 from .cost import costs, region_of
-from .faster import Group, group_of, sped_up, with_quantities
+from .faster import Group, group_of, scaled
 from .simulate import n_simulated, simulate
 
 MOST_DRAWS, LEAST_DRAWS = 32, 8
@@ -34,15 +32,6 @@ class Interval:
     p90_step_s: float
     n_draws: int
     seed: int
-
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
-    def rows(self) -> list[tuple[str, str]]:
-        return [
-            (name, show_seconds(step_s))
-            for name, step_s in (("P10", self.p10_step_s), ("P50", self.p50_step_s), ("P90", self.p90_step_s))
-        ]
 
 
 def affordable_draws(plan: Plan) -> int:
@@ -69,14 +58,12 @@ def _deviations(n_draws: int, seed: int) -> list[dict[Group, float]]:
 
 def _drawn(profile: Profile, deviations: Mapping[Group, float]) -> Profile:
     """A machine that is off by these deviations: a quantity is as likely better by a factor as worse by it."""
-
-    def change(place: str, quantity: Quantity) -> Quantity:
-        group = group_of(place)
-        if group is None:
-            return quantity
-        return sped_up(place, quantity, (1 + quantity.spread_fraction) ** (deviations[group] / P10_P90_DEVIATIONS))
-
-    return with_quantities(profile, change)
+    factors = {
+        place: (1 + quantity.spread_fraction) ** (deviations[group] / P10_P90_DEVIATIONS)
+        for place, quantity in profile.quantities()
+        if (group := group_of(place)) is not None
+    }
+    return scaled(profile, factors)
 
 
 def _step_s(plan: Plan, profile: Profile) -> float:

@@ -4,7 +4,7 @@ The answer to that: the best plan that branch and bound found (`branch.py`), wha
 from optimal it can be.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -16,13 +16,14 @@ from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.resident import Resident, resident
 from planner.predict.simulate import Prediction
-from planner.predict.uncertainty import Interval, interval
+from planner.predict.uncertainty import interval
 from runtime.plan import Plan, Policy, Semantics
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.region import Resource
 from runtime.plan.workload import Block, Model, Workload
 
 from .branch import Tree, Trial
+from .claim import Certificate, Claim, Predicted
 from .estimate import Greedy
 from .remedy import Request, does_not_fit
 from .space import baseline, eager_is_legal, family_of, leanest
@@ -33,62 +34,31 @@ BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is w
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
-    """How far from optimal the plan can be: no policy of the space is below one bound, no schedule with this micro-batch below the
-    other."""
-
-    policy_bound_s: float
-    machine_bound_s: float
-    gap_fraction: float
-    binding: str
-    n_families: int  # that the bound covers; 0: it is that of the one policy asked for
-    n_simulated: int
-    # With what the claim can be made again: the share of steps that are clipped (None: not said), the draws of the interval,
-    # and the code that did the arithmetic.
-    clipped_fraction: float | None
-    n_draws: int
-    seed: int
-    arithmetic: str
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """The plan chosen, and all that is known of it."""
 
     plan: Plan
     prediction: Prediction  # of a step that is not clipped
-    step_s: float  # the mean over steps that are clipped and steps that are not
-    p10_step_s: float
-    p90_step_s: float
+    claim: Claim
     needs: Footprint
-    certificate: Certificate
     baselines: dict[str, dict[str, Any]]
     outside: tuple[str, ...]  # what the profile never measured and the costs rest on
     next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
     clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
-    drawn: Interval  # of step times, as the profile's spreads allow them
     resident: Resident | None  # what a step would take with all state on the device; None: device and host are one memory
 
-    def claim(self) -> dict[str, Any]:
-        """What a plan file says of its plan."""
-        return {"prediction": self.prediction_json(), "certificate": asdict(self.certificate)}
+    @property
+    def step_s(self) -> float:
+        """The mean over steps that are clipped and steps that are not."""
+        return self.claim.prediction.step_s
+
+    @property
+    def certificate(self) -> Certificate:
+        return self.claim.certificate
 
     def all_baselines(self) -> dict[str, dict[str, Any]]:
         """The schedules of other systems, and `resident` where that means something: what a step takes, or why it does not fit."""
         return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
-
-    def prediction_json(self) -> dict[str, Any]:
-        step_s, semantics = self.step_s, self.plan.semantics
-        return {
-            "step_s": step_s,
-            "p10_step_s": self.p10_step_s,
-            "p90_step_s": self.p90_step_s,
-            "tokens_per_s": semantics.tokens_per_step / step_s,
-            "model_flop_per_s": model_flop(self.plan) / step_s,
-            "device_peak_bytes": self.needs.device_peak_bytes,
-            "host_peak_bytes": self.needs.host_peak_bytes,
-            "busy_s": {str(lane): seconds for lane, seconds in self.prediction.busy_s(self.plan).items()},
-        }
 
 
 def model_flop(plan: Plan) -> int:
@@ -158,18 +128,32 @@ def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known
     assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
     policy_bound_s = max(min(step_s, bound_s), machine.seconds)
     binding = binding_of(plan, prediction, trial.cost) or own.binding
-    drawn = interval(plan, profile)
+    drawn, needs = interval(plan, profile), footprint(plan, profile)
+    predicted = Predicted(
+        step_s=step_s,
+        p10_step_s=min(drawn.p10_step_s, step_s),
+        p90_step_s=max(drawn.p90_step_s, step_s),
+        tokens_per_s=plan.semantics.tokens_per_step / step_s,
+        model_flop_per_s=model_flop(plan) / step_s,
+        device_peak_bytes=needs.device_peak_bytes,
+        host_peak_bytes=needs.host_peak_bytes,
+        busy_s=prediction.busy_s(plan),
+    )
     certificate = Certificate(
         policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried), trial.clipped_fraction,
         drawn.n_draws, drawn.seed, arithmetic(),
     )  # fmt: skip
-    p10_step_s, p90_step_s = min(drawn.p10_step_s, step_s), max(drawn.p90_step_s, step_s)
-    needs, outside = footprint(plan, profile), tuple(sorted(trial.cost.outside))
-    clipped_step_s = trial.clipped_step_s(best) if plan.policy.speculate_blocks else None
     return Answer(
-        plan, prediction, step_s, p10_step_s, p90_step_s, needs, certificate, known, outside, trial.next_best(best), clipped_step_s,
-        drawn, resident(plan, trial.cost),
-    )  # fmt: skip
+        plan,
+        prediction,
+        Claim(predicted, certificate),
+        needs,
+        known,
+        tuple(sorted(trial.cost.outside)),
+        trial.next_best(best),
+        trial.clipped_step_s(best) if plan.policy.speculate_blocks else None,
+        resident(plan, trial.cost),
+    )
 
 
 def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:

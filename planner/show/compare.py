@@ -199,17 +199,17 @@ def candidate(
 
 
 def _speed(answer: Answer, profile: Profile, n_here: int) -> Speed:
-    of = answer.plan.semantics
+    of, proof = answer.claim.prediction, answer.certificate
     return Speed(
-        step_s=answer.step_s,
-        p10_step_s=answer.p10_step_s,
-        p90_step_s=answer.p90_step_s,
-        tokens_per_s=of.tokens_per_step / answer.step_s,
-        device_peak_bytes=answer.needs.device_peak_bytes,
-        host_peak_bytes=answer.needs.host_peak_bytes * n_here,
-        micro_batch=of.micro_batch,
-        gap_fraction=answer.certificate.gap_fraction,
-        binding=answer.certificate.binding,
+        step_s=of.step_s,
+        p10_step_s=of.p10_step_s,
+        p90_step_s=of.p90_step_s,
+        tokens_per_s=of.tokens_per_s,
+        device_peak_bytes=of.device_peak_bytes,
+        host_peak_bytes=of.host_peak_bytes * n_here,
+        micro_batch=answer.plan.semantics.micro_batch,
+        gap_fraction=proof.gap_fraction,
+        binding=proof.binding,
         resident_step_s=None if answer.resident is None else answer.resident.step_s,
         rests_on=rests_on(answer.plan, profile)[0].to_json(),
     )

@@ -6,12 +6,12 @@ from statistics import median
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.check.claim import Claimed, claimed
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import Footprint, footprint
 from planner.predict.resident import resident
 from planner.predict.rests_on import RestsOn, rests_on
 from planner.predict.simulate import Prediction, simulate
+from planner.search.claim import Claim, claimed
 from planner.search.search import Answer, model_flop
 from runtime.plan import Plan, PlanFile, Policy
 from runtime.plan.timeline import Timeline
@@ -48,7 +48,7 @@ class Facts:
     profile: Profile
     prediction: Prediction  # of a step whose gradient is not clipped
     step_s: float  # predicted: the mean over steps that are clipped and steps that are not
-    claim: Claimed | None  # the plan file's interval and bounds; None: it has none, or those of another step
+    claim: Claim | None  # the plan file's interval and bounds; None: it has none, or those of another step
     unconfirmed_step_s: float | None  # a claimed step that the simulation does not confirm
     needs: Footprint
     resident_s: float | None  # of a step with all state on the device; None: it does not fit, or device and host are one memory

@@ -59,8 +59,8 @@ class Gain:
     saved_fraction: float
 
 
-def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Waterfall:
-    """The parts of the plan's step; `max_steps` as in the prediction that they add up to.
+def waterfall(plan: Plan, profile: Profile) -> Waterfall:
+    """The parts of the plan's step.
 
     Link, optimizer and host memory are added in this order: what sharing host memory costs shows only once all draw on it.
     """
@@ -70,19 +70,19 @@ def waterfall(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> Water
     ]
     for free in ((DRAM, OPTIMIZER, LAUNCH), (DRAM, LAUNCH), (LAUNCH,)):
         machine = _free(profile, *free)
-        levels.append(_step_s(plan, machine, _hidden_edges(plan, machine), max_steps))
-    step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
+        levels.append(_step_s(plan, machine, _hidden_edges(plan, machine)))
+    step_s = _step_s(plan, profile, costs(plan, profile))
     ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, step_s)
     return Waterfall(ideal_s, recompute_s, link_s, dram_s, optimizer_s, rest_s)
 
 
-def gains(plan: Plan, profile: Profile, max_steps: int = MAX_STEPS) -> tuple[Gain, ...]:
+def gains(plan: Plan, profile: Profile) -> tuple[Gain, ...]:
     """The gain from 10 % more of each resource, the largest first: the resource that binds."""
-    step_s = _step_s(plan, profile, costs(plan, profile), max_steps)
+    step_s = _step_s(plan, profile, costs(plan, profile))
     found = []
     for resource, groups in RESOURCES.items():
         more = faster(profile, dict.fromkeys(groups, GAIN))
-        with_more_s = _step_s(plan, more, costs(plan, more), max_steps)
+        with_more_s = _step_s(plan, more, costs(plan, more))
         found.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
     return tuple(sorted(found, key=lambda gain: -gain.saved_s))  # equal ones stay in the order of RESOURCES
 
@@ -106,8 +106,8 @@ def _free(profile: Profile, *burdens: tuple[Group, ...]) -> Profile:
     return faster(profile, {group: FREE for groups in burdens for group in groups})
 
 
-def _step_s(plan: Plan, profile: Profile, demands: list[Demand], max_steps: int) -> float:
-    return simulate(plan, demands, region_of(profile), max_steps).step_s
+def _step_s(plan: Plan, profile: Profile, demands: list[Demand]) -> float:
+    return simulate(plan, demands, region_of(profile), MAX_STEPS).step_s
 
 
 def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset()) -> float:

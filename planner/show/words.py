@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hwprofiles.quantity import BASES
-from planner.check.claim import Claimed, Predicted
 from planner.predict.rests_on import RestsOn
+from planner.search.claim import Claim, Predicted
 from runtime.plan import Lane, Policy
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -159,7 +159,7 @@ def advice(resident_s: float | None, step_s: float) -> str | None:
     )
 
 
-def _certified(claim: Claimed) -> str:
+def _certified(claim: Claim) -> str:
     proof = claim.certificate
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
     whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"

@@ -1,4 +1,4 @@
-"""Does the house keep its own rules?
+"""Architecture: imports between rooms and files, budgets of lines, homes of libraries.
 
 Every rule is a function from a file's syntax tree to what is wrong with it, so each can be shown to find something.
 """
@@ -44,7 +44,7 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room, the same numbers as in the house's rules; `models` are the planner's, which are to be traced.
-MOST_LINES = {"runtime": 9_250, "planner": 8_750, "hwprofiles": 2_200, "penstock": 8_550, "tests": 32_500}
+MOST_LINES = {"runtime": 8_970, "planner": 8_560, "hwprofiles": 2_200, "penstock": 8_220, "tests": 28_100}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -55,7 +55,7 @@ HOME = {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
         *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
         *(
-            "planner/check/claim.py",
+            "planner/search/claim.py",
             "penstock/api.py",
             "penstock/checkpoint/adapter_files.py",
             "penstock/checkpoint/checkpoint.py",

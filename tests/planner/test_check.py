@@ -126,7 +126,7 @@ def test_clocks_order_two_ops_exactly_when_a_path_does(plan: Plan, data: st.Data
     dropped = data.draw(st.sets(st.integers(0, len(plan.ops) - 1), max_size=8))
     plan = replace(plan, ops=tuple(replace(op, waits=()) if i in dropped else op for i, op in enumerate(plan.ops)))
     graph = unrolled(plan, N_STEPS)
-    clocks = _Clocks.of(plan, _legal_order(plan))
+    clocks = _Clocks(plan, _legal_order(plan))
     for i, step in graph:
         before = nx.ancestors(graph, (i, step))
         for j, j_step in graph:

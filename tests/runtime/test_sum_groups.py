@@ -43,7 +43,7 @@ def test_a_sum_waits_for_its_right_part_and_no_longer(log_groups, of_a_group):
     """Held against a stack: what is whole on both sides is joined at once. The checker's own account says the same."""
     n_groups = 1 << log_groups
     semantics = Semantics(seq_len=4, batch_size=n_groups * of_a_group, micro_batch=1, sum_groups=n_groups)
-    shape = Shape.of(lower(MODEL, small_workload(1, tied=False), semantics, Policy(), PROFILE))
+    shape = Shape(lower(MODEL, small_workload(1, tied=False), semantics, Policy(), PROFILE))
     stack, most = list[range](), 0
     for m in range(semantics.n_micro_batches):
         begins = not stack or len(stack[-1]) % of_a_group == 0

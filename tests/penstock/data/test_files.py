@@ -63,6 +63,14 @@ def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
     assert texts_of(read(tmp_path / name)) == [f"<|user|>\n{r['question']}<|assistant|>\n{r['answer']}" for r in ROWS]
 
 
+def test_what_a_tool_is_given_is_not_filled_from_other_rows(tmp_path):
+    """As a schema for a whole file would."""
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
+    found = [rows.parsed(row, "") for _, row in rows.rows_of(path, "lines")]
+    assert [row["messages"][0]["tool_calls"] for row in found] == [[call] for call in calls]
+
+
 def test_of_a_table_only_the_columns_of_formats_are_read(tmp_path):
     table = pyarrow.table({"text": [f"row {i}" for i in range(100)], "image": [b"\xff" * 100] * 100})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=30)
