@@ -1,14 +1,15 @@
-"""The page docs/tour.md: one line for each folder, in the words of its package.
+"""The pages docs/tour.md, a line for each folder in the words of its package, and docs/imports.md, the files of each room by floor.
 
-`python -m tests.tour` writes it; a test holds it against the folders.
+`python -m tests.tour` writes them; tests hold them against the folders and the imports.
 """
 
 import ast
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "tour.md"
+PAGE, FLOORS = ROOT / "docs" / "tour.md", ROOT / "docs" / "imports.md"
 ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 # In the order of reading: what a plan is, who makes it, who performs it, what both rest on, and the shell.
 READING = (
@@ -49,5 +50,78 @@ def tour() -> str:
     return f"{_HEAD}\n" + "\n".join(lines) + "\n"
 
 
+# -- imports ------------------------------------------------------------------------------------------------------------
+
+_IMPORTS = """# Imports inside every room
+
+A file imports only files of floors below its own, in its room and in all rooms together; a test sees that there is no circle, late
+imports and those for types included. A floor is one above the highest that its files import in the same room.
+"""
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(module, relative level) of every import, late ones and those for types too; `from a import b` names both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if is_package(node.module) or not node.module:  # from runtime import plan
+                yield from ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
+            else:
+                yield node.module, node.level
+
+
+def is_package(module: str | None) -> bool:
+    """Whether a module is a folder that names files; `runtime.plan` stands for its own names."""
+    return module is not None and (ROOT / module.replace(".", "/") / "__init__.py").exists() and module != "runtime.plan"
+
+
+def module_of(path: Path) -> str:
+    """The module's name of a file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
+    """Which files each file imports, lazily, for its types or not."""
+    every = {module_of(path): path for path in trees}
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        here = module_of(path)
+        package = here if path.name == "__init__.py" else here.rpartition(".")[0]
+        for target, level in imports(tree):
+            name = target if level == 0 else f"{package}.{target}" if target else package
+            while name and name not in every:  # a name within a file
+                name = name.rpartition(".")[0]
+            if name and name != here and every[name].name != "__init__.py":
+                found.setdefault(here, set()).add(name)
+    return found
+
+
+def floors(trees: Mapping[Path, ast.Module]) -> str:
+    """The page: for each room its files by floor, the highest first."""
+    needed, page = needs(trees), [_IMPORTS.rstrip()]
+    rooms: dict[str, set[str]] = {}
+    for path in trees:
+        if path.name != "__init__.py":
+            rooms.setdefault(path.parent.relative_to(ROOT).as_posix(), set()).add(module_of(path))
+    for room, files in sorted(rooms.items()):
+
+        @cache
+        def floor(file: str, files: frozenset[str] = frozenset(files)) -> int:
+            return 1 + max((floor(other) for other in needed.get(file, set()) & files), default=0)
+
+        page.append(f"\n## {room}\n\n| floor | files |\n|--:|---|")
+        for n in range(max(map(floor, files)), 0, -1):
+            page.append(f"| {n} | {', '.join(sorted(file.rpartition('.')[2] for file in files if floor(file) == n))} |")
+    return "\n".join(page) + "\n"
+
+
+def package_trees() -> dict[Path, ast.Module]:
+    """The syntax tree of every file of the four packages."""
+    packages = {ROOT / name for name in ("penstock", "planner", "runtime", "hwprofiles")}
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources() if packages & {*path.parents}}
+
+
 if __name__ == "__main__":
     PAGE.write_text(tour(), encoding="utf-8")
+    FLOORS.write_text(floors(package_trees()), encoding="utf-8")

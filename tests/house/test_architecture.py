@@ -10,7 +10,7 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
 from io import StringIO
@@ -23,7 +23,8 @@ from penstock.cli.main import COMMANDS
 from planner.model.config import ARCHITECTURES
 from runtime.plan import OPS, Kind, Op, Policy
 from tests.running import penstock
-from tests.tour import PAGE, READING, ROOT, first_line, sources, tour
+from tests.tour import FLOORS, PAGE, READING, ROOT, first_line, floors, imports, is_package, needs, sources, tour
+from tests.tour import module_of as _module
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
 GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
@@ -44,7 +45,7 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room, the same numbers as in the house's rules; `models` are the planner's, which are to be traced.
-MOST_LINES = {"runtime": 8_970, "planner": 8_560, "hwprofiles": 2_200, "penstock": 8_220, "tests": 28_100}
+MOST_LINES = {"runtime": 8_970, "planner": 8_560, "hwprofiles": 2_200, "penstock": 8_220, "tests": 28_150}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -107,10 +108,6 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def _module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def package_files() -> list[Path]:
     return [path for path in sources() if path.relative_to(ROOT).parts[0] in PACKAGES]
 
@@ -124,22 +121,6 @@ def room(module: str) -> str:
 def _is_in(name: str, homes: Collection[str]) -> bool:
     """Whether a file is one of these, or in one of these folders."""
     return any(name == home or name.startswith(f"{home}/") for home in homes)
-
-
-def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(module, relative level) of every import, late ones and those for types too; `from a import b` names both a and a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if _is_package(node.module) or not node.module:  # from runtime import plan
-                yield from ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
-            else:
-                yield node.module, node.level
-
-
-def _is_package(module: str | None) -> bool:
-    return module is not None and (ROOT / module.replace(".", "/") / "__init__.py").exists() and module != "runtime.plan"
 
 
 def wrong_directions(module: str, tree: ast.Module) -> list[str]:
@@ -172,7 +153,7 @@ def arrows(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
         here = room(_module(path))
         for target, level in imports(tree):
             if level == 0 and target.partition(".")[0] in PACKAGES:
-                there = target if _is_package(target) or target == "runtime.plan" else room(target)
+                there = target if is_package(target) or target == "runtime.plan" else room(target)
                 if there != here:
                     found.setdefault(here, set()).add(there)
     return found
@@ -242,22 +223,6 @@ def test_the_first_line_of_a_file_says_what_it_is_about() -> None:
 def test_imports_run_one_way(trees: dict[Path, ast.Module]) -> None:
     wrong = {_name(path): wrong_directions(_module(path), tree) for path, tree in trees.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
-
-
-def needs(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
-    """Which files each file imports, lazily, for its types or not."""
-    every = {_module(path): path for path in trees}
-    found: dict[str, set[str]] = {}
-    for path, tree in trees.items():
-        here = _module(path)
-        package = here if path.name == "__init__.py" else here.rpartition(".")[0]
-        for target, level in imports(tree):
-            name = target if level == 0 else f"{package}.{target}" if target else package
-            while name and name not in every:  # a name within a file
-                name = name.rpartition(".")[0]
-            if name and name != here and every[name].name != "__init__.py":
-                found.setdefault(here, set()).add(name)
-    return found
 
 
 def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
@@ -403,6 +368,10 @@ def _release(version: str) -> list[int]:
 def test_the_tour_names_every_folder() -> None:
     assert PAGE.read_text(encoding="utf-8") == tour(), "write it again with `make tour`"
     assert sorted(READING) == sorted({_name(path.parent) for path in package_files()} - {"planner"})
+
+
+def test_the_page_of_imports_is_that_of_today(trees: dict[Path, ast.Module]) -> None:
+    assert FLOORS.read_text(encoding="utf-8") == floors(trees), "write it again with `make tour`"
 
 
 def test_planning_does_not_wake_torch() -> None:
