@@ -2,7 +2,7 @@
 
 Measures this machine, plans a byte-level model on it with half of the memory its training state needs, teaches it the Zen of
 Python by question and answer, and compares the clock with the plan. The same run is then begun again, killed half-way and resumed:
-both end in the same bits. It asks about two machines nobody here owns, and ends on what the model says, before and after.
+both end in the same bits. It asks about two machines that you need not own, and ends on what the model says, before and after.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
 MODEL = OUT / "qwen3-small"
 N_STEPS, SAVE_EVERY, KILL_AFTER = 80, 20, 45
-SHOWN_EVERY = 10  # of so many steps one is printed
+SHOWN_EVERY = 10  # one step of this number is printed
 SEQ_LEN, BATCH_SIZE = 256, 4
 ASKED = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
-SHOWN_APART = 9  # of so many questions that are learned, one is shown with what the model says
+SHOWN_APART = 9  # one question of this number is shown with what the model says
 Pairs = list[tuple[str, str]]  # a question and its answer
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

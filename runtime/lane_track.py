@@ -154,7 +154,7 @@ class Track:
         self._bell.ring()
 
     def forget_tokens(self, n_steps: int, n_repetitions: int) -> None:
-        """Drop those that no lane asks for any more, as all have done so many: a lane in step n asks for steps n and n - 1, one in
+        """Drop those that no lane asks for after these steps and repetitions: a lane in step n asks for steps n and n - 1, one in
         repetition k for repetitions k and k - 1, and for the last of a step."""
         for position in list(self.tokens):
             is_over = self._repeats_at(position) and self.n_repeated(position) + 1 < n_repetitions

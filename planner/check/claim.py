@@ -136,7 +136,7 @@ def _profile_of(plan: Plan) -> Profile:
 
 
 def _as_given(profile: Profile, shipped: Profile, here: int) -> Profile:
-    """A shipped machine with what a user gave: memory of a device, and of the host, of which each of so many ranks has a part;
+    """A shipped machine with what a user gave: memory of a device, and of the host, of which each of the ranks has a part;
     and a network."""
     sizes = [
         int(has.value * times) if has.source.startswith("user_") else None

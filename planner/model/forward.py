@@ -15,7 +15,7 @@ from .tape import FP32, INT64, Call, Tape, Tensor, Weights
 
 # Of a fused norm's backward on a CPU, which has NORM_ROWS in fp32 at a time: input, three results in between, two gradients
 NORM_ROWS, NORM_SCRATCH = 1024, 6 * FP32
-MOST_PROCESSORS = 192  # of one GPU, which nobody tells a plan: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
+MOST_PROCESSORS = 192  # of one GPU, which profiles do not state: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
 
 
 @dataclass(frozen=True, slots=True)

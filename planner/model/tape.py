@@ -34,7 +34,7 @@ class Call(Enum):
 
     PRODUCT = "product"  # with a weight
     GROUPED = "grouped"  # such products of all experts in one call, which says where it puts what it makes
-    OVERWRITTEN = "overwritten"  # such a product, but what it makes is changed in place: nobody can save it
+    OVERWRITTEN = "overwritten"  # such a product, but its result is changed in place and cannot be saved
     ATTENTION = "attention"  # fused, or one of the products it is spelled out in
     POINTWISE = "pointwise"
 

@@ -233,7 +233,7 @@ class CostModel:
         return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     def moving_s(self, n_bytes: int, n_kernels: int) -> float:
-        """Seconds of kernels that do little but read and write so many bytes of the device's memory."""
+        """Seconds of kernels that do little but read and write that many bytes of the device's memory."""
         return n_bytes / self._memory_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     @property
@@ -334,7 +334,7 @@ class CostModel:
         return self._demand(0.0, seconds, uses)
 
     def _copy(self, direction: Direction, n_bytes: int, n_copies: int = 1) -> Demand:
-        """A large copy, and so many in all: what goes along is too small to take more than its latency."""
+        """A large copy, and their number in all: what goes along is too small to take more than its latency."""
         link = self.profile.link
         curve = link.h2d if direction == "h2d" else link.d2h
         rate = self.profile.copy_bytes_per_s(direction, n_bytes)
@@ -347,7 +347,7 @@ class CostModel:
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
     def _gathered(self, plan: Setup, n_bytes: int) -> Demand:
-        """Of so many bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
+        """Of the bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
         ranks = plan.semantics.ranks
         if self.profile.meets_on_host:
             copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
@@ -355,7 +355,7 @@ class CostModel:
         return self.together(ranks, n_bytes, "all_gather")
 
     def together(self, ranks: int, n_bytes: int, of: Collective) -> Demand:
-        """What a library's collective asks for, an all-gather or a reduce-scatter: of so many bytes each rank gets the others'
+        """What a library's collective asks for, an all-gather or a reduce-scatter: of the bytes each rank gets the others'
         parts, or one part from each of the others, round a ring, which is as fast as its slowest part. Each host passes all of them
         on once, for all of its devices."""
         return self._moved(
@@ -392,7 +392,7 @@ class CostModel:
     def _moved(
         self, of: Collective, ranks: int, n_bytes: int, n_times: int, here: int, overhead_s: float = 0.0, at_least_s: float = 0.0
     ) -> Demand:
-        """A collective among so many ranks, `here` of them on each host, in so many pieces. By way of the host what
+        """A collective among a number of ranks, `here` of them on each host, in a number of pieces. By way of the host what
         each gets goes up one link and down another, and through host memory twice."""
         peers, link = self.profile.peers, self.profile.link
         n_crossing = n_bytes * (ranks - 1) // ranks
@@ -411,7 +411,7 @@ class CostModel:
         return self._demand(overhead_s, alone_s, {Resource.DUPLEX: drawn, Resource.DRAM: drawn * link.dram_bytes_per_byte})
 
     def _network_rate(self, here: int) -> float:
-        """Of the network, what each of so many devices of a host has; of a single host there is no need of one."""
+        """The share of the network of each of a host's devices; of a single host there is no need of one."""
         network = self.profile.network
         return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / here
 
@@ -427,7 +427,7 @@ class CostModel:
 
     @property
     def _meeting_s(self) -> float:
-        """Seconds until ranks that have come to an op know it; where nobody measured them, a copy's, there and back."""
+        """Seconds until ranks that have come to an op know it; where these were not measured, a copy's, there and back."""
         if (peers := self.profile.peers) is not None:
             return peers.latency_s.value
         return self.profile.link.h2d.latency_s.value + self.profile.link.d2h.latency_s.value

@@ -106,7 +106,7 @@ class _Clock:
         self.speeds_of: dict[tuple[int, ...], list[float]] = {}
 
         n_lanes = len(self.queues)
-        self.last_step = max_steps + MAX_CYCLE_STEPS  # a lane that waits for nobody must not run ahead for ever
+        self.last_step = max_steps + MAX_CYCLE_STEPS  # a lane without waits must not run ahead for ever
         self.at = [0] * n_lanes  # index into the lane's queue
         self.step = [0] * n_lanes
         self.turn = [0] * n_lanes  # repetition, 0 outside of what repeats
@@ -138,7 +138,7 @@ class _Clock:
         return wait.op, self.repeat.times, 0, (1 - wait.distance) * self.repeat.times
 
     def _runs(self, alone: Sequence[bool]) -> dict[int, list[int]]:
-        """The ops, by the first of each run: ops of a lane that share nothing, wait for nobody and are waited for by nobody but
+        """The ops, by the first of each run: ops of a lane that share nothing, have no waits and are waited for by nobody but
         at the run's two ends need no events between them."""
         waited_for = {op for waits in self.waits for op, *_ in waits}
         parts = (self.repeat.start, self.repeat.end)
@@ -193,7 +193,7 @@ class _Clock:
             self._skip(step, before, n_left // MAX_CYCLE_STEPS, MAX_CYCLE_STEPS)
 
     def _skip(self, step: int, before: "_Turn", n_cycles: int, n_cycle: int) -> None:
-        """Jump over so many cycles, each like that from `before` to now."""
+        """Jump over a number of cycles, each like that from `before` to now."""
         if n_cycles <= 0:
             return
         skipped, skipped_s = n_cycles * n_cycle, n_cycles * (self.now_s - before.end_s)

@@ -35,7 +35,7 @@ class Interval:
 
 
 def affordable_draws(plan: Plan) -> int:
-    """How many draws an interval takes when nobody says: fewer for plans of many ops."""
+    """Draws of an interval where none are given: fewer for plans of many ops."""
     return max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))
 
 

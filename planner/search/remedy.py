@@ -53,7 +53,7 @@ class Request:
     free: frozenset[str]
 
     def fits(self) -> bool:
-        """Whether some policy that may be chosen fits. So many micro-batches that even their groups take long to list are none."""
+        """Whether some policy that may be chosen fits. More micro-batches than MOST_MICRO_BATCHES are none."""
         if self.semantics.n_micro_batches > MOST_MICRO_BATCHES:
             return False
         workload = build_workload(self.model, self.semantics)
@@ -160,7 +160,7 @@ def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Re
 
 
 def _most_sequences(request: Request, workload: Workload) -> int:
-    """So many that the device has room for one boundary."""
+    """The most sequences whose boundary of one block fits the device."""
     sequence_bytes = workload.blocks[0].boundary_bytes // request.semantics.micro_batch
     return int(request.profile.device.memory_bytes.value) // sequence_bytes
 

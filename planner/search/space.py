@@ -238,7 +238,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
 
 
 def speculated(n: int, blocks: Sequence[int]) -> tuple[int, ...]:
-    """So many blocks, evenly spaced: then the host has work throughout backward, and throughout the next forward."""
+    """That number of blocks, evenly spaced: then the host has work throughout backward, and throughout the next forward."""
     return tuple(_spread(blocks, n))
 
 

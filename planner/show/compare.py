@@ -74,7 +74,7 @@ class Candidate:
         return self.speed is None, "n_ops" in missing, sum(missing.values()) - speed, self.machine
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
-        """All of it; with a job of so many tokens, where that is asked about and there is a plan."""
+        """All fields; with the job of `--tokens`, where that is given and there is a plan."""
         hour, (rented, bought), refusal = self.hourly, self.per_million(), self.refusal
         of = None if n_tokens is None else self.job(n_tokens)
         return {

@@ -175,7 +175,7 @@ class Step:
     start_from: ParamState | None = None
 
     def run(self, loop: UpdateLoop, start: int, end: int, chunk: int, own: Scratch) -> None:
-        """Elements start .. end - 1, so many at a time."""
+        """Elements start .. end - 1, `chunk` at a time."""
         before, weight = [] if self.start_from is None else self.start_from.tensors, self.to.master.weight
         weight_bits = weight.view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
         loop(

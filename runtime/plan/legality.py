@@ -22,7 +22,7 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
 
 
 def refuse_sum_groups(semantics: Semantics) -> None:
-    """PlanError where micro-batches do not form so many groups, or these no balanced binary tree."""
+    """PlanError where micro-batches do not form `sum_groups` groups, or these no balanced binary tree."""
     n, of = semantics.n_micro_batches, semantics.sum_groups
     if n % of or of.bit_count() > 1:
         raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")

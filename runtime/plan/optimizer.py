@@ -32,7 +32,7 @@ class Optimizer:
 
     name: str
     moments: tuple[Moment, ...]
-    # A device can update what has a multiple of so many elements to the host's bits: the host's kernel computes the rest, which
+    # A device updates to the host's bits what has a multiple of this number of elements: the host's kernel computes the rest, which
     # fills no vector register, in another sequence
     device_multiple: int = 1
     device_kernels: int = 20  # that a GPU launches for each DEVICE_UPDATE_ELEMENTS that it updates

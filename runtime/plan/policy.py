@@ -48,11 +48,11 @@ class Semantics:
     loss: Kernel = "eager"
     pointwise: Kernel = "eager"  # the MLP's activation and the rotary embedding: the same bits, other time and memory
     attention_kernel: AttentionKernel = "flash"  # of fused attention on a GPU; a CPU has one of its own
-    # A power of two that divides the micro-batches: so many contiguous groups of them, each summed in order from zero, and the
-    # groups' sums by a balanced binary tree, left part and right part. 1: all in order.
+    # Contiguous groups of micro-batches, a power of two that divides them: each is summed in order from zero, and the groups' sums
+    # by a balanced binary tree, left part and right part. 1: all in order.
     sum_groups: Count = 1
-    # A power of two: so many processes, each with a device, share a step. What else is said here is each one's part of it, and what
-    # all of them compute is `whole`, whose bits are the same for any number of ranks.
+    # Processes that share a step, each with a device, a power of two. The other fields are one's part of it, and what all of them
+    # compute is `whole`, whose bits are the same for any number of ranks.
     ranks: Count = 1
     train: Train = ALL
     base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
@@ -86,7 +86,7 @@ class Semantics:
         return self.n_left if self.is_smaller(micro_batch) else self.micro_batch
 
     def sum_level(self, micro_batch: int) -> int:
-        """Where the micro-batch joins a sum: beside so many sums of earlier groups, which wait for their right part."""
+        """The sum that the micro-batch joins: the number of earlier groups' sums that wait for their right part."""
         return (micro_batch // self._of_a_sum).bit_count()
 
     def begins_sum(self, micro_batch: int) -> bool:
@@ -200,7 +200,7 @@ class Policy:
     update: Update = Update.BARRIER
     resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
     spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward
-    boundary_stride: Count = 1  # of so many layers only the last one's output stays; the others' are computed again in backward
+    boundary_stride: Count = 1  # layers of which only the last one's output stays; the others' are computed again
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
     square_on_device: bool = False  # the device sums the squares of every gradient that is whole there, for the global norm
     device_blocks: tuple[Natural, ...] = ()  # blocks whose masters and moments are on the device, which updates them

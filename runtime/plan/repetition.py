@@ -35,7 +35,7 @@ def _written_out(op: Op, repeat: Repeat, repetition: int | None) -> Op:
 
 
 def shortened(plan: Plan, times: int) -> Plan:
-    """The plan of a step with fewer micro-batches, in which the same ops repeat so many times."""
+    """The plan of a step with fewer micro-batches, in which the same ops repeat `times` times."""
     repeat = plan.repeat
     assert repeat is not None, "the plan repeats something"
     assert 2 <= times <= repeat.times, "fewer repetitions are asked for"

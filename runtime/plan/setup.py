@@ -111,7 +111,7 @@ class Setup:
         return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if blocks[block].tied else [])]
 
     def slot_elements(self, block: int) -> int:
-        """Elements of a slot on the device that holds the block's weights: of several ranks, so many that all parts are equal."""
+        """Elements of a slot on the device that holds the block's weights: of several ranks, enough that all parts are equal."""
         if self.semantics.ranks == 1:
             return self.workload.blocks[block].slot_elements
         return sum(n for _, n in self.regions(block))

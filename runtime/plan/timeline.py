@@ -30,7 +30,7 @@ def often(plan: Plan, span: Span) -> float:
 
 
 def is_kept(repetition: int, times: int) -> bool:
-    """Whether a timeline keeps this repetition of so many."""
+    """Whether a timeline keeps this repetition of all."""
     return repetition < FIRST_KEPT or repetition >= times - LAST_KEPT
 
 

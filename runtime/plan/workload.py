@@ -226,7 +226,7 @@ class Block:
         return self.offsets(owned_only=True)[1]
 
     def piece_elements(self, n_pieces: int) -> int:
-        """Elements of each of so many equal pieces of what the block owns. The last may be short of some, or have none."""
+        """Elements of each of `n_pieces` equal pieces of what the block owns. The last may be short of some, or have none."""
         return -(-self.host_elements // (n_pieces * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
 
     def cuts(self, n_pieces: int) -> dict[str, list[range]]:
