@@ -9,11 +9,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -23,6 +21,9 @@ from runtime.units import on_one_line
 
 from .model_files import read_json
 from .tensor_files import Shards
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # 57 MB, imported where an adapter is
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -69,6 +70,8 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
 
     Its targets are those that have factors: of a model with experts PEFT takes other names for those of experts.
     """
+    from peft import LoraConfig
+
     found = {_target(name.rpartition(".lora_")[0]) for name in factors}
     assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
@@ -88,6 +91,8 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
 def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tuple[Lora, dict[str, Tensor]]:
     """The adapter in a folder, and its factors by our names in fp32. CheckpointError where it is damaged, has options that
     are not computed here, or does not adapt the same projections in every layer of the model of `parameters` (shapes by name)."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     config, path = _read_config(folder), folder / TENSOR_FILE
     if not path.is_file():
         pickled = f"its tensors are pickled ({PICKLED_FILE}) and could run code; save it as {TENSOR_FILE}"
@@ -112,8 +117,10 @@ def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tup
     return lora, factors
 
 
-def _read_config(folder: Path) -> LoraConfig:
+def _read_config(folder: Path) -> "LoraConfig":
     """The configuration; CheckpointError for options that are not computed here."""
+    from peft import LoraConfig
+
     path = folder / CONFIG_FILE
     fields = read_json(path, MAX_CONFIG_BYTES)
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
@@ -137,9 +144,11 @@ def _our_name(path: Path, key: str) -> str:
 
 
 def _refuse_another_base(
-    path: Path, config: LoraConfig, lora: Lora, factors: Mapping[str, Tensor], parameters: Mapping[str, tuple[int, ...]]
+    path: Path, config: "LoraConfig", lora: Lora, factors: Mapping[str, Tensor], parameters: Mapping[str, tuple[int, ...]]
 ) -> None:
     """CheckpointError unless each target has both factors, of the right shapes, in every layer of the model."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     weights = {
         match[1]: shape
         for name, shape in parameters.items()

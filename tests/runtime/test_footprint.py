@@ -79,7 +79,7 @@ def test_a_run_accepts_a_plan_that_fits_and_no_byte_less(plan: Plan, data: st.Da
     less = data.draw(st.sampled_from([(1, 0), (0, 1)]), label="short of")
     with pytest.raises(DoesNotFitError):
         start(exactly(plan, *less), device)
-    with pytest.raises(PlanError, match=r"^(device|host) memory: "):
+    with pytest.raises(PlanError, match=r"^(device|host) memory is "):
         check(exactly(plan, *less))
 
 

@@ -17,12 +17,12 @@ from tests.tour import ROOT
 
 SEQ_LEN = 256
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 272}
-# A command of a user, and the peak of its resident bytes, as the system counts it: `ru_maxrss` begins with the parent's. What tests
+# A user's command, and the most that was resident, as the system counts it: `ru_maxrss` begins with what the parent had. What tests
 # alone need is not there: transformers imports it where it finds it.
 RUN = """
 import re, sys
 from pathlib import Path
-sys.modules["bitsandbytes"] = None
+sys.modules |= dict.fromkeys(("accelerate", "bitsandbytes", "peft", "psutil"))
 from penstock.cli.main import main
 try:
     main()
