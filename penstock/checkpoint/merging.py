@@ -74,10 +74,13 @@ def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
     outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
         stored = Shards([file])
-        outlines[file] = {name: torch.empty_like(stored[name], device="meta") for name in stored}
-        for name, outline in outlines[file].items():
+        found = {name: torch.empty_like(stored[name], device="meta") for name in stored}
+        for name, outline in found.items():
             if outline.dtype not in FLOATS:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
+            if any(name in other for other in outlines.values()):
+                raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
+        outlines[file] = found
     return outlines
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +238,8 @@ class Saver:
 def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
     """A parameter's state in the shape of its file; a split master is joined in pieces, as a whole one would be a second copy."""
     if isinstance(held, Master):
-        return LazyTensor(dtype, p.shape, partial(_pieces, held, dtype))
+        return LazyTensor(dtype, p.shape, lambda: (piece.to("cpu", dtype) for piece in held.pieces()))
     return held.view(p.shape).to("cpu", dtype)
-
-
-def _pieces(master: Master, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    return (piece.to("cpu", dtype) for piece in master.pieces())
 
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:

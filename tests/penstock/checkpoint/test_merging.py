@@ -136,12 +136,22 @@ def set_tensor(base: Path, name: str, tensor: Tensor, file: str = "model.safeten
 
 
 Q0 = "model.layers.0.self_attn.q_proj"
+
+
+def in_two_files(base: Path) -> None:
+    name, tensors = f"{Q0}.weight", load_file(base / "model.safetensors")
+    save_file({name: tensors[name]}, base / "second.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors") | {name: "second.safetensors"}}
+    (base / INDEX_FILE).write_text(json.dumps(index))
+
+
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (lambda base: set_json(base / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"),
     "fp8": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32, 32).to(torch.float8_e4m3fn)), "F8_E4M3"),
     "no-configuration": (lambda base: (base / "config.json").unlink(), "config.json"),
     "half-a-file": (lambda base: os.truncate(base / "model.safetensors", 30_000), "not a whole safetensors file"),
     "no-projection": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)), f"{Q0}, which this model does not have"),
+    "a-tensor-in-two-files": (in_two_files, "is in another file too"),
     "an-index-of-more": (
         lambda base: (base / INDEX_FILE).write_text('{"weight_map": {"b": "model.safetensors"}}'),
         "'b' is in none of its files",
