@@ -1,7 +1,7 @@
 """Batches: the tokens that a step trains on."""
 
 # B sequences of a batch, T positions of a sequence
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,16 +28,15 @@ class Batch:
         """Tokens of the step that are to be predicted."""
         return int((self.targets != UNSUPERVISED).sum()) if self.n_counted is None else self.n_counted
 
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The same with each tensor in another place, or of other rows."""
+        positions_BT = None if self.positions_BT is None else move(self.positions_BT)
+        return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT)
+
     def part(self, rows: slice) -> "Batch":
         """Some of the sequences."""
-        lengths, positions_BT = self.document_tokens, self.positions_BT
-        return replace(
-            self,
-            input_ids=self.input_ids[rows],
-            targets=self.targets[rows],
-            document_tokens=None if lengths is None else lengths[rows],
-            positions_BT=None if positions_BT is None else positions_BT[rows],
-        )
+        lengths = self.document_tokens
+        return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=None if lengths is None else lengths[rows])
 
 
 def positions_of(document_tokens: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -216,7 +216,7 @@ class Execution:
         spans = [
             Span(op, step, began_s - start_s, ended_s - start_s, k) for w in workers for step, op, began_s, ended_s, k in w.records
         ]
-        self.timeline = Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op, s.repetition)))))
+        self.timeline = Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op, s.repetition)), start_s)))
 
 
 def execute(

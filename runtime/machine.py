@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
@@ -43,14 +43,15 @@ class Machine(Protocol):
     def perform(self, index: int, op: Op, step: int) -> None:
         """Do op number `index` of the plan for this step. Called on its lane's thread."""
 
-    def mark(self, op: Op) -> object:
+    def mark(self, op: Op) -> Any:
         """Called on the lane's thread after `perform`: a token for lanes that wait for the op."""
 
-    def follow(self, lane: Lane, token: object) -> None:
+    def follow(self, lane: Lane, token: Any) -> None:
         """Called on the thread of a lane that waits, with the token of what it waits for."""
 
     def result(self, step: int) -> StepResult | None:
         """What came of a step that all lanes have done, handed over: the machine forgets it. None: it was no training."""
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """When ops really ran, given when the lanes' threads were in `perform`. Called once all lanes have ended."""
+    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
+        """When ops really ran, given when the lanes' threads were in `perform`, from `zero_s` of the clock on. Called once all
+        lanes have ended."""

@@ -41,7 +41,7 @@ class LateEvent:
 
 
 class LateStreams:
-    """Performs `runtime.machines.streams.Streams` on the CPU.
+    """Stands in for `runtime.machines.streams.CudaStreams`, on the CPU.
 
     `haste` is how likely each call runs something of some stream: at 0 nothing is done before a thread waits for it. One stream,
     the seed says which, is never hasty.
@@ -115,8 +115,8 @@ class LateStreams:
         assert last.mark.reached_s >= first.mark.reached_s, "a device need not tell a negative time"
         return last.mark.reached_s - first.mark.reached_s
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
 
     def lock(self, arenas: Any, others: Any = ()) -> None:
         pass

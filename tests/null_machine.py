@@ -32,5 +32,5 @@ class NullMachine:
     def result(self, step: int) -> StepResult | None:
         return None
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
         return spans

@@ -13,7 +13,7 @@ from runtime.ranks import Ranks
 
 from .cores import split_beside_gpu
 from .lanes import Lanes
-from .streams import CudaStreams, Streams
+from .streams import CudaStreams
 from .torch_machine import TorchMachine
 
 
@@ -26,7 +26,7 @@ class CudaMachine(TorchMachine):
         batches: Callable[[int], Batch],
         settings: Callable[[int], Hyperparameters],
         seed: int = 0,
-        streams: Streams | None = None,
+        streams: CudaStreams | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""

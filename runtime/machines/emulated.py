@@ -190,12 +190,11 @@ class EmulatedMachine:
         self.n_performed += 1
         self.n_real_work_binds += done_s > share.served_s
 
-    def mark(self, op: Op) -> object:
+    def mark(self, op: Op) -> float:
         return self._due_s[op.lane]  # when this op ended
 
-    def follow(self, lane: Lane, token: object) -> None:
-        assert isinstance(token, float)
+    def follow(self, lane: Lane, token: float) -> None:
         self._due_s[lane] = max(self._due_s.get(lane, token), token)
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
         return spans

@@ -11,31 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.cuda import Event, Stream
 
 from runtime.lane_thread import LaneRun, LaneThread, on_its_own_thread
 from runtime.plan import Lane
 
-from .streams import Event, Stream, Streams
-
-
-class Token:
-    """An event that others may wait for. It goes back to the pool with the last reference to the token."""
-
-    __slots__ = ("_pool", "_streams", "event")
-
-    def __init__(self, event: Event, streams: Streams, pool: list[Event]) -> None:
-        self.event, self._streams, self._pool = event, streams, pool
-
-    def wait(self) -> None:
-        """Return once the event has been reached."""
-        self._streams.wait(self.event)
-
-    def __del__(self) -> None:
-        self._pool.append(self.event)
+from .streams import CudaStreams
 
 
 class Immediate:
-    """A lane that does its work itself: what is issued is done, and there is nothing more to wait for."""
+    """A lane that does its work itself: what is issued is done."""
+
+    def __init__(self, streams: CudaStreams | None) -> None:
+        """`streams`: of the lanes beside it; None: none of them issues anything."""
+        self._streams = streams
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -46,20 +35,19 @@ class Immediate:
     def issue(self, name: str, work: Callable[[], None], timers: Sequence[Event] = ()) -> None:
         work()
 
-    def mark(self) -> Token | None:
+    def mark(self) -> Event | None:
         return None
 
-    def follow(self, token: Token) -> None:
-        token.wait()
+    def follow(self, event: Event) -> None:
+        if self._streams is not None:
+            self._streams.wait(event)
 
 
 class Issuing:
     """A lane whose work a stream does later, in order."""
 
-    def __init__(self, streams: Streams, pool: list[Event]) -> None:
-        """`pool`: events that no token holds."""
-        self.stream: Stream = streams.stream()
-        self._streams, self._pool = streams, pool
+    def __init__(self, streams: CudaStreams) -> None:
+        self.stream, self._streams = streams.stream(), streams
 
     def current(self) -> AbstractContextManager[None]:
         """What the calling thread computes goes to the stream."""
@@ -77,32 +65,28 @@ class Issuing:
         for end in timers[1:]:
             self._streams.record(end, self.stream)
 
-    def mark(self) -> Token | None:
+    def mark(self) -> Event | None:
         """Reached when the stream has done all that it was given so far."""
-        try:
-            event = self._pool.pop()
-        except IndexError:  # asked of the list itself, as several lanes take from it
-            event = self._streams.event()
+        event = self._streams.event()
         self._streams.record(event, self.stream)
-        return Token(event, self._streams, self._pool)
+        return event
 
-    def follow(self, token: Token) -> None:
-        self._streams.order(self.stream, token.event)
+    def follow(self, event: Event) -> None:
+        self._streams.order(self.stream, event)
 
 
 class Lanes:
     """The lanes of a device, with the threads and cores that they work on. All machines on the device share them."""
 
-    def __init__(self, cores: Mapping[Lane, list[int]], pins: bool, streams: Streams | None) -> None:
+    def __init__(self, cores: Mapping[Lane, list[int]], pins: bool, streams: CudaStreams | None) -> None:
         """`cores` of each lane that there is, to which its thread keeps if it `pins`. `streams` are the device's; None: it is the
         CPU."""
         self.cores, self.streams, self._pins = cores, streams, pins
         self.device = streams.device if streams is not None else torch.device("cpu")
         # One thread for all runs: what cuDNN keeps per thread is then kept once.
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
-        pool: list[Event] = []
         self.of: dict[Lane, Immediate | Issuing] = {
-            lane: Immediate() if streams is None or lane is Lane.CPU else Issuing(streams, pool) for lane in cores
+            lane: Immediate(streams) if streams is None or lane is Lane.CPU else Issuing(streams) for lane in cores
         }
 
     @property

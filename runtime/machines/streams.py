@@ -1,113 +1,71 @@
-"""Streams of a device, which do what is issued to them in order and later, and events, which mark a place in a stream.
+"""Streams of a CUDA device, which do what is issued to them in order and later, and events, which mark a place in a stream.
 
-`CudaStreams` are torch's; tests give lanes streams of their own, which are late on purpose.
+Tests give lanes streams of their own, with the same methods, which are late on purpose.
 """
 
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
 
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
+from torch.cuda import Event, Stream
 
 from runtime.errors import PlanError
 from runtime.host.memory import Arenas
 from runtime.host.slabs import register_for_dma, unregister
 
-Stream = Any  # whatever these streams call a stream, an event or a timer: lanes only hand them back
-Event = Any
-
-
-class Streams(Protocol):
-    """One device's streams. All but `wait`, `finish` and `elapsed_s` return at once."""
-
-    device: torch.device
-    name: str | None  # as the device's maker calls it
-
-    def stream(self) -> Stream:
-        """A new stream. Made once, with the machine: a pool of memory stays with each."""
-
-    def event(self) -> Event:
-        """A new event, to order streams and to be waited for."""
-
-    def timer(self) -> Event:
-        """A new event that also knows when it was reached."""
-
-    def current(self, stream: Stream) -> AbstractContextManager[None]:
-        """The calling thread's work, its backward passes too, goes to the stream."""
-
-    def issue(self, stream: Stream, name: str, work: Callable[[], None]) -> None:
-        """Have `work` done in the stream after all that was issued to it before. Called on a thread whose stream it is."""
-
-    def record(self, event: Event, stream: Stream) -> None:
-        """The event is reached once all that was issued to the stream so far is done. It forgets where it was recorded before."""
-
-    def order(self, stream: Stream, event: Event) -> None:
-        """What is issued to the stream from now on is done after the event has been reached."""
-
-    def wait(self, event: Event) -> None:
-        """Return once the event has been reached. The thread sleeps, and others run meanwhile."""
-
-    def finish(self, stream: Stream) -> None:
-        """Return once all that was issued to the stream is done; raise what went wrong there."""
-
-    def elapsed_s(self, first: Event, last: Event) -> float:
-        """Time between two timers that have been reached."""
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A little host memory that streams can copy from while the host goes on."""
-
-    def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
-        """Let streams copy from and to the host's arenas while the host goes on, and from what `others` have, as long as there are
-        these arenas."""
-
-    def peak_bytes(self) -> int | None:
-        """The most that this process has had of the device's memory; None where that is not counted."""
-
 
 class CudaEvents:
     """What orders the streams of a CUDA device, and tells how long their work took. A probe measures with the same."""
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> Event:
+        """To order streams and to be waited for."""
         return torch.cuda.Event(blocking=True)  # without it a waiting thread polls, on a core that the optimizer needs
 
-    def timer(self) -> torch.cuda.Event:
+    def timer(self) -> Event:
+        """One that also knows when it was reached."""
         return torch.cuda.Event(enable_timing=True, blocking=True)
 
     def record(self, event: Event, stream: Stream) -> None:
+        """The event is reached once all that was issued to the stream so far is done. It forgets an earlier place."""
         event.record(stream)
 
     def order(self, stream: Stream, event: Event) -> None:
+        """What is issued to the stream from now on is done after the event was reached, as it is recorded now."""
         stream.wait_event(event)
 
     def wait(self, event: Event) -> None:
+        """Return once the event has been reached."""
         event.synchronize()
 
     def elapsed_s(self, first: Event, last: Event) -> float:
+        """Seconds between two timers that have been reached."""
         return float(first.elapsed_time(last)) / 1e3  # torch counts in milliseconds
 
 
 class CudaStreams(CudaEvents):
-    """A CUDA device's."""
+    """One CUDA device's streams. All but `wait`, `finish` and `elapsed_s` return at once."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()  # else there is no generator to be seeded
-        self.name: str | None = torch.cuda.get_device_name(self.device)
+        self.name: str | None = torch.cuda.get_device_name(self.device)  # as the device's maker calls it
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self) -> Stream:
+        """Made once, with the machine: a pool of memory stays with each."""
         return torch.cuda.Stream(self.device)
 
     @contextmanager
     def current(self, stream: Stream) -> Iterator[None]:
-        # Autograd's own threads would do backward elsewhere: here it stays on the lane's thread, with the lane's stream.
+        """The calling thread's work goes to the stream; its backward passes too, which autograd would do on threads of its own."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream), set_multithreading_enabled(False):
             yield
 
     def issue(self, stream: Stream, name: str, work: Callable[[], None]) -> None:
+        """Have `work` done in the stream after all that was issued to it before. Called on a thread whose stream it is."""
         torch.cuda.nvtx.range_push(name)
         try:
             work()
@@ -115,16 +73,21 @@ class CudaStreams(CudaEvents):
             torch.cuda.nvtx.range_pop()
 
     def finish(self, stream: Stream) -> None:
+        """Return once all that was issued to the stream is done; raise what went wrong there."""
         try:
             stream.synchronize()
         except RuntimeError as error:
             line = str(error).partition("\n")[0]
             raise RuntimeError(f"{line} (a device reports late: an op that was issued earlier may be at fault)") from error
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory that streams can copy from while the host goes on; torch keeps it until they have."""
+        return tensor.pin_memory()
 
     def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
+        """Let streams copy from and to the host's arenas while the host goes on, and from what `others` have, as long as there are
+        these arenas."""
+
         def on_this_device() -> AbstractContextManager[None]:  # a thread's first call would else be of the first device
             return torch.cuda.device(self.device)
 
@@ -135,6 +98,7 @@ class CudaStreams(CudaEvents):
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
 
     def peak_bytes(self) -> int:
+        """The most that this process has had of the device's memory."""
         return torch.cuda.max_memory_reserved(self.device)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import assert_never
 
 import torch
+from torch.cuda import Event
 
 from runtime.batch import Batch
 from runtime.compute.compute import Compute
@@ -35,7 +36,7 @@ from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import Lanes, Token
+from .lanes import Lanes
 from .staging import Staging
 from .stopwatch import Stopwatch
 
@@ -146,7 +147,7 @@ class LaneMachine:
         self._ops, self._workers, self._staging, self._stopwatch = ops, workers, staging, stopwatch
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
-        self._losses: dict[int, Token | None] = {}  # of each step: reached when all that was issued of it has been added up
+        self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
         return self.lanes.on_thread(lane, work)
@@ -154,6 +155,8 @@ class LaneMachine:
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
         of = self.lanes.of[lane]
+        if lane is Lane.GPU and self._staging is not None:
+            self._staging.forget()
         with self._ops.at_work(lane):
             if lane is Lane.GPU and self.streams is None:
                 give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
@@ -167,13 +170,10 @@ class LaneMachine:
     def perform(self, index: int, op: Op, step: int) -> None:
         """Do op number `index` of the plan, or issue it to the lane's stream."""
         self._last[op.lane] = index
-        staging = self._staging if op.lane is Lane.GPU else None
-        if staging is not None:
-            staging.fill(step)
+        if op.lane is Lane.GPU and self._staging is not None:
+            self._staging.fill(step)
         timers = self._stopwatch.around(index, step) if self._stopwatch is not None and op.lane is not Lane.CPU else ()
         self.lanes.of[op.lane].issue(op.name, partial(self.work, index, op, step), timers)
-        if staging is not None and (op.kind is Kind.LOSS or (op.kind is Kind.FORWARD and op.block == 0)):  # which read tokens
-            staging.issued(step)
         if op.kind is Kind.LOSS:
             self._losses[step] = self.lanes.of[op.lane].mark()
 
@@ -181,19 +181,18 @@ class LaneMachine:
         """What an op does, in its stream where it has one."""
         self._ops.perform(index, op, step)
 
-    def mark(self, op: Op) -> object:
+    def mark(self, op: Op) -> Event | None:
         return self.lanes.of[op.lane].mark() if self._last[op.lane] in self._awaited else None
 
-    def follow(self, lane: Lane, token: object) -> None:
-        assert isinstance(token, Token)
+    def follow(self, lane: Lane, token: Event) -> None:
         self.lanes.of[lane].follow(token)
 
     def result(self, step: int) -> StepResult | None:
-        token = self._losses.pop(step, None)
-        return self._ops.result(step, token.wait if token is not None else lambda: None)
+        issued, host = self._losses.pop(step, None), self.lanes.of[Lane.CPU]
+        return self._ops.result(step, lambda: None if issued is None else host.follow(issued))
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
+        return self._stopwatch.read(spans, zero_s) if self._stopwatch is not None else spans
 
 
 class TorchMachine(LaneMachine):
@@ -336,7 +335,7 @@ def _staged(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> tuple[
     """Where a step's tokens wait for a device that is still at work on the one before, and what gives them on the device."""
     if lanes.streams is None:
         return None, batches
-    staging = Staging(plan.semantics, batches, lanes.streams, lanes.streams_of[Lane.GPU])
+    staging = Staging(batches, lanes.streams)
     return staging, staging.upload
 
 
