@@ -1,7 +1,6 @@
 """Masters, moments and weights of a model in its arenas: where each is, setting them, copies, and shadows."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
@@ -16,13 +15,10 @@ from .chunks import Scratch
 from .memory import DTYPE, Arenas
 from .optimizer import Master, ParamState
 from .slabs import host_slab
-from .workers import Workers, together
+from .workers import Workers
 
 COPY_BYTES = 8 * MiB  # what one worker copies at a time: about a millisecond
-# Of a weight, what is set in one go: no more, so that what it takes meanwhile stays in a cache; and no less, or a dozen workers
-# would wait for each other's interpreter.
-SET_ELEMENTS = 2**18
-SET_AT_ONCE = 4 * SET_ELEMENTS  # what one worker sets at a time: some milliseconds
+SET_ELEMENTS = 2**20  # of a weight, what is set in one go, by torch's own threads: what it takes meanwhile stays in a cache
 
 Copy = torch.Tensor  # the bytes of a block's slot
 
@@ -52,7 +48,6 @@ class HostState:
         self.plan, self.arenas, self._rank = plan, arenas, rank
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
-        self.n_threads = 1  # that set weights; a machine says how many it has cores
         self._owned: list[list[Parameter]] = []  # by each block, and trained
         self._frozen: list[list[Parameter]] = []  # the others that it owns
         self._frozen_at: dict[str, int] = {}  # by frozen parameter: its first byte in the slot of `state`
@@ -162,23 +157,22 @@ class HostState:
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
         """Put an owned parameter (any float dtype) into master and compute weight, or its bytes where it is packed. No lane may be
         at work."""
-        together(self._setting(p, given), self.n_threads, _one_kernel_thread)
+        with torch.no_grad():
+            if p.frozen:
+                to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
+                assert given.dtype.is_floating_point == to.dtype.is_floating_point, f"{p.name} is given as {given.dtype}"
+                to.copy_(given.reshape(-1))
+                return
+            master, flat = self.param_state(p).master, given.reshape(-1)[self.part(p)]
+            for at in range(0, flat.numel(), SET_ELEMENTS):
+                part = slice(at, min(at + SET_ELEMENTS, flat.numel()))
+                master.put(part, flat[part].to(master.weight.device))
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Put a block's own weights into the store. No lane may be at work."""
-        tasks = [task for p in (*self.owned(block), *self.frozen(block)) for task in self._setting(p, weights[p.name])]
-        together(tasks, self.n_threads, _one_kernel_thread)
+        for p in (*self.owned(block), *self.frozen(block)):
+            self.set_weight(p, weights[p.name])
         self.settle(block)
-
-    def _setting(self, p: Parameter, given: torch.Tensor) -> list[Callable[[None], object]]:
-        """Tasks that set a weight, in pieces that threads may share."""
-        if p.frozen:
-            to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
-            assert given.dtype.is_floating_point == to.dtype.is_floating_point, f"{p.name} is given as {given.dtype}"
-            n = min(SET_AT_ONCE, max(to.numel(), 1))
-            return [partial(_copy, *part) for part in zip(to.split(n), given.reshape(-1).split(n), strict=True)]
-        master, flat = self.param_state(p).master, given.reshape(-1)[self.part(p)]
-        return [partial(_set, master, flat, slice(at, at + SET_AT_ONCE)) for at in range(0, flat.numel(), SET_AT_ONCE)]
 
     # -- of a block -------------------------------------------------------------------------------------------------
 
@@ -208,23 +202,5 @@ class HostState:
         self.arenas.exchange(self._slots[block], self._shadows[block])
 
 
-def _set(master: Master, given: torch.Tensor, piece: slice, own: None) -> None:
-    """Put a piece of a flat weight into master and compute weight."""
-    for at in range(piece.start, min(piece.stop, given.numel()), SET_ELEMENTS):
-        part = slice(at, min(at + SET_ELEMENTS, piece.stop))
-        master.put(part, given[part].to(master.weight.device))
-
-
 def _copy(to: torch.Tensor, there: torch.Tensor, own: object) -> None:
     to.copy_(there)
-
-
-@contextmanager
-def _one_kernel_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(before)

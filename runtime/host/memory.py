@@ -1,6 +1,5 @@
 """Arenas: a plan's memory, allocated once as slabs of exactly the bytes that the plan says; tensors are views of a slot."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -56,9 +55,6 @@ class Arenas:
             apart = {slot: n_bytes for slot, n_bytes in fronts.items() if slot.arena == arena.name}
             if apart:
                 self._fronts = self._allocated(arena, FRONTS, apart, on, fronts_slab)
-        in_memory = self._in_host_memory.values()
-        where = slabs.placement(sum(slab.numel() for slab in in_memory), os.sched_getaffinity(0))
-        self.placement = where if where is not None and slabs.place(in_memory, where) else None
 
     def _allocated(
         self,
@@ -108,12 +104,9 @@ class Arenas:
         return total
 
     def host_words(self) -> str:
-        """What kind of host memory was had, in a few words."""
+        """How much host memory was had, in a few words."""
         held = self._in_host_memory.values()
-        n_bytes, nodes = sum(slab.numel() for slab in held), f", {self.placement}" if self.placement is not None else ""
-        return (
-            f"{show_bytes(n_bytes)} in {len(held)} slabs, {slabs.huge_bytes(held) / max(n_bytes, 1):.0%} of it in huge pages{nodes}"
-        )
+        return f"{show_bytes(sum(slab.numel() for slab in held))} in {len(held)} slabs"
 
     # -- slots ----------------------------------------------------------------------------------------------------------
 

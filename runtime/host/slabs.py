@@ -1,7 +1,8 @@
 """Slabs of host memory, straight from the system and locked for DMA: memory that stays where it is.
 
 A slab is of exactly the size asked for, rounded up to pages: an allocator would round up further, and give memory back to the
-system and fault it in again as it sees fit. Huge pages and memory nodes are asked for, and done without where the system has none.
+system and fault it in again as it sees fit. Huge pages are asked for, and done without where the system has none. A page is on the
+memory node (NUMA) of the thread that touches it first: those of a process that is kept to the cores of one node are there.
 """
 
 import ctypes
@@ -11,7 +12,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from runtime.units import GiB, KiB, MiB, show_bytes
 
 from .workers import together
 
-HUGE_PAGE_BYTES = 2 * MiB  # below it a slab has no huge pages to gain
 TOUCH_BYTES = 64 * MiB  # what one thread faults in at a time
 # Drivers since 580 refuse 2**39 bytes at once (their table of pages, 16 B for each of 4 KiB, would be 2**31 B). A refused call
 # leaves an error behind that the thread's next kernel reports as its own: so none is tried that would be. No smaller than need
@@ -86,7 +85,10 @@ def touch(slabs: Iterable[torch.Tensor], n_threads: int) -> None:
 
 def available_host_bytes() -> int | None:
     """What the operating system says a process can still take, container limits included; None where it does not say."""
-    found = [_meminfo(Path("/proc/meminfo"), "MemAvailable:")]
+    found: list[int | None] = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(next(int(line.split()[1]) * KiB for line in lines if line.startswith("MemAvailable:")))
     limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
     found += [limit - used] if limit is not None and used is not None else []
     return min((n_bytes for n_bytes in found if n_bytes is not None), default=None)
@@ -97,14 +99,6 @@ def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):
-        return None
-
-
-def _meminfo(path: Path, key: str) -> int | None:
-    """Bytes of a line such as `MemFree: 12 kB`, or `Node 0 MemFree: 12 kB`."""
-    try:
-        return next(int(line.split()[-2]) * KiB for line in path.read_text().splitlines() if key in line)
-    except (OSError, ValueError, StopIteration):
         return None
 
 
@@ -127,83 +121,6 @@ def give_back_freed() -> None:
     """Return what was freed to the system: after work that is done once, such as drawing random weights."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-
-
-# -- memory nodes -----------------------------------------------------------------------------------------------------
-
-NODES = Path("/sys/devices/system/node")
-_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
-_PREFER, _INTERLEAVE = 1, 3  # memory policies
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The memory nodes of slabs (NUMA): one, or all in turn where one is too small."""
-
-    nodes: tuple[int, ...]
-    interleaved: bool
-
-    def __str__(self) -> str:
-        named = " and ".join(map(str, self.nodes))
-        return f"in turn on memory nodes {named}" if self.interleaved else f"on memory node {named}"
-
-
-def placement(n_bytes: int, cores: Iterable[int], folder: Path = NODES) -> Placement | None:
-    """For `n_bytes` that these cores use; None where there is one node, or the system does not say."""
-    free_bytes: dict[int, int] = {}
-    near: dict[int, int] = {}
-    for path in folder.glob("node[0-9]*"):
-        if (n_free := _meminfo(path / "meminfo", "MemFree:")) is not None:
-            node = int(path.name.removeprefix("node"))
-            free_bytes[node], near[node] = n_free, len(_listed(path / "cpulist") & set(cores))
-    if len(free_bytes) < 2:
-        return None
-    nearest = max(sorted(free_bytes), key=lambda node: near[node])
-    fits = n_bytes <= free_bytes[nearest]
-    return Placement((nearest,) if fits else tuple(sorted(free_bytes)), interleaved=not fits)
-
-
-def _listed(path: Path) -> set[int]:
-    """`0-3,8` as numbers."""
-    cores: set[int] = set()
-    for part in filter(None, path.read_text().strip().split(",")):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores
-
-
-def place(slabs: Iterable[torch.Tensor], where: Placement, system_call: Callable[..., int] | None = None) -> bool:
-    """Ask for the pages of slabs, not touched yet, on these nodes. False where the system refuses: they are anywhere then."""
-    number = _MBIND.get(platform.machine())
-    if number is None:
-        return False
-    call = system_call or ctypes.CDLL(None, use_errno=True).syscall
-    n_words = max(where.nodes) // 64 + 1
-    mask = (ctypes.c_uint64 * n_words)()
-    for node in where.nodes:
-        mask[node // 64] |= 1 << node % 64
-    policy, n_bits = _INTERLEAVE if where.interleaved else _PREFER, ctypes.c_ulong(64 * n_words + 1)
-    done = []
-    for slab in slabs:
-        if slab.numel() >= HUGE_PAGE_BYTES:
-            n_bytes = ctypes.c_ulong(-(-slab.numel() // mmap.PAGESIZE) * mmap.PAGESIZE)
-            done.append(call(number, ctypes.c_void_p(slab.data_ptr()), n_bytes, policy, mask, n_bits, 0))
-    return all(result == 0 for result in done)
-
-
-def huge_bytes(slabs: Iterable[torch.Tensor], maps: Path = Path("/proc/self/smaps")) -> int:
-    """Bytes of the slabs in huge pages; 0 where the system does not say."""
-    spans = [(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in slabs if slab.numel() >= HUGE_PAGE_BYTES]
-    total, is_ours = 0, False
-    with suppress(OSError, ValueError), maps.open(encoding="utf-8") as lines:
-        for line in lines:
-            first, _, rest = line.partition(" ")
-            if not first.endswith(":"):
-                start, end = (int(number, 16) for number in first.split("-"))
-                is_ours = any(start < last and begin < end for begin, last in spans)
-            elif is_ours and first == "AnonHugePages:":
-                total += int(rest.split()[0]) * KiB
-    return total
 
 
 # -- registration for DMA ---------------------------------------------------------------------------------------------

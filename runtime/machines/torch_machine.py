@@ -224,8 +224,7 @@ class TorchMachine(LaneMachine):
             self.host = HostState(plan, self.arenas, self._rank)
             self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), self._rank)
         lanes.of[Lane.GPU].finish()  # which has filled the arenas with zeros
-        self.host.n_threads = n_workers or len({core for cores in lanes.cores.values() for core in cores})
-        self.arenas.touch(self.host.n_threads)
+        self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         stopwatch = None
         if lanes.streams is not None:
             lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(self._rank))

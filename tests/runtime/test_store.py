@@ -1,4 +1,4 @@
-"""Host memory of a run: slabs, arenas that stay where they are, memory nodes, registration for DMA, one copy of each weight."""
+"""Host memory of a run: slabs, arenas that stay where they are, registration for DMA, one copy of each weight."""
 
 import faulthandler
 import itertools
@@ -22,7 +22,7 @@ from runtime.executor import execute
 from runtime.host import host_state, slabs
 from runtime.host.memory import Arenas
 from runtime.host.optimizer import round_half_up
-from runtime.host.slabs import HUGE_PAGE_BYTES, Placement, host_slab, huge_bytes, place, placement, register_for_dma
+from runtime.host.slabs import host_slab, register_for_dma
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from runtime.units import MiB
@@ -101,12 +101,12 @@ def test_holes_in_the_heap_are_given_back_when_compute_begins():
     assert stays.sum() == 1000
 
 
-@given(st.integers(0, 3 * HUGE_PAGE_BYTES))
+@given(st.integers(0, 6 * MiB))
 def test_a_slab_has_the_bytes_asked_for_and_starts_aligned(n_bytes):
     slab = host_slab(n_bytes)
     assert slab.numel() == slab.untyped_storage().nbytes() == n_bytes
     assert n_bytes == 0 or slab.data_ptr() % 64 == 0
-    assert n_bytes < HUGE_PAGE_BYTES or slab.data_ptr() % PAGE_BYTES == 0
+    assert n_bytes < PAGE_BYTES or slab.data_ptr() % PAGE_BYTES == 0
     assert not slab.any()
 
 
@@ -120,19 +120,14 @@ def test_a_slab_lives_as_long_as_a_view_of_it():
 
 
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
-    """One that has them says how much of a slab is in them."""
-
     class Pages(slabs.mmap.mmap):
         def madvise(self, advice, *rest):
             raise OSError(22, "Invalid argument")
 
-    slab = host_slab(8 * MiB).fill_(1)
-    if (setting := Path("/sys/kernel/mm/transparent_hugepage/enabled")).exists() and "[never]" not in setting.read_text():
-        assert huge_bytes([slab]) >= 2 * MiB
     monkeypatch.setattr(slabs.mmap, "mmap", Pages)
     arenas = Arenas([Arena("state", Place.HOST, (4 * MiB, 4 * MiB)), Arena("weights", Place.DEVICE, (256,))], CPU)
     arenas.touch(1)
-    assert arenas.host_words() == "8.39 MB in 2 slabs, 0% of it in huge pages"
+    assert not any(slab.any() for slab in arenas.host_slabs().values())
 
 
 def test_a_child_process_does_not_get_the_arenas():
@@ -184,41 +179,6 @@ def test_touching_more_than_a_control_group_allows_is_one_line(tmp_path, monkeyp
         arenas.touch(1)
     with pytest.raises(PlanError, match=r"\Aarena state of \d+ bytes cannot be allocated \(.*\)\Z"):
         Arenas([Arena("state", Place.HOST, (2**52,))], CPU)
-
-
-def nodes_folder(folder: Path, nodes: dict[int, tuple[str, int]]) -> Path:
-    for node, (cores, free_kib) in nodes.items():
-        (folder / f"node{node}").mkdir()
-        (folder / f"node{node}" / "cpulist").write_text(cores + "\n")
-        (folder / f"node{node}" / "meminfo").write_text(f"Node {node} MemTotal: 99 kB\nNode {node} MemFree:  {free_kib} kB\n")
-    (folder / "possible").write_text("0-1\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("nodes", "cores", "n_bytes", "expected"),
-    [
-        ({0: ("0-3", 1000)}, [0], 10, None),
-        ({0: ("0-3,8", 1000), 1: ("4-7", 1000)}, [8, 1, 4], 1000, Placement((0,), False)),
-        ({0: ("0-3", 1000), 1: ("4-7", 1000)}, [5, 6], 1_024_001, Placement((0, 1), True)),  # too much for one node
-        ({0: ("0-3", 1000), 2: ("", 5000)}, [0], 1_024_000, Placement((0,), False)),
-    ],
-)
-def test_slabs_are_near_their_cores_or_on_all_memory_nodes(tmp_path, nodes, cores, n_bytes, expected):
-    assert placement(n_bytes, cores, nodes_folder(tmp_path, nodes)) == expected
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_system_that_refuses_a_memory_node_is_no_error(refuses):
-    asked = []
-
-    def system_call(number, address, n_bytes, policy, mask, n_bits, flags):
-        asked.append((address.value, n_bytes.value, policy, list(mask), n_bits.value))
-        return -1 if refuses else 0
-
-    large, small = host_slab(2 * MiB + 5), host_slab(100)
-    assert place([large, small], Placement((1, 65), True), system_call) is not refuses
-    assert asked == [(large.data_ptr(), 2 * MiB + PAGE_BYTES, 3, [2, 2], 129)]
 
 
 class Driver:
@@ -355,24 +315,13 @@ def test_pieces_are_given_back_when_one_cannot_be_locked(monkeypatch):
     assert driver.registered == {}
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(("compute_dtype", "master_dtype"), [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")])
-def test_weights_set_by_several_threads_are_those_set_by_one(monkeypatch, compute_dtype, master_dtype, n_threads):
+def test_a_weight_set_piece_by_piece_is_the_weight(monkeypatch, compute_dtype, master_dtype):
     """The master is what was given, rounded half up where it is bf16; the weight is the master, rounded half up if it is bf16."""
     monkeypatch.setattr(host_state, "SET_ELEMENTS", 100)
-    monkeypatch.setattr(host_state, "SET_AT_ONCE", 300)
     semantics = semantics_of("llama", compute_dtype=compute_dtype, master_dtype=master_dtype)
     machine = machine_for(plan_of(tiny_config("llama"), semantics, Policy()))
-    host, threads, set_piece = machine.host, set(), host_state._set
-    host.n_threads, together = n_threads, threading.Barrier(n_threads)
-
-    def noted(*args):
-        if threading.current_thread() not in threads:
-            threads.add(threading.current_thread())
-            together.wait(20)
-        set_piece(*args)
-
-    monkeypatch.setattr(host_state, "_set", noted)
+    host = machine.host
     for block in range(len(machine.plan.workload.blocks)):
         given = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned(block)}
         large = max(host.owned(block), key=lambda p: p.n_elements)
@@ -385,7 +334,6 @@ def test_weights_set_by_several_threads_are_those_set_by_one(monkeypatch, comput
             assert same_bits(host.master(p), wide if master_dtype == "fp32" else rounded), p.name
             assert same_bits(host.compute_weight(p).reshape(-1), wide if compute_dtype == "fp32" else rounded), p.name
             assert not any(moment.any() for moment in host.moments(p))
-        threads.clear()
 
 
 HOLDING = """
