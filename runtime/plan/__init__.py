@@ -4,26 +4,3 @@ from .ops import LANE_OF, MAX_REPETITIONS, OPS, Kind, Lane, Op, Repeat, Slot, Wa
 from .plan import Plan, PlanFile
 from .policy import AttentionKernel, Kernel, Policy, Semantics, Update, saves
 from .setup import Arena, Place, Setup
-
-__all__ = [
-    "LANE_OF",
-    "MAX_REPETITIONS",
-    "OPS",
-    "Arena",
-    "AttentionKernel",
-    "Kernel",
-    "Kind",
-    "Lane",
-    "Op",
-    "Place",
-    "Plan",
-    "PlanFile",
-    "Policy",
-    "Repeat",
-    "Semantics",
-    "Setup",
-    "Slot",
-    "Update",
-    "Wait",
-    "saves",
-]

@@ -173,16 +173,27 @@ def _on_host(s: Subject, b: int) -> bool:
     return _is_trained(s, b) and b not in s.policy.device_blocks
 
 
-def _on_device(s: Subject, b: int) -> bool:
-    return b in s.policy.device_blocks
+def _listed(blocks: str) -> Where:
+    """The blocks that this list of the policy names."""
+    return lambda s, b: b in getattr(s.policy, blocks)
 
 
-def _speculates(s: Subject, b: int) -> bool:
-    return b in s.policy.speculate_blocks
+def _is_summed(s: Subject, b: int) -> bool:
+    """Whether the host sums the gradient over micro-batches."""
+    return _on_host(s, b) and not s.reduced
+
+
+def _is_updated(s: Subject, b: int) -> bool:
+    """Whether the host updates the block, and not on speculation."""
+    return _on_host(s, b) and b not in s.policy.speculate_blocks
 
 
 def _of_ranks(s: Subject, b: int) -> bool:
     return s.semantics.ranks > 1
+
+
+def _is_exchanged(s: Subject, b: int) -> bool:
+    return _of_ranks(s, b) and _is_trained(s, b)
 
 
 # Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
@@ -192,50 +203,28 @@ OPS = {
     Kind.GATHER: _row(Lane.NET, "state tied? weights > weights", Often.USE, _of_ranks, Phase.LOADING),
     Kind.DEQUANTISE: _row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
     Kind.FORWARD: _row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, _has_forward, Phase.UP),
-    Kind.OFFLOAD_ACTIVATION: _row(
-        Lane.D2H, "y > spilled", Often.MICRO_BATCH, lambda s, b: b in s.policy.spill_blocks, Phase.LEAVING
-    ),
-    Kind.OFFLOAD_SAVED: _row(
-        Lane.D2H, "saved > offloaded", Often.MICRO_BATCH, lambda s, b: b in s.policy.offload_blocks, Phase.LEAVING
-    ),
+    Kind.OFFLOAD_ACTIVATION: _row(Lane.D2H, "y > spilled", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.LEAVING),
+    Kind.OFFLOAD_SAVED: _row(Lane.D2H, "saved > offloaded", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.LEAVING),
     Kind.LOSS: _row(Lane.GPU, "weights trained? x sum? into* > x sum? into* gradient?", Often.MICRO_BATCH, _is_head, Phase.LOSS),
-    Kind.FETCH_ACTIVATION: _row(Lane.H2D, "spilled > y", Often.MICRO_BATCH, lambda s, b: b in s.policy.spill_blocks, Phase.COMING),
-    Kind.FETCH_SAVED: _row(
-        Lane.H2D, "offloaded > saved", Often.MICRO_BATCH, lambda s, b: b in s.policy.offload_blocks, Phase.COMING
-    ),
+    Kind.FETCH_ACTIVATION: _row(Lane.H2D, "spilled > y", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.COMING),
+    Kind.FETCH_SAVED: _row(Lane.H2D, "offloaded > saved", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.COMING),
     Kind.RECOMPUTE: _row(Lane.GPU, "weights trained? x > y", Often.MICRO_BATCH, _is_recomputed, Phase.DOWN),
     Kind.BACKWARD: _row(
-        Lane.GPU,
-        "weights? trained? y x? saved? sum? into* > x? sum? into* gradient?",
-        Often.MICRO_BATCH,
-        _has_backward,
-        Phase.DOWN,
+        Lane.GPU, "weights? trained? y x? saved? sum? into* > x? sum? into* gradient?", Often.MICRO_BATCH, _has_backward, Phase.DOWN
     ),
-    Kind.EXCHANGE: _row(
-        Lane.NET, "sum > received gradient", Often.STEP, lambda s, b: _of_ranks(s, b) and _is_trained(s, b), Phase.GRADIENTS
-    ),
+    Kind.EXCHANGE: _row(Lane.NET, "sum > received gradient", Often.STEP, _is_exchanged, Phase.GRADIENTS),
     Kind.SQUARE: _row(Lane.GPU, "gradient > squares", Often.STEP, lambda s, b: s.squares(b), Phase.DOWN),
     Kind.OFFLOAD_GRADIENT: _row(Lane.D2H, "gradient squares? > arrived norm?", Often.GRADIENT, _on_host, Phase.GRADIENTS),
-    Kind.OFFLOAD_SQUARES: _row(Lane.D2H, "squares > norm", Often.STEP, _on_device, Phase.NORM),
-    Kind.ACCUMULATE: _row(
-        Lane.CPU,
-        "staged arrived into* > arrived into*",
-        Often.MICRO_BATCH,
-        lambda s, b: _on_host(s, b) and not s.reduced,
-        Phase.GRADIENTS,
-    ),
+    Kind.OFFLOAD_SQUARES: _row(Lane.D2H, "squares > norm", Often.STEP, _listed("device_blocks"), Phase.NORM),
+    Kind.ACCUMULATE: _row(Lane.CPU, "staged arrived into* > arrived into*", Often.MICRO_BATCH, _is_summed, Phase.GRADIENTS),
     Kind.NORM: _row(Lane.CPU, "arrived tied? > norm", Often.STEP, lambda s, b: _is_trained(s, b) and not s.squares(b), Phase.NORM),
     Kind.CLIP: _row(Lane.CPU, "norm* > clip", Often.STEP, lambda s, b: b == 0, Phase.NORM),
-    Kind.SPECULATE: _row(Lane.CPU, "arrived tied? state > shadow", Often.STEP, _speculates, Phase.EARLY_UPDATE),
-    Kind.SETTLE: _row(Lane.CPU, "arrived tied? clip state shadow > state shadow", Often.STEP, _speculates, Phase.UPDATE),
-    Kind.UPDATE: _row(
-        Lane.CPU,
-        "arrived tied? norm? clip? state > state",
-        Often.STEP,
-        lambda s, b: _on_host(s, b) and not _speculates(s, b),
-        Phase.UPDATE,
+    Kind.SPECULATE: _row(Lane.CPU, "arrived tied? state > shadow", Often.STEP, _listed("speculate_blocks"), Phase.EARLY_UPDATE),
+    Kind.SETTLE: _row(
+        Lane.CPU, "arrived tied? clip state shadow > state shadow", Often.STEP, _listed("speculate_blocks"), Phase.UPDATE
     ),
-    Kind.UPDATE_ON_DEVICE: _row(Lane.GPU, "gradient clip state > state", Often.STEP, _on_device, Phase.DEVICE_UPDATE),
+    Kind.UPDATE: _row(Lane.CPU, "arrived tied? norm? clip? state > state", Often.STEP, _is_updated, Phase.UPDATE),
+    Kind.UPDATE_ON_DEVICE: _row(Lane.GPU, "gradient clip state > state", Often.STEP, _listed("device_blocks"), Phase.DEVICE_UPDATE),
 }
 LANE_OF = {kind: row.lane for kind, row in OPS.items()}
 
