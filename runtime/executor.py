@@ -16,7 +16,6 @@ from runtime.plan import Lane, Plan
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 from .errors import PenstockError
-from .lane_thread import LaneRun
 from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of
 from .machine import Machine, StepResult
 
@@ -190,12 +189,12 @@ class Execution:
                 yield Step(numbers[turn], seconds, busy_s, machine.result(numbers[turn]))
 
         workers: list[_Worker] = []
-        threads: list[LaneRun] = []
+        threads: list[threading.Thread] = []
         try:
             # Compute last: its thread settings are to stay.
             for track in sorted(board.tracks, key=lambda track: track.lane is Lane.GPU):
                 workers.append(_Worker(track, machine, board, numbers, self._keep_steps))
-                threads.append(machine.on_thread(track.lane, workers[-1].run))
+                threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
                 threads[-1].start()
                 workers[-1].ready.wait()
             yield from _watch(board, done, self._quiet_s)
@@ -244,29 +243,32 @@ class _Worker:
         n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
         n_records = keep_steps * (len(track.entries) + (n_kept - 1) * len(track.repeated))
         self.records: deque[tuple[int, int, float, float, int]] = deque(maxlen=n_records)  # step, op, began and ended, repetition
-        self._at = "its set-up"
+        self._step, self._at = steps.start, "its set-up"
 
     def run(self) -> None:
-        track, board, step = self.track, self.board, self.steps.start
         try:
-            with self.machine.lane(track.lane):
-                self.ready.set()
-                for turn, step in enumerate(self.steps):
-                    if not board.begins(turn):
-                        break
-                    for entry, repetition in track.walk():
-                        if not self._perform(entry, repetition, turn, step):
-                            return
-                    board.news.ring()
-                self._at = "its end"
+            self.machine.on_thread(self.track.lane, self._perform_steps)
         except PenstockError as error:
-            board.fail(error)
+            self.board.fail(error)
         except BaseException as error:
-            failure = OpError(f"step {step + 1}, lane {track.lane}: {self._at} failed: {type(error).__name__}: {error}")
+            failure = OpError(f"step {self._step + 1}, lane {self.track.lane}: {self._at} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            board.fail(failure)
+            self.board.fail(failure)
         finally:
             self.ready.set()
+
+    def _perform_steps(self) -> None:
+        with self.machine.lane(self.track.lane):
+            self.ready.set()
+            for turn, step in enumerate(self.steps):
+                if not self.board.begins(turn):
+                    break
+                self._step = step
+                for entry, repetition in self.track.walk():
+                    if not self._perform(entry, repetition, turn, step):
+                        return
+                self.board.news.ring()
+            self._at = "its end"
 
     def _perform(self, entry: Entry, repetition: int, turn: int, step: int) -> bool:
         """Wait for what the op waits for, and do it; False where the lane is stopped."""
@@ -310,7 +312,7 @@ def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) ->
             say_at_s *= 2
 
 
-def _join(threads: Sequence[LaneRun], board: _Board, quiet_s: float) -> None:
+def _join(threads: Sequence[threading.Thread], board: _Board, quiet_s: float) -> None:
     """Wait until every lane has ended. After a failure, for `quiet_s` at most: an op that hangs never ends."""
     deadline_s = time.perf_counter() + quiet_s
     for thread in threads:

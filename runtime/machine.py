@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
 
-from .lane_thread import LaneRun
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -34,8 +32,9 @@ class StepResult:
 class Machine(Protocol):
     """What an executor needs. `mark` and `follow` carry what one lane must know of another's work beyond that it was issued."""
 
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        """All the work of a lane in one run, its `lane` too, on the thread where it belongs; not begun yet."""
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
+        """Perform all the work of a lane in one run, its `lane` too, on the thread where it belongs: the calling one, or one that
+        outlives runs."""
 
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
         """Prepare the calling thread to be this lane, until the context ends."""

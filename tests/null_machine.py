@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from runtime.lane_thread import LaneRun, on_its_own_thread
 from runtime.machine import StepResult
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
@@ -13,8 +12,8 @@ class NullMachine:
     def __init__(self) -> None:
         self.performed: list[tuple[int, int]] = []  # (step, op), in order
 
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        return on_its_own_thread(lane, work)
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
+        work()
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:

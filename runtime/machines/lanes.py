@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.cuda import Event, Stream
 
-from runtime.lane_thread import LaneRun, LaneThread, on_its_own_thread
+from runtime.lane_thread import LaneThread
 from runtime.plan import Lane
 
 from .streams import CudaStreams
@@ -94,8 +94,9 @@ class Lanes:
         """The lanes that issue, with their streams."""
         return {lane: of.stream for lane, of in self.of.items() if isinstance(of, Issuing)}
 
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        return self._compute.run(work) if self._compute is not None and lane is Lane.GPU else on_its_own_thread(lane, work)
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
+        """As a machine's."""
+        self._compute.perform(work) if self._compute is not None and lane is Lane.GPU else work()
 
     @contextmanager
     def settled(self, lane: Lane) -> Iterator[None]:

@@ -26,7 +26,6 @@ from runtime.host.shared_numbers import SharedNumbers
 from runtime.host.slabs import give_back_freed, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
-from runtime.lane_thread import LaneRun
 from runtime.layers.packed_weights import pack
 from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan, Slot
@@ -149,8 +148,8 @@ class LaneMachine:
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
 
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> LaneRun:
-        return self.lanes.on_thread(lane, work)
+    def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
+        self.lanes.on_thread(lane, work)
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:

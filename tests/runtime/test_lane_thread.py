@@ -20,32 +20,20 @@ from tests.tour import ROOT
 from .test_executor import Hanging, tiny_plan
 
 
-def ended(run) -> bool:
-    run.join(10)
-    return not run.is_alive()
-
-
 def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 def test_all_runs_are_on_one_thread_one_after_another():
-    lane, seen, go_on = LaneThread(Lane.GPU), [], threading.Event()
-
-    def note():
-        go_on.wait(20)
-        seen.append(threading.current_thread())
-
-    runs = [lane.run(note), lane.run(note)]
-    assert not any(run.is_alive() for run in runs), "none is begun yet"
-    runs[0].start()
-    runs[0].join(0.01)
-    assert runs[0].is_alive()
-    go_on.set()
-    runs[1].start()
-    assert all(map(ended, runs))
+    lane, seen = LaneThread(Lane.GPU), []
+    for _ in range(2):
+        lane.perform(lambda: seen.append(threading.current_thread()))
     assert seen[0] is seen[1] is not threading.current_thread()
-    assert seen[0].name == runs[0].name == "lane-gpu"
+    assert seen[0].name == "lane-gpu"
+    with pytest.raises(KeyError, match="boom"):
+        lane.perform(lambda: {}["boom"])
+    lane.perform(lambda: seen.append(threading.current_thread()))
+    assert seen[2] is seen[0]
 
 
 def test_a_run_that_has_ended_is_not_held():
@@ -58,10 +46,9 @@ def test_a_run_that_has_ended_is_not_held():
     try:
         for _ in range(50):
             work = Work()
-            alive, run = weakref.ref(work), lane.run(work)
+            alive = weakref.ref(work)
+            lane.perform(work)
             del work
-            run.start()
-            assert ended(run)
             assert alive() is None
     finally:
         gc.enable()
@@ -70,14 +57,13 @@ def test_a_run_that_has_ended_is_not_held():
 def test_the_thread_ends_with_its_owner_also_while_it_works():
     before = len(threads_of("lane-d2h"))
     idle, busy, go_on = LaneThread(Lane.D2H), LaneThread(Lane.D2H), threading.Event()
-    run = busy.run(lambda: go_on.wait(20))
-    run.start()
+    caller = threading.Thread(target=busy.perform, args=(lambda: go_on.wait(20),))
+    caller.start()
     threads = threads_of("lane-d2h")
     assert len(threads) == before + 2
     del idle, busy
     go_on.set()
-    assert ended(run)
-    for thread in threads:
+    for thread in (caller, *threads):
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
 
@@ -90,7 +76,7 @@ class OnOneThread(NullMachine):
         self.gpu, self.fails = LaneThread(Lane.GPU), False
 
     def on_thread(self, lane, work):
-        return self.gpu.run(work) if lane is Lane.GPU else super().on_thread(lane, work)
+        self.gpu.perform(work) if lane is Lane.GPU else work()
 
     def perform(self, index, op, step):
         if self.fails and op.kind is Kind.FORWARD and op.block == 2:
@@ -109,7 +95,7 @@ def test_a_run_behind_one_that_hangs_is_an_error_and_no_hang(monkeypatch, capsys
         with pytest.raises(OpError, match="load h2d b3 failed"):
             execute(tiny_plan(prefetch_depth=2), machine, 1, quiet_s=0.05)
         with pytest.raises(RuntimeError, match="lane-gpu is still at an op of a run that has failed"):
-            machine.gpu.run(lambda: None).start()
+            machine.gpu.perform(lambda: None)
     finally:
         machine.ends.set()
     assert "waits no longer for lane-gpu" in capsys.readouterr().err
@@ -139,7 +125,7 @@ machine = OnOneThread()
 machine.keeps_itself = machine
 execute(Plan.parse(sys.stdin.read()), machine, 2)
 if sys.argv[1] == "hanging":
-    machine.gpu.run(threading.Event().wait).start()
+    threading.Thread(target=machine.gpu.perform, args=(threading.Event().wait,), daemon=True).start()
 print("done", flush=True)
 if sys.argv[1] == "raising":
     raise KeyError("boom")
