@@ -40,7 +40,9 @@ class LaneThread:
 
 def _serve(asked: "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]") -> None:
     while (given := asked.get()) is not None:
-        (work, done), error, given = given, None, None
+        work, done = given
+        del given
+        error: BaseException | None = None
         try:
             work()
         except BaseException as raised:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from runtime.machine import StepResult
+from runtime.executor import StepResult
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
 

@@ -16,8 +16,7 @@ from hwprofiles.schema import read_profile
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
-from runtime.executor import Execution
-from runtime.machine import StepResult
+from runtime.executor import Execution, StepResult
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import use_same_kernels

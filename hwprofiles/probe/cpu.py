@@ -20,7 +20,7 @@ from runtime.host.chunks import Scratch
 from runtime.host.memory import available_host_bytes
 from runtime.host.slabs import host_slab, settle_allocator
 from runtime.host.workers import Workers
-from runtime.machines.cores import split_cores
+from runtime.machines.lanes import split_cores
 from runtime.plan import Lane
 from runtime.units import MiB, show_bytes
 

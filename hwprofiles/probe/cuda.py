@@ -16,7 +16,7 @@ import torch
 
 from runtime.errors import PlanError, ProfileError
 from runtime.host.slabs import host_slab, register_for_dma, unregister
-from runtime.machines.cores import split_beside_gpu
+from runtime.machines.lanes import split_beside_gpu
 from runtime.machines.streams import CudaEvents
 from runtime.plan import Lane
 from runtime.units import MiB, on_one_line

@@ -67,7 +67,6 @@ class WholeState(HostState):
 
     def __init__(self, own: HostState, ranks: Processes) -> None:
         self.plan, self.gate, self._own, self._ranks = own.plan, None, own, ranks
-        self.n_threads = own.n_threads
 
     @property
     def n_updates(self) -> int:  # type: ignore[override]

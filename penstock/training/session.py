@@ -25,8 +25,7 @@ from planner.predict.cost import costs, region_of
 from planner.predict.simulate import Prediction, simulate
 from planner.search.claim import claimed
 from runtime.errors import PlanError, WorkloadError
-from runtime.executor import Stop, say
-from runtime.machine import Machine
+from runtime.executor import Machine, Stop, say
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
 from runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for

@@ -17,9 +17,8 @@ from runtime.plan.workload import Parameter
 from .chunks import Scratch, update_loop
 from .host_state import HostState
 from .memory import DTYPE, Arenas
-from .norms import added, clip_factor, squares_on_device, squares_tasks
+from .norms import SharedNumbers, added, clip_factor, squares_on_device, squares_tasks
 from .optimizer import RULES, Step, SummedGradient, Task, add_tasks, summed
-from .shared_numbers import SharedNumbers
 from .workers import Workers
 
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block

@@ -9,8 +9,7 @@ from runtime.plan import Lane, Plan
 from runtime.plan.optimizer import Hyperparameters
 from runtime.ranks import Ranks
 
-from .cores import split_cores
-from .lanes import Lanes
+from .lanes import Lanes, split_cores
 from .torch_machine import TorchMachine
 
 

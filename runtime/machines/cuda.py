@@ -11,8 +11,7 @@ from runtime.plan import Lane, Plan
 from runtime.plan.optimizer import Hyperparameters
 from runtime.ranks import Ranks
 
-from .cores import split_beside_gpu
-from .lanes import Lanes
+from .lanes import Lanes, split_beside_gpu
 from .streams import CudaStreams
 from .torch_machine import TorchMachine
 

@@ -16,18 +16,17 @@ from torch.cuda import Event
 from runtime.batch import Batch
 from runtime.compute.compute import Compute
 from runtime.compute.inference import Abandoned, Head, Inference
-from runtime.executor import AgreedStop, Stop, execute
+from runtime.executor import AgreedStop, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.common_memory import CommonMemory, Shared, shared_slab
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
-from runtime.host.shared_numbers import SharedNumbers
+from runtime.host.norms import SharedNumbers
 from runtime.host.slabs import give_back_freed, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.layers.packed_weights import pack
-from runtime.machine import StepResult
 from runtime.plan import Kind, Lane, Op, Plan, Slot
 from runtime.plan.optimizer import Hyperparameters
 from runtime.plan.timeline import Span

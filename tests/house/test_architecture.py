@@ -96,7 +96,7 @@ MONITORS = {"wandb", "mlflow"}  # imported when a run asks for them, and said to
 
 # What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.
 TORCH_FREE = (
-    *("planner", "runtime/plan", "runtime/errors.py", "runtime/units.py", "runtime/files.py", "runtime/machines/cores.py"),
+    *("planner", "runtime/plan", "runtime/errors.py", "runtime/units.py", "runtime/files.py"),
     *("penstock/cli", "penstock/run_config.py"),
     *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "run_files", "settings", "signals", "version")),
     *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),

@@ -32,7 +32,7 @@ from penstock.cli.probe import headline, probe, remarks, text_of
 from runtime.errors import PenstockError, ProfileError
 from runtime.host import optimizer
 from runtime.host.chunks import Scratch
-from runtime.machines.cores import split_beside_gpu, split_cores
+from runtime.machines.lanes import split_beside_gpu, split_cores
 from tests.tour import ROOT
 
 GLANCE = replace(
