@@ -65,17 +65,7 @@ def mapped(descriptor: int, n_bytes: int, flags: int) -> torch.Tensor:
 
 
 def touch(slabs: Iterable[torch.Tensor], n_threads: int) -> None:
-    """Fault every page of fresh slabs in, with several threads.
-
-    PlanError where they are more than the process's control group may ever have: the system would kill it on the way.
-    """
-    slabs = list(slabs)
-    n_bytes, most_bytes = sum(slab.numel() for slab in slabs), _number(CGROUP / "memory.max")
-    if most_bytes is not None and n_bytes > most_bytes:
-        raise PlanError(
-            f"{show_bytes(n_bytes)} of host memory cannot be had: this process's control group allows {show_bytes(most_bytes)}; "
-            "allow it more, or plan for less with --host-memory"
-        )
+    """Fault every page of fresh slabs in, with several threads."""
 
     def task(part: torch.Tensor) -> Callable[[None], object]:
         return lambda _: part[:: mmap.PAGESIZE].zero_()

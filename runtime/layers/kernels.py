@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from runtime.errors import WorkloadError
 from runtime.plan.policy import Semantics
 
-from .pointwise import Pointwise
+from .pointwise import Function, Pointwise, several
 from .recompute import unnoticed
 
 CALL_BY_CALL = Pointwise()
@@ -124,25 +124,8 @@ class GatedMlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts: Any = self
         gate, up = parts.gate_proj(x), parts.up_proj(x)
-        return parts.down_proj(_Swiglu.apply(self.pointwise, gate, up))  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Swiglu(torch.autograd.Function):
-    """Keeps what it reads. What the activation makes is made again."""
-
-    @staticmethod
-    def forward(ctx: Any, pointwise: Pointwise, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.pointwise = pointwise
-        with unnoticed():
-            return pointwise.swiglu(gate.flatten(), up.flatten()).view_as(gate)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        with unnoticed():
-            towards = ctx.pointwise.swiglu_gradients(gradients[0].flatten(), gate.flatten(), up.flatten())
-        return None, *(each.view_as(gate) for each in towards)
+        activation = _AtOnce.apply(self.pointwise.swiglu, self.pointwise.swiglu_gradients, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
+        return parts.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 
 # -- rotary embedding -------------------------------------------------------------------------------------------------
@@ -165,21 +148,24 @@ def rotary(
     pointwise: Pointwise, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys, turned by their positions, as transformers' function of that name."""
-    cos, sin = cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1)
-    q, k = (_Rotary.apply(pointwise, x, cos, sin) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
+    functions, turn = (pointwise.rotate, pointwise.rotate_back), (cos_BTE.unsqueeze(1), sin_BTE.unsqueeze(1))
+    q, k = (_AtOnce.apply(*functions, x, *turn) for x in (q_BHTE, k_BHTE))  # type: ignore[no-untyped-call]
     return q, k
 
 
-class _Rotary(torch.autograd.Function):
+class _AtOnce(torch.autograd.Function):
+    """A function as one node. It keeps its last two inputs, of which `backward` and the gradient make the gradients of the first
+    inputs; what else it makes is made again."""
+
     @staticmethod
-    def forward(ctx: Any, pointwise: Pointwise, x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.pointwise = pointwise
+    def forward(ctx: Any, function: Function, backward: Function, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs[-2:])
+        ctx.backward_function, ctx.n_inputs = backward, len(inputs)
         with unnoticed():
-            return pointwise.rotate(x_BHTE, cos, sin)  # type: ignore[no-any-return]
+            return function(*inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
         with unnoticed():
-            return None, ctx.pointwise.rotate_back(gradients[0], cos, sin), None, None
+            found = several(ctx.backward_function(gradients[0], *ctx.saved_tensors))
+        return None, None, *found, *[None] * (ctx.n_inputs - len(found))

@@ -102,12 +102,12 @@ def _fault(function: Function, other: Function, device: torch.device, dtype: tor
             found = other(*inputs)
         except Exception as error:  # whatever a compiler makes of its machine
             return f"it cannot be compiled ({' '.join(str(error).split())[:120] or type(error).__name__})"
-        pairs = list(zip(_several(expected), _several(found), strict=True))
+        pairs = list(zip(several(expected), several(found), strict=True))
         if any(a.stride() != b.stride() for a, b in pairs):
             return "compiled, it leaves its result in another order in memory"
         n_other = sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs)
         if n_other:
-            return f"compiled, {n_other} of {sum(t.numel() for t in _several(expected))} numbers are others"
+            return f"compiled, {n_other} of {sum(t.numel() for t in several(expected))} numbers are others"
     return None
 
 
@@ -133,7 +133,8 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
     yield (gate, others[0]) if function is swiglu else (others[0], gate, others[1])
 
 
-def _several(result: Any) -> tuple[torch.Tensor, ...]:
+def several(result: Any) -> tuple[torch.Tensor, ...]:
+    """What a function returns, as several."""
     return result if isinstance(result, tuple) else (result,)
 
 

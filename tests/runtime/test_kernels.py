@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates, row_losses
 from runtime.errors import WorkloadError
-from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _Rotary, _Swiglu, use_kernels
+from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _AtOnce, rotary, use_kernels
 from runtime.layers.pointwise import compiled, probes, swiglu
 from runtime.plan import Plan, Policy, Semantics, saves
 from runtime.plan.workload import Model
@@ -47,7 +47,9 @@ def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype) -> None:
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
-    ours, theirs = _Swiglu.apply(CALL_BY_CALL, gate, up), F.silu(gate) * up
+    inputs = gate.flatten(), up.flatten()
+    ours = _AtOnce.apply(CALL_BY_CALL.swiglu, CALL_BY_CALL.swiglu_gradients, *inputs).view_as(gate)
+    theirs = F.silu(gate) * up
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
 
@@ -60,7 +62,7 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
     gradient = some(data, 2, 3, 7, 8, dtype=dtype)
     if data.draw(st.booleans(), label="token after token"):  # as fused attention leaves it; else head after head
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    ours = _Rotary.apply(CALL_BY_CALL, x, cos.unsqueeze(1), sin.unsqueeze(1))
+    ours, _ = rotary(CALL_BY_CALL, x, x.detach(), cos, sin)
     theirs, _ = apply_rotary_pos_emb(x, x.detach(), cos, sin)
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
