@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from .batch import Batch
-from .host.common_memory import Shared
+from .host.slabs import Shared
 
 
 class Ranks(Protocol):

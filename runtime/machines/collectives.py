@@ -2,8 +2,8 @@
 
 import torch
 
-from runtime.host.common_memory import CommonMemory
 from runtime.host.memory import Arenas
+from runtime.host.slabs import CommonMemory
 from runtime.plan import Kind, Op, Plan, Slot
 from runtime.ranks import Ranks, folded
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runtime.host.common_memory import Shared
+from runtime.host.slabs import Shared
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.region import Demand, Region, rates
 from runtime.plan.timeline import Span

@@ -7,16 +7,22 @@ waits for.
 """
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from queue import SimpleQueue
 
 import torch
 from torch.cuda import Event, Stream
 
-from runtime.lane_thread import LaneThread
 from runtime.plan import Lane
 
 from .streams import CudaStreams
+
+ENDING_S = 10.0  # that the work of a run which has failed may take to end, before its thread is given up
+MANY_CORES = 8  # from which on two of them feed a GPU
 
 
 class Immediate:
@@ -75,6 +81,44 @@ class Issuing:
         self._streams.order(self.stream, event)
 
 
+class LaneThread:
+    """One thread for all runs of a lane whose work leaves something behind that is kept per thread and for ever, as cuDNN keeps its
+    plans. It ends with the last reference to this object, and keeps no process alive."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._name, self._is_free = f"lane-{lane}", threading.Lock()
+        self._asked: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._asked,), name=self._name, daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
+
+    def perform(self, work: Callable[[], None]) -> None:
+        """Have the work done there; return, or raise, when it has ended. RuntimeError where the thread is still at an earlier one,
+        which hangs."""
+        if not self._is_free.acquire(timeout=ENDING_S):
+            raise RuntimeError(f"{self._name} is still at an op of a run that has failed; start a new process")
+        done: Future[None] = Future()
+        try:
+            self._asked.put((work, done))
+            done.result()
+        finally:
+            self._is_free.release()
+            del done  # an error would hold it, and it the error
+
+
+def _serve(asked: "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]") -> None:
+    while (given := asked.get()) is not None:
+        work, done = given
+        del given
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:
+            error = raised
+        del work  # a caller that has the result may count on it that nothing of the run is held here
+        done.set_result(None) if error is None else done.set_exception(error)
+        del done, error
+
+
 class Lanes:
     """The lanes of a device, with the threads and cores that they work on. All machines on the device share them."""
 
@@ -83,7 +127,6 @@ class Lanes:
         CPU."""
         self.cores, self.streams, self._pins = cores, streams, pins
         self.device = streams.device if streams is not None else torch.device("cpu")
-        # One thread for all runs: what cuDNN keeps per thread is then kept once.
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
         self.of: dict[Lane, Immediate | Issuing] = {
             lane: Immediate(streams) if streams is None or lane is Lane.CPU else Issuing(streams) for lane in cores
@@ -110,8 +153,6 @@ class Lanes:
 
 
 # -- cores -------------------------------------------------------------------------------------------------------------
-
-MANY_CORES = 8  # from which on two of them feed a GPU
 
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import PlanError, RanksError
-from runtime.host.common_memory import Shared, slab_of
+from runtime.host.slabs import Shared, slab_of
 
 PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
 LONG = timedelta(days=30)  # timeout of collectives that are issued a step ahead, or between steps: an evaluation may be long

@@ -7,23 +7,23 @@ results offloaded in `host/copies.py`, blocks computed in `compute/compute.py`, 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
 import torch
 from torch.cuda import Event
 
-from runtime.batch import Batch
+from runtime.batch import Batch, positions_of
 from runtime.compute.compute import Compute
 from runtime.compute.inference import Abandoned, Head, Inference
 from runtime.executor import AgreedStop, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
-from runtime.host.common_memory import CommonMemory, Shared, shared_slab
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.norms import SharedNumbers
-from runtime.host.slabs import give_back_freed, touch
+from runtime.host.slabs import CommonMemory, Shared, give_back_freed, shared_slab, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.layers.packed_weights import pack
@@ -35,8 +35,8 @@ from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
 from .lanes import Lanes
-from .staging import Staging
 from .stopwatch import Stopwatch
+from .streams import CudaStreams
 
 
 class TrainingOps:
@@ -126,6 +126,32 @@ class TrainingOps:
             return losses.total.item()
 
         return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
+
+
+class Staging:
+    """Tokens that wait in pinned memory for a device which is still at work on the step before."""
+
+    def __init__(self, batches: Callable[[int], Batch], streams: CudaStreams) -> None:
+        self._batches, self._streams = batches, streams
+        self._last_filled: int | None = None  # step
+        self._pinned: dict[int, Batch] = {}  # by step, until it is uploaded
+
+    def forget(self) -> None:
+        """Drop what a run that failed in the middle of a step has left."""
+        self._last_filled, self._pinned = None, {}
+
+    def fill(self, step: int) -> None:
+        """Put a step's tokens into pinned memory, before any of its compute is issued."""
+        if step == self._last_filled:
+            return
+        batch = self._batches(step)
+        positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
+        batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
+        self._last_filled, self._pinned[step] = step, batch.moved(self._streams.pinned)
+
+    def upload(self, step: int) -> Batch:
+        """The step's tokens on the device, once the stream has come so far. Part of the work of one of the step's ops."""
+        return self._pinned.pop(step).moved(lambda tokens: tokens.to(self._streams.device, non_blocking=True))
 
 
 class LaneMachine:

@@ -20,7 +20,7 @@ from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
 from runtime.executor import Execution, OpError, execute
-from runtime.machines.staging import Staging
+from runtime.machines.torch_machine import Staging
 from runtime.plan import Kind, Lane, Policy, Update, saves
 from runtime.plan.workload import Model
 from tests.forwards import LateForBoth, sequences, sequences_of, watch_forwards

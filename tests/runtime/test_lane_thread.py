@@ -10,9 +10,9 @@ import weakref
 
 import pytest
 
-from runtime import lane_thread
 from runtime.executor import OpError, execute
-from runtime.lane_thread import LaneThread
+from runtime.machines import lanes
+from runtime.machines.lanes import LaneThread
 from runtime.plan import Kind, Lane
 from tests.null_machine import NullMachine
 from tests.tour import ROOT
@@ -85,7 +85,7 @@ class OnOneThread(NullMachine):
 
 
 def test_a_run_behind_one_that_hangs_is_an_error_and_no_hang(monkeypatch, capsys):
-    monkeypatch.setattr(lane_thread, "ENDING_S", 0.01)
+    monkeypatch.setattr(lanes, "ENDING_S", 0.01)
 
     class HangingOnOneThread(Hanging, OnOneThread):
         pass
@@ -116,7 +116,7 @@ def test_after_a_failure_the_same_thread_performs_the_next_run():
 EXITING = f"""
 import sys, threading
 from runtime.executor import execute
-from runtime.lane_thread import LaneThread
+from runtime.machines.lanes import LaneThread
 from tests.null_machine import NullMachine
 from runtime.plan import Kind, Lane, Plan
 

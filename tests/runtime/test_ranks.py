@@ -17,7 +17,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.errors import PlanError
 from runtime.executor import AgreedStop, Stop, execute
-from runtime.host.common_memory import shared_slab, slab_of
+from runtime.host.slabs import shared_slab, slab_of
 from runtime.machines.emulated import Alike
 from runtime.plan import Kind, Lane, Policy, Semantics, Update
 from runtime.plan.workload import Block, BlockKind, Model, Parameter
