@@ -6,12 +6,11 @@ waits allow. docs/plan-language.md is the reference: what each op does, and what
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,6 +27,8 @@ FORMAT_VERSION = 3
 MAX_PLAN_FILE_BYTES = 128 * 2**20  # more than twice the longest plan that is made, of 500,000 ops; its tree takes twenty times that
 MAX_BLOCKS = 10_002  # of the deepest model that is read, with embedding and head
 MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has some twenty
+
+P = TypeVar("P", bound="Plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Plan(Setup):
     @staticmethod
     def parse(text: str) -> "Plan":
         """The plan that `str(plan)` made; PlanError when it is not one."""
-        return _validated(text, "plan")
+        return _validated(_PLAN, text, "plan")
 
     def often(self, i: int) -> int:
         """How many times a step performs op number i."""
@@ -65,6 +66,16 @@ class Plan(Setup):
         return len(self.ops) + (0 if self.repeat is None else (self.repeat.times - 1) * self.repeat.n_ops)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written(Plan):
+    """A plan as it is in a file."""
+
+    format_version: Literal[3]
+    fingerprint: str  # the model's
+    claim: dict[str, Any] | None
+    __pydantic_config__ = FILE
+
+
 @dataclass(frozen=True, slots=True)
 class PlanFile:
     """What a plan file holds: the plan and what the planner claims of it."""
@@ -75,43 +86,30 @@ class PlanFile:
     def write(self, path: Path) -> None:
         """Write the file whole or not at all; PlanError where the folder cannot be written."""
         text = json.dumps(_fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim})
-        with _written(path):
+        with _writing(path):
             write_whole(path, text + "\n")
 
     @staticmethod
     def refuse_unwritable(path: Path) -> None:
         """PlanError now rather than after a search, where `write` would raise it."""
-        with _written(path):
+        with _writing(path):
             try_to_write(path)
 
     @staticmethod
     def read(path: Path) -> "PlanFile":
         """The plan in a file, fully validated; PlanError names what is wrong in one line."""
         try:
-            fields = json.loads(read_whole(path, MAX_PLAN_FILE_BYTES).decode("utf-8"), object_pairs_hook=_distinct)
+            text = read_whole(path, MAX_PLAN_FILE_BYTES)
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}); make one with `penstock plan MODEL -o FILE`") from None
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path}: not JSON ({str(error)[:80]}); make it again with `penstock plan`") from None
-        missing = [key for key in ("format_version", "claim", "fingerprint") if not isinstance(fields, dict) or key not in fields]
-        if missing:
-            raise PlanError(f"{path}: not a plan file: `{missing[0]}` is missing; make it again with `penstock plan`")
-        if fields["format_version"] != FORMAT_VERSION:
-            version = str(fields["format_version"])[:20]
-            raise PlanError(
-                f"{path}: a plan of format {version}, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`"
-            )
-        claim, fingerprint = fields.pop("claim"), fields.pop("fingerprint")
-        if claim is not None and not isinstance(claim, dict):
-            raise PlanError(f"{path}: `claim` is not an object; make it again with `penstock plan`")
-        plan = _validated(json.dumps(fields), str(path))
-        if plan.model.fingerprint != fingerprint:
+        found = _validated(_WRITTEN, text, str(path))
+        if found.model.fingerprint != found.fingerprint:
             raise PlanError(f"{path}: the model's fingerprint does not match its configuration; make it again with `penstock plan`")
-        return PlanFile(plan, claim)
+        return PlanFile(Plan(**{field.name: getattr(found, field.name) for field in fields(Plan)}), found.claim)
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Around what writes there."""
     try:
         yield
@@ -119,37 +117,32 @@ def _written(path: Path) -> Iterator[None]:
         raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError where a key stands there twice, of which Python would take the last."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"`{key[:40]}` stands twice in one object")
-    return fields
-
-
-_PLAN = TypeAdapter(Plan)
+_PLAN, _WRITTEN = TypeAdapter(Plan), TypeAdapter(_Written)
 
 
 def _fields(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON object; `repeat` only where something does."""
-    fields: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
+    said: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
     if plan.repeat is None:
-        del fields["repeat"]
-    return fields
+        del said["repeat"]
+    return said
 
 
-def _validated(text: str, where: str) -> Plan:
+def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
     """The plan in a JSON text, its numbers referring only to what exists."""
     try:
-        plan = _PLAN.validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = on_one_line(".".join(map(str, first["loc"])), 120) or "the file"
-        problem = first["msg"].removeprefix("Value error, ")[:160]
-        raise PlanError(f"{where}: {place}: {problem}; make it again with `penstock plan`") from None
-    try:
+        plan = adapter.validate_json(text)
         refuse_malformed(plan)
+    except ValidationError as error:
+        errors = error.errors()
+        for found in (other for other in errors if other["loc"] == ("format_version",) and other["type"] != "missing"):
+            raise PlanError(
+                f"{where}: a plan of format {str(found['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with "
+                "`penstock plan`"
+            ) from None
+        place = on_one_line(".".join(map(str, errors[0]["loc"])), 120) or "the file"
+        problem = errors[0]["msg"].removeprefix("Value error, ")[:160]
+        raise PlanError(f"{where}: {place}: {problem}; make it again with `penstock plan`") from None
     except PlanError as error:
         raise PlanError(f"{where}: {error}; make it again with `penstock plan`") from None
     return plan
