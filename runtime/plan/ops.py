@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from runtime.errors import PlanError
 
 from .policy import Policy, Semantics
-from .workload import FILE, BlockKind, Workload
+from .workload import BlockKind, Workload
 
 MAX_REPETITIONS = 10**6  # of a step; a billion tokens in micro-batches of a thousand
 
@@ -381,7 +381,6 @@ class Repeat:
     end: Annotated[int, Field(ge=2)]
     times: Annotated[int, Field(ge=2, le=MAX_REPETITIONS)]
     micro_batches: Annotated[int, Field(ge=1)]
-    __pydantic_config__ = FILE
 
     def __str__(self) -> str:
         return f"repeat {self.start}-{self.end - 1} x{self.times} m+{self.micro_batches}"

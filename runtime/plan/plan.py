@@ -39,7 +39,7 @@ class Plan(Setup):
     ops: tuple[OpLine, ...]
     format_version: Literal[3] = 3
     repeat: Repeat | None = None  # None: every op is performed once a step
-    __pydantic_config__ = FILE
+    __pydantic_config__ = FILE  # of all that a plan holds, too
 
     def __str__(self) -> str:
         """The plan as JSON, which parses back."""
@@ -73,7 +73,6 @@ class _Written(Plan):
     format_version: Literal[3]
     fingerprint: str  # the model's
     claim: dict[str, Any] | None
-    __pydantic_config__ = FILE
 
 
 @dataclass(frozen=True, slots=True)

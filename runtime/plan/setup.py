@@ -18,7 +18,6 @@ from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
 from .policy import BLOCK_LISTS, Policy, Semantics
 from .workload import (
     ALIGN_ELEMENTS,
-    FILE,
     ITEM_BYTES,
     NORM_TILE_ELEMENTS,
     SLOT_ALIGN_BYTES,
@@ -48,7 +47,6 @@ class Arena:
     name: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
     place: Place
     slot_bytes: tuple[Natural, ...]
-    __pydantic_config__ = FILE
 
     @property
     def n_bytes(self) -> int:

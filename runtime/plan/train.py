@@ -46,7 +46,6 @@ class Train:
     lora: Lora | None = None
     names: tuple[Name, ...] = ()  # of parameters, `*` standing for anything
     layers: tuple[Natural, Natural] | None = None  # the first and the last, counted from 0 as their names are
-    __pydantic_config__ = FILE
 
     def __post_init__(self) -> None:
         if (self.lora is not None) + bool(self.names) + (self.layers is not None) > 1:

@@ -33,7 +33,6 @@ class Parameter:
     shape: tuple[Natural, ...]
     tied_to: str | None = None
     frozen: bool = False
-    __pydantic_config__ = FILE
 
     @property
     def n_elements(self) -> int:
@@ -49,7 +48,6 @@ class Matmul:
     n: Count
     count: Count = 1
     frozen: bool = False
-    __pydantic_config__ = FILE
 
     @property
     def flop(self) -> int:
@@ -67,7 +65,6 @@ class Attention:
     seq_len: Count
     window: Count | None = None
     n_kv_heads: Count | None = None  # None: as many as heads
-    __pydantic_config__ = FILE
 
     @property
     def flop(self) -> int:
@@ -117,7 +114,6 @@ class Tier:
     n_saved: Natural = 0  # tensors that `saved_bytes` consist of, at most
     copied_bytes: Natural = 0  # of `saved_bytes`, what a call cannot make where it is told to
     norm_bytes: Natural = 0  # of `fused_bytes`
-    __pydantic_config__ = FILE
 
     @property
     def slot_bytes(self) -> int:
@@ -147,7 +143,6 @@ class Block:
     own_sum_bytes: Natural = 0  # of the head's peak: a micro-batch's own sum of gradients, beside one of those before it
     tile_sum_bytes: Natural = 0  # memory traffic in one backward of adding up weight gradients of the MLP's tiles
     tiers: tuple[Tier, ...] = ()  # ways to recompute besides the whole forward from the input
-    __pydantic_config__ = FILE
 
     @cached_property
     def n_params(self) -> int:
@@ -250,7 +245,6 @@ class Workload:
 
     blocks: tuple[Block, ...]
     smaller: tuple[Block, ...] = ()
-    __pydantic_config__ = FILE
 
     @property
     def n_params(self) -> int:
@@ -316,7 +310,6 @@ class Model:
     config: dict[str, Any]
     path: str | None = None
     name: str | None = None
-    __pydantic_config__ = FILE
 
     @property
     def fingerprint(self) -> str:
