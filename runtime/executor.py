@@ -1,8 +1,7 @@
 """The executor: performs a plan on a machine, a thread for each lane.
 
 Each lane walks its ops in plan order, step after step: wait, perform, signal. Nothing joins the lanes between steps; the plan's
-waits are all there is. Ops that repeat are performed from where they stand: a step of a million micro-batches takes no more room
-than one of a few. How a lane waits for another is in `lane_track.py`; the caller's thread is woken once a step.
+waits are all there is. How a lane waits for another is in `lane_track.py`; the caller's thread is woken once a step.
 """
 
 import sys
@@ -148,11 +147,8 @@ class _Board:
         return [track for track in self.tracks if track.n_done < self.n_steps * track.n_in_step]
 
     def begins(self, turn: int) -> bool:
-        """Whether there is such a step for a lane that wants to begin it.
-
-        Once the run is asked to stop, the last step is the furthest that any lane has begun. The others can all end it, as no op
-        waits for one of a later step.
-        """
+        """Whether there is such a step for a lane that wants to begin it. Once the run is asked to stop, the last one is the
+        furthest that any lane has begun: the others can all end it, as no op waits for one of a later step."""
         with self._one_at_a_time:
             if self.stop.is_requested:
                 last = self.stop.last_step(self.first_step + self._n_begun - 1)
@@ -201,12 +197,11 @@ class Execution:
         n_steps: int,
         first_step: int = 0,
         quiet_s: float = QUIET_S,
-        keep_steps: int = KEEP_STEPS,
         stop: Stop | None = None,
         on_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
-        self.timeline = Timeline(())  # in the end: when each op of the last `keep_steps` ran, in seconds since the start
-        self._machine, self._quiet_s, self._keep_steps, self._on_interrupt = machine, quiet_s, keep_steps, on_interrupt
+        self.timeline = Timeline(())  # in the end: when each op of the last KEEP_STEPS ran, in seconds since the start
+        self._machine, self._quiet_s, self._on_interrupt = machine, quiet_s, on_interrupt
         self._board = _Board(tracks_of(plan), first_step, n_steps, stop or Stop())
         self._steps = self._perform(range(first_step, first_step + n_steps))
 
@@ -240,7 +235,7 @@ class Execution:
         try:
             # Compute last: its thread settings are to stay.
             for track in sorted(board.tracks, key=lambda track: track.lane is Lane.GPU):
-                workers.append(_Worker(track, machine, board, numbers, self._keep_steps))
+                workers.append(_Worker(track, machine, board, numbers))
                 threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
                 threads[-1].start()
                 workers[-1].ready.wait()
@@ -271,11 +266,10 @@ def execute(
     n_steps: int,
     first_step: int = 0,
     quiet_s: float = QUIET_S,
-    keep_steps: int = KEEP_STEPS,
     stop: Stop | None = None,
 ) -> Timeline:
     """Run n steps and return the timeline."""
-    with Execution(plan, machine, n_steps, first_step, quiet_s, keep_steps, stop) as steps:
+    with Execution(plan, machine, n_steps, first_step, quiet_s, stop) as steps:
         for _ in steps:
             pass
     return steps.timeline
@@ -284,11 +278,11 @@ def execute(
 class _Worker:
     """What one lane's thread does."""
 
-    def __init__(self, track: Track, machine: Machine, board: _Board, steps: range, keep_steps: int) -> None:
+    def __init__(self, track: Track, machine: Machine, board: _Board, steps: range) -> None:
         self.track, self.machine, self.board, self.steps = track, machine, board, steps
         self.ready = threading.Event()
         n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
-        n_records = keep_steps * (len(track.entries) + (n_kept - 1) * len(track.repeated))
+        n_records = KEEP_STEPS * (len(track.entries) + (n_kept - 1) * len(track.repeated))
         self.records: deque[tuple[int, int, float, float, int]] = deque(maxlen=n_records)  # step, op, began and ended, repetition
         self._step, self._at = steps.start, "its set-up"
 

@@ -2,10 +2,7 @@
 
 Weights come as in training, into the same slots, and each block computes all micro-batches of a group before the next: no gradient
 is made, so of each micro-batch only the input and the output of the block at work need a slot of `activations`, and a group is as
-large as half of these slots. A step of a forward plan has these ops:
-
-    load b, gather b, dequantise b   as in a training plan
-    forward b m                      as in a training plan, but for its slots of `activations`; that of the head has no y
+large as half of these slots. The head's forward has no output.
 """
 
 from collections.abc import Iterator, Sequence

@@ -19,13 +19,10 @@ EMBEDDING = "model.embed_tokens."
 class Inputs:
     """Tokens, which are asked for once a step; and masks and positions, noted with the embedding and asked for by each layer.
 
-    Masks and positions depend on the shape alone where nothing is padded on the left or packed. The model's own forward makes them
-    again each time and looks at them from the host, which on a GPU waits for all that was issued. So it runs for the first two
-    micro-batches of a shape; if both had the same, and nothing was done to the embedding but look it up, looking it up is all that
-    the others need.
-
-    Where sequences are packed of documents, positions are each micro-batch's own. What is made of them is made for each layer: kept
-    for all micro-batches of a group it would be memory that no plan has set aside.
+    The model's own forward makes masks and positions and looks at them from the host, which on a GPU waits for all that was issued.
+    It runs for the first two micro-batches of a shape; if both had the same, and nothing was done to the embedding but look it up,
+    looking it up is all that the others need. Positions of packed documents are each micro-batch's own, and made for each layer:
+    kept for a group they would be memory that no plan has set aside.
     """
 
     def __init__(self, templates: Templates, batches: Callable[[int], Batch]) -> None:

@@ -1,13 +1,13 @@
 """AdamW on a chunk: torch's fused kernel on the host, and on a device the same operations, each rounded once, to the host's bits.
 
-A device performs them in one kernel or call by call, in the first way that is found to give the host's bits; the slowest is made to
-give them. A processor computes the last few elements of a parameter, those that fill no register, in another sequence: blocks with
-such parameters stay on the host (`Optimizer.device_multiple`).
+A GPU performs them in one kernel if that is found to give the host's bits, and else call by call, which is made to give them. A
+processor computes the last few elements of a parameter, those that fill no register, in another sequence: blocks with such
+parameters stay on the host (`Optimizer.device_multiple`).
 """
 
 # All tensors are flat fp32 chunks of one parameter, unless a name says otherwise.
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -91,11 +91,6 @@ def call_by_call(multiply_add: MultiplyAdd) -> Kernel:
     return kernel
 
 
-def by_addcmul(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """What torch computes so on many processors."""
-    return torch.addcmul(c, a, b)
-
-
 def emulated(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c, rounded once, in doubles: the product is exact, and a sum that is not is made odd, so that it comes out right when
     it is rounded again (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008)."""
@@ -137,17 +132,13 @@ def one_kernel() -> Kernel:
 @lru_cache(maxsize=8)
 def on_device(device: torch.device) -> Kernel:
     """The first way to perform AdamW there that gives the host's bits. PlanError where none does."""
-    for candidate in _candidates(device):
+    fast = [one_kernel()] if device.type == "cuda" else []
+    for candidate in (*fast, call_by_call(emulated)):
         if gives_the_hosts_bits(candidate, device):
             return candidate
     raise PlanError(
         f"no AdamW on {device.type} gives the host's bits here; plan with --policy FILE, a policy with empty device_blocks"
     )
-
-
-def _candidates(device: torch.device) -> Iterator[Kernel]:
-    yield one_kernel() if device.type == "cuda" else call_by_call(by_addcmul)
-    yield call_by_call(emulated)
 
 
 def gives_the_hosts_bits(kernel: Kernel, device: torch.device) -> bool:

@@ -1,8 +1,7 @@
 """Sums of squares of gradients, of which the global gradient norm is made, on the host and on a device; and the clip factor.
 
-The norm asks of every tensor for a sum of squares: fp32 over fixed chunks, the sums of chunks added in fp64. A CPU in a GPU's place
-sums as the host does, to the last bit. A GPU adds up the elements of a chunk in an order of its own, always the same: its sums
-differ from the host's by a few roundings of fp32, and not from plan to plan.
+Of every tensor, fp32 over fixed chunks, whose sums are added in fp64. A CPU in a GPU's place sums as the host does, to the last
+bit. A GPU adds up a chunk in an order of its own, always the same: its sums differ from the host's by a few roundings of fp32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

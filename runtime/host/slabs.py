@@ -44,11 +44,9 @@ CGROUP = Path("/sys/fs/cgroup")
 def host_slab(n_bytes: int) -> torch.Tensor:
     """A slab of zeros; MemoryError where the system refuses. Pages come when they are touched, or with `touch`.
 
-    Nothing is reserved: by its heuristic a system refuses a mapping that is larger than its memory and swap are now, and the memory
-    of a virtual machine may grow as it is touched. A caller asks `available_host_bytes` whether there is as much.
-
-    A process that forks keeps its slabs to itself: a child's copy would make the parent's next write a page fault, and move pages
-    that a device reads. No two slabs share a page: a driver locks whole pages, and none twice.
+    Nothing is reserved: a system refuses to reserve more than its memory and swap are now, which may grow as they are touched. A
+    child process does not get it: its copy would make the parent's next write a page fault, and move pages that a device reads. No
+    two slabs share a page: a driver locks whole pages, and none twice.
     """
     try:
         return mapped(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)

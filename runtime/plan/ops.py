@@ -1,8 +1,7 @@
 """Ops, the instructions of a plan, and the table of their kinds.
 
-An op names the slots that it reads and writes, and the ops of other lanes that it waits for. The table, `OPS`, says of each kind
-its lane, its operands, which blocks have it, how often, and its phase of a step. Lowering, costs, bounds and counts read it; the
-checker has a table of its own of which blocks have an op and how often. A `Repeat` names once what a step performs many times.
+The table, `OPS`, says of each kind its lane, its operands, which blocks have it, how often, and its phase of a step. Lowering,
+costs, bounds and counts read it; the checker has one of its own.
 """
 
 import re

@@ -1,9 +1,4 @@
-"""A plan: the ops of one steady-state training step, as JSON and as values.
-
-Each op runs on a lane (a CUDA stream or a thread), reads and writes slots of arenas, and waits for ops of other lanes. A lane
-performs its ops in plan order, step after step; step n of a lane may run while another lane is still in step n-1, as far as the
-waits allow. docs/plan-language.md is the reference: what each op does, and what each arena holds.
-"""
+"""A plan: the ops of one steady-state training step, as JSON and as values (reference: docs/plan-language.md)."""
 
 import json
 from collections.abc import Iterator

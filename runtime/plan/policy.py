@@ -1,8 +1,4 @@
-"""Semantics, which decide the bits, and policy, which decides time and memory.
-
-Semantics decide what is computed, to the last bit: they are the user's. A policy decides when, where and from what memory: it is
-the planner's, and changes no bit.
-"""
+"""Semantics, which decide the bits and are the user's, and policy, which decides time and memory and is the planner's."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace

@@ -5,7 +5,6 @@ and draws on resources at constant rates. Ops that work at the same time run at 
 all speeds rise together, and when a resource is used up, the ops that draw on it stay at the speed they have reached.
 A capacity is what several ops get together; an op that draws on a resource alone runs as it was measured alone, even where
 the two directions of a link are slower together than one after the other.
-Speeds change only when an op begins or ends its work, so both the simulator and the emulated machine need only `rates`.
 """
 
 from collections.abc import Sequence

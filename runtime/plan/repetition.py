@@ -1,8 +1,4 @@
-"""Plans with repeated ops, unrolled or shortened.
-
-The obvious answer: the plan with every repetition written out. A plan of a few repetitions is written out to be looked at; one of
-thousands is performed, simulated and checked as it is.
-"""
+"""Plans with repeated ops, unrolled or shortened, to be looked at; they are performed, simulated and checked as they are."""
 
 from dataclasses import replace
 

@@ -1,8 +1,4 @@
-"""A plan without its ops: model, semantics, policy, arenas, and the sizes that follow.
-
-A model cut into blocks, what is to be computed, how it is scheduled, and the memory that follows from these. Everything but the
-ops: sizes, bounds and legality ask for no more.
-"""
+"""A plan without its ops: model, semantics, policy, arenas, and the sizes that follow."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,4 @@
-"""Blocks of a model: parameters, FLOP and bytes of one micro-batch.
-
-Sizes and work only: names, shapes, FLOP and bytes of one micro-batch. The planner counts them, plans carry them.
-"""
+"""Blocks of a model: parameters, FLOP and bytes of one micro-batch. The planner counts them, plans carry them."""
 
 import hashlib
 import json
@@ -123,10 +120,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Block:
-    """A streamable unit. FLOP and bytes are for one micro-batch, forward only unless the name says otherwise.
-
-    What follows from its sizes is asked for by every plan that a search looks at, and counted once.
-    """
+    """A streamable unit. FLOP and bytes are for one micro-batch, forward only unless the name says otherwise."""
 
     name: Annotated[str, Field(max_length=200)]
     kind: BlockKind

@@ -100,9 +100,10 @@ def test_a_deferred_policy_lets_a_lane_run_into_the_next_step():
     assert any(began < last_end for (step, *_), began in machine.began.items() if step == 1)
 
 
-def test_steps_are_reported_in_order_and_the_last_spans_kept():
+def test_steps_are_reported_in_order_and_the_last_spans_kept(monkeypatch):
+    monkeypatch.setattr(executor, "KEEP_STEPS", 4)
     seen = []
-    timeline = reported(seen.append, tiny_plan(), NullMachine(), 10, first_step=5, keep_steps=4)
+    timeline = reported(seen.append, tiny_plan(), NullMachine(), 10, first_step=5)
     assert [step.number for step in seen] == list(range(5, 15))
     assert {span.step for span in timeline.spans} == {11, 12, 13, 14}
 
