@@ -5,7 +5,8 @@ has two for each repetition that a timeline keeps.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch.cuda import Event, Stream
 
@@ -25,7 +26,6 @@ class Stopwatch:
     def __init__(self, plan: Plan, streams: CudaStreams, of_lane: Mapping[Lane, Stream]) -> None:
         self._streams, self._of_lane = streams, of_lane
         self._lane = {index: op.lane for index, op in enumerate(plan.ops) if op.lane in of_lane}
-        self._first = {lane: index for index, lane in reversed(self._lane.items())}  # op of each lane
         self._times = {index: plan.often(index) for index in self._lane}
         n_timed = sum(min(times, FIRST_KEPT + LAST_KEPT) for times in self._times.values())
         self.n_steps = max(2, min(KEEP_STEPS, MOST_TIMERS // (2 * max(n_timed, 1))))
@@ -48,34 +48,18 @@ class Stopwatch:
     def read(self, spans: Sequence[Span], zero_s: float) -> list[Span]:
         """The spans of the steps that the timers remember, with streams' ops at the times when they really ran.
 
-        Called when all streams have ended. `zero_s`: the host's clock where the spans begin.
+        Called when all streams have ended. `zero_s`: the host's clock where the spans begin. A device tells elapsed time in single
+        precision: to some millionths of a step, of these few.
         """
+        now = {lane: self._now(stream) for lane, stream in self._of_lane.items()}
         last = max((span.step for span in spans), default=0)
-        kept = [span for span in spans if span.step > last - self.n_steps]
-        steps = {span.step for span in kept}
-        began_s = {(lane, step): at_s for lane in self._first for step, at_s in self._beginnings(lane, steps, zero_s)}
-        return [self._timed(span, began_s[self._lane[span.op], span.step]) if span.op in self._lane else span for span in kept]
 
-    def _timed(self, span: Span, began_s: float) -> Span:
-        """The span of an op whose lane began the step then."""
-        begin, end = self._timers[span.op][span.step, span.repetition]
-        first, _ = self._timers[self._first[self._lane[span.op]]][span.step, 0]
-        start_s = began_s + self._streams.elapsed_s(first, begin)
-        return Span(span.op, span.step, start_s, start_s + self._streams.elapsed_s(begin, end), span.repetition)
+        def timed(span: Span) -> Span:
+            (begin, end), (later, at_s) = self._timers[span.op][span.step, span.repetition], now[self._lane[span.op]]
+            start_s = at_s - zero_s - self._streams.elapsed_s(begin, later)
+            return replace(span, start_s=start_s, end_s=start_s + self._streams.elapsed_s(begin, end))
 
-    def _beginnings(self, lane: Lane, steps: Iterable[int], zero_s: float) -> Iterator[tuple[int, float]]:
-        """When the lane began each step, on the spans' clock, the last one first.
-
-        Each is told from the step after it: a device gives elapsed time in single precision, exact to a microsecond over
-        seconds, not over hours.
-        """
-        later, at_s = self._now(self._of_lane[lane])
-        at_s -= zero_s
-        for step in sorted(steps, reverse=True):
-            first, _ = self._timers[self._first[lane]][step, 0]
-            at_s -= self._streams.elapsed_s(first, later)
-            later = first
-            yield step, at_s
+        return [timed(span) if span.op in self._lane else span for span in spans if span.step > last - self.n_steps]
 
     def _now(self, stream: Stream) -> tuple[Event, float]:
         """A timer that has been reached, and the host's clock at that time."""
