@@ -261,12 +261,7 @@ class Execution:
 
 
 def execute(
-    plan: Plan,
-    machine: Machine,
-    n_steps: int,
-    first_step: int = 0,
-    quiet_s: float = QUIET_S,
-    stop: Stop | None = None,
+    plan: Plan, machine: Machine, n_steps: int, first_step: int = 0, quiet_s: float = QUIET_S, stop: Stop | None = None
 ) -> Timeline:
     """Run n steps and return the timeline."""
     with Execution(plan, machine, n_steps, first_step, quiet_s, stop) as steps:

@@ -87,9 +87,7 @@ class Workers(Generic[S]):
 
 
 def together(
-    tasks: Sequence[Callable[[None], object]],
-    n_threads: int,
-    settled: Callable[[], AbstractContextManager[object]] = nullcontext,
+    tasks: Sequence[Callable[[None], object]], n_threads: int, settled: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> None:
     """Do tasks once, with as many threads, of which this is one; each is `settled` for it."""
     workers = Workers[None](max(1, min(n_threads, len(tasks))), lambda: None)

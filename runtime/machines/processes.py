@@ -28,12 +28,7 @@ class Processes:
     """All ranks of a run, as the process of one of them."""
 
     def __init__(
-        self,
-        device: torch.device,
-        here: int | None = None,
-        place: int = 0,
-        by_memory: bool = False,
-        patience: timedelta = PATIENCE,
+        self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False, patience: timedelta = PATIENCE
     ) -> None:
         """Called by every rank, after `dist.init_process_group`. `here`: ranks of this host, None for all; `place`: this rank's
         number among them."""

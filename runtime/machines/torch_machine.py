@@ -42,14 +42,7 @@ from .streams import CudaStreams
 class TrainingOps:
     """What each op of a plan that trains does: load, compute, offload, update."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        copies: Copies,
-        compute: Compute,
-        updates: Updates,
-        collectives: Collectives | None,
-    ) -> None:
+    def __init__(self, plan: Plan, copies: Copies, compute: Compute, updates: Updates, collectives: Collectives | None) -> None:
         self.plan, self._copies, self._compute, self._updates, self._collectives = plan, copies, compute, updates, collectives
         self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
         self._loaded = set[int]()  # of these, the ones whose weights are in the slots where they stay
