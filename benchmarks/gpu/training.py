@@ -51,7 +51,7 @@ def planned(asked: Asked, note: Note) -> None:
         machine = CudaMachine(plan, batches, settings)
     else:
         machine = CpuMachine(plan, batches, settings, pin_threads=True)
-    note("allocated", seconds=time.perf_counter() - began_s, said=machine.arenas.host_words())
+    note("allocated", seconds=time.perf_counter() - began_s, said=machine.arenas.n_bytes)
     began_s = time.perf_counter()
     fill_all(machine)
     note("weights", seconds=time.perf_counter() - began_s)

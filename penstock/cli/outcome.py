@@ -141,8 +141,6 @@ def _notes(run: "Session") -> "Iterator[str]":
         yield f"the plan was made for {profile['name']}: its prediction is not comparable with this {here}"
     elif (name := run.store.device_name()) is not None and name != profile["device"]["name"]:
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
-    if run.device != "emulated":
-        yield f"host memory: {run.store.arenas.host_words()}"
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
     folder = on_one_line(str(run.folder))

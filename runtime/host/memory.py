@@ -7,7 +7,6 @@ import torch
 
 from runtime.errors import PlanError
 from runtime.plan import Arena, Place, Slot
-from runtime.units import show_bytes
 
 from . import slabs
 from .slabs import available_host_bytes as available_host_bytes
@@ -102,11 +101,6 @@ class Arenas:
         for name, slab in self._slabs.items():
             total[self._arena_of[name].name] += slab.nbytes()
         return total
-
-    def host_words(self) -> str:
-        """How much host memory was had, in a few words."""
-        held = self._in_host_memory.values()
-        return f"{show_bytes(sum(slab.numel() for slab in held))} in {len(held)} slabs"
 
     # -- slots ----------------------------------------------------------------------------------------------------------
 

@@ -13,24 +13,10 @@ import torch
 
 from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS, Hyperparameters
 
-from . import adamw
-from .chunks import (
-    CHUNK_ELEMENTS,
-    UPDATE_ELEMENTS,
-    Kernel,
-    Scratch,
-    UpdateLoop,
-    cut,
-    halves,
-    join,
-    nan_of,
-    round_up_half,
-    run_add,
-    scripted,
-    update_loop,
-)
+from . import adamw, chunks
+from .chunks import Kernel, Scratch, UpdateLoop
 
-TASK_ELEMENTS = 16 * CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
+TASK_ELEMENTS = 16 * chunks.CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
 
 T = TypeVar("T")
 Task = Callable[[Scratch], None]
@@ -45,7 +31,7 @@ class Rule:
 
     @cached_property
     def loop(self) -> UpdateLoop:
-        return scripted(update_loop(scripted(self.kernel)))
+        return chunks.scripted(chunks.update_loop(chunks.scripted(self.kernel)))
 
 
 RULES: Mapping[str, Rule] = {"adamw": Rule(adamw.fused, adamw.on_device)}  # by `Optimizer.name`
@@ -68,22 +54,22 @@ class Master:
             return self.weight[part]
         weight, remainder = self.weight[part], self.remainder[part]
         wide = torch.empty_like(weight, dtype=torch.float32)
-        for at in range(0, wide.numel(), CHUNK_ELEMENTS):  # or the bits would be a second copy
-            one = slice(at, at + CHUNK_ELEMENTS)
+        for at in range(0, wide.numel(), chunks.CHUNK_ELEMENTS):  # or the bits would be a second copy
+            one = slice(at, at + chunks.CHUNK_ELEMENTS)
             bits = torch.empty_like(wide[one], dtype=torch.int32)
-            join(weight[one], remainder[one], wide[one], wide.view(torch.int32)[one], bits)
+            chunks.join(weight[one], remainder[one], wide[one], wide.view(torch.int32)[one], bits)
         return wide
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The same, one piece after another: put together whole, a split master would be a second one."""
-        return (self.whole(slice(at, at + UPDATE_ELEMENTS)) for at in range(0, self.weight.numel(), UPDATE_ELEMENTS))
+        return (self.whole(slice(at, at + chunks.UPDATE_ELEMENTS)) for at in range(0, self.weight.numel(), chunks.UPDATE_ELEMENTS))
 
     def put(self, part: slice, given: torch.Tensor) -> None:
         """Store numbers of any dtype; bf16 is rounded half up."""
         if self.remainder is not None:
             wide = given.float()
             weight_bits, bits = self.weight[part].view(torch.int16), torch.empty_like(wide, dtype=torch.int32)
-            cut(wide, wide.view(torch.int32), bits, halves(), weight_bits, self.remainder[part])
+            chunks.cut(wide, wide.view(torch.int32), bits, chunks.halves(), weight_bits, self.remainder[part])
         elif self.weight.dtype is torch.float32:
             self.weight[part] = given
         else:
@@ -110,7 +96,7 @@ def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> None:
     Half-up keeps a split into a bf16 weight and a 16-bit remainder exact, which rounding to even does not.
     """
     bits = torch.empty_like(wide, dtype=torch.int32)
-    round_up_half(wide.view(torch.int32), bits, halves(), nan_of(wide), out.view(torch.int16))
+    chunks.round_up_half(wide.view(torch.int32), bits, chunks.halves(), chunks.nan_of(wide), out.view(torch.int16))
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -152,7 +138,7 @@ def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[T
     """Add a flat gradient of any dtype to the running fp32 sum, which begins at zero with the first."""
 
     def work(start: int, end: int, own: Scratch) -> None:
-        run_add(start, end, UPDATE_ELEMENTS, total, part, is_first, own.gradient)
+        chunks.run_add(start, end, chunks.UPDATE_ELEMENTS, total, part, is_first, own.gradient)
 
     return tasks_of(work, total.numel())
 
@@ -188,10 +174,10 @@ class Step:
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
         loop = RULES[self.settings.optimizer.name].loop
-        return tasks_of(lambda start, end, own: self.run(loop, start, end, UPDATE_ELEMENTS, own), self.gradient.numel())
+        return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
 
     def on_device(self, loop: UpdateLoop) -> None:
         """All of it by a device, or by a processor in its place, with scratch memory that goes when it is done."""
         device, n_elements = self.gradient.parts[0].device, self.gradient.numel()
-        chunk = min(UPDATE_ELEMENTS if device.type == "cpu" else DEVICE_UPDATE_ELEMENTS, n_elements)
+        chunk = min(chunks.UPDATE_ELEMENTS if device.type == "cpu" else DEVICE_UPDATE_ELEMENTS, n_elements)
         self.run(loop, 0, n_elements, chunk, Scratch(chunk, device))

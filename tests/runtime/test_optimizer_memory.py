@@ -87,7 +87,7 @@ def interpreted(monkeypatch):
     """Loops run by the interpreter, whose calls are seen."""
     monkeypatch.setitem(optimizer.RULES, "adamw", SimpleNamespace(loop=chunks.update_loop(adamw.fused)))
     monkeypatch.setattr(norms, "run_squares", chunks.squares_of_chunks)
-    monkeypatch.setattr(optimizer, "run_add", chunks.add_chunks)
+    monkeypatch.setattr(chunks, "run_add", chunks.add_chunks)
 
 
 MOVED_BYTES = {"split": 26, "bf16": 22, "fp32": 28}  # the last with fp32 gradients, as fp32 compute has
