@@ -105,7 +105,7 @@ class Subject(Protocol):
 Where = Callable[[Subject, int], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Row:
     """A kind of op. An operand that is read and written is changed in place.
 
@@ -113,31 +113,19 @@ class Row:
     """
 
     lane: Lane
-    reads: frozenset[str]
-    writes: frozenset[str]
-    names: tuple[str, ...]  # of all operands, in the order in which an op has them
-    required: frozenset[str]
-    repeated: frozenset[str]
+    operands: str  # the names of those read, `>`, and of those written
     often: Often
     where: Where  # which blocks have it
     phase: Phase
 
-
-def _row(lane: Lane, operands: str, often: Often, where: Where, phase: Phase) -> Row:
-    """`operands`: the names of those read, `>`, and of those written, each with its `?` or `*`."""
-    reads, writes = (side.split() for side in operands.split(">"))
-    every = [*reads, *writes]
-    return Row(
-        lane,
-        frozenset(name.rstrip("?*") for name in reads),
-        frozenset(name.rstrip("?*") for name in writes),
-        tuple(dict.fromkeys(name.rstrip("?*") for name in every)),
-        frozenset(name for name in every if name[-1] not in "?*"),
-        frozenset(name[:-1] for name in every if name[-1] == "*"),
-        often,
-        where,
-        phase,
-    )
+    def __post_init__(self) -> None:
+        reads, writes = (side.split() for side in self.operands.split(">"))
+        every = [*reads, *writes]
+        self.reads = frozenset(name.rstrip("?*") for name in reads)
+        self.writes = frozenset(name.rstrip("?*") for name in writes)
+        self.names = tuple(dict.fromkeys(name.rstrip("?*") for name in every))  # in the order in which an op has them
+        self.required = frozenset(name for name in every if name[-1] not in "?*")
+        self.repeated = frozenset(name[:-1] for name in every if name[-1] == "*")
 
 
 def _every(s: Subject, b: int) -> bool:
@@ -198,32 +186,32 @@ def _is_exchanged(s: Subject, b: int) -> bool:
 # Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
 # x is the input of a block, y its output; in backward their gradients take their places.
 OPS = {
-    Kind.LOAD: _row(Lane.H2D, "state tied? > weights", Often.USE, _every, Phase.LOADING),
-    Kind.GATHER: _row(Lane.NET, "state tied? weights > weights", Often.USE, _of_ranks, Phase.LOADING),
-    Kind.DEQUANTISE: _row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
-    Kind.FORWARD: _row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, _has_forward, Phase.UP),
-    Kind.OFFLOAD_ACTIVATION: _row(Lane.D2H, "y > spilled", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.LEAVING),
-    Kind.OFFLOAD_SAVED: _row(Lane.D2H, "saved > offloaded", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.LEAVING),
-    Kind.LOSS: _row(Lane.GPU, "weights trained? x sum? into* > x sum? into* gradient?", Often.MICRO_BATCH, _is_head, Phase.LOSS),
-    Kind.FETCH_ACTIVATION: _row(Lane.H2D, "spilled > y", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.COMING),
-    Kind.FETCH_SAVED: _row(Lane.H2D, "offloaded > saved", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.COMING),
-    Kind.RECOMPUTE: _row(Lane.GPU, "weights trained? x > y", Often.MICRO_BATCH, _is_recomputed, Phase.DOWN),
-    Kind.BACKWARD: _row(
+    Kind.LOAD: Row(Lane.H2D, "state tied? > weights", Often.USE, _every, Phase.LOADING),
+    Kind.GATHER: Row(Lane.NET, "state tied? weights > weights", Often.USE, _of_ranks, Phase.LOADING),
+    Kind.DEQUANTISE: Row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
+    Kind.FORWARD: Row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, _has_forward, Phase.UP),
+    Kind.OFFLOAD_ACTIVATION: Row(Lane.D2H, "y > spilled", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.LEAVING),
+    Kind.OFFLOAD_SAVED: Row(Lane.D2H, "saved > offloaded", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.LEAVING),
+    Kind.LOSS: Row(Lane.GPU, "weights trained? x sum? into* > x sum? into* gradient?", Often.MICRO_BATCH, _is_head, Phase.LOSS),
+    Kind.FETCH_ACTIVATION: Row(Lane.H2D, "spilled > y", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.COMING),
+    Kind.FETCH_SAVED: Row(Lane.H2D, "offloaded > saved", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.COMING),
+    Kind.RECOMPUTE: Row(Lane.GPU, "weights trained? x > y", Often.MICRO_BATCH, _is_recomputed, Phase.DOWN),
+    Kind.BACKWARD: Row(
         Lane.GPU, "weights? trained? y x? saved? sum? into* > x? sum? into* gradient?", Often.MICRO_BATCH, _has_backward, Phase.DOWN
     ),
-    Kind.EXCHANGE: _row(Lane.NET, "sum > received gradient", Often.STEP, _is_exchanged, Phase.GRADIENTS),
-    Kind.SQUARE: _row(Lane.GPU, "gradient > squares", Often.STEP, lambda s, b: s.squares(b), Phase.DOWN),
-    Kind.OFFLOAD_GRADIENT: _row(Lane.D2H, "gradient squares? > arrived norm?", Often.GRADIENT, _on_host, Phase.GRADIENTS),
-    Kind.OFFLOAD_SQUARES: _row(Lane.D2H, "squares > norm", Often.STEP, _listed("device_blocks"), Phase.NORM),
-    Kind.ACCUMULATE: _row(Lane.CPU, "staged arrived into* > arrived into*", Often.MICRO_BATCH, _is_summed, Phase.GRADIENTS),
-    Kind.NORM: _row(Lane.CPU, "arrived tied? > norm", Often.STEP, lambda s, b: _is_trained(s, b) and not s.squares(b), Phase.NORM),
-    Kind.CLIP: _row(Lane.CPU, "norm* > clip", Often.STEP, lambda s, b: b == 0, Phase.NORM),
-    Kind.SPECULATE: _row(Lane.CPU, "arrived tied? state > shadow", Often.STEP, _listed("speculate_blocks"), Phase.EARLY_UPDATE),
-    Kind.SETTLE: _row(
+    Kind.EXCHANGE: Row(Lane.NET, "sum > received gradient", Often.STEP, _is_exchanged, Phase.GRADIENTS),
+    Kind.SQUARE: Row(Lane.GPU, "gradient > squares", Often.STEP, lambda s, b: s.squares(b), Phase.DOWN),
+    Kind.OFFLOAD_GRADIENT: Row(Lane.D2H, "gradient squares? > arrived norm?", Often.GRADIENT, _on_host, Phase.GRADIENTS),
+    Kind.OFFLOAD_SQUARES: Row(Lane.D2H, "squares > norm", Often.STEP, _listed("device_blocks"), Phase.NORM),
+    Kind.ACCUMULATE: Row(Lane.CPU, "staged arrived into* > arrived into*", Often.MICRO_BATCH, _is_summed, Phase.GRADIENTS),
+    Kind.NORM: Row(Lane.CPU, "arrived tied? > norm", Often.STEP, lambda s, b: _is_trained(s, b) and not s.squares(b), Phase.NORM),
+    Kind.CLIP: Row(Lane.CPU, "norm* > clip", Often.STEP, lambda s, b: b == 0, Phase.NORM),
+    Kind.SPECULATE: Row(Lane.CPU, "arrived tied? state > shadow", Often.STEP, _listed("speculate_blocks"), Phase.EARLY_UPDATE),
+    Kind.SETTLE: Row(
         Lane.CPU, "arrived tied? clip state shadow > state shadow", Often.STEP, _listed("speculate_blocks"), Phase.UPDATE
     ),
-    Kind.UPDATE: _row(Lane.CPU, "arrived tied? norm? clip? state > state", Often.STEP, _is_updated, Phase.UPDATE),
-    Kind.UPDATE_ON_DEVICE: _row(Lane.GPU, "gradient clip state > state", Often.STEP, _listed("device_blocks"), Phase.DEVICE_UPDATE),
+    Kind.UPDATE: Row(Lane.CPU, "arrived tied? norm? clip? state > state", Often.STEP, _is_updated, Phase.UPDATE),
+    Kind.UPDATE_ON_DEVICE: Row(Lane.GPU, "gradient clip state > state", Often.STEP, _listed("device_blocks"), Phase.DEVICE_UPDATE),
 }
 LANE_OF = {kind: row.lane for kind, row in OPS.items()}
 
