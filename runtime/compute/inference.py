@@ -13,7 +13,7 @@ from runtime.layers.views import Views, Weights
 from runtime.plan import Kind, Lane, Op, Plan
 
 from .blocks import Templates
-from .inputs import Inputs
+from .compute import Inputs
 
 
 @dataclass(frozen=True, slots=True)
