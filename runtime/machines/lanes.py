@@ -25,62 +25,6 @@ ENDING_S = 10.0  # that the work of a run which has failed may take to end, befo
 MANY_CORES = 8  # from which on two of them feed a GPU
 
 
-class Immediate:
-    """A lane that does its work itself: what is issued is done."""
-
-    def __init__(self, streams: CudaStreams | None) -> None:
-        """`streams`: of the lanes beside it; None: none of them issues anything."""
-        self._streams = streams
-
-    def current(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def finish(self) -> None:
-        pass
-
-    def issue(self, name: str, work: Callable[[], None], timers: Sequence[Event] = ()) -> None:
-        work()
-
-    def mark(self) -> Event | None:
-        return None
-
-    def follow(self, event: Event) -> None:
-        if self._streams is not None:
-            self._streams.wait(event)
-
-
-class Issuing:
-    """A lane whose work a stream does later, in order."""
-
-    def __init__(self, streams: CudaStreams) -> None:
-        self.stream, self._streams = streams.stream(), streams
-
-    def current(self) -> AbstractContextManager[None]:
-        """What the calling thread computes goes to the stream."""
-        return self._streams.current(self.stream)
-
-    def finish(self) -> None:
-        """Return once all that was issued is done; raise what went wrong there."""
-        self._streams.finish(self.stream)
-
-    def issue(self, name: str, work: Callable[[], None], timers: Sequence[Event] = ()) -> None:
-        """Have it done, between the two timers if there are any."""
-        for begin in timers[:1]:
-            self._streams.record(begin, self.stream)
-        self._streams.issue(self.stream, name, work)
-        for end in timers[1:]:
-            self._streams.record(end, self.stream)
-
-    def mark(self) -> Event | None:
-        """Reached when the stream has done all that it was given so far."""
-        event = self._streams.event()
-        self._streams.record(event, self.stream)
-        return event
-
-    def follow(self, event: Event) -> None:
-        self._streams.order(self.stream, event)
-
-
 class LaneThread:
     """One thread for all runs of a lane whose work leaves something behind that is kept per thread and for ever, as cuDNN keeps its
     plans. It ends with the last reference to this object, and keeps no process alive."""
@@ -128,14 +72,47 @@ class Lanes:
         self.cores, self.streams, self._pins = cores, streams, pins
         self.device = streams.device if streams is not None else torch.device("cpu")
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
-        self.of: dict[Lane, Immediate | Issuing] = {
-            lane: Immediate(streams) if streams is None or lane is Lane.CPU else Issuing(streams) for lane in cores
-        }
+        self.streams_of: dict[Lane, Stream] = {}  # those of the lanes that issue
+        if streams is not None:
+            self.streams_of = {lane: streams.stream() for lane in cores if lane is not Lane.CPU}
 
-    @property
-    def streams_of(self) -> dict[Lane, Stream]:
-        """The lanes that issue, with their streams."""
-        return {lane: of.stream for lane, of in self.of.items() if isinstance(of, Issuing)}
+    def current(self, lane: Lane) -> AbstractContextManager[None]:
+        """What the calling thread computes goes to the lane's stream, if it has one."""
+        stream = self.streams_of.get(lane)
+        return nullcontext() if self.streams is None or stream is None else self.streams.current(stream)
+
+    def finish(self, lane: Lane) -> None:
+        """Return once all that the lane was given is done; raise what went wrong there."""
+        if self.streams is not None and lane in self.streams_of:
+            self.streams.finish(self.streams_of[lane])
+
+    def issue(self, lane: Lane, name: str, work: Callable[[], None], timers: Sequence[Event] = ()) -> None:
+        """Do the work; or have the lane's stream do it, between the two timers if there are any."""
+        if self.streams is None or lane not in self.streams_of:
+            work()
+            return
+        stream = self.streams_of[lane]
+        for begin in timers[:1]:
+            self.streams.record(begin, stream)
+        self.streams.issue(stream, name, work)
+        for end in timers[1:]:
+            self.streams.record(end, stream)
+
+    def mark(self, lane: Lane) -> Event | None:
+        """Reached when the lane's stream has done all that it was given so far; None where what is given is done."""
+        if self.streams is None or lane not in self.streams_of:
+            return None
+        event = self.streams.event()
+        self.streams.record(event, self.streams_of[lane])
+        return event
+
+    def follow(self, lane: Lane, event: Event) -> None:
+        """What the lane is given from now on is done after the event: its stream waits, or the calling thread."""
+        assert self.streams is not None, "lanes that do their own work mark nothing"
+        if lane in self.streams_of:
+            self.streams.order(self.streams_of[lane], event)
+        else:
+            self.streams.wait(event)
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
         """As a machine's."""

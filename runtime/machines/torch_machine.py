@@ -171,18 +171,17 @@ class LaneMachine:
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        of = self.lanes.of[lane]
         if lane is Lane.GPU and self._staging is not None:
             self._staging.forget()
         with self._ops.at_work(lane):
             if lane is Lane.GPU and self.streams is None:
                 give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
-            with self.lanes.settled(lane), of.current():
+            with self.lanes.settled(lane), self.lanes.current(lane):
                 try:
                     with self._workers.helped(lambda: self.lanes.settled(lane)) if lane is Lane.CPU else nullcontext():
                         yield
                 finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
-                    of.finish()
+                    self.lanes.finish(lane)
 
     def perform(self, index: int, op: Op, step: int) -> None:
         """Do op number `index` of the plan, or issue it to the lane's stream."""
@@ -190,23 +189,23 @@ class LaneMachine:
         if op.lane is Lane.GPU and self._staging is not None:
             self._staging.fill(step)
         timers = self._stopwatch.around(index, step) if self._stopwatch is not None and op.lane is not Lane.CPU else ()
-        self.lanes.of[op.lane].issue(op.name, partial(self.work, index, op, step), timers)
+        self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step), timers)
         if op.kind is Kind.LOSS:
-            self._losses[step] = self.lanes.of[op.lane].mark()
+            self._losses[step] = self.lanes.mark(op.lane)
 
     def work(self, index: int, op: Op, step: int) -> None:
         """What an op does, in its stream where it has one."""
         self._ops.perform(index, op, step)
 
     def mark(self, op: Op) -> Event | None:
-        return self.lanes.of[op.lane].mark() if self._last[op.lane] in self._awaited else None
+        return self.lanes.mark(op.lane) if self._last[op.lane] in self._awaited else None
 
     def follow(self, lane: Lane, token: Event) -> None:
-        self.lanes.of[lane].follow(token)
+        self.lanes.follow(lane, token)
 
     def result(self, step: int) -> StepResult | None:
-        issued, host = self._losses.pop(step, None), self.lanes.of[Lane.CPU]
-        return self._ops.result(step, lambda: None if issued is None else host.follow(issued))
+        issued, lanes = self._losses.pop(step, None), self.lanes
+        return self._ops.result(step, lambda: None if issued is None else lanes.follow(Lane.CPU, issued))
 
     def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
         return self._stopwatch.read(spans, zero_s) if self._stopwatch is not None else spans
@@ -235,19 +234,19 @@ class TorchMachine(LaneMachine):
         if ranks is not None:
             batches = of_rank(batches, self._rank, plan.semantics.batch_size)
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
-        with lanes.of[Lane.GPU].current():
+        with lanes.current(Lane.GPU):
             staging, on_device = _staged(plan, batches, lanes)
             self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, self.arenas, self._rank)
             self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), self._rank)
-        lanes.of[Lane.GPU].finish()  # which has filled the arenas with zeros
+        lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         stopwatch = None
         if lanes.streams is not None:
             lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(self._rank))
             stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
-        with lanes.of[Lane.GPU].current():  # in which a device is tried
+        with lanes.current(Lane.GPU):  # in which a device is tried
             self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
         copies = Copies(plan, self.arenas, self._rank)
@@ -301,7 +300,7 @@ class TorchMachine(LaneMachine):
         It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
         is not. Without a head it only gives other ranks its weights.
         """
-        with self.lanes.of[Lane.GPU].current():
+        with self.lanes.current(Lane.GPU):
             staging, on_device = _staged(plan, batches, self.lanes) if head is not None else (None, batches)
         collectives = self._collectives(plan)
         gather = collectives.perform if collectives is not None else None
