@@ -148,6 +148,7 @@ class Templates:
         """
         prefix = f"model.layers.{block - 1}."
         short = {name.removeprefix(prefix): w for name, w in weights.items()}
+        out: torch.Tensor | tuple[torch.Tensor, ...]
         if self._tiled is not None:
             out = self._tiled[block - 1](short, hidden_BTD, inputs, again)
         else:

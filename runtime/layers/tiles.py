@@ -28,11 +28,12 @@ NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of 
 PIECE_ELEMENTS = 2**22
 
 
-class TiledLayer:
+class TiledLayer(nn.Module):
     """A decoder layer whose MLP runs by tiles."""
 
     def __init__(self, layer: nn.Module, tile_tokens: int, policy: Policy, block: int) -> None:
         """`layer` stays as it is. WorkloadError where its MLP is not known to treat every row for itself."""
+        super().__init__()
         self._module: Any = copy.deepcopy(layer)
         children = dict(self._module.named_children())
         if {name for name, _ in children["mlp"].named_children()} != POSITION_WISE:
@@ -43,17 +44,13 @@ class TiledLayer:
             setattr(self._module, name, nn.Identity())
         self._module.mlp = self._mlp
 
-    def __call__(
+    def forward(
         self, weights: dict[str, torch.Tensor], hidden_BTD: torch.Tensor, inputs: dict[str, Any], again: bool
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """What the layer returns; with `again` only its graph counts, and what the MLP makes is not computed."""
         named = {f"mlp.rows.{name}" if name.partition(".")[0] in self._parts else name: w for name, w in weights.items()}
         self._mlp.again = again
         return functional_call(self._module, named, (hidden_BTD,), inputs, strict=True)  # type: ignore[no-any-return]
-
-    def train(self, mode: bool) -> None:
-        """As a module's: whether it drops what a layer drops in training."""
-        self._module.train(mode)
 
 
 class TiledMlp(nn.Module):
