@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -64,9 +64,9 @@ class Machine(Protocol):
     def result(self, step: int) -> StepResult | None:
         """What came of a step that all lanes have done, handed over: the machine forgets it. None: it was no training."""
 
-    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
-        """When ops really ran, given when the lanes' threads were in `perform`, from `zero_s` of the clock on. Called once all
-        lanes have ended."""
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """When ops really ran, given when the lanes' threads were in `perform`, by the host's clock. Called once all lanes have
+        ended."""
 
 
 class StallError(RuntimeError):
@@ -254,10 +254,9 @@ class Execution:
                 yield from done()  # by then
             finally:
                 raise board.failure
-        spans = [
-            Span(op, step, began_s - start_s, ended_s - start_s, k) for w in workers for step, op, began_s, ended_s, k in w.records
-        ]
-        self.timeline = Timeline(tuple(machine.measured(sorted(spans, key=lambda s: (s.step, s.op, s.repetition)), start_s)))
+        spans = sorted((span for worker in workers for span in worker.records), key=lambda s: (s.step, s.op, s.repetition))
+        measured = machine.measured(spans)
+        self.timeline = Timeline(tuple([replace(s, start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in measured]))
 
 
 def execute(
@@ -278,7 +277,7 @@ class _Worker:
         self.ready = threading.Event()
         n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
         n_records = KEEP_STEPS * (len(track.entries) + (n_kept - 1) * len(track.repeated))
-        self.records: deque[tuple[int, int, float, float, int]] = deque(maxlen=n_records)  # step, op, began and ended, repetition
+        self.records: deque[Span] = deque(maxlen=n_records)
         self._step, self._at = steps.start, "its set-up"
 
     def run(self) -> None:
@@ -320,7 +319,7 @@ class _Worker:
         machine.perform(entry.index, op, step)
         ended_s = time.perf_counter()
         if is_kept(repetition, track.times):
-            self.records.append((step, entry.index, began_s, ended_s, repetition))
+            self.records.append(Span(entry.index, step, began_s, ended_s, repetition))
         track.busy_s[turn] += ended_s - began_s
         track.advance(machine.mark(op))
         return True

@@ -31,5 +31,5 @@ class NullMachine:
     def result(self, step: int) -> StepResult | None:
         return None
 
-    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         return spans

@@ -196,5 +196,5 @@ class EmulatedMachine:
     def follow(self, lane: Lane, token: float) -> None:
         self._due_s[lane] = max(self._due_s.get(lane, token), token)
 
-    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
         return spans

@@ -45,18 +45,18 @@ class Stopwatch:
         timers[step, repetition] = self._streams.timer(), self._streams.timer()
         return timers[step, repetition]
 
-    def read(self, spans: Sequence[Span], zero_s: float) -> list[Span]:
+    def read(self, spans: Sequence[Span]) -> list[Span]:
         """The spans of the steps that the timers remember, with streams' ops at the times when they really ran.
 
-        Called when all streams have ended. `zero_s`: the host's clock where the spans begin. A device tells elapsed time in single
-        precision: to some millionths of a step, of these few.
+        Called when all streams have ended. A device tells elapsed time in single precision: to some millionths of a step, of these
+        few.
         """
         now = {lane: self._now(stream) for lane, stream in self._of_lane.items()}
         last = max((span.step for span in spans), default=0)
 
         def timed(span: Span) -> Span:
             (begin, end), (later, at_s) = self._timers[span.op][span.step, span.repetition], now[self._lane[span.op]]
-            start_s = at_s - zero_s - self._streams.elapsed_s(begin, later)
+            start_s = at_s - self._streams.elapsed_s(begin, later)
             return replace(span, start_s=start_s, end_s=start_s + self._streams.elapsed_s(begin, end))
 
         return [timed(span) if span.op in self._lane else span for span in spans if span.step > last - self.n_steps]

@@ -207,8 +207,8 @@ class LaneMachine:
         issued, lanes = self._losses.pop(step, None), self.lanes
         return self._ops.result(step, lambda: None if issued is None else lanes.follow(Lane.CPU, issued))
 
-    def measured(self, spans: Sequence[Span], zero_s: float) -> Sequence[Span]:
-        return self._stopwatch.read(spans, zero_s) if self._stopwatch is not None else spans
+    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return self._stopwatch.read(spans) if self._stopwatch is not None else spans
 
 
 class TorchMachine(LaneMachine):
