@@ -22,7 +22,7 @@ from runtime.files import alone
 from runtime.layers.packed_weights import NF4, pack, parts
 from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes, published_as
 
-from .disk import new_folder, refusal
+from .disk import new_folder, writing
 from .model_files import load_weights, missing, publish, weight_files, weights_digest
 from .tensor_files import Shards, TensorFile, write_new
 
@@ -48,13 +48,10 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
         )
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    try:
-        with alone(cache, "base.lock"):
-            if not _is_whole(place, shapes):
-                _pack(place, folder, shapes, base)
+    with writing(cache), alone(cache, "base.lock"):
+        if not _is_whole(place, shapes):
+            _pack(place, folder, shapes, base)
         return partial(_read_kept, place, Shards([place / _PACKED]), _sums(place))
-    except OSError as error:
-        raise refusal(cache, error) from None
 
 
 # -- packed once ------------------------------------------------------------------------------------------------------

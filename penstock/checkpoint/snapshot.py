@@ -104,13 +104,11 @@ class Snapshots:
                     f"training waits: the state after step {self._next} is to be saved while that after step {self._now.step} is "
                     "still being written; save less often, or to a faster disk"
                 )
-            while self._next is not None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._next is None)
 
     def _wait_until_written(self, snapshot: Snapshot, block: int) -> None:
         self.n_waited_for += 1
-        while self._now is snapshot and snapshot.places[block] is not _Place.WRITTEN:
-            self._changed.wait()
+        self._changed.wait_for(lambda: self._now is not snapshot or snapshot.places[block] is _Place.WRITTEN)
 
     # -- on the thread that writes ----------------------------------------------------------------------------------
 
@@ -132,8 +130,7 @@ class Snapshots:
     def begun(self) -> Snapshot | None:
         """Wait for the next snapshot; None when there will be no more."""
         with self._changed:
-            while self._now is None and not self._is_over:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._now is not None or self._is_over)
             return self._now
 
     def next_block(self, snapshot: Snapshot) -> tuple[int, Copy | None] | None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import transformers
 from datasets import Dataset, Features, IterableDataset, List, Value, disable_progress_bars
 from datasets.exceptions import DatasetGenerationError
 from datasets.iterable_dataset import ExamplesIterable
+from datasets.utils import tqdm
 
 from runtime.errors import DataError
 
@@ -29,6 +31,8 @@ ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundre
 DOCUMENTS_AT_ONCE = 100  # in memory until they are written
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row")
 _VERSION = 3  # of what a row becomes; tokens of another version are made again
+
+tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a killed run would leave behind
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,21 +5,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk import refusal
+from penstock.checkpoint.disk import writing
 from runtime.files import fields_of, write_whole
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """CheckpointError where the disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise refusal(path, error) from None
 
 
 def add_lines(path: Path, lines: Sequence[Mapping[str, Any]], to_disk: bool = False) -> None:

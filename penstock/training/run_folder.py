@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
-from penstock.checkpoint.disk import refusal
+from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, whole_before
 from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, run_text
 from penstock.settings import RunSettings
@@ -19,7 +19,6 @@ from runtime.files import try_to_write, write_whole
 from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
-from .log import writing
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besides checkpoints
 
@@ -33,11 +32,9 @@ def run_folder(out: Path) -> Iterator[None]:
     _refuse_foreign_files(out)
     was_there = out.is_dir()
     try:
-        try:
+        with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             try_to_write(out / RUN_FILE)
-        except OSError as error:
-            raise refusal(out, error) from None
         with _locked(out):
             yield
     except BaseException:

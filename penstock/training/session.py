@@ -10,9 +10,9 @@ from typing import Any
 
 from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State
-from penstock.checkpoint.disk import refuse_without_room
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.resuming import identity, refuse_another
+from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Data
 from penstock.run_config import RunConfigError
 from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
