@@ -39,9 +39,9 @@ _PACKED, _SUMS = "packed.safetensors", "about.json"
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
     """A function that reads packed weights by name, as flat bytes. Weights published in bf16 are packed into `cache` first."""
-    published = published_base(folder, config)
+    published, model_type = published_base(folder, config), str(config.get("model_type"))
     if published == base:
-        return _Published(folder, str(config.get("model_type")), shapes, base).read
+        return _Published(folder, model_type, shapes, base).read
     if published != "bf16":
         raise CheckpointError(
             f"{folder}: its weights are packed in {published}, not in {base}; train from it with base {published}"
@@ -50,7 +50,7 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with writing(cache), alone(cache, "base.lock"):
         if not _is_whole(place, shapes):
-            _pack(place, folder, shapes, base)
+            _pack(place, folder, model_type, shapes, base)
         return partial(_read_kept, place, Shards([place / _PACKED]), _sums(place))
 
 
@@ -80,7 +80,7 @@ def _sha256(packed: Tensor) -> str:
     return hashlib.sha256(packed.numpy().data).hexdigest()
 
 
-def _pack(place: Path, folder: Path, shapes: Shapes, base: Base) -> None:
+def _pack(place: Path, folder: Path, model_type: str, shapes: Shapes, base: Base) -> None:
     """Pack one weight after another into the cache; the lock is held, so a folder that is there is stale."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
@@ -90,7 +90,7 @@ def _pack(place: Path, folder: Path, shapes: Shapes, base: Base) -> None:
     sums = dict[str, str]()
     with new_folder(place) as partial_folder:
         with TensorFile(partial_folder / _PACKED, outlines) as file:
-            for name, weight in load_weights(folder, file.in_order, shapes):
+            for name, weight in load_weights(folder, model_type, file.in_order, shapes):
                 try:
                     packed = pack(weight, base)
                 except ValueError as error:

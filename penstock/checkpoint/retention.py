@@ -36,22 +36,22 @@ def remove(paths: Iterable[Path]) -> None:
     """Delete checkpoints, as far as they are there."""
     for path in paths:
         removed = path.with_name(path.name + ".removed")
-        with writing(removed, "removed"), suppress(FileNotFoundError):
-            _delete(removed)
+        _delete(removed)
+        with writing(path, "removed"), suppress(FileNotFoundError):
             path.rename(removed)
-            _delete(removed)
+        _delete(removed)
 
 
 def clean(folder: Path) -> None:
     """Delete what killed runs have left half written or half deleted."""
-    with writing(folder, "cleaned"), suppress(FileNotFoundError):
-        for path in [path for path in folder.iterdir() if _LEFT_OVER.fullmatch(path.name)]:
+    for path in sorted(folder.glob("checkpoint-*")):
+        if _LEFT_OVER.fullmatch(path.name):
             _delete(path)
 
 
 def set_aside(folder: Path, step: int, say: Callable[[str], None]) -> None:
     """Rename checkpoints of later steps to `checkpoint-N.left`: a run that resumed from one would find a hole in its log."""
-    with writing(folder, "cleaned"):
+    with writing(folder, "set in order"):
         later = [path for path in folder.iterdir() if (m := NAME.fullmatch(path.name)) and int(m[1]) > step]
         for path in sorted(later):
             left = path.with_name(path.name + ".left")
@@ -73,10 +73,11 @@ def whole_before(folder: Path, damaged: Path) -> Path | None:
 
 
 def _delete(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+    with writing(path, "removed"), suppress(FileNotFoundError):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
 
 
 def refuse_without_room(

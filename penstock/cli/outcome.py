@@ -14,8 +14,7 @@ from runtime.errors import PlanError
 from runtime.plan.footprint import planned_device_needs
 from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
-from .outputs import check_output, write_output
-from .tables import show_table
+from .outputs import check_output, show_table, write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

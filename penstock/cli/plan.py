@@ -16,8 +16,18 @@ from penstock.run_config import PLAN_FLAGS
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .flags import semantics_flags
-from .options import BYTES, CLIP_NORM, SEQ_LEN, Command, sequences_of_a_step, with_batch, with_gpus, with_prices, with_training
+from .options import (
+    BYTES,
+    CLIP_NORM,
+    SEQ_LEN,
+    Command,
+    semantics_flags,
+    sequences_of_a_step,
+    with_batch,
+    with_gpus,
+    with_prices,
+    with_training,
+)
 
 if TYPE_CHECKING:
     from penstock.api import Planned

@@ -15,8 +15,7 @@ from penstock.signals import handled
 from runtime.errors import RanksError
 from runtime.units import on_one_line
 
-from .flags import PATH, RunCommand, given_settings, setting_flags
-from .options import above_0
+from .options import PATH, RunCommand, above_0, given_settings, setting_flags
 
 if TYPE_CHECKING:
     from penstock.settings import RunSettings

@@ -57,7 +57,8 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Callable[
         owned = {p.name: p for p in block.parameters if p.tied_to is None and not is_adapter(p.name)}
         for name in owned.keys() & packed_shapes.keys():
             host.set_weight(owned.pop(name), read_packed(name))
-        for name, weight in load_weights(folder, owned, {name: p.shape for name, p in owned.items()}):
+        shapes = {name: p.shape for name, p in owned.items()}
+        for name, weight in load_weights(folder, str(plan.model.config.get("model_type")), owned, shapes):
             host.set_weight(owned[name], weight)
     give_back_freed()
 

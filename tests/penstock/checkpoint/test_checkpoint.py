@@ -71,7 +71,7 @@ def test_published_weights_are_read_under_module_names(tmp_path: Path, model_typ
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     weights = weights_of(model)
-    found = dict(load_weights(tmp_path, weights, {name: tuple(w.shape) for name, w in weights.items()}))
+    found = dict(load_weights(tmp_path, model_type, weights, {name: tuple(w.shape) for name, w in weights.items()}))
     assert list(found) == list(weights)
     assert all(torch.equal(found[name], weights[name]) and found[name].dtype == torch.bfloat16 for name in weights)
 
@@ -80,7 +80,8 @@ def test_published_weights_are_read_under_module_names(tmp_path: Path, model_typ
 def test_weights_stored_under_module_names_are_read(tmp_path: Path, model_type: str) -> None:
     weights = weights_of(build(tiny_config(model_type)))
     save_file({name: w.contiguous() for name, w in weights.items()}, tmp_path / "model.safetensors")
-    assert all(torch.equal(w, weights[name]) for name, w in load_weights(tmp_path, weights))
+    shapes = {name: tuple(w.shape) for name, w in weights.items()}
+    assert all(torch.equal(w, weights[name]) for name, w in load_weights(tmp_path, model_type, weights, shapes))
 
 
 def test_a_large_model_is_sharded_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_a_foreign_folder_is_refused_as_what_it_is(tmp_path: Path) -> None:
 
 
 def read_all(folder: Path, *names: str) -> list[tuple[str, Tensor]]:
-    return list(load_weights(folder, names))
+    return list(load_weights(folder, "llama", names, dict.fromkeys(names, (2, 3))))
 
 
 @pytest.mark.parametrize("target", ["../model.safetensors", "/etc/passwd", 3])
@@ -273,7 +274,7 @@ def test_a_missing_tensor_or_another_shape_is_named(tmp_path: Path) -> None:
     assert not has_weights(tmp_path)
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     assert "no tensor model.b" in refused(lambda: read_all(tmp_path, "a", "model.b"))
-    assert "a is (2, 3)" in refused(lambda: list(load_weights(tmp_path, ["a"], {"a": (3, 2)})))
+    assert "a is (2, 3)" in refused(lambda: list(load_weights(tmp_path, "llama", ["a"], {"a": (3, 2)})))
 
 
 @pytest.mark.parametrize(
