@@ -209,7 +209,7 @@ def _real(
         *(settings, plan, device, store, store, data, n_steps, prediction, optimizer, first_step),
         weights=_weights_in_words(settings, weights, state),
         tokenizer_from=folder if settings.tokenizer == "model" else None,
-        frozen=None if plan.workload.trains_all else _frozen_digest(weights, settings.seed),
+        frozen=None if plan.workload.trains_all else read_by_all(data, weights).get("weights", f"random, by seed {settings.seed}"),
         held_out=held_out,
         prompts=prompts,
         leader=None if ranks is None else Leader(store, ranks),
@@ -230,10 +230,6 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
         return f"{state.path}, after step {state.step}"
     found = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
     return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
-
-
-def _frozen_digest(weights: Path | None, seed: int) -> str:
-    return f"random, by seed {seed}" if weights is None else weights_digest(weights)
 
 
 def read_by_all(data: Data, weights: Path | None) -> dict[str, str]:

@@ -81,6 +81,7 @@ HOME = {
         ),
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
+    "huggingface_hub": {"penstock/checkpoint/saving.py"},
     "tokenizers": {"penstock/data/tokenizer.py", "penstock/data/documents.py"},
     "datasets": {"penstock/data/documents.py", "penstock/data/streamed.py"},
     "pyarrow": {"penstock/data/rows.py"},
