@@ -4,6 +4,7 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -221,7 +222,9 @@ def _policy(asked: "Policy | Mapping[str, Any] | str | None", semantics: "Semant
 
     if isinstance(asked, str):
         if asked not in BASELINES:
-            raise PlanError(f"no policy {asked!r}; give a Policy, or one of {', '.join(BASELINES)}")
+            near = get_close_matches(asked, ["search", *BASELINES], n=1)
+            meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
+            raise PlanError(f"no policy or file {asked!r}; {meant}")
         return baseline(asked, semantics, workload)
     return None if asked is None else _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
 

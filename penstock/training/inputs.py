@@ -1,7 +1,6 @@
 """What a run reads: model, weights, data, held-out data and prompts."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,13 +64,12 @@ def data_of(
     settings: RunSettings,
     plan: Plan,
     folder: Path | None,
-    until_the_end: ExitStack,
     held_out: bool = False,
     report: Callable[[str], None] = lambda words: None,
 ) -> Data:
-    """The batches to train on, or of `held_out` data the sequences to evaluate on; closed with `until_the_end`."""
+    """The batches to train on, or of `held_out` data the sequences to evaluate on."""
     semantics = plan.semantics
-    data = read_data(
+    return read_data(
         settings.data,
         _tokenizer_folder(settings, folder),
         _vocab_size(plan),
@@ -83,20 +81,16 @@ def data_of(
         preferred=HELD_OUT if held_out else TRAIN,
         report=report,
     )
-    until_the_end.callback(data.close)
-    return data
 
 
-def held_out_of(
-    settings: RunSettings, plan: Plan, folder: Path | None, until_the_end: ExitStack, report: Callable[[str], None]
-) -> Data | None:
+def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Callable[[str], None]) -> Data | None:
     """The data to evaluate on, in its own order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:
         return None
     of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False, workers=0)
     report("reading the held-out data")
-    return data_of(replace(settings, data=of), plan, folder, until_the_end, held_out=True, report=report)
+    return data_of(replace(settings, data=of), plan, folder, held_out=True, report=report)
 
 
 def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:

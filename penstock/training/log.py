@@ -1,6 +1,5 @@
 """The logs of a run: JSON lines, added one step at a time and cut back to the checkpoint that a run resumes from."""
 
-import errno
 import json
 import math
 import os
@@ -13,19 +12,14 @@ from runtime.files import fields_of, write_whole
 
 
 def add_lines(path: Path, lines: Sequence[Mapping[str, Any]], to_disk: bool = False) -> None:
-    """Add lines of JSON, all or none; a number that is not finite is null. `to_disk`: sync the file. CheckpointError."""
+    """Add lines of JSON; a number that is not finite is null. `to_disk`: sync the file. CheckpointError where the disk refuses: a
+    line may then be cut off, which readers leave out and the run that goes on drops."""
     plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in lines]
-    content = "".join(json.dumps(fields) + "\n" for fields in plain).encode()
-    with writing(path), path.open("ab", buffering=0) as log:
-        was_bytes = log.tell()
-        try:
-            if log.write(content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if to_disk:
-                os.fsync(log.fileno())
-        except OSError:
-            log.truncate(was_bytes)
-            raise
+    with writing(path), path.open("a", encoding="utf-8") as log:
+        log.writelines(json.dumps(fields) + "\n" for fields in plain)
+        log.flush()
+        if to_disk:
+            os.fsync(log.fileno())
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

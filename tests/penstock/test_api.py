@@ -112,7 +112,7 @@ def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch)
     ("wrong", "said"),
     [
         ({"micro_batch": 8}, "a micro-batch of 8 is more than the batch of 4"),
-        ({"policy": "megatron"}, "no policy 'megatron'; give a Policy, or one of megatrain"),
+        ({"policy": "megatron"}, "no policy or file 'megatron'; did you mean megatrain?"),
         ({"dtype": "bf16"}, "semantics: dtype: "),
         ({"norm": "eager"}, "semantics: norm: decided by `kernels`"),
         ({"kernels": "fast"}, "no kernels 'fast'; give one of eager, fused"),

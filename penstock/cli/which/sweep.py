@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,10 +67,7 @@ def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: st
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n_workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
     try:
-        futures = [pool.submit(work, *task) for task in tasks]
-        for future in show(as_completed(futures)):
-            future.result()  # the first that fails ends the sweep
-        return [future.result() for future in futures]
+        return list(show(pool.map(work, *zip(*tasks, strict=True))))
     except BrokenProcessPool:
         raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
     finally:
