@@ -130,19 +130,15 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: no `weight_map`; copy the model again")
-        return [folder / name for name in sorted({file_name(index, name) for name in weight_map.values()})]
+        for name in weight_map.values():
+            if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+                raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy it again from where it came")
+        return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if any(folder.glob("*.bin")):
         raise CheckpointError(f"{folder}: its weights are pickled (*.bin) and could run code; convert them to safetensors")
     raise CheckpointError(f"{folder}: no model.safetensors; give a folder with a model's weights")
-
-
-def file_name(source: Path, name: object) -> str:
-    """`name`, read from the file `source`, if it is a plain file name; CheckpointError for a path that could lead elsewhere."""
-    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
-        raise CheckpointError(f"{source}: {str(name)[:80]!r} is no file name; copy it again from where it came")
-    return name
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

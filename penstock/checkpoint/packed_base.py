@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,17 +50,17 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     with writing(cache), alone(cache, "base.lock"):
         if not _is_whole(place, shapes):
             _pack(place, folder, model_type, shapes, base)
-        return partial(_read_kept, place, Shards([place / _PACKED]), _sums(place))
+        stored, sums = Shards([place / _PACKED]), _sums(place)
+
+    def read(name: str) -> Tensor:
+        if _sha256(packed := stored[name]) != sums[name]:
+            raise CheckpointError(f"{place}: {name} is not what was packed (SHA-256); delete the folder, and start again")
+        return packed
+
+    return read
 
 
 # -- packed once ------------------------------------------------------------------------------------------------------
-
-
-def _read_kept(place: Path, stored: Shards, sums: Mapping[str, str], name: str) -> Tensor:
-    packed = stored[name]
-    if _sha256(packed) != sums[name]:
-        raise CheckpointError(f"{place}: {name} is not what was packed (SHA-256); delete the folder, and start again")
-    return packed
 
 
 def _is_whole(place: Path, shapes: Shapes) -> bool:

@@ -47,7 +47,9 @@ class Saver:
         not saved."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
-        copy_bytes = bytes_for_copies(settings) if settings.background else 0
+        # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
+        free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
+        copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
         self._changed = threading.Condition()
         self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
@@ -242,9 +244,3 @@ def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> tor
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:
     return torch.empty(p.shape, dtype=dtype, device="meta")
-
-
-def bytes_for_copies(settings: CheckpointSettings) -> int:
-    """Host memory that copies may take: as the settings say, or half of what is free once the plan has taken its own; the rest is
-    for the page cache, and for what else runs there."""
-    return settings.copy_bytes if settings.copy_bytes is not None else (available_host_bytes() or 0) // 2

@@ -86,8 +86,8 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
     if found.n_steps:
         spread = f"{show_seconds(found.p10_step_s)} to {show_seconds(found.p90_step_s)}"
         click.echo(f"step: median of {found.n_steps} after warm-up, P10 to P90 {spread}")
-    differs = _difference(run, found.step_s, recalibrate is not None) if run.is_comparable and found.n_steps else ()
-    for line in (*differs, *_notes(run)):
+    error = found.step_s / run.prediction.step_s - 1 if run.is_comparable and found.n_steps else 0.0
+    for line in _notes(run, error, recalibrate is not None):
         click.echo(line)
     if recalibrate is not None:
         _recalibrate(run, timeline, recalibrate)
@@ -126,11 +126,16 @@ def _memory(run: "Session") -> "Iterator[Figure]":
     yield "process, peak", on_host, peak_bytes, show_bytes
 
 
-def _notes(run: "Session") -> "Iterator[str]":
-    """Whether the prediction is of this machine, and where the files are."""
+def _notes(run: "Session", error: float, recalibrates: bool) -> "Iterator[str]":
+    """Where a step took otherwise than predicted, whether the prediction is of this machine, and where the files are."""
     from penstock.checkpoint.checkpoint import latest
 
-    profile = run.plan.profile
+    profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
+    if abs(error) > WORTH_A_PLAN:
+        yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
+        if not recalibrates and run.device != "emulated":
+            corrected = f"penstock run {plan} ... --recalibrate profile.json, then penstock plan ... --machine profile.json"
+            yield f"to plan for the machine as it is: {corrected}"
     if run.device == "emulated":
         yield (
             f"emulated {profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
@@ -145,25 +150,7 @@ def _notes(run: "Session") -> "Iterator[str]":
         yield f"host memory: {run.store.arenas.host_words()}"
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
-    folder = on_one_line(str(run.folder))
-    yield f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html"
-
-
-def _plan_file(run: "Session") -> str:
-    return on_one_line(str(run.settings.plan))
-
-
-def _difference(run: "Session", step_s: float, recalibrates: bool) -> "Iterator[str]":
-    """Where the step took otherwise than predicted: by how much, and how to plan for the machine as it is."""
-    error = step_s / run.prediction.step_s - 1
-    if abs(error) <= WORTH_A_PLAN:
-        return
-    yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
-    if not recalibrates and run.device != "emulated":
-        yield (
-            f"to plan for the machine as it is: penstock run {_plan_file(run)} ... --recalibrate profile.json, "
-            "then penstock plan ... --machine profile.json"
-        )
+    yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
 
 
 def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str) -> None:

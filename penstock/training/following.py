@@ -16,11 +16,10 @@ from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import PlanFile
 
 from .device import refuse_what_does_not_fit, settle_kernels
-from .inputs import data_of, own_model, weights_of
+from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
 from .session import machine_of, optimizer_of, read_by_all, steps_of
 from .trainer import device_memory_named
-from .weights import fill
 
 
 def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes) -> int:

@@ -40,12 +40,11 @@ from runtime.ranks import Ranks
 from runtime.units import on_one_line, show_bytes
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
-from .inputs import Prompts, data_of, held_out_of, own_model, prompts_of, weights_of
+from .inputs import Prompts, data_of, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
-from .weights import fill
 
 
 @dataclass(frozen=True, slots=True)

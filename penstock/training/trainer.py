@@ -18,8 +18,8 @@ from runtime.files import write_whole
 from runtime.plan import Lane
 from runtime.plan.timeline import Timeline
 
-from .log import add_lines, keep_lines_up_to
 from .monitors import Monitors
+from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
 from .validation import Validation, validations_of
 

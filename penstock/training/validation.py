@@ -20,8 +20,8 @@ from runtime.units import on_one_line, show_seconds
 
 from .generation import generate
 from .inputs import Prompts
-from .log import add_lines, lines_of
 from .monitors import Monitors
+from .run_folder import add_lines, lines_of
 from .session import Session
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds all
