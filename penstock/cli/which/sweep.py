@@ -37,7 +37,7 @@ def semantics_of(
     seq_len: int,
     batch_size: int,
     micro_batch: int,
-    clip_norm: float | str | None,
+    clip_norm: float | None,
     master: str,
     train: str | None,
     base: "Base | None",
@@ -48,8 +48,7 @@ def semantics_of(
     from runtime.plan import Semantics
     from runtime.plan.policy import trained
 
-    clip = None if isinstance(clip_norm, str) else clip_norm
-    asked = Semantics(seq_len, batch_size, micro_batch, master_dtype=master, clip_norm=clip)  # type: ignore[arg-type]
+    asked = Semantics(seq_len, batch_size, micro_batch, master_dtype=master, clip_norm=clip_norm)  # type: ignore[arg-type]
     asked = trained(asked, train, base)
     return shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
 
