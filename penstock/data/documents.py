@@ -69,7 +69,8 @@ class Reader:
         places = list(zip(rows["file"], rows["row"], strict=True))
         found = [(place, one) for place, value in zip(places, rows["value"], strict=True) for one in self._rendered(value, *place)]
         try:
-            encoded = self.template.tokenizer.encode_batch([text for _, (text, _) in found], special=self.is_text)
+            texts = [text for _, (text, _) in found]  # only documents have the tokens that a tokenizer puts around them
+            encoded = self.template.tokenizer.backend.encode_batch(texts, add_special_tokens=self.is_text)
         except BaseException as error:
             if not is_of_library(error):
                 raise
