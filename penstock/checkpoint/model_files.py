@@ -79,7 +79,7 @@ def load_weights(
         outline = torch.empty(shapes[name], device="meta")
         pieces = [(name, outline)] if name in stored else list(publish(model_type, name, outline))
         whole = read(*pieces[0])
-        if len(pieces) > 1:  # experts, each copied to its place as it is read
+        if whole.shape != outline.shape:  # of one expert: each is copied to its place as it is read
             whole = torch.empty(shapes[name], dtype=whole.dtype)
             for piece, place in publish(model_type, name, whole):
                 if (tensor := read(piece, place)).dtype != whole.dtype:
