@@ -4,6 +4,7 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
     from runtime.plan.timeline import Timeline
-    from runtime.plan.workload import Workload
+    from runtime.plan.workload import Model, Workload
 
 Fields = TypeVar("Fields")
 PLAN_FILE = "run-plan.json"  # the plan, in the folder of a run that a program started, so that a command can resume it
@@ -162,34 +163,19 @@ def plan(
     decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
     `network_gbit`: Gbit/s of each host, if not the profile's. DoesNotFitError names the smallest changes that would fit.
     """
-    from hwprofiles.schema import Profile, read_profile
     from hwprofiles.several import part_of
-    from planner.model.kernels import PARTS, with_kernels
-    from planner.model.workload import read_model, supported_attention
-    from planner.search.micro_batch import LOSS_TILE, SIZES, shared_step, with_micro_batch
+    from planner.model.workload import read_model
+    from planner.search.micro_batch import SIZES, shared_step, with_micro_batch
     from planner.search.remedy import shorter, too_long
     from planner.search.search import search
-    from runtime.plan import Kernel, Semantics
-    from runtime.plan.train import training
 
-    if decided := sorted(semantics.keys() & {*PARTS, "attention_kernel"}):
-        raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
-    if kernels not in (None, *get_args(Kernel)):
-        raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
-    profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
-    if host_memory_bytes is not None or device_memory_bytes is not None:
-        profile = profile.with_memory(device_memory_bytes, host_memory_bytes)
-    profile = part_of(profile, gpus, hosts, network_gbit)
+    profile = part_of(_profile(machine).with_memory(device_memory_bytes, host_memory_bytes), gpus, hosts, network_gbit)
     described = read_model(str(model))
     given = {name: value for name, value in semantics.items() if value is not None}
     given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm}
-    given |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
-    defaults = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(described)[0]}
-    asked = with_kernels(described, _validated(Semantics, defaults | given, "semantics"), profile, kernels, deterministic)
-    if asked.micro_batch > asked.batch_size:
-        raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
+    asked = _semantics(given, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
     free = SIZES - given.keys()
@@ -201,6 +187,34 @@ def plan(
     return Planned(search(described, workload, asked, profile, fixed, free, clipped_fraction), profile)
 
 
+def _profile(machine: "str | Path | Profile") -> "Profile":
+    from hwprofiles.schema import Profile, read_profile
+
+    return machine if isinstance(machine, Profile) else read_profile(str(machine))
+
+
+def _semantics(
+    given: Mapping[str, Any], model: "Model", profile: "Profile", kernels: "Kernel | None", deterministic: bool
+) -> "Semantics":
+    """The semantics of a step, with defaults and kernels that suit the model and the machine."""
+    from planner.model.kernels import PARTS, with_kernels
+    from planner.model.workload import supported_attention
+    from planner.search.micro_batch import LOSS_TILE
+    from runtime.plan import Kernel, Semantics
+    from runtime.plan.train import training
+
+    if decided := sorted(given.keys() & {*PARTS, "attention_kernel"}):
+        raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
+    if kernels not in (None, *get_args(Kernel)):
+        raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
+    fields = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0], **given}
+    fields |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
+    asked = with_kernels(model, _validated(Semantics, fields, "semantics"), profile, kernels, deterministic)
+    if asked.micro_batch > asked.batch_size:
+        raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
+    return asked
+
+
 def _policy(asked: "Policy | Mapping[str, Any] | str | None", semantics: "Semantics", workload: "Workload") -> "Policy | None":
     """The policy asked for; None to search one."""
     from planner.search.space import BASELINES, baseline
@@ -208,7 +222,9 @@ def _policy(asked: "Policy | Mapping[str, Any] | str | None", semantics: "Semant
 
     if isinstance(asked, str):
         if asked not in BASELINES:
-            raise PlanError(f"no policy {asked!r}; give a Policy, or one of {', '.join(BASELINES)}")
+            near = get_close_matches(asked, ["search", *BASELINES], n=1)
+            meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
+            raise PlanError(f"no policy or file {asked!r}; {meant}")
         return baseline(asked, semantics, workload)
     return None if asked is None else _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
 
@@ -267,15 +283,12 @@ def _recounted(plan: "Plan", claim: Any, search: bool) -> str:
 
 def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "str | Path | Profile | None" = None) -> "Prediction":
     """Simulate a step of the plan, op by op, on its machine or another: `step_s`, `timeline`."""
-    from hwprofiles.schema import Profile, read_profile
+    from hwprofiles.schema import Profile
     from planner.predict.cost import costs, region_of
     from planner.predict.simulate import simulate
 
     where, file = _file_of(plan)
-    if machine is None:
-        profile = Profile.from_json(file.plan.profile, f"{where}: profile")
-    else:
-        profile = machine if isinstance(machine, Profile) else read_profile(str(machine))
+    profile = Profile.from_json(file.plan.profile, f"{where}: profile") if machine is None else _profile(machine)
     return simulate(file.plan, costs(file.plan, profile), region_of(profile))
 
 
@@ -312,11 +325,10 @@ def train(
     if given_twice := [name for name in settings or {} if name in arguments]:
         raise PlanError(f"settings: {given_twice[0]} is an argument of train; give it as one")
     folder = Path(out)
-    named, batches = _named(data)
+    named, given = _data(data, file.plan)
     known: dict[str, Any] = {**named, "out": str(out), "device": device, "from_scratch": from_scratch}
     known |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
     asked = read_run(None, {**known, **(settings or {}), "plan": str(folder / PLAN_FILE)})
-    given = None if batches is None else _given(batches, file.plan)
     made = list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
@@ -333,8 +345,10 @@ def train(
     return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 
 
-def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches") -> "tuple[dict[str, Any], Batches | None]":
-    """The settings that name the data, and the program's own batches, if it gives some."""
+def _data(
+    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: "Plan"
+) -> "tuple[dict[str, Any], Given | None]":
+    """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
     match data:
         case str() | Path():
             return {"data.path": str(data)}, None
@@ -343,16 +357,12 @@ def _named(data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batche
     kind = type(data).__qualname__
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
-    return {"data.path": f"batches of {kind}"}, cast("Batches", data)
-
-
-def _given(batches: "Batches", plan: "Plan") -> "Given":
-    """The program's own batches, each validated against the plan's shape."""
     from penstock.data.given import Given
     from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    return Given(batches, of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
+    given = Given(cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
+    return {"data.path": given.fingerprint}, given
 
 
 def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":

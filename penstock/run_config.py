@@ -11,6 +11,7 @@ import reprlib
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +29,16 @@ WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
 
-# What other trainers call a setting, and ours.
-ALSO_KNOWN_AS = {
-    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler"), "optimizer.schedule.kind"),
-    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "lr_warmup_steps"), "optimizer.schedule.warmup_steps"),
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    **dict.fromkeys(("num_train_epochs", "num_epochs"), "epochs"),
-    **dict.fromkeys(("max_steps", "num_steps", "training_steps"), "steps"),
-    **dict.fromkeys(("output_dir", "save_dir"), "out"),
-    **dict.fromkeys(("model_name_or_path", "model_path"), "model"),
-    **dict.fromkeys(("dataset", "train_file", "dataset_path", "data_path"), "data.path"),
-    **dict.fromkeys(("eval_dataset", "validation_file"), "evaluation.data"),
-    **dict.fromkeys(("save_steps", "save_every"), "checkpoint.every"),
-    **dict.fromkeys(("save_total_limit", "keep_latest_k"), "checkpoint.keep"),
-    **dict.fromkeys(("eval_steps", "eval_every"), "evaluation.every"),
-    **dict.fromkeys(("dataloader_num_workers", "preprocessing_num_workers"), "data.workers"),
-    **dict.fromkeys(("report_to", "monitor", "loggers"), "monitors"),
-    **dict.fromkeys(("sample_packing", "pack_sequences"), "data.packing"),
-    **dict.fromkeys(("datasets", "interleave_probs", "dataset_mixer"), "data.mix"),
-    **dict.fromkeys(("dataset_split", "train_split", "dataset_train_split"), "data.split"),
-    **dict.fromkeys(("eval_split", "dataset_test_split"), "evaluation.split"),
-}
-# What other trainers have and this one has not.
-_ABSENT = {
-    "q?lora.*|(use_)?peft.*|adapter_.*": "the plan says it: `penstock plan --train lora:r=16,alpha=32,targets=q_proj+v_proj`",
-    "(use_)?(dora|rslora).*": "it does not exist here: adapters are LoRA as PEFT has it by default",
-    "load_in_.*|quantiz.*|bnb_.*": "the plan says it: weights that are not trained are packed by `penstock plan --base nf4`",
-    "freez.*|unfrozen.*|finetuning_type": "the plan says what is trained: `penstock plan --train layers:20-31`, or names:*norm*",
-    "deepspeed.*|fsdp.*|ddp_.*|tensor_parallel.*": "how several GPUs share a step is the plan's: `penstock plan --gpus`",
-    "rl|dpo.*|pref_.*|ref_model.*|reward_.*": "training on preferences or rewards does not exist here",
-    "optim|optim_args": "AdamW is the only optimizer; its settings are those of `optimizer`",
-    "gradient_checkpointing.*|activation_.*|offload.*": "the plan chooses what is recomputed and what is offloaded",
-    "neftune.*|label_smoothing.*": "it does not exist here: the loss is cross-entropy alone",
-    "push_to_hub.*|hub_.*": "nothing is sent to a network here",
-    "val_set_size|val_size|test_size": "held-out data is given as files of its own: evaluation.data",
-    "load_best_model.*|early_stopping.*|metric_for_best.*": "it does not exist here; checkpoint.keep says what stays",
-}
-# What other trainers call a flag of `penstock plan`; and what else of theirs its flags decide.
-PLAN_FLAGS = {
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "cutoff_len", "sequence_len"), "--seq-len"),
-    **dict.fromkeys(("global_batch_size", "train_batch_size"), "--batch-size"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "--clip-norm"),
-    "micro_batch_size": "--micro-batch",
-}
-_OF_THE_PLAN = PLAN_FLAGS | {
-    **{name: f"--{name.replace('_', '-')}" for name in ("seq_len", "batch_size", "micro_batch", "clip_norm", "attention")},
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "--batch-size"),
-    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), "--compute"),
-    **dict.fromkeys(("attn_implementation", "flash_attn"), "--attention"),
-}
+_TABLES = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
+
+
+def _by_their_name(table: str) -> dict[str, str]:
+    return {theirs: ours for ours, names in _TABLES[table].items() for theirs in names}
+
+
+ALSO_KNOWN_AS = _by_their_name("settings")  # ours, by what other trainers call a setting
+PLAN_FLAGS = _by_their_name("plan_flags")
+_OF_THE_PLAN = PLAN_FLAGS | _by_their_name("decided_by_plan")
 _EXPECTED = {
     "tuple_type": "should be a list",
     "dataclass_type": "should hold keys of its own",
@@ -143,10 +102,8 @@ def part_of(text: str) -> dict[str, Any]:
 def advice(place: str) -> str:
     """What may have been meant by a key that does not exist."""
     section, _, key = place.rpartition(".")
-    if key == "trust_remote_code":
-        return "code that comes with a model or with data is never run, and nothing turns that on"
-    if absent := next((words for names, words in _ABSENT.items() if re.fullmatch(names, key)), None):
-        return absent
+    if absent := next((words for names, words in _TABLES["absent"].items() if re.fullmatch(names, key)), None):
+        return str(absent)
     if key in _OF_THE_PLAN:
         return f"it is the plan's: say {_OF_THE_PLAN[key]} to `penstock plan`"
     names = [setting.name for setting in settings_of()]

@@ -17,7 +17,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from penstock.checkpoint import checkpoint, disk
+from penstock.checkpoint import checkpoint, retention
 from runtime.host.updates import CHANGES
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.torch_machine import TorchMachine
@@ -273,7 +273,7 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
     sizes = [path.stat().st_size for path in (home / "undisturbed").rglob("*") if path.is_file()]
     needed = sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in sizes)
     mounted.mkdir()
-    disk.free_bytes = lambda folder: 2**40
+    retention.free_bytes = lambda folder: 2**40
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", mounted], check=True)
     for trial in range(n_trials):
         out, filler = mounted / f"{trial}", mounted / "filler"

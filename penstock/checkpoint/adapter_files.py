@@ -99,7 +99,12 @@ def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tup
         raise CheckpointError(f"{folder}: {pickled if (folder / PICKLED_FILE).exists() else f'no {TENSOR_FILE}; copy it again'}")
     factors = dict[str, Tensor]()
     for key, tensor in Shards([path]).items():
-        name = _our_name(path, key)
+        name = key.removeprefix(PREFIX)
+        if not (key.startswith(PREFIX) and _FACTOR.fullmatch(name)):
+            problem = (
+                f"no LoRA factor of a layer's projection ({PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight)"
+            )
+            raise CheckpointError(f"{path}: {on_one_line(key, 160)} is {problem}; {_INSTEAD}")
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{path}: {key} is {tensor.dtype}; save it in fp32, bf16 or fp16")
         factors[name] = tensor.float()
@@ -133,14 +138,6 @@ def _read_config(folder: Path) -> "LoraConfig":
         first = error.errors()[0]
         raise CheckpointError(f"{path}: {first['loc'][0]}: {first['msg'][:80]}; copy it again") from None
     return LoraConfig(**{field.name: fields[field.name] for field in dataclasses.fields(_Sizes) if field.name in fields})
-
-
-def _our_name(path: Path, key: str) -> str:
-    name = key.removeprefix(PREFIX)
-    if key.startswith(PREFIX) and _FACTOR.fullmatch(name):
-        return name
-    expected = f"{PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight"
-    raise CheckpointError(f"{path}: {on_one_line(key, 160)} is no LoRA factor of a layer's projection ({expected}); {_INSTEAD}")
 
 
 def _refuse_another_base(

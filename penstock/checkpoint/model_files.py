@@ -59,61 +59,33 @@ def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, T
 
 
 def load_weights(
-    folder: Path, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]] | None = None
+    folder: Path, model_type: str, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in.
 
     Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor
-    that is missing, or not of the shape that `shapes` gives it.
+    that is missing, or of another shape, or of another dtype than other experts.
     """
     stored = Shards(weight_files(folder))
-    for name in names:
-        tensor = _assembled(folder, stored, name)
-        if shapes is not None and tuple(tensor.shape) != tuple(shapes[name]):
-            found, expected = tuple(tensor.shape), tuple(shapes[name])
+
+    def read(name: str, outline: Tensor) -> Tensor:
+        tensor = stored[name]
+        if tensor.shape != outline.shape:
+            found, expected = tuple(tensor.shape), tuple(outline.shape)
             raise CheckpointError(f"{folder}: {name} is {found}, the configuration says {expected}; give this model's weights")
-        yield name, tensor
+        return tensor
 
-
-def _assembled(folder: Path, stored: Shards, name: str) -> Tensor:
-    """A module's weight from its file: as it is stored, renamed, or stacked from its experts."""
-    if name in stored:
-        return stored[name]
-    layer, dot, last = name.rpartition(".mlp.")
-    for published, gate, up, down in _EXPERTS.values() if dot else ():
-        if last == "gate.weight" and f"{layer}.{published}.{last}" in stored:
-            return stored[f"{layer}.{published}.{last}"]
-        parts = {"experts.gate_up_proj": (gate, up), "experts.down_proj": (down,)}.get(last, ())
-        rows: list[list[str]] = []
-        while parts and f"{layer}.{published}.experts.{len(rows)}.{parts[0]}.weight" in stored:
-            rows.append([f"{layer}.{published}.experts.{len(rows)}.{part}.weight" for part in parts])
-        if rows:
-            return _stacked(folder, stored, rows)
-    raise missing(folder, name)
-
-
-def _stacked(folder: Path, stored: Shards, rows: list[list[str]]) -> Tensor:
-    """(experts, rows of all parts, columns) from one matrix per expert and part, each copied to its place as it is read."""
-    whole: Tensor | None = None
-    for e, row in enumerate(rows):
-        at = 0
-        for name in row:
-            if name not in stored:
-                raise missing(folder, name)
-            piece = stored[name]
-            if whole is None:
-                n_rows, n_columns = piece.shape if piece.dim() == 2 else (0, 0)
-                whole = torch.empty((len(rows), n_rows * len(row), n_columns), dtype=piece.dtype)
-            if piece.shape != (whole.shape[1] // len(row), whole.shape[2]) or piece.dtype != whole.dtype:
-                raise CheckpointError(f"{folder}: {name} has another shape or type than expert 0's; copy the model again")
-            whole[e, at : at + piece.shape[0]] = piece
-            at += piece.shape[0]
-    assert whole is not None
-    return whole
-
-
-def missing(folder: Path, name: str) -> CheckpointError:
-    return CheckpointError(f"{folder}: no tensor {name} in its safetensors files; give the weights of this model, or copy it again")
+    for name in names:
+        outline = torch.empty(shapes[name], device="meta")
+        pieces = [(name, outline)] if name in stored else list(publish(model_type, name, outline))
+        whole = read(*pieces[0])
+        if whole.shape != outline.shape:  # of one expert: each is copied to its place as it is read
+            whole = torch.empty(shapes[name], dtype=whole.dtype)
+            for piece, place in publish(model_type, name, whole):
+                if (tensor := read(piece, place)).dtype != whole.dtype:
+                    raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
+                place.copy_(tensor)
+        yield name, whole
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str]) -> None:
@@ -152,19 +124,15 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: no `weight_map`; copy the model again")
-        return [folder / name for name in sorted({file_name(index, name) for name in weight_map.values()})]
+        for name in weight_map.values():
+            if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+                raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy it again from where it came")
+        return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if any(folder.glob("*.bin")):
         raise CheckpointError(f"{folder}: its weights are pickled (*.bin) and could run code; convert them to safetensors")
     raise CheckpointError(f"{folder}: no model.safetensors; give a folder with a model's weights")
-
-
-def file_name(source: Path, name: object) -> str:
-    """`name`, read from the file `source`, if it is a plain file name; CheckpointError for a path that could lead elsewhere."""
-    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
-        raise CheckpointError(f"{source}: {str(name)[:80]!r} is no file name; copy it again from where it came")
-    return name
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from runtime.files import alone
 from runtime.layers.packed_weights import NF4, pack, parts
 from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes, published_as
 
-from .disk import new_folder, refusal
-from .model_files import load_weights, missing, publish, weight_files, weights_digest
+from .disk import new_folder, writing
+from .model_files import load_weights, publish, weight_files, weights_digest
 from .tensor_files import Shards, TensorFile, write_new
 
 FORMAT = 1  # of the cache, and of packing itself
@@ -39,32 +38,29 @@ _PACKED, _SUMS = "packed.safetensors", "about.json"
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
     """A function that reads packed weights by name, as flat bytes. Weights published in bf16 are packed into `cache` first."""
-    published = published_base(folder, config)
+    published, model_type = published_base(folder, config), str(config.get("model_type"))
     if published == base:
-        return _Published(folder, str(config.get("model_type")), shapes, base).read
+        return _Published(folder, model_type, shapes, base).read
     if published != "bf16":
         raise CheckpointError(
             f"{folder}: its weights are packed in {published}, not in {base}; train from it with base {published}"
         )
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    try:
-        with alone(cache, "base.lock"):
-            if not _is_whole(place, shapes):
-                _pack(place, folder, shapes, base)
-        return partial(_read_kept, place, Shards([place / _PACKED]), _sums(place))
-    except OSError as error:
-        raise refusal(cache, error) from None
+    with writing(cache), alone(cache, "base.lock"):
+        if not _is_whole(place, shapes):
+            _pack(place, folder, model_type, shapes, base)
+        stored, sums = Shards([place / _PACKED]), _sums(place)
+
+    def read(name: str) -> Tensor:
+        if _sha256(packed := stored[name]) != sums[name]:
+            raise CheckpointError(f"{place}: {name} is not what was packed (SHA-256); delete the folder, and start again")
+        return packed
+
+    return read
 
 
 # -- packed once ------------------------------------------------------------------------------------------------------
-
-
-def _read_kept(place: Path, stored: Shards, sums: Mapping[str, str], name: str) -> Tensor:
-    packed = stored[name]
-    if _sha256(packed) != sums[name]:
-        raise CheckpointError(f"{place}: {name} is not what was packed (SHA-256); delete the folder, and start again")
-    return packed
 
 
 def _is_whole(place: Path, shapes: Shapes) -> bool:
@@ -83,7 +79,7 @@ def _sha256(packed: Tensor) -> str:
     return hashlib.sha256(packed.numpy().data).hexdigest()
 
 
-def _pack(place: Path, folder: Path, shapes: Shapes, base: Base) -> None:
+def _pack(place: Path, folder: Path, model_type: str, shapes: Shapes, base: Base) -> None:
     """Pack one weight after another into the cache; the lock is held, so a folder that is there is stale."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
@@ -93,7 +89,7 @@ def _pack(place: Path, folder: Path, shapes: Shapes, base: Base) -> None:
     sums = dict[str, str]()
     with new_folder(place) as partial_folder:
         with TensorFile(partial_folder / _PACKED, outlines) as file:
-            for name, weight in load_weights(folder, file.in_order, shapes):
+            for name, weight in load_weights(folder, model_type, file.in_order, shapes):
                 try:
                     packed = pack(weight, base)
                 except ValueError as error:
@@ -125,7 +121,6 @@ class _Published:
     def __init__(self, folder: Path, model_type: str, shapes: Shapes, base: Base) -> None:
         self._folder, self._shapes, self._base = folder, shapes, base
         self._stored = Shards(weight_files(folder))
-        self._names = set(self._stored)
         self._pieces = {name: self._pieces_of(model_type, name) for name in shapes}
         self._refuse_others({name for pieces in self._pieces.values() for name, _ in pieces})
 
@@ -144,7 +139,7 @@ class _Published:
     def _pieces_of(self, model_type: str, name: str) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of the stored tensors that a parameter consists of, in order: itself, or its experts' own."""
         shape = self._shapes[name]
-        if name in self._names:
+        if name in self._stored:
             return [(name, shape)]
         pieces = [(piece, tuple(t.shape)) for piece, t in publish(model_type, name, torch.empty(shape, device="meta"))]
         for piece, piece_shape in pieces:
@@ -158,21 +153,16 @@ class _Published:
         """CheckpointError where a piece is not packed, or something else is."""
         mark = ".quant_state.bitsandbytes__nf4" if self._base == "nf4" else "_scale_inv"
         for piece in pieces:
-            if piece in self._names and piece + mark not in self._names:
+            if piece in self._stored and piece + mark not in self._stored:
                 raise CheckpointError(f"{self._folder}: {piece} is not packed in {self._base}, as others are; {_IN_BF16}")
         for name, dtype in self._stored.dtypes():
             of = _SUFFIX.sub("", name)
             if of not in pieces and re.match("[UIF]8", dtype):
                 raise CheckpointError(f"{self._folder}: {of[:200]} is packed too, and no projection of a layer; {_IN_BF16}")
 
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise missing(self._folder, name)
-        return self._stored[name]
-
     def _fp8(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes, and the scale of each block in fp32 or a dtype that is exact in it."""
-        codes, scales = self._tensor(name), self._tensor(f"{name}_scale_inv")
+        codes, scales = self._stored[name], self._stored[f"{name}_scale_inv"]
         if codes.dtype is not torch.float8_e4m3fn or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise self._odd(name, shape)
         if (tuple(codes.shape), tuple(scales.shape)) != (shape, layout(shape, "fp8").scales):
@@ -181,27 +171,27 @@ class _Published:
 
     def _nf4(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes, and the scale of each 64 numbers; bitsandbytes' blocks may be a multiple of that."""
-        n, codes = prod(shape), self._tensor(name).reshape(-1).view(torch.uint8)
-        scales, said = self._tensor(f"{name}.absmax"), self._quant_state(name)
-        if f"{name}.nested_absmax" in self._names:
+        n, codes = prod(shape), self._stored[name].reshape(-1).view(torch.uint8)
+        scales, said = self._stored[f"{name}.absmax"], self._quant_state(name)
+        if f"{name}.nested_absmax" in self._stored:
             scales = self._expanded(name, shape, scales, said)
         match said:
             case {"quant_type": "nf4", "blocksize": int(block), "shape": list(of)} if block > 0 and tuple(of) == shape:
                 sizes = codes.numel(), block % NF4_BLOCK, tuple(scales.shape), scales.dtype
-                if sizes == (n // 2, 0, (-(-n // block),), torch.float32) and torch.equal(self._tensor(f"{name}.quant_map"), NF4):
+                if sizes == (n // 2, 0, (-(-n // block),), torch.float32) and torch.equal(self._stored[f"{name}.quant_map"], NF4):
                     return codes, scales.repeat_interleave(block // NF4_BLOCK)[: n // NF4_BLOCK]
         raise self._odd(name, shape)
 
     def _quant_state(self, name: str) -> Any:
         """bitsandbytes' JSON about a weight."""
         try:
-            return json.loads(self._tensor(f"{name}.quant_state.bitsandbytes__nf4").numpy().tobytes())
+            return json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
         except (ValueError, RecursionError):
             return None
 
     def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, said: object) -> Tensor:
         """Scales that are quantised themselves (double quantisation): 8-bit codes times a scale for each block, and an offset."""
-        table, largest = self._tensor(f"{name}.nested_quant_map"), self._tensor(f"{name}.nested_absmax")
+        table, largest = self._stored[f"{name}.nested_quant_map"], self._stored[f"{name}.nested_absmax"]
         match said:
             case {"nested_blocksize": int(block), "nested_offset": float(offset)} if block > 0:
                 sizes = codes.dtype, tuple(table.shape), table.dtype, tuple(largest.shape), largest.dtype

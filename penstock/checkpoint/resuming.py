@@ -87,8 +87,7 @@ def put_back(state: State, host: HostState, data: Data) -> None:
 
 def _stored(state: State, kind: str, p: Parameter) -> Tensor:
     name = f"{kind}.{p.name}"
-    tensor = state.optimizer.get(name)
-    if tensor is None or tuple(tensor.shape) != p.shape:
+    if name not in state.optimizer or tuple((tensor := state.optimizer[name]).shape) != p.shape:
         raise CheckpointError(f"{state.path}: {name} is missing or of another shape; resume from another checkpoint")
     return tensor
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,15 @@ class Saver:
         not saved."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
-        copy_bytes = bytes_for_copies(settings) if settings.background else 0
+        # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
+        free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
+        copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
         self._changed = threading.Condition()
         self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
         self._is_over = False
-        self._failure: BaseException | None = None
+        self._written: Future[None] | None = None  # done when the thread has ended
+        self._has_ended = False
         self._first = self._saved = first_step  # the step on disk that the run began with, and the last one
         self._decided, self._due = first_step, set[int]()  # the last step that `is_due` has decided; those that are
         self._next_s = self._in_time()
@@ -90,24 +94,21 @@ class Saver:
         if not self._settings.background:
             yield
             return
-        is_ready = threading.Event()
-        thread = threading.Thread(target=self._work, args=(is_ready,), name="saver", daemon=True)
-        self._state.gate = self.snapshots
-        thread.start()
-        is_ready.wait()  # its thread settings come before those of the lanes, which are to stay
-        try:
-            yield
-            self.wait()
-        except Exception:
-            self._finish()  # also when a lane has failed: the state of a snapshot is kept until it is written
-            raise
-        finally:
-            self._state.gate = None
-            with self._changed:
-                self._is_over = True
-                self._changed.notify_all()
-            self.snapshots.end()
-            thread.join()
+        with ThreadPoolExecutor(1, "saver") as thread:
+            thread.submit(_give_way).result()  # before the lanes make thread settings, which are to stay
+            self._state.gate, self._written = self.snapshots, thread.submit(self._work)
+            try:
+                yield
+                self.wait()
+            except Exception:
+                self._finish()  # also when a lane has failed: the state of a snapshot is kept until it is written
+                raise
+            finally:
+                self._state.gate = None
+                with self._changed:
+                    self._is_over = True
+                    self._changed.notify_all()
+                self.snapshots.end()
 
     def is_logged(self, step: int) -> None:
         """Called after each step's line in the log: its checkpoint may get its name. Raises what went wrong in the thread."""
@@ -140,30 +141,23 @@ class Saver:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self._has_ended and self._written is not None:
+            self._written.result()
 
     def _finish(self) -> None:
         with self._changed:
-            while self._logged and self._failure is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not self._logged or self._has_ended)
 
     # -- on the thread that writes ----------------------------------------------------------------------------------
 
-    def _work(self, is_ready: threading.Event) -> None:
-        with suppress(OSError, AttributeError):  # a system where threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        torch.set_num_threads(1)
-        is_ready.set()
+    def _work(self) -> None:
         try:
-            with torch.no_grad():
+            with suppress(GivenUp), torch.no_grad():
                 while (snapshot := self.snapshots.begun()) is not None:
                     self._write(snapshot)
-        except GivenUp:
-            pass
-        except BaseException as error:
+        finally:
             with self._changed:
-                self._failure = error
+                self._has_ended = True
                 self._changed.notify_all()
             self.snapshots.end()  # nothing waits for what will not be written
 
@@ -192,10 +186,9 @@ class Saver:
 
     def _fields_once_logged(self, step: int) -> Mapping[str, Any]:
         with self._changed:
-            while step not in self._logged:
-                if self._is_over:
-                    raise GivenUp
-                self._changed.wait()
+            self._changed.wait_for(lambda: step in self._logged or self._is_over)
+            if step not in self._logged:
+                raise GivenUp
             return self._logged[step]
 
     # -- the content -----------------------------------------------------------------------------------------------
@@ -235,6 +228,13 @@ class Saver:
                 files.put(f"{kind}.{p.name}", _whole(held_parts[kind], DTYPE[dtype], p))
 
 
+def _give_way() -> None:
+    """Let the lanes have the cores where these are short."""
+    with suppress(OSError, AttributeError):  # a system where threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    torch.set_num_threads(1)
+
+
 def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
     """A parameter's state in the shape of its file; a split master is joined in pieces, as a whole one would be a second copy."""
     if isinstance(held, Master):
@@ -244,9 +244,3 @@ def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> tor
 
 def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:
     return torch.empty(p.shape, dtype=dtype, device="meta")
-
-
-def bytes_for_copies(settings: CheckpointSettings) -> int:
-    """Host memory that copies may take: as the settings say, or half of what is free once the plan has taken its own; the rest is
-    for the page cache, and for what else runs there."""
-    return settings.copy_bytes if settings.copy_bytes is not None else (available_host_bytes() or 0) // 2

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from runtime.plan.train import Lora
@@ -44,33 +45,24 @@ class CheckpointWriter:
         self._expected[file] = tensors
         self._file_of |= dict.fromkeys(tensors, file)
 
-    def expect_model(
-        self,
-        weights: Mapping[str, Tensor],
-        config: Mapping[str, Any],
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-    ) -> None:
-        """A model's weights, all of one dtype, in shards of at most `max_shard_bytes` where no tensor is larger; its configuration
+    def expect_model(self, weights: Mapping[str, Tensor], config: Mapping[str, Any], max_bytes: int = MAX_SHARD_BYTES) -> None:
+        """A model's weights, all of one dtype, in shards of at most `max_bytes` where no tensor is larger; its configuration
         is written now."""
-        self._model_type = str(config.get("model_type"))
-        shards: list[dict[str, Tensor]] = [{}]
-        n_bytes = total_bytes = 0
-        for module_name, weight in weights.items():
-            if module_name == "lm_head.weight" and config.get("tie_word_embeddings"):
-                continue  # transformers ties it to the embedding again
-            for name, piece in publish(self._model_type, module_name, weight):
-                if shards[-1] and n_bytes + piece.nbytes > max_shard_bytes:
-                    shards.append({})
-                    n_bytes = 0
-                shards[-1][name] = piece
-                n_bytes += piece.nbytes
-                total_bytes += piece.nbytes
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        for file, shard in zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
-            self.expect(file, shard)
-        if len(shards) > 1:
-            weight_map = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
-            self._write(INDEX_FILE, _json_bytes({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
+        self._model_type, is_tied = str(config.get("model_type")), bool(config.get("tie_word_embeddings"))
+        published = dict[str, Tensor]()
+        for name, weight in weights.items():
+            if not (is_tied and name == "lm_head.weight"):  # transformers ties it to the embedding again
+                published |= publish(self._model_type, name, weight)
+        shards = split_state_dict_into_shards_factory(
+            published,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_bytes,
+        )
+        for file, names in shards.filename_to_tensors.items():
+            self.expect(file, {name: published[name] for name in names})
+        if shards.is_sharded:
+            self._write(INDEX_FILE, _json_bytes({"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}))
         dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         self._write("config.json", _json_bytes(unquantised | {"dtype": dtype}))

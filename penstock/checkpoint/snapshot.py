@@ -11,23 +11,12 @@ they are written in the reverse order of updates, so that updates and writing me
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum, auto
 
 from runtime.host.chunks import Scratch
 from runtime.host.host_state import Copy, HostState
 from runtime.host.updates import CHANGES
 from runtime.host.workers import Workers
 from runtime.plan import Plan
-
-
-class _Place(Enum):
-    """Where a block of a snapshot is."""
-
-    IN_STATE = auto()  # in the state that training changes
-    BEING_WRITTEN = auto()  # from there
-    BEING_COPIED = auto()
-    COPIED = auto()
-    WRITTEN = auto()
 
 
 class GivenUp(Exception):
@@ -39,7 +28,8 @@ class Snapshot:
 
     def __init__(self, step: int, n_updates: int, order: tuple[int, ...]) -> None:
         self.step, self.n_updates = step, n_updates
-        self.places = dict.fromkeys(order, _Place.IN_STATE)
+        self.unwritten = set(order)
+        self.in_state = list(order)  # of these: neither being written nor copied yet
         self.copies: dict[int, Copy] = {}
 
 
@@ -72,13 +62,13 @@ class Snapshots:
         """As `Gate.before_change`."""
         with self._changed:
             self._wait_for_next()
-            if self._now is None or self._now.places[block] in (_Place.COPIED, _Place.WRITTEN):
+            if self._now is None or block not in self._now.unwritten or block in self._now.copies:
                 return
             snapshot, n_bytes = self._now, self._state.n_bytes(block)
-            if snapshot.places[block] is not _Place.IN_STATE or n_bytes > self._free_bytes:
+            if block not in snapshot.in_state or n_bytes > self._free_bytes:
                 self._wait_until_written(snapshot, block)
                 return
-            snapshot.places[block] = _Place.BEING_COPIED
+            snapshot.in_state.remove(block)
             self._free_bytes -= n_bytes
         copy = None
         try:
@@ -87,9 +77,10 @@ class Snapshots:
         finally:
             with self._changed:
                 if copy is None:
-                    snapshot.places[block], self._free_bytes = _Place.IN_STATE, 0
+                    snapshot.in_state.insert(0, block)
+                    self._free_bytes = 0
                 else:
-                    snapshot.places[block], snapshot.copies[block] = _Place.COPIED, copy
+                    snapshot.copies[block] = copy
                     self.n_copied += 1
                 self._changed.notify_all()
         if copy is None:
@@ -104,13 +95,11 @@ class Snapshots:
                     f"training waits: the state after step {self._next} is to be saved while that after step {self._now.step} is "
                     "still being written; save less often, or to a faster disk"
                 )
-            while self._next is not None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._next is None)
 
     def _wait_until_written(self, snapshot: Snapshot, block: int) -> None:
         self.n_waited_for += 1
-        while self._now is snapshot and snapshot.places[block] is not _Place.WRITTEN:
-            self._changed.wait()
+        self._changed.wait_for(lambda: self._now is not snapshot or block not in snapshot.unwritten)
 
     # -- on the thread that writes ----------------------------------------------------------------------------------
 
@@ -132,8 +121,7 @@ class Snapshots:
     def begun(self) -> Snapshot | None:
         """Wait for the next snapshot; None when there will be no more."""
         with self._changed:
-            while self._now is None and not self._is_over:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._now is not None or self._is_over)
             return self._now
 
     def next_block(self, snapshot: Snapshot) -> tuple[int, Copy | None] | None:
@@ -141,14 +129,11 @@ class Snapshots:
         with self._changed:
             while True:
                 self.look()
-                in_state = [block for block, place in snapshot.places.items() if place is _Place.IN_STATE]
-                if in_state:
-                    block = in_state[0] if self._state.n_bytes(in_state[0]) > self._free_bytes else in_state[-1]
-                    snapshot.places[block] = _Place.BEING_WRITTEN
-                    return block, None
+                if in_state := snapshot.in_state:
+                    return in_state.pop(0 if self._state.n_bytes(in_state[0]) > self._free_bytes else -1), None
                 for block, copy in snapshot.copies.items():
                     return block, copy
-                if all(place is _Place.WRITTEN for place in snapshot.places.values()):
+                if not snapshot.unwritten:
                     self._now = None
                     if self._next is not None:
                         self._begin(self._next)
@@ -165,7 +150,7 @@ class Snapshots:
     def is_written(self, snapshot: Snapshot, block: int) -> None:
         """From now on the block may change."""
         with self._changed:
-            snapshot.places[block] = _Place.WRITTEN
+            snapshot.unwritten.remove(block)
             if snapshot.copies.pop(block, None) is not None:
                 self._free_bytes += self._state.n_bytes(block)
             self._changed.notify_all()

@@ -48,7 +48,13 @@ class Shards(Mapping[str, Tensor]):
         self._n_read_bytes = 0
         self._file_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 not a dict
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            folder, advice = next(iter(self._files)).parent, "give the weights of this model, or copy it again"
+            raise CheckpointError(f"{folder}: no tensor {name} in its safetensors files; {advice}")
         path = self._file_of[name]
         try:
             if self._n_read_bytes > REOPEN_BYTES:

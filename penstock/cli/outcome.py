@@ -14,8 +14,7 @@ from runtime.errors import PlanError
 from runtime.plan.footprint import planned_device_needs
 from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
-from .outputs import check_output, write_output
-from .tables import show_table
+from .outputs import check_output, show_table, write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from planner.show.facts import Measured
     from runtime.plan import Plan
     from runtime.plan.timeline import Timeline
+
+    Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, how it is shown
 
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
 
@@ -77,12 +78,16 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
 
     found = measured(timeline, times_s)
     assert found is not None, "a step was performed"
-    show_table(("", "predicted", "measured", "error"), [*_rows(run, found), *_memory_rows(run)])
+    rows = [
+        (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
+        for name, predicted, value, show in (*_speeds(run, found), *_memory(run))
+    ]
+    show_table(("", "predicted", "measured", "error"), rows)
     if found.n_steps:
         spread = f"{show_seconds(found.p10_step_s)} to {show_seconds(found.p90_step_s)}"
         click.echo(f"step: median of {found.n_steps} after warm-up, P10 to P90 {spread}")
-    differs = _difference(run, found.step_s, recalibrate is not None) if run.is_comparable and found.n_steps else ()
-    for line in (*differs, *_notes(run)):
+    error = found.step_s / run.prediction.step_s - 1 if run.is_comparable and found.n_steps else 0.0
+    for line in _notes(run, error, recalibrate is not None):
         click.echo(line)
     if recalibrate is not None:
         _recalibrate(run, timeline, recalibrate)
@@ -93,44 +98,44 @@ def show_tokens(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _row(name: str, predicted: float, measured: float, show: "Callable[[float], str]") -> tuple[str, str, str, str]:
-    error = f"{measured / predicted - 1:+.1%}" if predicted > 0 else ""
-    return name, show(predicted), show(measured), error
-
-
-def _rows(run: "Session", found: "Measured") -> "Iterator[tuple[str, str, str, str]]":
+def _speeds(run: "Session", found: "Measured") -> "Iterator[Figure]":
     plan, predicted_s, n_tokens = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step
-    yield _row("step", predicted_s, found.step_s, show_seconds)
+    yield "step", predicted_s, found.step_s, show_seconds
     measured_busy_s = found.settled.busy_s(plan)
     for lane, busy_s in run.prediction.busy_s(plan).items():
-        yield _row(f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds)
-    yield _row("tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens)
+        yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
+    yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens
 
 
-def _memory_rows(run: "Session") -> "Iterator[tuple[str, str, str, str]]":
+def _memory(run: "Session") -> "Iterator[Figure]":
     """Arenas, and the peaks of process and device; an emulated machine's are another's."""
     plan, store = run.plan, run.store
     if run.device == "emulated":
         return
     by_arena = store.arenas.n_bytes
     device_bytes = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
-    yield _row("device arenas", plan.device_arena_bytes, device_bytes, show_bytes)
-    yield _row("host arenas", plan.host_arena_bytes, sum(by_arena.values()) - device_bytes, show_bytes)
+    yield "device arenas", plan.device_arena_bytes, device_bytes, show_bytes
+    yield "host arenas", plan.host_arena_bytes, sum(by_arena.values()) - device_bytes, show_bytes
     on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
     on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
     if device_peak_bytes is not None:
-        yield _row("device, peak", on_device, device_peak_bytes, show_bytes)
+        yield "device, peak", on_device, device_peak_bytes, show_bytes
     else:  # the device's memory is the process's own
         on_host += on_device
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - store.others_bytes()  # Linux counts in KiB
-    yield _row("process, peak", on_host, peak_bytes, show_bytes)
+    yield "process, peak", on_host, peak_bytes, show_bytes
 
 
-def _notes(run: "Session") -> "Iterator[str]":
-    """Whether the prediction is of this machine, and where the files are."""
+def _notes(run: "Session", error: float, recalibrates: bool) -> "Iterator[str]":
+    """Where a step took otherwise than predicted, whether the prediction is of this machine, and where the files are."""
     from penstock.checkpoint.checkpoint import latest
 
-    profile = run.plan.profile
+    profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
+    if abs(error) > WORTH_A_PLAN:
+        yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
+        if not recalibrates and run.device != "emulated":
+            corrected = f"penstock run {plan} ... --recalibrate profile.json, then penstock plan ... --machine profile.json"
+            yield f"to plan for the machine as it is: {corrected}"
     if run.device == "emulated":
         yield (
             f"emulated {profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
@@ -143,25 +148,7 @@ def _notes(run: "Session") -> "Iterator[str]":
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.saves:
         yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
-    folder = on_one_line(str(run.folder))
-    yield f"log: {folder}/metrics.jsonl   report: penstock report {_plan_file(run)} {folder} -o report.html"
-
-
-def _plan_file(run: "Session") -> str:
-    return on_one_line(str(run.settings.plan))
-
-
-def _difference(run: "Session", step_s: float, recalibrates: bool) -> "Iterator[str]":
-    """Where the step took otherwise than predicted: by how much, and how to plan for the machine as it is."""
-    error = step_s / run.prediction.step_s - 1
-    if abs(error) <= WORTH_A_PLAN:
-        return
-    yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
-    if not recalibrates and run.device != "emulated":
-        yield (
-            f"to plan for the machine as it is: penstock run {_plan_file(run)} ... --recalibrate profile.json, "
-            "then penstock plan ... --machine profile.json"
-        )
+    yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
 
 
 def refuse_to_recalibrate(path: Path, plan: "Plan", plan_file: Path, device: str) -> None:

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,18 @@ from penstock.run_config import PLAN_FLAGS
 from runtime.errors import DoesNotFitError
 from runtime.units import on_one_line
 
-from .flags import semantics_flags
-from .options import BYTES, CLIP_NORM, SEQ_LEN, Command, sequences_of_a_step, with_batch, with_gpus, with_prices, with_training
+from .options import (
+    BYTES,
+    CLIP_NORM,
+    SEQ_LEN,
+    Command,
+    semantics_flags,
+    sequences_of_a_step,
+    with_batch,
+    with_gpus,
+    with_prices,
+    with_training,
+)
 
 if TYPE_CHECKING:
     from penstock.api import Planned
@@ -175,15 +184,9 @@ def _policy(text: str) -> Mapping[str, Any] | str | None:
     """None to search; else another system's name, or the fields of the policy in a file: a plan's, or the file's own."""
     from runtime.files import read_whole
 
-    if text == "search":
-        return None
-    if text in BASELINE_NAMES:
-        return text
     path = Path(text)
-    if not os.path.isfile(path):  # a name too long for a file is no file
-        near = get_close_matches(text, ["search", *BASELINE_NAMES], n=1)
-        meant = f"did you mean {near[0]}?" if near else f"write search, {', '.join(BASELINE_NAMES)}, or a file"
-        raise click.UsageError(f"--policy: no policy or file {text!r}; {meant}")
+    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # a name too long for a file is no file
+        return None if text == "search" else text
     try:
         fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

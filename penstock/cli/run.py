@@ -15,8 +15,7 @@ from penstock.signals import handled
 from runtime.errors import RanksError
 from runtime.units import on_one_line
 
-from .flags import PATH, RunCommand, given_settings, setting_flags
-from .options import above_0
+from .options import PATH, RunCommand, above_0, given_settings, setting_flags
 
 if TYPE_CHECKING:
     from penstock.settings import RunSettings
@@ -65,18 +64,12 @@ def run(
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
-        code = _run(settings, resume, resume_from, recalibrate, time_scale, report)
+        how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
+        code = _run(settings, how, recalibrate, report)
     ctx.exit(code)
 
 
-def _run(
-    settings: "RunSettings",
-    resume: bool,
-    resume_from: str | None,
-    recalibrate: Path | None,
-    time_scale: float | None,
-    report: "Preparing",
-) -> int:
+def _run(settings: "RunSettings", how: dict[str, Any], recalibrate: Path | None, report: "Preparing") -> int:
     """Start the ranks of a run, or be one of them, or the only one; the exit code."""
     from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
     from runtime.plan import PlanFile
@@ -106,17 +99,8 @@ def _run(
             if ranks is not None and ranks.rank > 0:
                 report.stop()
                 return follow(settings, file, device, ranks)
-            with open_session(
-                settings,
-                file,
-                settings.plan or "",
-                resume=resume,
-                resume_from=resume_from,
-                time_scale=time_scale,
-                refuse=refuse,
-                report=report,
-                ranks=ranks,
-            ) as session:
+            of_run = {"refuse": refuse, "report": report, "ranks": ranks, **how}
+            with open_session(settings, file, settings.plan or "", **of_run) as session:
                 report.stop()
                 return _train(session, recalibrate)
     except GoneError as error:

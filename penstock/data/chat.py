@@ -63,7 +63,7 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens after which the assistant's answer begins."""
         text, _ = self._text(messages, None, "the prompt", prompt=True)
-        return list(self.tokenizer.encode_batch([text], special=False)[0].ids)
+        return list(self.tokenizer.backend.encode(text, add_special_tokens=False).ids)
 
     def _answer(self, chat: Chat, i: int, where: str) -> Rendered:
         """The answer of message `i` after what the model is prompted with when it is to give it."""

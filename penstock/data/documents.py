@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import transformers
 from datasets import Dataset, Features, IterableDataset, List, Value, disable_progress_bars
 from datasets.exceptions import DatasetGenerationError
 from datasets.iterable_dataset import ExamplesIterable
+from datasets.utils import tqdm
 
 from runtime.errors import DataError
 
@@ -29,6 +31,8 @@ ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundre
 DOCUMENTS_AT_ONCE = 100  # in memory until they are written
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row")
 _VERSION = 3  # of what a row becomes; tokens of another version are made again
+
+tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a killed run would leave behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,8 @@ class Reader:
         places = list(zip(rows["file"], rows["row"], strict=True))
         found = [(place, one) for place, value in zip(places, rows["value"], strict=True) for one in self._rendered(value, *place)]
         try:
-            encoded = self.template.tokenizer.encode_batch([text for _, (text, _) in found], special=self.is_text)
+            texts = [text for _, (text, _) in found]  # only documents have the tokens that a tokenizer puts around them
+            encoded = self.template.tokenizer.backend.encode_batch(texts, add_special_tokens=self.is_text)
         except BaseException as error:
             if not is_of_library(error):
                 raise

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -10,35 +10,15 @@ from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import CheckpointError, DataError
 
 
-@runtime_checkable
 class Batches(Protocol):
     """The batches of a run by the number of the step, which alone decides them: then a resumed run trains on the same batches.
 
-    Called from one thread, for consecutive steps; after a resume, for a later one. On a resume, batches that are not Resumable
-    are compared by the name of their class alone.
+    Called from one thread, for consecutive steps; after a resume, for a later one. A resumed run compares the name of their class.
     """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:
         """Of step number `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the token
         after `input_ids[b, t]`, or -100 where there is nothing to learn."""
-        ...
-
-
-@runtime_checkable
-class Resumable(Batches, Protocol):
-    """Batches with a fingerprint and a position: a checkpoint keeps both, and a resumed run must be given the same."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of data and order."""
-        ...
-
-    def position(self, step: int) -> dict[str, Any]:
-        """Where that step begins, as JSON can hold it."""
-        ...
-
-    def resume(self, step: int, position: dict[str, Any]) -> None:
-        """Go on at that step; CheckpointError for a position that these batches do not have."""
         ...
 
 
@@ -55,8 +35,7 @@ class Given:
 
     @property
     def fingerprint(self) -> str:
-        name = f"batches of {type(self.batches).__qualname__}"
-        return str(self.batches.fingerprint) if isinstance(self.batches, Resumable) else name
+        return f"batches of {type(self.batches).__qualname__}"
 
     def batch(self, step: int) -> Batch:
         """DataError for what is no batch of this plan."""
@@ -68,12 +47,11 @@ class Given:
             case other:
                 raise DataError(f"batch({step}) gave a {type(other).__name__}; give a Batch, or input ids and targets")
         shape, last = (self.batch_size, self.seq_len), self.vocab_size - 1
-        for name, ids, unsupervised in (("input ids", made.input_ids, False), ("targets", made.targets, True)):
+        for name, ids, least in (("input ids", made.input_ids, 0), ("targets", made.targets, UNSUPERVISED)):
             if tuple(ids.shape) != shape or ids.dtype != torch.int64:
                 problem = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
                 raise DataError(f"{problem}; this plan takes {shape} torch.int64, sequences by tokens")
-            is_known = (ids >= 0) & (ids <= last) | unsupervised & (ids == UNSUPERVISED)
-            if not is_known.all():
+            if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
         if made.document_tokens is not None:
@@ -89,16 +67,14 @@ class Given:
             raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
 
     def position(self, step: int) -> dict[str, Any]:
-        return self.batches.position(step) if isinstance(self.batches, Resumable) else {"step": step}
+        return {"step": step}
 
     def resume(self, step: int, position: dict[str, Any]) -> None:
-        if isinstance(self.batches, Resumable):
-            self.batches.resume(step, position)
-        elif position != {"step": step}:
+        if position != self.position(step):
             raise CheckpointError(f"the checkpoint's data stood at {position}, not at step {step}: it was trained on other data")
 
     def words(self) -> dict[str, str]:
-        return {"data": f"batches of {type(self.batches).__qualname__}"}
+        return {"data": self.fingerprint}
 
     def close(self) -> None:
         """The program that made the batches closes them."""

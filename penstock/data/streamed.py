@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from runtime.batch import Batch
 from runtime.errors import DataError
@@ -46,7 +46,10 @@ class Stream:
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, dict[str, Any]]]:
         for epoch in count(first_epoch):
-            stream, found = self._epoch(epoch), state is not None
+            documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
+            options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
+            stream = documents.map(partial(self._packed, epoch), remove_columns=list(self.reader.features), **options)
+            found = state is not None
             if state is not None:
                 stream.load_state_dict(state)
             for example in stream:
@@ -55,11 +58,6 @@ class Stream:
             if not found:
                 raise DataError(f"{self.reader.files.path}: no document in it has anything to learn; give other data")
             state = None
-
-    def _epoch(self, epoch: int) -> IterableDataset:
-        documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
-        options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
-        return documents.map(partial(self._packed, epoch), remove_columns=list(self.reader.features), **options)
 
     def _packed(self, epoch: int, buffer: Columns, indices: list[int]) -> Columns:
         """The sequences of a shuffle buffer's documents, in an order of their own."""

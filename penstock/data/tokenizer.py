@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -50,13 +50,9 @@ class ModelTokenizer:
         known = [self.library.chat_template, self.library.special_tokens_map, self.end_id, sorted(self.answer_ends)]
         return hashlib.sha256(json.dumps([self.backend.to_str(), *known]).encode()).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
-        """Ids and their offsets in characters; `special`: with the tokens that the tokenizer puts around a document."""
-        return list(self.backend.encode_batch(texts, add_special_tokens=special))
-
     def encode(self, text: str) -> list[int]:
         """The ids of a document without its end."""
-        ids = list(self.encode_batch([text], special=True)[0].ids)
+        ids = list(self.backend.encode(text).ids)
         return ids[:-1] if ids[-1:] == [self.end_id] else ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import PlanFile
 
 from .device import refuse_what_does_not_fit, settle_kernels
-from .inputs import data_of, own_model, weights_of
+from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
 from .session import machine_of, optimizer_of, read_by_all, steps_of
 from .trainer import device_memory_named
-from .weights import fill
 
 
 def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes) -> int:
@@ -28,46 +27,37 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
     try:
-        with ExitStack() as until_the_end:
-            said = ranks.tell()
-            if said["do"] != "begin":
-                return 1
-            status: dict[str, Any] = {}
-            with _told(status):
-                if device == "cuda":
-                    settle_kernels(file.plan, settings.deterministic)
-                is_first_here = ranks.rank % ranks.n_here == 0  # asks for all ranks of its host, before any takes memory
-                if device == "cuda" or is_first_here:
-                    refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
-            if any(other.get("error") for other in ranks.gathered(status)):
-                return 1
-            store: TorchMachine | None = None
-            with _told(status):
-                store, reads = _put_together(settings, file, device, ranks, said["resume"], until_the_end)
-                status |= reads
-            if any(other != status for other in ranks.gathered(status)) or store is None:
-                return 1
-            with device_memory_named():
-                obey(store, ranks)
+        said = ranks.tell()
+        if said["do"] != "begin":
+            return 1
+        status: dict[str, Any] = {}
+        with _told(status):
+            if device == "cuda":
+                settle_kernels(file.plan, settings.deterministic)
+            is_first_here = ranks.rank % ranks.n_here == 0  # asks for all ranks of its host, before any takes memory
+            if device == "cuda" or is_first_here:
+                refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
+        if any(other.get("error") for other in ranks.gathered(status)):
+            return 1
+        store: TorchMachine | None = None
+        with _told(status):
+            plan, folder = own_model(file.plan, settings.model)
+            state = None if said["resume"] is None else load_state(Path(said["resume"]))
+            data = data_of(settings, plan, folder)
+            of_step, _ = optimizer_of(settings.optimizer, steps_of(settings, data))
+            weights = weights_of(settings, plan, folder, state)
+            store = machine_of(device, plan, data, of_step, settings.seed, ranks)
+            fill(store, settings, data, weights, state)
+            status |= read_by_all(data, weights)
+        if any(other != status for other in ranks.gathered(status)) or store is None:
+            return 1
+        with device_memory_named():
+            obey(store, ranks)
     except (RanksError, GoneError, NonFiniteError, DataError):
         return 1
     except PenstockError as error:
         raise PenstockError(f"rank {ranks.rank}: {error}") from error
     return 0
-
-
-def _put_together(
-    settings: RunSettings, file: PlanFile, device: str, ranks: Processes, resume: str | None, until_the_end: ExitStack
-) -> tuple[TorchMachine, dict[str, str]]:
-    """This rank's machine, as rank 0 has its own, and digests of what it read; PenstockError for what this rank lacks."""
-    plan, folder = own_model(file.plan, settings.model)
-    state = None if resume is None else load_state(Path(resume))
-    data = data_of(settings, plan, folder, until_the_end)
-    of_step, _ = optimizer_of(settings.optimizer, steps_of(settings, data))
-    weights = weights_of(settings, plan, folder, state)
-    store = machine_of(device, plan, data, of_step, settings.seed, ranks)
-    fill(store, settings, data, weights, state)
-    return store, read_by_all(data, weights)
 
 
 @contextmanager

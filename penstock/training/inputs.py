@@ -1,12 +1,14 @@
-"""What a run reads: model, weights, data, held-out data and prompts."""
+"""What a run reads: its model and the weights it begins with, data, held-out data and prompts."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State
-from penstock.checkpoint.model_files import has_weights, refuse_quantised
+from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
+from penstock.checkpoint.packed_base import packed_base
+from penstock.checkpoint.resuming import put_back
 from penstock.data.data import Data, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import read_tokenizer
@@ -14,14 +16,18 @@ from penstock.run_config import RunConfigError
 from penstock.settings import RunSettings
 from planner.model.config import download
 from planner.model.workload import read_model
-from runtime.errors import PlanError
+from runtime.errors import CheckpointError, PlanError
+from runtime.host.slabs import give_back_freed
 from runtime.layers.documents import supports_documents
 from runtime.layers.meta_models import difference
+from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
+from runtime.plan.train import Train, is_adapter
 
 from .generation import check_prompts
 
 TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
+PACKED_FOLDER = "base"  # in the run's folder: packed weights, for the next start
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +67,76 @@ def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: St
     return folder
 
 
+def fill(
+    store: TorchMachine,
+    settings: RunSettings,
+    data: Data,
+    weights: Path | None,
+    state: State | None,
+    report: Callable[[str], None] = lambda words: None,
+) -> None:
+    """Put into the store what the run begins with: the model's weights in `weights`, random ones where that is None, and the state
+    of a checkpoint, which has all weights that are trained."""
+    if state is None or not store.plan.workload.trains_all:
+        if weights is None:
+            report("making random weights")
+            store.initialise(settings.seed)
+        else:
+            packed = Path(settings.out) / PACKED_FOLDER if settings.packed is None else Path(settings.packed)
+            load_model(store, weights, packed, report)
+            store.initialise_adapters(settings.seed)
+    if state is not None:
+        report("putting back the state")
+        put_back(state, store.host, data)
+    elif settings.adapter is not None:
+        load_adapter(store, Path(settings.adapter))
+
+
+def load_model(store: TorchMachine, folder: Path, cache: Path, report: Callable[[str], None] = lambda words: None) -> None:
+    """Put a Hugging Face model's weights into the store, one tensor at a time; those that are stored packed are packed once, into
+    `cache`. Adapters stay as they are."""
+    plan, host = store.plan, store.host
+    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p)}
+    if packed_shapes:
+        report(f"packing weights in {plan.semantics.base}, if they are not yet")
+        read_packed = packed_base(folder, plan.model.config, packed_shapes, plan.semantics.base, cache)
+    for number, block in enumerate(plan.workload.blocks):
+        report(f"loading weights: {number} of {len(plan.workload.blocks)} blocks")
+        owned = {p.name: p for p in block.parameters if p.tied_to is None and not is_adapter(p.name)}
+        for name in owned.keys() & packed_shapes.keys():
+            host.set_weight(owned.pop(name), read_packed(name))
+        shapes = {name: p.shape for name, p in owned.items()}
+        for name, weight in load_weights(folder, str(plan.model.config.get("model_type")), owned, shapes):
+            host.set_weight(owned[name], weight)
+    give_back_freed()
+
+
+def load_adapter(store: TorchMachine, folder: Path) -> None:
+    """Put an adapter, as PEFT saves it, into the store; CheckpointError where it is not the plan's, or of another base."""
+    planned = store.plan.semantics.train.lora
+    owned = {p.name: p for p in store.host.all_owned()}
+    lora, factors = read_adapter(folder, {name: p.shape for name, p in owned.items() if not is_adapter(name)})
+    if planned is None:
+        raise CheckpointError(f"{folder}: an adapter, but the plan trains none; plan with --train {Train(lora=lora)}")
+    alike = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
+    if not alike or factors.keys() != {name for name in owned if is_adapter(name)}:
+        raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
+    for name, factor in factors.items():
+        store.host.set_weight(owned[name], factor)
+    for block in range(len(store.plan.workload.blocks)):
+        store.host.settle(block)
+
+
 def data_of(
     settings: RunSettings,
     plan: Plan,
     folder: Path | None,
-    until_the_end: ExitStack,
     held_out: bool = False,
     report: Callable[[str], None] = lambda words: None,
 ) -> Data:
-    """The batches to train on, or of `held_out` data the sequences to evaluate on; closed with `until_the_end`."""
+    """The batches to train on, or of `held_out` data the sequences to evaluate on."""
     semantics = plan.semantics
-    data = read_data(
+    return read_data(
         settings.data,
         _tokenizer_folder(settings, folder),
         _vocab_size(plan),
@@ -83,20 +148,16 @@ def data_of(
         preferred=HELD_OUT if held_out else TRAIN,
         report=report,
     )
-    until_the_end.callback(data.close)
-    return data
 
 
-def held_out_of(
-    settings: RunSettings, plan: Plan, folder: Path | None, until_the_end: ExitStack, report: Callable[[str], None]
-) -> Data | None:
+def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Callable[[str], None]) -> Data | None:
     """The data to evaluate on, in its own order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:
         return None
     of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False, workers=0)
     report("reading the held-out data")
-    return data_of(replace(settings, data=of), plan, folder, until_the_end, held_out=True, report=report)
+    return data_of(replace(settings, data=of), plan, folder, held_out=True, report=report)
 
 
 def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:

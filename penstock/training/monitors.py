@@ -7,9 +7,8 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,28 +110,21 @@ class Monitors:
         self._open = dict[str, Monitor]()
 
     def __enter__(self) -> None:
-        for name in self._names:
-            self._try(name, partial(self._begin, name))
+        self._each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._of_run)}))
 
     def __exit__(self, *_: object) -> None:
-        self._tell(lambda monitor: monitor.close())
+        self._each(self._open, lambda name: self._open[name].close())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._tell(lambda monitor: monitor.log(step, values))
+        self._each(self._open, lambda name: self._open[name].log(step, values))
 
-    def text(self, step: int, name: str, text: str) -> None:
-        self._tell(lambda monitor: monitor.text(step, name, text))
+    def text(self, step: int, title: str, text: str) -> None:
+        self._each(self._open, lambda name: self._open[name].text(step, title, text))
 
-    def _begin(self, name: str) -> None:
-        self._open[name] = CLIENTS[name](*self._of_run)
-
-    def _tell(self, tell: Callable[[Monitor], Any]) -> None:
-        for name, monitor in list(self._open.items()):
-            self._try(name, partial(tell, monitor))
-
-    def _try(self, name: str, work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except Exception as error:  # a client may raise anything, and the run is worth more than its picture
-            self._open.pop(name, None)
-            self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run goes on without it")
+    def _each(self, names: Iterable[str], work: Callable[[str], Any]) -> None:
+        for name in list(names):
+            try:
+                work(name)
+            except Exception as error:  # a client may raise anything, and the run is worth more than its picture
+                self._open.pop(name, None)
+                self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run goes on without it")

@@ -1,25 +1,27 @@
-"""The folder of a run: one run at a time in it, the files that a run may replace there, and the checkpoint that it resumes."""
+"""The folder of a run: one run at a time in it, files that it may replace there, its logs, and the checkpoint it resumes."""
 
 import fcntl
+import json
+import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
-from penstock.checkpoint.disk import refusal
+from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, whole_before
 from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, run_text
 from penstock.settings import RunSettings
 from runtime.errors import CheckpointError
 from runtime.executor import say
-from runtime.files import try_to_write, write_whole
+from runtime.files import fields_of, try_to_write, write_whole
 from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
-from .log import writing
 
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besides checkpoints
 
@@ -33,11 +35,9 @@ def run_folder(out: Path) -> Iterator[None]:
     _refuse_foreign_files(out)
     was_there = out.is_dir()
     try:
-        try:
+        with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             try_to_write(out / RUN_FILE)
-        except OSError as error:
-            raise refusal(out, error) from None
         with _locked(out):
             yield
     except BaseException:
@@ -82,6 +82,36 @@ def write_settings(settings: RunSettings) -> None:
     path = Path(settings.out) / RUN_FILE
     with writing(path):
         write_whole(path, run_text(settings))
+
+
+# -- logs: lines of JSON ---------------------------------------------------------------------------------------------------
+
+
+def add_lines(path: Path, lines: Sequence[Mapping[str, Any]], to_disk: bool = False) -> None:
+    """Add lines of JSON; a number that is not finite is null. `to_disk`: sync the file. CheckpointError where the disk refuses: a
+    line may then be cut off, which readers leave out and the run that goes on drops."""
+    plain = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()} for fields in lines]
+    with writing(path), path.open("a", encoding="utf-8") as log:
+        log.writelines(json.dumps(fields) + "\n" for fields in plain)
+        log.flush()
+        if to_disk:
+            os.fsync(log.fileno())
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, fields) of each line of a log, without one that was cut off when a run was killed."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if (fields := fields_of(line)) is not None:
+                yield line, fields
+
+
+def keep_lines_up_to(path: Path, n_steps: int) -> None:
+    """Drop the lines of later steps: a run that was killed logged them after the checkpoint that is resumed."""
+    if path.exists():
+        kept = [line + "\n" for line, fields in lines_of(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
+        with writing(path):
+            write_whole(path, "".join(kept))
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------------

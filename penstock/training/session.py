@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 
 from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State
-from penstock.checkpoint.disk import refuse_without_room
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.resuming import identity, refuse_another
+from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Data
 from penstock.run_config import RunConfigError
 from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
@@ -39,12 +39,11 @@ from runtime.ranks import Ranks
 from runtime.units import on_one_line, show_bytes
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
-from .inputs import Prompts, data_of, held_out_of, own_model, prompts_of, weights_of
+from .inputs import Prompts, data_of, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
-from .weights import fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ def open_session(
     refuse_missing(settings.monitors)
     if device == "cuda":
         settle_kernels(plan, settings.deterministic)
-    with run_folder(out), ExitStack() as until_the_end:
+    with run_folder(out):
         if resume or resume_from is not None:
             report("reading the checkpoint")
         state = state_to_resume(out, resume, resume_from)
@@ -148,12 +147,13 @@ def open_session(
             if state is not None or data is not None:
                 what = "saves nothing and resumes nothing" if data is None else "trains a stand-in: give it files, not batches"
                 raise RunConfigError(f"an emulated run {what}; or choose another device")
-            session = _emulated(settings, plan, until_the_end, report, time_scale)
+            session = _emulated(settings, plan, report, time_scale)
         else:
-            session = _real(settings, plan, device, state, data, ranks, until_the_end, report)
+            session = _real(settings, plan, device, state, data, ranks, report)
         if stop is not None:
             session = replace(session, stop=stop)
-        yield session
+        with closing(session.data):
+            yield session
         if session.leader is not None:
             session.leader.end()
 
@@ -184,7 +184,6 @@ def _real(
     state: State | None,
     data: Data | None,
     ranks: Processes | None,
-    until_the_end: ExitStack,
     report: Callable[[str], None],
 ) -> Session:
     """A run of the plan's own model on this machine. What is quickly refused is read before the weights are."""
@@ -193,8 +192,8 @@ def _real(
     weights = weights_of(settings, plan, folder, state)
     refuse_what_does_not_fit(plan, device, settings.device, 1 if ranks is None else ranks.n_here)
     report("reading the data")
-    data = data or data_of(settings, plan, folder, until_the_end, report=report)
-    held_out = held_out_of(settings, plan, folder, until_the_end, report)
+    data = data or data_of(settings, plan, folder, report=report)
+    held_out = held_out_of(settings, plan, folder, report)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
@@ -208,7 +207,7 @@ def _real(
         *(settings, plan, device, store, store, data, n_steps, prediction, optimizer, first_step),
         weights=_weights_in_words(settings, weights, state),
         tokenizer_from=folder if settings.tokenizer == "model" else None,
-        frozen=None if plan.workload.trains_all else _frozen_digest(weights, settings.seed),
+        frozen=None if plan.workload.trains_all else read_by_all(data, weights).get("weights", f"random, by seed {settings.seed}"),
         held_out=held_out,
         prompts=prompts,
         leader=None if ranks is None else Leader(store, ranks),
@@ -231,22 +230,16 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
     return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
 
 
-def _frozen_digest(weights: Path | None, seed: int) -> str:
-    return f"random, by seed {seed}" if weights is None else weights_digest(weights)
-
-
 def read_by_all(data: Data, weights: Path | None) -> dict[str, str]:
     """Digests of what every rank reads for itself, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
-def _emulated(
-    settings: RunSettings, plan: Plan, until_the_end: ExitStack, report: Callable[[str], None], time_scale: float | None
-) -> Session:
+def _emulated(settings: RunSettings, plan: Plan, report: Callable[[str], None], time_scale: float | None) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
-    data = data_of(replace(settings, tokenizer="bytes"), small, None, until_the_end, report=report)
+    data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)
     n_steps = steps_of(settings, data)
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, set_aside
 from penstock.checkpoint.saver import Saver
 from runtime.compute.inference import Abandoned
@@ -17,8 +18,8 @@ from runtime.files import write_whole
 from runtime.plan import Lane
 from runtime.plan.timeline import Timeline
 
-from .log import add_lines, keep_lines_up_to, writing
 from .monitors import Monitors
+from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
 from .validation import Validation, validations_of
 

@@ -20,8 +20,8 @@ from runtime.units import on_one_line, show_seconds
 
 from .generation import generate
 from .inputs import Prompts
-from .log import add_lines, lines_of
 from .monitors import Monitors
+from .run_folder import add_lines, lines_of
 from .session import Session
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds all
@@ -126,29 +126,22 @@ def evaluate(machine: TorchMachine, sequence: Callable[[int], Batch], n_sequence
     All lanes of the machine must be idle. DataError where no token is supervised; Abandoned after `stop.request()`, once the pass
     in progress is done.
     """
-    began_s = time.perf_counter()
-    most, losses = most_micro_batches(machine.plan), list[torch.Tensor]()
+    began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
+    n_micro_batches = -(-n_sequences // machine.plan.semantics.micro_batch)
+    n_passes = -(-n_micro_batches // most_micro_batches(machine.plan))
+    plan = forward_plan(machine.plan, -(-n_micro_batches // n_passes))
+
+    def batch(number: int) -> Batch:
+        nonlocal n_tokens
+        n = plan.semantics.batch_size
+        found = _padded(sequence, range(number * n, min((number + 1) * n, n_sequences)), n)
+        n_tokens += found.n_supervised
+        return found
 
     def add_loss(last: LastHidden) -> None:
         losses.append(last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT))
 
-    n_full, n_left = divmod(-(-n_sequences // machine.plan.semantics.micro_batch), most)
-    first = n_tokens = 0
-    for n_passes, n_micro_batches in ((n_full, most), (1, n_left)):
-        if not n_passes or not n_micro_batches:
-            continue
-        plan = forward_plan(machine.plan, n_micro_batches)
-        n = plan.semantics.batch_size
-
-        def batch(step: int, first: int = first, n: int = n) -> Batch:
-            nonlocal n_tokens
-            at = first + step * n
-            found = _padded(sequence, range(at, min(at + n, n_sequences)), n)
-            n_tokens += found.n_supervised
-            return found
-
-        machine.forward(plan, batch, add_loss, n_passes, stop)
-        first += n_passes * n
+    machine.forward(plan, batch, add_loss, n_passes, stop)
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
     return Evaluated(sum(loss.item() for loss in losses) / n_tokens, n_tokens, time.perf_counter() - began_s)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from penstock.checkpoint import disk
+from penstock.checkpoint import retention
 from runtime.plan import PlanFile
 from tests.running import SCRATCH, lines_of, one_line, plan_in, train, weights_sha
 
@@ -46,10 +46,10 @@ def test_a_folder_without_room_for_checkpoints_is_refused(home, monkeypatch, mor
     """Before the first step; with a byte more, the run is made."""
     plan = plan_in(home)
     each_bytes = PlanFile.read(plan).plan.checkpoint_bytes("--weights-only" in more)
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: n * each_bytes - 1)
+    monkeypatch.setattr(retention, "free_bytes", lambda folder: n * each_bytes - 1)
     one_line(train(home, plan, *more, steps=8), 2, f"{n} checkpoints of" if n > 1 else "a checkpoint of", ways)
     assert not (home / "out").exists()
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: n * each_bytes)
+    monkeypatch.setattr(retention, "free_bytes", lambda folder: n * each_bytes)
     assert train(home, plan, *more, steps=8).exit_code == 0
     sizes = [path.stat().st_size for path in (home / "out" / "checkpoint-8").glob("*.safetensors")]
     assert each_bytes < sum(sizes) < 1.1 * each_bytes + 4096

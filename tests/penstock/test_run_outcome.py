@@ -17,13 +17,15 @@ from penstock.training.trainer import Metrics
 
 @pytest.mark.parametrize(("step_s", "how"), [(1.5, "50% longer"), (0.6, "40% shorter"), (1.09, None), (0.92, None)])
 def test_a_step_unlike_its_prediction_names_the_remedy(step_s, how):
-    run = SimpleNamespace(device="cpu", prediction=SimpleNamespace(step_s=1.0), settings=SimpleNamespace(plan="p.json"))
-    said = list(outcome._difference(run, step_s, recalibrates=False))
-    assert bool(said) == (how is not None)
+    store = SimpleNamespace(device_name=lambda: None, arenas=SimpleNamespace(host_words=str))
+    of_run = {"plan": SimpleNamespace(profile={}), "settings": SimpleNamespace(plan="p.json"), "folder": "out", "saves": False}
+    run = SimpleNamespace(device="cpu", is_comparable=True, store=store, **of_run)
+    said, others = list(outcome._notes(run, step_s - 1, recalibrates=False)), 2
+    assert len(said) - others == (0 if how is None else 2)
     if how is not None:
         assert how in said[0]
         assert "penstock run p.json ... --recalibrate" in said[1]
-        assert len(list(outcome._difference(run, step_s, recalibrates=True))) == 1
+        assert len(list(outcome._notes(run, step_s - 1, recalibrates=True))) - others == 1
 
 
 METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu": 1.5, "h2d": 0.5}, predicted_step_s=1.6)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from hwprofiles.schema import shipped_profiles
 from penstock.cli.main import cli
-from penstock.cli.tables import show_table
+from penstock.cli.outputs import show_table
 from planner.show.compare import COLUMNS, JOB_TITLES, MATTER
 from runtime.errors import PenstockError
 from runtime.units import parse_count

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.flags import PATH, data_settings, flag_of, given_settings
-from penstock.cli.options import Command
+from penstock.cli.options import PATH, Command, data_settings, flag_of, given_settings
+from penstock.cli.outputs import show_table
 from penstock.cli.progress import Preparing, show_overview
-from penstock.cli.tables import show_table
 from penstock.run_config import read_run
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.options import BYTES, COUNT, sequences_of_a_step, with_batch, with_prices
-from penstock.cli.tables import show_table
+from penstock.cli.outputs import show_table
 
 from .sweep import semantics_of, swept, with_work
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.options import COUNT, TOKENS
-from penstock.cli.tables import show_table
+from penstock.cli.outputs import show_table
 from runtime.units import GB, parse_bytes, show_count
 
 from .sweep import semantics_of, swept, with_work

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import click
 
-from penstock.cli.tables import show_table
+from penstock.cli.outputs import show_table
 from runtime.units import show_bytes
 
 TITLES = ("machine", "what it is", "device memory", "host memory", "rent an hour", "bought", "measured", "on another", "assumed")

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,7 +37,7 @@ def semantics_of(
     seq_len: int,
     batch_size: int,
     micro_batch: int,
-    clip_norm: float | str | None,
+    clip_norm: float | None,
     master: str,
     train: str | None,
     base: "Base | None",
@@ -48,8 +48,7 @@ def semantics_of(
     from runtime.plan import Semantics
     from runtime.plan.policy import trained
 
-    clip = None if isinstance(clip_norm, str) else clip_norm
-    asked = Semantics(seq_len, batch_size, micro_batch, master_dtype=master, clip_norm=clip)  # type: ignore[arg-type]
+    asked = Semantics(seq_len, batch_size, micro_batch, master_dtype=master, clip_norm=clip_norm)  # type: ignore[arg-type]
     asked = trained(asked, train, base)
     return shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
 
@@ -67,10 +66,7 @@ def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: st
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n_workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
     try:
-        futures = [pool.submit(work, *task) for task in tasks]
-        for future in show(as_completed(futures)):
-            future.result()  # the first that fails ends the sweep
-        return [future.result() for future in futures]
+        return list(show(pool.map(work, *zip(*tasks, strict=True))))
     except BrokenProcessPool:
         raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
     finally:

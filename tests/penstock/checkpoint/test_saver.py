@@ -107,7 +107,7 @@ def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: f
     rng, begun = random.Random(seed), {last}  # after which no update comes
 
     def late(writer):
-        if threading.current_thread().name == "saver":
+        if threading.current_thread().name.startswith("saver"):
             met, until_s = snapshots[0].met_before[writer.step], time.perf_counter() + 60
             while writer.step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
                 time.sleep(0.0005)

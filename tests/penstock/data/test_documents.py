@@ -137,3 +137,8 @@ def test_tokens_stay_in_the_file_and_travel_by_its_name(tmp_path):
     assert pickle.loads(content).ids(3).tolist() == [*b"x" * 2**16, END]
     assert np.shares_memory(documents.ids(3), documents.ids(3)), "a view of the file"
     assert documents.ids(3).nbytes == 2 * (2**16 + 1), "two bytes an id, for a vocabulary of 300"
+
+
+def test_reading_makes_no_semaphore_that_a_kill_leaves(lines, monkeypatch):
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", lambda *_, **__: pytest.fail("a semaphore of the system"))
+    read(lines)

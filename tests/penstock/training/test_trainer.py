@@ -11,7 +11,7 @@ from transformers import Trainer as TrainerOfTransformers
 
 from penstock.checkpoint.checkpoint import load_state
 from penstock.cli.progress import Progress
-from penstock.training.log import keep_lines_up_to
+from penstock.training.run_folder import keep_lines_up_to
 from penstock.training.trainer import DeviceMemoryError, Metrics, Trainer
 from runtime.errors import CheckpointError
 from runtime.machines.cpu import CpuMachine
