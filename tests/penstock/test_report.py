@@ -5,9 +5,7 @@ import os
 
 import pytest
 
-from penstock import run_files
-from runtime.plan import PlanFile
-from tests.report_cases import line, make_plan, make_run, page_of
+from tests.report_cases import make_plan, make_run, page_of
 from tests.running import one_line, penstock
 
 
@@ -99,12 +97,3 @@ def test_a_damaged_plan_is_refused(planned, tmp_path):
         fields = json.loads(planned.read_text()) | {place: value}
         (tmp_path / "bad.json").write_text(json.dumps(fields))
         assert "bad.json" in refused(tmp_path / "bad.json", output=tmp_path / "r.html")
-
-
-def test_the_end_of_a_very_long_log_is_drawn(planned, tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_text("".join(line({"step": n, "loss": 1.0}) for n in range(1, 1001)))
-    monkeypatch.setattr(run_files, "MAX_LOG_BYTES", 5000)
-    log = run_files.read_logged_run(tmp_path, PlanFile.read(planned).plan).log
-    assert log.steps == list(range(log.steps[0], 1001))
-    assert (log.is_whole, log.n_damaged) == (False, 0)
-    assert log.steps[0] > 1

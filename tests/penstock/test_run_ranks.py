@@ -14,7 +14,7 @@ from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
 from tests.rank_law import ROOT
 from tests.rank_runs import QUIET, begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import penstock
+from tests.running import penstock, succeeded
 
 
 def logged(home, out):
@@ -28,12 +28,12 @@ def logged(home, out):
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home):
     """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
-    assert penstock(*words(home, planned(home, 1), *looks, out="alone")).exit_code == 0
+    succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
     shared = done(words(home, planned(home, 2), *looks, steps=2))
     assert shared.returncode == 0, shared.stderr
     assert shared.stderr.count("step 1/2") == 1, "the first rank speaks, the other is silent"
     assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")
-    assert penstock(*words(home, home / "1.json", *looks, "--resume")).exit_code == 0
+    succeeded(penstock(*words(home, home / "1.json", *looks, "--resume")))
     assert contents(home / "out" / "checkpoint-4") == contents(home / "alone" / "checkpoint-4")
     assert logged(home, "out") == logged(home, "alone")
     assert (home / "out" / "samples.jsonl").read_text() == (home / "alone" / "samples.jsonl").read_text()
@@ -55,7 +55,7 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
         assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said
         last = step_of(home / "out")
     n = last + 3
-    assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
+    succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
     assert is_that_of_one(home, n)
 
 

@@ -1,8 +1,5 @@
 """Machines are ranked as their own plans say, and priced the same wherever a price is shown."""
 
-import json
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +10,9 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.faster import Group, faster
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
-from planner.show.compare import COLUMNS, JOB_TITLES, candidate, ranked, smallest_host_bytes
+from planner.show.compare import candidate, ranked, smallest_host_bytes
 from planner.show.fits import Fit
 from planner.show.price import hourly, job, prices_in_words
-from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 
 MODEL = read_model("qwen2.5-0.5b")
@@ -127,36 +123,3 @@ def test_a_missing_price_is_none_and_a_date_the_oldest_parts():
     fields = H200.to_json()
     fields["sources"]["ram_price"]["date"] = "2025-12-31"
     assert hourly(Profile.from_json(fields)).date == "2025-12-31"
-
-
-def test_given_sizes_are_kept_and_free_ones_chosen():
-    kept, chosen = (alone(H200, free=free).speed for free in (frozenset(), SIZES))
-    assert (kept.micro_batch, chosen.micro_batch) == (1, 2)
-    with pytest.raises(PlanError, match="eager"):  # an illegal policy is no misfit
-        alone(H200, fixed=Policy(update=Update.EAGER))
-    asked = replace(SEMANTICS, mlp_tile_tokens=16)
-    tiled = alone(H200, semantics=asked, free=SIZES - {"mlp_tile_tokens"})
-    assert tiled.speed.step_s > chosen.step_s, "sixteen tokens at a time are slow"
-
-
-def test_rows_and_json_have_every_field_with_and_without_a_plan():
-    small = named(H200.with_memory(None, 9 * 10**9), "small", usd_per_hour=None)
-    found = compared(H200, small)
-    fitting, misfit = json.loads(json.dumps(found.to_json(1000), allow_nan=False))["machines"]
-    assert (fitting["fits"], misfit["fits"]) == (True, False)
-    always = {"smallest_host_bytes", "usd_per_million_tokens", "usd_per_hour", "price_note", "reason"}
-    assert fitting.keys() >= always | {"tokens_per_s", "step_s", "rests_on", "gap_fraction", "binding", "job"}
-    assert misfit.keys() >= always | {"short_host_bytes", "short_device_bytes", "smallest_change"}
-    assert all(len(of.row(1000)) == len(COLUMNS) + len(JOB_TITLES) for of in found.candidates)
-    assert all(len(of.row()) == len(COLUMNS) for of in found.candidates)
-
-
-@pytest.mark.soak
-def test_a_plan_too_long_on_one_machine_leaves_the_others_alone():
-    """The small device computes a sequence at a time: too many micro-batches for any plan. The large one computes several."""
-    small = named(H200.with_memory(4 * 10**9, None), "small")
-    found = compared(small, H200, semantics=replace(SEMANTICS, seq_len=4096, batch_size=2**21))
-    assert [of.machine for of in found.candidates] == ["h200-pcie5", "small"]
-    assert found.candidates[0].speed is not None
-    assert found.candidates[1].row()[:2] == ("small", "too long")
-    assert found.candidates[1].to_json()["n_ops"] > 0

@@ -71,14 +71,6 @@ def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
     assert Resource.D2H not in uses
 
 
-def test_a_cpu_copies_with_its_cores_and_computes_in_host_memory():
-    plan = plan_of()
-    for name, cores in (("h200-pcie5", None), ("cpu-2core", 1.0)):
-        cost = CostModel(read_profile(name))
-        assert dict(demand(cost, plan, Kind.OFFLOAD_GRADIENT, 1).uses).get(Resource.CORES) == cores
-        assert (Resource.DRAM in dict(demand(cost, plan, Kind.FORWARD, 1, 0).uses)) == (cores is not None)
-
-
 def product_flop_per_s(profile, m):
     """Of a product in a step, where clocks may be lower than in a burst."""
     sustained = profile.device.sustained_fraction
@@ -98,13 +90,6 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
     m = layer.matmuls[-1]
     product_s = m.flop / product_flop_per_s(profile, m)
     assert 0.9 * (forward.alone_s - product_s) < more_s < forward.alone_s - product_s
-
-
-def test_twice_the_tokens_never_take_less_time(profile):
-    cost = CostModel(profile)
-    short, long = (plan_of(semantics=replace(SEMANTICS, seq_len=n)) for n in (512, 1024))
-    for kind, block in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.LOSS, 29)):
-        assert demand(cost, long, kind, block, 0).alone_s > demand(cost, short, kind, block, 0).alone_s
 
 
 def test_the_loss_costs_three_products_and_more(profile):
@@ -155,20 +140,6 @@ def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
         assert last.uncontended_s < demand(cost, uneven, kind, b, 3).uncontended_s
         assert demand(cost, uneven, kind, b, 3) == demand(CostModel(profile), large, kind, b, 3), kind
     assert model_flop(uneven) * 64 == model_flop(plan_of(semantics=replace(SEMANTICS, batch_size=64, micro_batch=16))) * 67
-
-
-def test_sizes_outside_the_measured_points_are_named():
-    cost = CostModel(read_profile("h200-pcie5"))
-    demand(cost, plan_of(semantics=replace(SEMANTICS, seq_len=1)), Kind.FORWARD, 1, 0)
-    assert {o for o in cost.outside if "matmul (1, 3584)" in o}
-
-
-def test_one_model_of_cost_serves_many_workloads(profile):
-    """What is remembered for one workload must not answer for another."""
-    cost = CostModel(profile)
-    small, large = plan_of(model=MODEL), plan_of(model=UNTIED)
-    for plan in (small, large, small):
-        assert demand(cost, plan, Kind.LOAD, 1) == demand(CostModel(profile), plan, Kind.LOAD, 1)
 
 
 @pytest.mark.drawn

@@ -68,28 +68,6 @@ def test_a_share_is_the_seconds_of_its_ops():
     assert device.worst[0].what == "matrix products"
 
 
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [
-        ("device.attention", "attention"),
-        ("device.memory_bytes_per_s", "device memory"),
-        ("link.h2d.bytes_per_s", "rate of uploads"),
-    ],
-)
-def test_an_assumed_speed_is_named(place, what):
-    machine = only(read_profile("h100-sxm"), place)
-    device, others = rests_on(plan_on(machine), machine)
-    found = others if place.startswith("link") else device
-    assert [part.what for part in found.worst] == [what]
-    assert found.fraction("assumptions") == pytest.approx(found.worst[0].fraction)
-
-
-def test_a_rate_of_another_device_is_not_of_this_one():
-    machine = only(read_profile("h100-sxm"), "device.matmul", "published")
-    assert standard(machine).fraction("another device") > 0.5
-    assert standard(machine).fraction("assumptions") == 0
-
-
 def test_a_plan_on_few_measurements_advises_to_probe():
     for name, is_told in (("h100-sxm", False), ("rtx3090-epyc", True)):
         profile = read_profile(name)

@@ -216,12 +216,3 @@ def test_speeds_are_max_min_fair(uses):
             full = [r for r, _ in demand.uses if r in capacity and drawn[r] >= capacity[r] * (1 - 1e-6)]
             users = {r: [s for d, s in zip(demands, speeds, strict=True) if r in dict(d.uses)] for r in full}
             assert any(speed >= max(users[r]) * (1 - 1e-6) for r in full)
-
-
-def test_one_copy_has_its_own_rate_and_two_share_the_links():
-    """A link of 10 and 12 units one way at a time and of 9 both ways."""
-    region = Region(((Resource.H2D, 10.0), (Resource.D2H, 12.0), (Resource.DUPLEX, 9.0)))
-    up = Demand(0.0, 1.0, ((Resource.H2D, 10.0), (Resource.DUPLEX, 10.0)))
-    down = Demand(0.0, 1.0, ((Resource.D2H, 12.0), (Resource.DUPLEX, 12.0)))
-    assert rates([up], region) == rates([down], region) == [1.0]
-    assert rates([up, down], region) == pytest.approx([9 / 22, 9 / 22])

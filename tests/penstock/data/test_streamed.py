@@ -17,7 +17,7 @@ from penstock.data.data import read_data
 from penstock.data.loader import Loader
 from penstock.settings import DataSettings
 from runtime.batch import Batch
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import CheckpointError
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
 
@@ -162,15 +162,3 @@ def test_what_changes_the_stream_has_another_fingerprint(tmp_path):
     (path / "long.txt").unlink()
     others = [{"seed": 4}, {"seq_len": 25}, {"batch_size": 1}, {"shuffle_buffer": 6}, {"packing": "one"}, {"too_long": "split"}]
     assert len({before, *ends, *(stream(path, **other).fingerprint for other in others)}) == 3 + len(others)
-
-
-def test_what_is_wrong_is_named_when_it_is_reached(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "good"}] * 40)
-    path.write_text(path.read_text() + "{\n")
-    data = stream(path, shuffle=False)
-    assert data.batch(0).n_supervised
-    with pytest.raises(DataError, match=r"a\.jsonl:41: "):
-        [data.batch(step) for step in range(30)]
-    write_lines(path, [{"messages": [{"role": "user", "content": "who?"}]}] * 7)
-    with pytest.raises(DataError, match="no document in it has anything to learn"):
-        stream(path).batch(0)

@@ -56,7 +56,6 @@ def test_bytes_are_the_bytes_of_the_text(text):
 @pytest.mark.parametrize(
     ("tokenizer_config", "config", "ends"),
     [
-        ({"eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False}}, {}, {1}),
         ({}, {"eos_token_id": 1}, {1}),
         ({}, {"eos_token_id": [1, 2]}, {1, 2}),
         ({"eos_token": "</s>"}, {"eos_token_id": 2}, {1, 2}),

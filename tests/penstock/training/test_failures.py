@@ -179,9 +179,6 @@ def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
     assert same_state(session, undisturbed(tmp_path_factory.getbasetemp(), tuple(fields.items()), step))
 
 
-# -- whole processes
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Text, and three plans of one model with policies that differ in everything."""
