@@ -15,7 +15,6 @@ from benchmarks.kills import (
     page,
     perform,
     prepared,
-    stands,
     told,
     undisturbed,
 )
@@ -154,18 +153,3 @@ def test_what_differs_from_the_undisturbed_run_is_seen(numbers):
         doctor()
         assert differences(left_by(doctored), trial.usual.left) != []
         shutil.rmtree(doctored)
-
-
-def test_checkpoints_that_look_whole_are_all_compared(numbers):
-    trial = numbers("honest")
-    out = trial.home / "undisturbed"
-    assert stands(out, trial.usual) == (14, 7, [])
-    (out / "checkpoint-14").rename(out / "checkpoint-14.removed")
-    (out / "checkpoint-14.partial").mkdir()
-    assert stands(out, trial.usual) == (12, 6, [])
-    (out / "checkpoint-12" / "weights").write_text("1")
-    last, _, wrong = stands(out, trial.usual)
-    assert last == 10
-    assert any("checkpoint-12" in line for line in wrong)
-    shutil.copytree(out / "checkpoint-2", out / "checkpoint-3")
-    assert any("checkpoint-3" in line for line in stands(out, trial.usual)[2]), "no undisturbed run wrote it"

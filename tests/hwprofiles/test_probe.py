@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from hwprofiles.probe import cpu, measurements, works
 from hwprofiles.probe.cpu import CpuDevice
 from hwprofiles.probe.device import Ready, Run
 from hwprofiles.probe.probe import probed
-from hwprofiles.probe.timings import LEAST_SPREAD, Stopwatch, Timing, lifted
+from hwprofiles.probe.timings import Stopwatch, Timing, lifted
 from hwprofiles.schema import Profile
 from penstock.cli.probe import probe, text_of
 from runtime.errors import ProfileError
@@ -82,16 +80,6 @@ def test_what_lanes_do_to_each_other_is_measured(found: tuple[Profile, Steps]) -
 def test_device_and_host_share_memory_and_book_none_twice(found: tuple[Profile, Steps]) -> None:
     total = found[0].device.memory_bytes.value + found[0].host.memory_bytes.value
     assert 0 < total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@given(st.integers(1, 300))
-def test_threads_are_tried_in_powers_of_two_and_all(n_cores: int) -> None:
-    facts: Any = SimpleNamespace(is_cpu=False, n_host_cores=n_cores, n_cores=n_cores + 1, host_bytes=10**12, nodes=())
-    rows = measurements.measurements(GLANCE, facts, 10**12)
-    counts = [row.work.n_threads for row in rows if row.key == "params_per_s"]
-    assert counts == sorted(set(counts))
-    assert (counts[0], counts[-1]) == (1, n_cores)
-    assert all(later <= 2 * before for before, later in pairwise(counts))
 
 
 # -- cores and threads ------------------------------------------------------------------------------------------------
@@ -201,12 +189,6 @@ def timed(*runs: Run, **effort: Any) -> tuple[Timing, int]:
     device: Any = Scripted(*runs)
     watch = Stopwatch(device, replace(GLANCE, **effort))
     return watch.timing(called(fail)), device.n_runs
-
-
-def test_a_work_is_repeated_as_often_as_the_effort_says() -> None:
-    assert timed(Run(0.02)) == ((0.02, LEAST_SPREAD), 2 + 3)
-    assert timed(Run(1e-6), point_s=100.0) == ((pytest.approx(1e-6), LEAST_SPREAD), 2 + 5)
-    assert timed(Run(10.0)) == ((10.0, 0.1), 1)
 
 
 def test_disturbed_repeats_count_only_if_too_few_are_left() -> None:

@@ -194,7 +194,7 @@ def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_misspelled_or_missing_key_is_answered_with_the_right_one() -> None:
+def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
     for name, place, wrong in (
         ("h200-pcie5", "device.memory_bytes", "memory"),
         (PROBED, "device.matmul.bf16.3.flop_per_s", "flops_per_s"),

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,8 +11,7 @@ import pytest
 
 from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
-from tests.rank_law import ROOT
-from tests.rank_runs import QUIET, begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
+from tests.rank_runs import begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import penstock, succeeded
 
 
@@ -62,15 +60,7 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
 @pytest.mark.soak
 def test_torchrun_starts_a_run_and_a_signal_ends_its_step(home):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
-    found = subprocess.run(
-        [*torchrun, *words(home, planned(home, 2))],
-        cwd=ROOT,
-        env=os.environ | QUIET,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    found = done(words(home, planned(home, 2)), torchrun)
     assert found.returncode == 0, found.stderr
     assert is_that_of_one(home, 4)
     running = begun(words(home, home / "2.json", "--save-every", 2, "--keep", 1, out="long", steps=10**6))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
 from planner.predict.cost import costs, region_of
 from planner.predict.recalibrate import recalibrate
-from planner.predict.settled import predicted_of, settled
 from planner.predict.simulate import simulate
 from planner.predict.uncertainty import interval
 from planner.show.step import predicted_stretch
@@ -20,7 +19,7 @@ from runtime.plan import Lane, Plan, Update
 from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import Span, Timeline
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
-from tests.strategies import MADE_UP, predicted
+from tests.strategies import MADE_UP
 
 law = settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 
@@ -79,15 +78,6 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     assert found == pytest.approx(expected, rel=1e-9)
     drawn = [interval(one, MADE_UP, n_draws=4) for one in (plan, written)]
     assert drawn[0].p50_step_s == pytest.approx(drawn[1].p50_step_s, rel=1e-9)
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_what_ops_take_is_read_off_the_timeline_of_a_long_step(plan: Plan) -> None:
-    prediction = predicted(plan)
-    found, expected = settled(plan, predicted(plan, max_steps=6).timeline), predicted_of(plan, prediction)
-    assert found.step_s == pytest.approx(prediction.step_s, rel=1e-6)
-    assert len(found.ops_s) == len(plan.ops)
-    assert sum(found.ops_s) == pytest.approx(sum(expected.ops_s), rel=0.02)
 
 
 def test_a_run_of_a_long_step_corrects_its_profile() -> None:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model
+from planner.model.workload import read_model
 from planner.predict.faster import Group, faster
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
-from planner.show.compare import candidate, ranked, smallest_host_bytes
+from planner.show.compare import candidate, ranked
 from planner.show.fits import Fit
 from planner.show.price import hourly, job, prices_in_words
 from runtime.plan import Policy, Semantics, Update
@@ -57,7 +57,7 @@ def test_a_machine_is_ranked_by_its_own_plan():
 
 @pytest.mark.soak
 @given(st.sets(st.sampled_from(list(Group)), min_size=1), st.sampled_from([1.0, 1.25, 10.0]))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 def test_a_faster_machine_is_never_ranked_below_a_slower_one(more, factor):
     """Where nothing is shared: neither host memory nor the two directions of the link."""
     plain = faster(H200, {Group.DRAM: FREE, Group.DUPLEX: FREE})
@@ -74,8 +74,8 @@ def test_ranks_do_not_depend_on_the_order_of_the_question():
     assert found[0].candidates[0].speed.tokens_per_s == pytest.approx(2 * found[0].candidates[1].speed.tokens_per_s, rel=5e-3)
 
 
-@pytest.mark.soak_cases("None-free0", "None-free1")
-@pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (None, frozenset()), (DEFERRED, SIZES)])
+@pytest.mark.soak_cases("None-free0")
+@pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (DEFERRED, SIZES)])
 def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     least = alone(H200, fixed=policy, free=free).smallest_host_bytes
     exact, less = (alone(H200.with_memory(None, least - n), fixed=policy, free=free) for n in (0, 1))
@@ -83,14 +83,6 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     assert less.speed is None
     assert less.refusal.fields["short_host_bytes"] >= 1
     assert less.smallest_host_bytes >= least
-
-
-def test_no_host_memory_helps_a_device_that_is_too_small():
-    tiny = H200.with_memory(10**9, None)
-    assert smallest_host_bytes(MODEL, build_workload(MODEL, SEMANTICS), SEMANTICS, tiny) is None
-    of = alone(tiny, fixed=None)
-    assert of.smallest_host_bytes is None
-    assert of.refusal.reason.startswith("device memory is ")
 
 
 def test_prices_are_the_same_wherever_they_are_shown():
@@ -110,16 +102,3 @@ def test_prices_are_the_same_wherever_they_are_shown():
     assert found.candidates[0].machine == "fast"
     assert found.cheapest(bought=False) == ("h200-pcie5", of.per_million()[0])
     assert next(iter(found.notes())) == f"Cheapest to rent: h200-pcie5, {of.per_million()[0]:.3g} USD per million tokens"
-
-
-def test_a_missing_price_is_none_and_a_date_the_oldest_parts():
-    unpriced = alone(named(H200, "a", usd_per_hour=None, ram_usd_per_gb=None, date=None))
-    assert (unpriced.per_million(), unpriced.hourly.date) == ((None, None), None)
-    assert unpriced.row()[4:7] == ("no price",) * 3
-    found = ranked(MODEL, SEMANTICS, [unpriced, alone(H200)])
-    assert "a: no price in its profile: rent (--usd-per-hour) and purchase (--usd)" in found.notes()
-    assert next(iter(found.notes())).startswith("Cheapest to rent of those with a price: h200")
-    assert hourly(H200).date == "2026-03-31"  # the rent; the memory is of June
-    fields = H200.to_json()
-    fields["sources"]["ram_price"]["date"] = "2025-12-31"
-    assert hourly(Profile.from_json(fields)).date == "2025-12-31"

@@ -9,7 +9,6 @@ from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param
-from planner.predict.faster import Group, faster
 from planner.predict.memory import frame
 from planner.search.search import model_flop
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
@@ -51,16 +50,6 @@ def test_no_op_asks_for_more_than_the_machine_has():
                 assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses if r is not Resource.DUPLEX), profile.name
 
 
-def test_an_optimizer_is_no_faster_than_its_memory():
-    profile = read_profile("h200-pcie5")
-    fast = faster(profile, {Group.OPTIMIZER: 100.0})
-    plan = plan_of()
-    d = demand(CostModel(fast), plan, Kind.UPDATE, 1)
-    n_bytes = 26 * plan.workload.blocks[1].n_params
-    assert d.alone_s == pytest.approx(n_bytes / profile.host.dram_bytes_per_s.value)
-    assert dict(d.uses)[Resource.DRAM] * d.alone_s == pytest.approx(n_bytes)
-
-
 def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
     plan = plan_of()
     d = demand(CostModel(profile), plan, Kind.LOAD, 1)
@@ -90,13 +79,6 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
     m = layer.matmuls[-1]
     product_s = m.flop / product_flop_per_s(profile, m)
     assert 0.9 * (forward.alone_s - product_s) < more_s < forward.alone_s - product_s
-
-
-def test_the_loss_costs_three_products_and_more(profile):
-    cost, plan = CostModel(profile), plan_of()
-    m = plan.workload.blocks[-1].matmuls[0]
-    products_s = 3 * m.flop / product_flop_per_s(profile, m)
-    assert products_s < demand(cost, plan, Kind.LOSS, 29, 1).alone_s < 2 * products_s + 1
 
 
 @pytest.mark.parametrize(

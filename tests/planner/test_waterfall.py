@@ -10,7 +10,7 @@ from hwprofiles.schema import Profile
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
-from planner.show.waterfall import FREE, LAUNCH, MAX_STEPS, RESOURCES, _growth, gains, waterfall
+from planner.show.waterfall import FREE, LAUNCH, MAX_STEPS, RESOURCES, gains, waterfall
 from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
@@ -46,15 +46,6 @@ def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
     parts = waterfall(case.plan, machine)
     assert sum(parts.to_json().values()) == pytest.approx(step_s(case.plan, machine), rel=1e-12)
     assert all(part_s >= 0 for part_s in parts.to_json().values())
-
-
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=6), st.floats(1e-3, 1e3))
-def test_levels_in_any_order_grow_to_the_step(levels_s, step_s):
-    grown_s = _growth(levels_s, step_s)
-    assert len(grown_s) == len(levels_s) + 1
-    assert min(grown_s) >= 0
-    assert sum(grown_s) == pytest.approx(step_s)
-    assert sum(grown_s[:-1]) == pytest.approx(min(max(levels_s), step_s), abs=1e-8 * step_s)
 
 
 @pytest.mark.drawn

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
-from runtime.plan import Semantics
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Workload
 from tests.real_layers import (
@@ -29,7 +28,7 @@ from tests.real_layers import (
     saved_bytes,
     semantics,
 )
-from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import fused
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -170,11 +169,11 @@ TRAINED = {
 def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
     """Some ways to train a part of a layer, with kernels that are fused and without."""
     ways = [{"train": train} for name, train in TRAINED.items() if "drop" not in name or case[0] not in EXPERT_TYPES]
-    return [*ways, *(how | fused(case[0]) for how in ways[:3])]
+    return [*ways, ways[0] | fused(case[0])]
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
         for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
@@ -276,13 +275,6 @@ def test_the_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: st
     peak = peak_bytes(lambda: tiled_loss(model, x, labels, tile, softcap))
     assert peak <= block.transient_bytes <= 1.8 * peak  # logits and weight gradient are added, though most logits are gone by then
     assert (block.kept_bytes, block.boundary_bytes) == (0, 0)
-
-
-def test_a_second_micro_batch_needs_room_for_its_own_sum_of_tiles() -> None:
-    """Else sums of micro-batches would depend on the tiles of the others."""
-    model = Model(tiny_config("llama"))
-    once, twice = (build_workload(model, Semantics(seq_len=8, batch_size=n, micro_batch=1)).blocks[-1] for n in (1, 2))
-    assert twice.transient_bytes - once.transient_bytes == 4 * model.config["vocab_size"] * model.config["hidden_size"]
 
 
 # ---- reading

@@ -215,18 +215,6 @@ def test_without_memory_for_a_copy_an_update_waits_for_its_block(tmp_path, monke
     assert not copied
 
 
-def test_memory_that_is_short_after_all_makes_updates_wait(tmp_path, monkeypatch, drained):
-    late_writer(monkeypatch, snapshots := noticed(monkeypatch), seed=4)
-
-    def refuse(n_bytes):
-        raise MemoryError
-
-    monkeypatch.setattr(host_state, "host_slab", refuse)
-    run(in_way(tmp_path, "barrier, one group", copy_bytes=10**9))
-    assert files_of(tmp_path) == drained("barrier, one group")[0]
-    assert snapshots[0].n_copied == 0 < snapshots[0].n_waited_for
-
-
 def test_copies_never_take_more_memory_than_they_may(tmp_path, monkeypatch):
     alive, most, copied, n_bytes = {}, 0, host_state.HostState.copied, 160_000
 

@@ -104,12 +104,6 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
         assert style in FORGETFUL or ids == expected, "all of it is read"
 
 
-def test_a_conversation_without_an_answer_teaches_nothing(talker):
-    for style in ("chatml", "llama 3", "qwen 3", None):
-        for messages in (TALK[:1], ()):
-            assert talker(style).learned(messages) == [[]]
-
-
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
 APART = {  # what is learned of each answer
     "reasoning, and a question without an answer": (

@@ -68,13 +68,6 @@ def test_the_end_is_the_tokenizers_own_or_else_the_models(tmp_path, tokenizer_co
     assert (tokenizer.end_id, tokenizer.answer_ends) == (1, ends)
 
 
-def test_code_that_a_folder_names_is_not_looked_for(tmp_path):
-    named = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil", "eos_token": "</s>"}
-    write_tokenizer(tmp_path, named | {"tokenizer_file": "/etc/passwd"})
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    assert ids_of(tmp_path, ["down"]) == [[0, 6, 1]]
-
-
 def random_merges(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"] = {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.1}

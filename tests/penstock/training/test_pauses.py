@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.checkpoint.checkpoint import latest, load_state
-from penstock.training import trainer
 from penstock.training.session import Session
 from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
@@ -132,16 +131,3 @@ def test_later_checkpoints_are_set_aside_on_resume(tmp_path):
     assert load_state(tmp_path / "checkpoint-4.left").step == 4
     assert not (tmp_path / "checkpoint-4.left" / "older").exists()
     assert not (tmp_path / "timeline.json").exists(), "an earlier run's"
-
-
-def test_checkpoints_are_set_aside_before_the_log_is_cut(tmp_path, monkeypatch):
-    train(session_of(tmp_path, every=1), 3)
-
-    def cut(path, n_steps):
-        assert latest(tmp_path).name == "checkpoint-1"
-        raise _Killed
-
-    monkeypatch.setattr(trainer, "keep_lines_up_to", cut)
-    with pytest.raises(_Killed):
-        train(resumed(session_of(tmp_path), load_state(tmp_path / "checkpoint-1")), 3)
-    assert len(lines(tmp_path)) == 3
