@@ -17,10 +17,6 @@ CHATML = (
     "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# The same, but each mark ends before the end token.
-CHATML_SHORT = CHATML.replace(
-    "{{ message.content + '<|im_end|>' }}{% endgeneration %}", "{{ message.content }}{% endgeneration %}<|im_end|>"
-)
 CHATML_UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}"
@@ -64,7 +60,6 @@ SILENT = CHATML_UNMARKED.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}
 
 STYLES = {
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], None, "<|im_end|>"),
-    "chatml, marked short": (CHATML_SHORT, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], None, "<|im_end|>"),
     "chatml, unmarked": (CHATML_UNMARKED, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], None, "<|im_end|>"),
     "llama 3": (
         LLAMA3,

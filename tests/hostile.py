@@ -16,7 +16,7 @@ from click.testing import Result
 from safetensors.torch import load_file
 
 from .chats import write_talker
-from .running import SIZES, penstock, plan_in
+from .running import SIZES, penstock, plan_in, succeeded
 from .tiny import tiny_config
 from .tour import ROOT
 
@@ -79,8 +79,7 @@ def make_house(home: Path) -> None:
     plan_in(home, "--train", "lora:r=2", name="lora.json")
     with chdir(home):
         for plan, out, steps in (("plan.json", "run", 2), ("lora.json", "tuned", 1)):
-            done = penstock("run", plan, "--data", "data.jsonl", "--steps", steps, "--out", out, *SCRATCH)
-            assert done.exit_code == 0, done.output
+            succeeded(penstock("run", plan, "--data", "data.jsonl", "--steps", steps, "--out", out, *SCRATCH))
     (home / "tuned" / "checkpoint-1").rename(home / "adapter")
     for folder in (weights, sharded):
         folder.mkdir()

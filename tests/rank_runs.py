@@ -27,9 +27,9 @@ def words(home, plan, *extra, out="out", steps=4):
     return [str(word) for word in run]
 
 
-def done(arguments, timeout_s=120):
+def done(arguments, command=COMMAND):
     return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=timeout_s, check=False
+        [*command, *arguments], cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -40,71 +40,42 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
 }
 # What `plan` and `report` say
-REPORTED = [
-    *(
-        f"qwen2.5-0.5b --machine {machine} --seq-len 512 --batch-size 8"
-        for machine in ("h100-sxm", "gh200", "rtx4090-desktop", "gb10")
+REPORTED = """
+qwen2.5-0.5b --machine h100-sxm --seq-len 512 --batch-size 8
+qwen2.5-0.5b --machine gh200 --seq-len 512 --batch-size 8
+qwen2.5-0.5b --machine rtx4090-desktop --seq-len 512 --batch-size 8
+qwen2.5-0.5b --machine gb10 --seq-len 512 --batch-size 8
+llama-3.1-8b --machine b200 --batch-size 8
+llama-3.1-8b --machine rtx5090-server --batch-size 8 --kernels eager
+qwen3-4b --machine 8xh100 --gpus 4 --batch-size 16
+qwen3-4b --machine 8xh100 --gpus 8 --hosts 2 --network-gbit 400 --batch-size 32
+qwen2.5-7b --machine rtx4090-server --train lora --base nf4 --batch-size 4
+smollm2-360m --machine mi355x --policy zero3-offload --tokens 10M
+""".strip().splitlines()
+# Commands that are refused, by what they begin with; MODEL, PLAN, DATA and HOME are there, PLAN is of MODEL
+REFUSALS = {
+    "plan": "nobody --machine h100-sxm | MODEL --machine h1000 | MODEL --machine / | MODEL | HOME --machine h100-sxm",
+    "plan MODEL --machine cpu-2core": (
+        "--seq-len 0 | --batch-size -1 | --micro-batch 3 --batch-size 8 | --kernels odd | --policy nobody | --policy DATA | "
+        "--device-memory 1KB | --host-memory 1KB | --host-memory big | --train lora:r=0 | --train lora:targets=nobody | "
+        "--train nothing.* | --base nf4 | --gpus 0 | --hosts 2 | --network-gbit 400 | --clip-norm -1 | --master int8 | "
+        "--compute fp8 | --tokens many | -o HOME/no/such/folder.json | --sum-groups 3 --batch-size 8 | --attention none"
     ),
-    "llama-3.1-8b --machine b200 --batch-size 8",
-    "llama-3.1-8b --machine rtx5090-server --batch-size 8 --kernels eager",
-    "qwen3-4b --machine 8xh100 --gpus 4 --batch-size 16",
-    "qwen3-4b --machine 8xh100 --gpus 8 --hosts 2 --network-gbit 400 --batch-size 32",
-    "qwen2.5-7b --machine rtx4090-server --train lora --base nf4 --batch-size 4",
-    "smollm2-360m --machine mi355x --policy zero3-offload --tokens 10M",
-]
-# Commands that are refused; MODEL, PLAN, DATA and HOME are there, PLAN is of MODEL
-REFUSED = [
-    *(
-        "plan nobody --machine h100-sxm",
-        "plan MODEL --machine h1000",
-        "plan MODEL --machine /",
-        "plan MODEL",
-        "plan HOME --machine h100-sxm",
-    ),
-    *(
-        f"plan MODEL --machine cpu-2core {rest}"
-        for rest in (
-            *(
-                "--seq-len 0",
-                "--batch-size -1",
-                "--micro-batch 3 --batch-size 8",
-                "--kernels odd",
-                "--policy nobody",
-                "--policy DATA",
-            ),
-            *("--device-memory 1KB", "--host-memory 1KB", "--host-memory big", "--train lora:r=0", "--train lora:targets=nobody"),
-            *("--train nothing.*", "--base nf4", "--gpus 0", "--hosts 2", "--network-gbit 400", "--clip-norm -1", "--master int8"),
-            *("--compute fp8", "--tokens many", "-o HOME/no/such/folder.json", "--sum-groups 3 --batch-size 8", "--attention none"),
-        )
-    ),
-    *("check nothing.json", "check DATA", "check HOME", "report nothing.json -o x.html", "report DATA -o x.html"),
-    *("compare MODEL --machines odd", "compare MODEL", "fits odd"),
-    *(
-        "data nothing --model MODEL",
-        "data DATA --model nobody",
-        "merge MODEL HOME --out HOME/merged",
-        "merge MODEL nothing --out x",
-    ),
-    *(
-        f"run PLAN --model MODEL {rest}"
-        for rest in (
-            *(
-                "--data nothing",
-                "--data DATA",
-                "--data DATA --steps 0",
-                "--data DATA --lr -1",
-                "--data DATA --from-scratch --resume HOME",
-            ),
-            *(
-                "--data DATA --from-scratch --tokenizer bytes --device odd",
-                "--data DATA --config nothing.yaml",
-                "--data DATA --config DATA",
-            ),
-            *("--data DATA --from-scratch --tokenizer bytes --out PLAN", "--data DATA --monitor odd", "--data HOME --from-scratch"),
-        )
-    ),
-    *("run DATA --data DATA", "run PLAN", "run nothing.json --data DATA", "odd", "probe --device odd", "probe --host-memory odd"),
-]
+    "check": "nothing.json | DATA | HOME",
+    "report": "nothing.json -o x.html | DATA -o x.html",
+    "compare": "MODEL --machines odd | MODEL",
+    "fits": "odd",
+    "data": "nothing --model MODEL | DATA --model nobody",
+    "merge": "MODEL HOME --out HOME/merged | MODEL nothing --out x",
+    "run PLAN --model MODEL": "--data nothing | --data DATA | --data HOME --from-scratch",
+    "run PLAN --model MODEL --data DATA": "--from-scratch --resume HOME | --steps 0 | --lr -1 | --config DATA | --monitor odd",
+    "run PLAN --model MODEL --config nothing.yaml": "--data DATA",
+    "run PLAN --model MODEL --data DATA --from-scratch --tokenizer bytes": "--device odd | --out PLAN",
+    "run": "DATA --data DATA | PLAN | nothing.json --data DATA",
+    "odd": "",
+    "probe": "--device odd | --host-memory odd",
+}
+REFUSED = [f"{begin} {rest}".strip() for begin, rests in REFUSALS.items() for rest in rests.split(" | ")]
 ADAPTED, RANKED = ("--train", "lora:r=4,alpha=8"), ("--gpus", 2)
 
 

@@ -67,16 +67,13 @@ def line(fields: dict[str, object]) -> str:
     return json.dumps(fields) + "\n"
 
 
-HEADINGS = ("h1", "h2", "h3", "dt", "caption", "summary")
-
-
 class Page(HTMLParser):
     """A page, taken apart as a browser would."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
         self.tags, self.attributes, self.scripts, self.styles, self.words, self.open = Counter(), set(), [], [], [], []
-        self.meta, self.comments, self.headings, self.heading = [], [], [], None
+        self.meta, self.comments = [], []
         self.feed(text)
         self.close()
 
@@ -86,7 +83,6 @@ class Page(HTMLParser):
         if tag in ("script", "style"):
             {"script": self.scripts, "style": self.styles}[tag].append([dict(attributes), ""])
             self.open.append(tag)
-        self.heading = tag if tag in HEADINGS else None
         if tag == "meta":
             self.meta.append(dict(attributes))
 
@@ -97,11 +93,8 @@ class Page(HTMLParser):
     def handle_data(self, text):
         if self.open:
             {"script": self.scripts, "style": self.styles}[self.open[-1]][-1][1] += text
-            return
-        self.words.append(text)
-        if self.heading is not None and text.strip():
-            self.headings.append((self.heading, text))
-            self.heading = None
+        else:
+            self.words.append(text)
 
     def handle_comment(self, text):
         self.comments.append(text)

@@ -23,6 +23,12 @@ def penstock(*args):
     return CliRunner().invoke(command, [str(a) for a in words])
 
 
+def succeeded(done):
+    """A command that did what it was asked."""
+    assert done.exit_code == 0, done.output
+    return done
+
+
 def plan_in(home, *extra, name="plan.json", model="model"):
     """Planned once for all homes where the configuration alone decides."""
     if not extra and [path.name for path in (home / model).iterdir()] == ["config.json"]:
@@ -32,8 +38,7 @@ def plan_in(home, *extra, name="plan.json", model="model"):
 
 
 def _plan(home, *extra, name, model):
-    done = penstock("plan", home / model, *SIZES, "-o", home / name, *extra)
-    assert done.exit_code == 0, done.output
+    succeeded(penstock("plan", home / model, *SIZES, "-o", home / name, *extra))
     return home / name
 
 

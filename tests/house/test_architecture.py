@@ -21,7 +21,7 @@ from setuptools import find_packages
 
 from penstock.cli.main import COMMANDS
 from planner.model.config import ARCHITECTURES
-from runtime.plan import OPS, Kind, Op, Policy
+from runtime.plan import OPS, Kind, Policy
 from tests.running import penstock
 from tests.tour import FLOORS, PAGE, READING, ROOT, first_line, floors, imports, is_package, needs, sources, tour
 from tests.tour import module_of as _module
@@ -269,69 +269,32 @@ def test_nothing_smells() -> None:
     assert {name: found for name, found in wrong.items() if found} == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "code"),
-    [
-        ("runtime.executor", "from planner.lower.lower import lower"),
+def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
+    for module, code in (
         ("runtime.executor", "def f():\n    import hwprofiles.schema"),
-        ("planner.lower.lower", "from runtime.executor import execute"),
         ("planner.lower.lower", "from runtime import executor"),
         ("planner.lower.lower", "import planner.lower.waits"),
         ("planner.lower.lower", "from ..predict import cost"),
-        ("planner.lower.lower", "from hwprofiles.probe.probe import probed"),
         ("hwprofiles.schema", "from runtime.plan import Plan"),
-        ("hwprofiles.probe.probe", "from runtime.executor import execute"),
-        ("hwprofiles.curves", "from planner.predict.cost import costs"),
-        ("penstock.cli.run", "import penstock.cli.main"),
         ("planner.search.search", "from penstock.cli.main import main"),
-    ],
-)
-def test_an_import_against_the_house_is_seen(module: str, code: str) -> None:
-    assert wrong_directions(module, ast.parse(code))
-
-
-@pytest.mark.parametrize(
-    ("module", "code"),
-    [
+    ):
+        assert wrong_directions(module, ast.parse(code))
+    for module, code in (
         ("penstock.cli.run", "def plan():\n    from runtime.executor import execute"),
-        ("penstock.cli.run", "from .main import cli"),
-        (
-            "planner.lower.lower",
-            "from runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema",
-        ),
-        ("planner.search.search", "from planner.predict.cost import CostModel"),
+        ("planner.lower.lower", "from runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema"),
         ("hwprofiles.probe.works", "from runtime.host.optimizer import Step"),
-    ],
-)
-def test_an_import_with_the_house_is_not_stopped(module: str, code: str) -> None:
-    assert wrong_directions(module, ast.parse(code)) == []
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
+    ):
+        assert wrong_directions(module, ast.parse(code)) == []
+    for code in (
         "hasattr(x, 'y')",
-        "try:\n    pass\nexcept:\n    pass",
         "def f():\n    global x",
-        "import sys\nsys.path.append('x')",
         "import os\nos.environ['X']",
         "x = 1  # type: ignore",
-        "class SlotManager: ...",
-        "x = 1  # temporarily",
-    ],
-)
-def test_a_smell_is_seen(code: str) -> None:
-    assert smells("runtime/lanes.py", code)
-
-
-def test_an_empty_name_is_seen_and_the_shell_has_its_environment() -> None:
-    assert smells("runtime/slot_utils.py", "x = 1")
+        "class AManager: ...",
+    ):
+        assert smells("runtime/lanes.py", code)
     assert smells("penstock/cli/run.py", "import os\nos.environ['X']") == []
-
-
-def test_a_library_without_a_home_is_seen() -> None:
-    tree = ast.parse("import torch.nn\nimport requests\nimport json")
-    assert homeless("planner/lower/lower.py", tree) == ["requests", "torch"]
+    assert homeless("planner/lower/lower.py", ast.parse("import torch.nn\nimport requests\nimport json")) == ["requests", "torch"]
 
 
 def test_every_home_is_lived_in_and_every_permission_is_used(trees: dict[Path, ast.Module]) -> None:
@@ -390,7 +353,6 @@ def test_planning_does_not_wake_torch() -> None:
     [
         (["plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "2"], 0, "predicted"),
         (["run", "plan.json", "--data", "."], 2, "error: this needs torch, which the base install leaves out"),
-        (["probe"], 2, "error: this needs torch, which the base install leaves out"),
     ],
 )
 def test_the_base_install_plans_and_names_what_else_is_needed(tmp_path: Path, words: list[str], exit_code: int, said: str) -> None:
@@ -432,13 +394,6 @@ def test_the_oldest_allowed_versions_are_those_of_the_tests() -> None:
     assert {library for library in oldest if oldest[library] != newest[library]} == {"torch", "transformers", "huggingface_hub"}
 
 
-def test_the_package_names_resolve_to_this_repository() -> None:
-    """Such names exist on the package index."""
-    code = f"import {', '.join(PACKAGES)}\nfor room in ({', '.join(PACKAGES)}): print(room.__file__)"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert [Path(line).parent for line in out.splitlines()] == [ROOT / package for package in PACKAGES]
-
-
 def test_the_distribution_holds_every_room_and_its_data() -> None:
     file = tomllib.loads((ROOT / "pyproject.toml").read_text())
     held = find_packages(ROOT, include=file["tool"]["setuptools"]["packages"]["find"]["include"])
@@ -465,19 +420,6 @@ def test_every_number_in_the_readme_links_to_its_page() -> None:
     places = re.split(r"\n\n|\n(?=\|)", (ROOT / "README.md").read_text(encoding="utf-8"))
     others = [place for place in places if "\n$ penstock " not in place]  # tests/house/test_docs.py runs these
     assert [place for place in others if _FIGURE.search(place) and "](docs/" not in place] == []
-    assert all(
-        _FIGURE.search(text) for text in ("1.3x faster", "a step of 2.9 s", "within 5 %", "900 tokens/s", "80 GB", "2 TFLOP/s")
-    )
-    assert not _FIGURE.search("Python 3.11 or newer, two cores, ops ^ 12, b3 m0, Qwen3-8B")
-
-
-def test_the_op_that_the_readme_shows_is_one() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.findall(
-        r"^(?:load|forward|loss|backward|offload|accumulate|norm|update|spill|fetch|speculate|settle|recompute) .*$", readme, re.M
-    )
-    assert shown
-    assert [str(Op.parse(line)) for line in shown] == shown
 
 
 def test_the_readme_names_every_command_and_model_type() -> None:

@@ -7,14 +7,18 @@ import doctest
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.cli.main import cli
 from tests.chats import write_talker
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -49,9 +53,14 @@ def is_shown(expected: str, printed: str) -> bool:
 
 
 def perform(command: str, folder: Path) -> str:
-    """What a command prints on both streams; it must succeed."""
+    """What a command prints on both streams; it must succeed. Those of `penstock` run in this process, others in a shell."""
+    if command.startswith("penstock ") and "|" not in command:
+        said = StringIO()
+        with chdir(folder), redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
+            cli(shlex.split(command)[1:])
+        assert not ended.value.code, f"$ {command}\n{said.getvalue()}"
+        return said.getvalue()
     room = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HOME": str(folder / "cache")}
-    room |= {"COLUMNS": "132", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-ec", command.replace("PROJECT", str(ROOT))],
         cwd=folder,
@@ -77,12 +86,15 @@ def what_readers_have(folder: Path) -> None:
     shutil.copy(ROOT / "benchmarks" / "published_runs.json", folder)
 
 
-@pytest.mark.soak_cases("change-the-planner.md", "fine-tune-32b.md", "which-machine.md", "../README.md")
+@pytest.mark.soak_cases(*PAGES)
 @pytest.mark.parametrize(
     ("page", "part"),
     [*(pytest.param(page, slice(None), id=page) for page in PAGES), pytest.param(PAGES[2], slice(3, 6), id="by hand")],
 )
-def test_every_command_of_a_page_prints_what_the_page_shows(page: str, part: slice, tmp_path: Path) -> None:
+def test_every_command_of_a_page_prints_what_the_page_shows(
+    page: str, part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "132")
     what_readers_have(tmp_path)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for name, content in files(text):

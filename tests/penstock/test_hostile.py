@@ -1,6 +1,5 @@
 """Damaged files, pipes, full disks, odd names: a command does its work or refuses in one line, and nothing hangs."""
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -10,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles.schema import shipped_profiles
-from penstock.version import version_in_words
-from planner.model.workload import shipped_models
 from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line
 from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, judged
-from tests.running import penstock
+from tests.running import penstock, succeeded
 
 
 def process(*args, **options):
@@ -83,7 +79,7 @@ def test_a_plan_of_more_parts_than_any_model_is_refused(house, part):
     fields = json.loads((house / "plan.json").read_text())
     blocks = fields["workload"]["blocks"]
     if part == "blocks":
-        blocks[1:1] = [blocks[1]] * 20_000
+        blocks[1:1] = [blocks[1]] * 10_003
     elif part == "parameters":
         blocks[1]["parameters"] = [{"name": f"p{i}", "shape": [1]} for i in range(50_000)]
     else:
@@ -99,16 +95,8 @@ def test_a_tokenizer_on_which_its_library_panics_is_one_line(house):
     assert "its tokenizer.json cannot be used" in refused(answered("data", "chats.jsonl", "--model", "model"))
 
 
-@pytest.mark.parametrize("size", [["--micro-batch", "1000000000"], []])
-def test_a_batch_beyond_all_measure_is_answered(size):
-    done = answered("plan", "qwen2.5-0.5b", "--machine", "cpu-2core", "--batch-size", 1_000_000_000, *size)
-    refused(done, code=3 if size else 2)
-
-
-@pytest.mark.parametrize(("option", "value"), [("--lr", "nan"), ("--weight-decay", "-1"), ("--time-scale", "inf")])
-def test_a_number_out_of_range_starts_no_run(house, option, value):
-    assert option in refused(penstock(*RUN, *SCRATCH, "--device", "emulated", option, value))
-    assert not (house / "out").exists()
+def test_a_batch_beyond_all_measure_is_answered():
+    refused(answered("plan", "qwen2.5-0.5b", "--machine", "cpu-2core", "--batch-size", 1_000_000_000))
 
 
 # -- pipes, devices and links -------------------------------------------------------------------------------------------------
@@ -118,14 +106,11 @@ def test_a_number_out_of_range_starts_no_run(house, option, value):
     "words",
     [
         ["check", "pipe"],
-        ["plan", "model", "--machine", "pipe"],
         ["plan", "model", "--machine", "/dev/zero"],
         ["run", "--config", "pipe.yaml"],
         ["run", "plan.json", "--data", "pipe", *SCRATCH],
         [*RUN, "--model", "pipes"],
-        [*RUN, *SCRATCH, "--recalibrate", "pipe"],
         ["run", "plan.json", "--data", "data.jsonl", *SCRATCH, "--out", "pipes"],
-        ["report", "plan.json", "pipes", "-o", "page.html"],
     ],
     ids=" ".join,
 )
@@ -142,7 +127,7 @@ def test_a_pipe_or_device_for_a_file_is_refused_at_once(house, words):
 def test_links_lead_no_output_elsewhere(house, tmp_path):
     (tmp_path / "precious").write_text("mine")
     (house / "p.json.partial").symlink_to(tmp_path / "precious")
-    assert penstock(*PLAN, "megatrain", "-o", house / "p.json").exit_code == 0
+    succeeded(penstock(*PLAN, "megatrain", "-o", house / "p.json"))
     assert (tmp_path / "precious").read_text() == "mine"
     assert not (house / "p.json.partial").is_symlink()
     (house / "link").symlink_to(tmp_path / "precious")
@@ -156,12 +141,11 @@ def test_links_lead_no_output_elsewhere(house, tmp_path):
 # -- outputs and names --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[*PLAN, "megatrain"], ["report", "plan.json"]], ids=["plan", "report"])
-def test_a_full_disk_leaves_nothing_half_written(house, words):
+def test_a_full_disk_leaves_nothing_half_written(house):
     before = sorted(house.iterdir())
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
     limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))"
-    code = f"{limit}; from penstock.cli.main import cli; cli({[*words, '-o', 'x.json']!r})"
+    code = f"{limit}; from penstock.cli.main import cli; cli({[*PLAN, 'megatrain', '-o', 'x.json']!r})"
     done = subprocess.run([sys.executable, "-c", code], timeout=ENDED_S, check=False, capture_output=True, text=True)
     assert "cannot be written" in refused(done)
     assert sorted(house.iterdir()) == before
@@ -183,24 +167,9 @@ def test_odd_names_stay_on_one_line(house):
     assert done.returncode == 0, done.stderr
     assert "predicted" in done.stdout
     assert done.stderr.count("\n") == 1
-    assert penstock("check", out).exit_code == 0
+    succeeded(penstock("check", out))
     (house / "texts").mkdir()
     (house / "texts" / "a\x1b[2J\nb.jsonl").write_text("{broken\n")
     assert "a\\x1b[2J\\nb.jsonl" in refused(answered("data", "texts"))
     for words in (["check", "x" * 5000], [*PLAN, "x" * 5000]):
         refused(penstock(*words))
-
-
-def test_the_version_is_named_even_where_nothing_is_installed(monkeypatch):
-    assert penstock("--version").exit_code == 0
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert "unknown" in version_in_words()
-
-
-def test_help_names_every_shipped_machine_and_model():
-    unbroken = "".join(penstock("plan", "--help").stdout.split())  # a name may be broken at its hyphen
-    assert all(name in unbroken for name in (*shipped_profiles(), *shipped_models()))

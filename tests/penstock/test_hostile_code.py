@@ -77,8 +77,6 @@ def test_code_that_could_run_a_file_is_seen():
         assert not seen(code)
 
 
-# -- code next to a file -------------------------------------------------------------------------------------------------------
-
 NAMES_CODE = {
     "auto_map": {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"},
     "trust_remote_code": True,

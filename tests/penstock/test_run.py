@@ -8,13 +8,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.chats import write_talker
-from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, train, weights_sha
-from tests.tiny import EAGER_ONLY, MODEL_TYPES, tiny_config
+from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
+from tests.tiny import EAGER_ONLY, tiny_config
 
 
 def test_a_run_learns_logs_and_leaves_a_model(home):
-    done = train(home, plan_in(home), steps=12)
-    assert done.exit_code == 0, done.output
+    done = succeeded(train(home, plan_in(home), steps=12))
     lines = lines_of(home, "out")
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert set(lines[0]) >= {"loss", "grad_norm", "lr", "tokens", "supervised_tokens", "step_s", "tokens_per_s"}
@@ -29,14 +28,13 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert rows[0] == ["", "predicted", "measured", "error"]
     assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "device arenas"}
     trace = home / "trace.json"
-    drawn = penstock("report", home / "plan.json", home / "out", "-o", trace)
-    assert drawn.exit_code == 0, drawn.output
+    succeeded(penstock("report", home / "plan.json", home / "out", "-o", trace))
     names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"predicted", "measured"}
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_every_policy_leaves_the_same_bytes(home, model_type):
     (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
     policies = [
@@ -56,8 +54,7 @@ def test_every_policy_leaves_the_same_bytes(home, model_type):
         plan = plan_in(
             home, "--policy", home / "policy.json", "--attention", "eager" if model_type in EAGER_ONLY else "sdpa", name=f"{i}.json"
         )
-        done = train(home, plan, out=f"out{i}", steps=3)
-        assert done.exit_code == 0, done.output
+        succeeded(train(home, plan, out=f"out{i}", steps=3))
         sums.append(weights_sha(home / f"out{i}" / "checkpoint-3"))
     assert sums[0]
     assert sums[0] == sums[1] == sums[2]
@@ -67,8 +64,8 @@ def test_a_run_resumed_under_other_policies_is_the_unbroken_one(home):
     """Where nothing is clipped, every speculation is taken: the state that is saved was the shadow."""
     of = ("--clip-norm", "100")
     plan = plan_in(home, *of)
-    assert train(home, plan, out="whole", steps=7).exit_code == 0
-    assert train(home, plan, out="broken", steps=3).exit_code == 0
+    succeeded(train(home, plan, out="whole", steps=7))
+    succeeded(train(home, plan, out="broken", steps=3))
     speculating = {"update": "deferred", "speculate_blocks": [0, 2, 4]}
     policies = {
         4: {"prefetch_depth": 3, "update": "deferred"},
@@ -78,8 +75,7 @@ def test_a_run_resumed_under_other_policies_is_the_unbroken_one(home):
     for n_steps, policy in policies.items():
         (home / "policy.json").write_text(json.dumps(policy))
         other = plan_in(home, *of, "--policy", home / "policy.json", name="other.json")
-        done = train(home, other, "--resume", out="broken", steps=n_steps)
-        assert done.exit_code == 0, done.output
+        succeeded(train(home, other, "--resume", out="broken", steps=n_steps))
     assert weights_sha(home / "whole" / "checkpoint-7") == weights_sha(home / "broken" / "checkpoint-7")
     states = [home / out / "checkpoint-7" / "optimizer-00001.safetensors" for out in ("whole", "broken")]
     assert states[0].read_bytes() == states[1].read_bytes()
@@ -100,8 +96,7 @@ def test_a_plan_of_a_configuration_trains_the_models_weights(home):
     lean = json.loads((home / "model" / "config.json").read_text())
     (home / "model" / "config.json").write_text(json.dumps(lean | {"vocab_size": 420}))
     plan, folder = plan_in(home), real_model(home)
-    done = train(home, plan, "--model", folder, steps=1, scratch=())
-    assert done.exit_code == 0, done.output
+    done = succeeded(train(home, plan, "--model", folder, steps=1, scratch=()))
     assert "RANDOM" not in done.stderr
     assert json.loads((home / "out" / "checkpoint-1" / "config.json").read_text())["eos_token_id"] == 2
     assert (home / "out" / "checkpoint-1" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
@@ -121,23 +116,13 @@ def test_missing_weights_or_tokenizer_are_refused(home):
     assert "RANDOM WEIGHTS" not in train(home, plan, "--resume", steps=2, scratch=SCRATCH[1:]).stderr
 
 
-def test_quantised_weights_are_refused_first(home):
-    folder = real_model(home, vocab_size=272)
-    said = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (folder / "config.json").write_text(json.dumps(said))
-    plan = plan_in(home, name="real.json", model="real")
-    one_line(train(home, plan, out="o", scratch=()), 2, "quantization_config (fp8)", "convert the model to bf16")
-    assert not (home / "o").exists()
-
-
 def test_what_plan_says_to_do_next_can_be_done(home):
     real_model(home)
     for model in ("model", "real"):
         said = penstock("plan", home / model, *SIZES, "-o", home / "p.json").stderr
         words = shlex.split(said.strip().rpartition(", then penstock ")[2].replace("FOLDER", str(home / "data")))
         assert ("--from-scratch" in words) == (model == "model")
-        done = penstock(*words, "--steps", 1, "--out", home / f"out-{model}")
-        assert done.exit_code == 0, done.output
+        succeeded(penstock(*words, "--steps", 1, "--out", home / f"out-{model}"))
 
 
 def test_mistakes_are_one_line_and_leave_nothing(home):
@@ -157,7 +142,7 @@ def test_mistakes_are_one_line_and_leave_nothing(home):
 
 def test_a_second_run_in_a_folder_is_refused_without_resume(home):
     plan = plan_in(home)
-    assert train(home, plan, steps=2).exit_code == 0
+    succeeded(train(home, plan, steps=2))
     before = weights_sha(home / "out" / "checkpoint-2")
     one_line(train(home, plan, steps=3), 2, "--resume")
     assert weights_sha(home / "out" / "checkpoint-2") == before

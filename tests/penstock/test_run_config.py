@@ -19,7 +19,6 @@ from penstock.settings import (
     OptimizerSettings,
     RunSettings,
     ScheduleSettings,
-    settings_of,
 )
 
 DATA = "data: {path: corpus}\n"
@@ -71,16 +70,6 @@ def test_settings_are_read_back_as_they_were_written(tmp_path_factory, run):
     assert read_run(path, {}) == run
     written = yaml.safe_load(path.read_text())
     assert written == json.loads(json.dumps(asdict(run))), "any reader of YAML reads the same"
-
-
-def test_every_setting_is_written_defaults_too():
-    written = yaml.safe_load(run_text(RunSettings(DataSettings("corpus"))))
-
-    def leaves(fields, prefix=""):
-        for key, value in fields.items():
-            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
-
-    assert list(leaves(written)) == [setting.name for setting in settings_of()]
 
 
 YAML = """
@@ -163,18 +152,13 @@ def test_data_are_a_path_or_several_with_weights_or_without(tmp_path):
     [
         ("optimizer: {lerning_rate: 1e-5}", ("run.yaml: optimizer.lerning_rate: no such key", "did you mean optimizer.lr?")),
         ("max_grad_norm: 1", ("it is the plan's: say --clip-norm to `penstock plan`",)),
-        ("lora_r: 8", ("lora_r: no such key; the plan says it: `penstock plan --train lora",)),
-        ("a1: 1\na2: 1\na3: 1\na4: 1\na5: 1\na6: 1", ("6 keys that do not exist: a1, a2, a3, a4, a5, a6",)),
         (
             "evaluation: {trust_remote_code: true}",
             ("evaluation.trust_remote_code: no such key", "never run, and nothing turns that on"),
         ),
         ("optimizer: {lr: fast}", ("run.yaml: optimizer.lr: should be a valid number", "found 'fast'")),
-        ("optimizer: [1]", ("optimizer: should hold keys of its own", "found [1]")),
-        ("monitors: tensorboard", ("monitors: should be a list, found 'tensorboard'",)),
         ("steps: 3\nepochs: 1", ("steps and epochs are both given",)),
         ("evaluation: {every: 5}", ("evaluation.every does nothing without evaluation.data or prompts",)),
-        ("seed: " + "9" * 5000, ("run.yaml: not YAML",)),
         ('out: "a\\0b"', ("out: should hold no NUL",)),
         ("model: !!python/object/apply:os.system [echo]", ("run.yaml:2", "not YAML")),
     ],
@@ -194,9 +178,7 @@ def test_a_wrong_setting_is_one_line_with_place_and_remedy(tmp_path, text, words
     [
         ("run.json", b"{}", "name it .yaml or .toml"),
         ("run.yaml", b"- a list", "begin for example with `data:`"),
-        ("run.yaml", b"", "no data to train on"),
         ("run.yaml", b"#" * (MAX_CONFIG_BYTES + 1), "larger than"),
-        ("run.toml", b"seed = 1\nseed = 2", "not TOML"),
         ("run.yaml", b"a: " + b"[" * 30_000, "not YAML"),
     ],
     ids=lambda value: str(value)[:20],

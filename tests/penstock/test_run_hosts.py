@@ -9,7 +9,7 @@ import pytest
 
 from tests.rank_law import ROOT
 from tests.rank_runs import BATCH, QUIET, done, is_that_of_one, planned, words
-from tests.running import penstock, plan_in
+from tests.running import penstock, plan_in, succeeded
 
 HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
 
@@ -79,6 +79,5 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(home):
 
 def test_hosts_are_emulated_by_one_of_their_ranks(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
-    done = penstock(*words(home, plan, "--device", "emulated", steps=3))
-    assert done.exit_code == 0, done.output
+    done = succeeded(penstock(*words(home, plan, "--device", "emulated", steps=3)))
     assert "emulated cpu-2core" in done.stdout

@@ -1,17 +1,12 @@
 """The lines of a run's progress, and what it says of steps that differ from the prediction."""
 
-import os
-import re
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.cli import outcome, progress
-from penstock.cli.progress import LANES, Preparing, Progress
+from penstock.cli import outcome
+from penstock.cli.progress import Progress
 from penstock.training.trainer import Metrics
 
 
@@ -53,40 +48,3 @@ def test_a_line_of_progress_has_speed_time_left_and_error(capsys, metrics, n_ste
     first, line = capsys.readouterr().err.splitlines()
     assert line == expected
     assert first == expected.partition("  +")[0], "the first step fills the pipeline, which is not predicted"
-
-
-def test_a_notice_stays_below_the_bar_and_lanes_are_named(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
-    monkeypatch.setenv("COLUMNS", "80")
-    with Progress(0, 3, 1.0, lanes=LANES) as shown:
-        shown.step(METRICS)
-        shown.tell("finishing the step")
-        time.sleep(0.6)
-        shown.step(replace(METRICS, step=2))
-    *_, bar, more, lanes, told = [line for line in capsys.readouterr().err.splitlines() if line.strip("\x1b[?25hl ")][-4:]
-    assert "2/3" in bar
-    assert more.startswith("lr")
-    assert lanes.startswith("compute 75%  copies in 25%")
-    assert re.match(r"finishing the step \(\d s\)", told)
-
-
-def test_a_pipe_is_told_of_a_long_preparation(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LONG_S", 0.5)
-    with Preparing() as report:
-        for words in ("checking the plan", "loading weights: 1 of 34 blocks", "loading weights: 2 of 34 blocks"):
-            report(words)
-        time.sleep(1.0)
-    assert capsys.readouterr().err.startswith("loading weights: 2 of 34 blocks")
-
-
-def test_a_terminal_is_told_before_torch_is_imported():
-    code = """
-import os, sys
-from penstock.cli import main, progress
-progress.Preparing.__exit__ = lambda self, *_: os.write(1, str("torch" in sys.modules).encode())
-main.cli(["run", "--data", "x"])
-"""
-    room = os.environ | {"FORCE_COLOR": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=room, capture_output=True, text=True, check=False)
-    assert "starting" in done.stderr
-    assert done.stdout == "False"

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,9 +11,8 @@ import pytest
 
 from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
-from tests.rank_law import ROOT
-from tests.rank_runs import QUIET, begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import penstock
+from tests.rank_runs import begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
+from tests.running import penstock, succeeded
 
 
 def logged(home, out):
@@ -28,12 +26,12 @@ def logged(home, out):
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home):
     """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
-    assert penstock(*words(home, planned(home, 1), *looks, out="alone")).exit_code == 0
+    succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
     shared = done(words(home, planned(home, 2), *looks, steps=2))
     assert shared.returncode == 0, shared.stderr
     assert shared.stderr.count("step 1/2") == 1, "the first rank speaks, the other is silent"
     assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")
-    assert penstock(*words(home, home / "1.json", *looks, "--resume")).exit_code == 0
+    succeeded(penstock(*words(home, home / "1.json", *looks, "--resume")))
     assert contents(home / "out" / "checkpoint-4") == contents(home / "alone" / "checkpoint-4")
     assert logged(home, "out") == logged(home, "alone")
     assert (home / "out" / "samples.jsonl").read_text() == (home / "alone" / "samples.jsonl").read_text()
@@ -55,22 +53,14 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
         assert f"error: rank {victim} was ended by SIGKILL; go on with --resume" in said
         last = step_of(home / "out")
     n = last + 3
-    assert penstock(*words(home, planned(home, 1), "--resume", steps=n)).exit_code == 0
+    succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
     assert is_that_of_one(home, n)
 
 
 @pytest.mark.soak
 def test_torchrun_starts_a_run_and_a_signal_ends_its_step(home):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
-    found = subprocess.run(
-        [*torchrun, *words(home, planned(home, 2))],
-        cwd=ROOT,
-        env=os.environ | QUIET,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    found = done(words(home, planned(home, 2)), torchrun)
     assert found.returncode == 0, found.stderr
     assert is_that_of_one(home, 4)
     running = begun(words(home, home / "2.json", "--save-every", 2, "--keep", 1, out="long", steps=10**6))

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from runtime.plan import PlanFile
 from runtime.plan.footprint import host_needs, planned_device_needs
 from runtime.units import show_bytes
-from tests.rank_runs import BATCH, COMMAND, after, by_hand, planned, words
-from tests.running import make_home, plan_in, train
+from tests.rank_runs import COMMAND, after, by_hand, planned, words
+from tests.running import make_home, plan_in, succeeded, train
 
 
 def refused_by_the_first(found, line, code=2):
@@ -22,24 +22,15 @@ def refused_by_the_first(found, line, code=2):
     assert all(code in (1, 2) and "rror" not in said[1] for said, code in others), others
 
 
-@pytest.mark.parametrize("what", ["plan", "settings", "version"])
+@pytest.mark.soak_cases("plan", "version")
+@pytest.mark.parametrize("what", ["settings", "plan", "version"])
 def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, home):
-    plan = planned(home, 2)
-    other = plan_in(home, "--policy", "zero3-offload", *BATCH, "--gpus", 2, name="other.json") if what == "plan" else plan
-    second = words(home, other, *(["--seed", "7"] if what == "settings" else []))
+    """A plan for another number of ranks, too."""
+    second = words(home, planned(home, 4 if what == "plan" else 2), *(["--seed", "7"] if what == "settings" else []))
     older = after("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
-    commands = [COMMAND, older if what == "version" else COMMAND]
-    found = by_hand([words(home, plan), second], commands=commands)
+    found = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if what == "version" else COMMAND])
     refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks alike")
     assert not (home / "out").exists()
-
-
-def test_ranks_with_plans_of_another_number_meet_and_say_so(home):
-    found = by_hand([words(home, planned(home, 2)), words(home, planned(home, 4))])
-    refused_by_the_first(found, "rank 1 has another plan than rank 0; start all ranks alike")
-
-
-# -- what they read ---------------------------------------------------------------------------------------------------------
 
 
 def changed(path, old, new):
@@ -72,7 +63,7 @@ UNLIKE = {
 def alike(tmp_path_factory):
     """The folders of two ranks, with a model that has weights and with data, and a plan for both."""
     home = make_home(tmp_path_factory.mktemp("alike"))
-    assert train(home, plan_in(home), steps=1).exit_code == 0
+    succeeded(train(home, plan_in(home), steps=1))
     planned(home, 2)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(home / "out" / "checkpoint-1" / name, home / "model" / name)
@@ -107,9 +98,6 @@ def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path)
     found = in_folders(home)
     assert [code for _, code in found] == [0, 0], found
     assert (home / "out" / "checkpoint-2").is_dir()
-
-
-# -- how many they are --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused(home):

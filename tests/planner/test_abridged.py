@@ -10,19 +10,16 @@ from hypothesis import strategies as st
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
 from planner.predict.cost import costs, region_of
 from planner.predict.recalibrate import recalibrate
-from planner.predict.settled import predicted_of, settled
 from planner.predict.simulate import simulate
 from planner.predict.uncertainty import interval
-from planner.show.facts import facts
-from planner.show.page import page
 from planner.show.step import predicted_stretch
 from planner.show.waterfall import gains, waterfall
 from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, PlanFile, Update
+from runtime.plan import Lane, Plan, Update
 from runtime.plan.repetition import unrolled
-from runtime.plan.timeline import Span, Timeline, chrome_trace
+from runtime.plan.timeline import Span, Timeline
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
-from tests.strategies import MADE_UP, predicted
+from tests.strategies import MADE_UP
 
 law = settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
 
@@ -64,8 +61,6 @@ def test_a_repetition_that_no_timeline_keeps_is_refused() -> None:
             abridged(plan, Timeline((Span(op, 0, 0.0, 1.0, repetition),)))
 
 
-# --- what rests on it -----------------------------------------------------------------------------------------------------
-
 PLANS = {
     "deferred": small(40, update=Update.DEFERRED),
     "spilling groups": small(41, accumulation_group=2, spill_blocks=(0, 1, 2), update=Update.BARRIER),
@@ -85,15 +80,6 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
     assert drawn[0].p50_step_s == pytest.approx(drawn[1].p50_step_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_what_ops_take_is_read_off_the_timeline_of_a_long_step(plan: Plan) -> None:
-    prediction = predicted(plan)
-    found, expected = settled(plan, predicted(plan, max_steps=6).timeline), predicted_of(plan, prediction)
-    assert found.step_s == pytest.approx(prediction.step_s, rel=1e-6)
-    assert len(found.ops_s) == len(plan.ops)
-    assert sum(found.ops_s) == pytest.approx(sum(expected.ops_s), rel=0.02)
-
-
 def test_a_run_of_a_long_step_corrects_its_profile() -> None:
     """The device is half as fast as the profile says: what recalibration finds predicts the step that was measured."""
     plan = small(40)
@@ -104,13 +90,3 @@ def test_a_run_of_a_long_step_corrects_its_profile() -> None:
     run = simulate(plan, slow, region_of(MADE_UP), max_steps=8)
     found = recalibrate(plan, run.timeline, "a test", "2026-11-22")
     assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4
-
-
-def test_page_and_trace_have_the_first_and_the_last_repetitions() -> None:
-    plan = small(1000)
-    text = page(facts(PlanFile(plan, None), "p.json"), "p.json")
-    assert "Of 998 repetitions the first 2 and the last 2 are drawn" in text
-    assert "forward gpu b1 m5" in text  # a step of six micro-batches is drawn
-    assert "forward gpu b1 m6" not in text
-    trace = chrome_trace(plan, {"predicted": predicted(plan).timeline})
-    assert [f"forward gpu b1 m{m}" in trace for m in (2, 500, 998)] == [True, False, True]

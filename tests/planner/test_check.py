@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
 from planner.lower.lower import lower
 from runtime.errors import PlanError
-from runtime.plan import OPS, Arena, Kind, Place, Plan, Policy, Semantics, Slot, Update, Wait, saves
+from runtime.plan import OPS, Kind, Place, Plan, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.workload import Block, Parameter, Tier
 from tests.edits import (
     at,
@@ -69,7 +69,7 @@ def test_squares_of_forty_weights_take_more_than_one_unit() -> None:
 
 
 @pytest.mark.drawn
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(plans(max_layers=3, max_micro_batches=3), st.sampled_from(sorted(MUTATIONS)), st.randoms(use_true_random=False))
 def test_a_mutant_that_passes_trains_as_the_original(plan: Plan, kind: str, rng: Any) -> None:
     mutants = list(MUTATIONS[kind](plan))
@@ -80,7 +80,7 @@ def test_a_mutant_that_passes_trains_as_the_original(plan: Plan, kind: str, rng:
             assert same_training(plan, changed) is None
 
 
-@pytest.mark.parametrize("most", [pytest.param(3, id="few"), pytest.param(60, id="many", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("most", [pytest.param(3, id="few"), pytest.param(20, id="many", marks=pytest.mark.soak)])
 def test_no_harmful_mutant_of_the_samples_passes(most: int) -> None:
     """And of most mutations none at all: what is dropped, weakened or redirected was needed."""
     found = tally(most)
@@ -151,8 +151,8 @@ def before(plan: Plan, name: str, other: str) -> Plan:
     return rewaited(reordered(plan, order))
 
 
-def twice(plan: Plan, name: str, **changes: Any) -> Plan:
-    return replace(plan, ops=(*plan.ops, replace(plan.ops[index(plan, name)], waits=(), **changes)))
+def twice(plan: Plan, name: str) -> Plan:
+    return replace(plan, ops=(*plan.ops, replace(plan.ops[index(plan, name)], waits=())))
 
 
 def without(plan: Plan, name: str) -> Plan:
@@ -172,11 +172,6 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: with_op(with_slots(small(), "load h2d b2", state=Slot("state", 1)), "load h2d b2", block=1),
         "weights[1] holds the weights of block 1, step 0, not the weights of block 2, step 0",
     ),
-    "an output that did not come back": (
-        lambda: before(small(n_layers=3, boundary_stride=3), "backward gpu b3 m0", "recompute gpu b2 m0"),
-        "not the recomputed output of block 2",
-    ),
-    "an update before the norm": (lambda: before(small(), "update cpu b3", "clip cpu b0"), "norm[5] holds nothing"),
     "a gather before its load": (lambda: before(small(ranks=2), "gather net b1", "load h2d b1"), "weights[0] holds nothing"),
     "a settle without its speculate": (
         lambda: before(small(speculate_blocks=(2,)), "settle cpu b2", "speculate cpu b2"),
@@ -184,13 +179,7 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
     ),
     "a circle": (lambda: with_op(small(), "load h2d b0", waits=(Wait(index(small(), "update cpu b0")),)), "can never start"),
     "an op twice": (lambda: twice(small(), "norm cpu b2"), "(norm cpu b2): done twice in a step"),
-    "no op at all": (lambda: replace(small(), ops=()), "the step has no forward of block 0, micro-batch 0"),
     "a missing load of a block that stays": (lambda: without(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
-    "an op of another policy": (lambda: twice(small(), "norm cpu b0", kind=Kind.SQUARE), "a plan with this policy has no such op"),
-    "another operand": (
-        lambda: with_slots(small(tied=True), "norm cpu b0", tied=None),
-        "must use arrived=host_gradients[0] tied=host_gradients[4] norm=norm[0]",
-    ),
     "an output in place of its input": (
         lambda: with_slots(small(spill_blocks=(0, 1)), "forward gpu b1 m0", y=Slot("activations", 2)),
         "has activations[2] for both its input and its output",
@@ -200,18 +189,11 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: replace(small(), arenas=tuple(replace(a, place=Place.HOST) for a in small().arenas)),
         "arena weights: must be in device memory",
     ),
-    "an arena that no plan has": (
-        lambda: replace(small(), arenas=(*small().arenas, Arena("spare", Place.HOST, (256,)))),
-        "arena spare: not one that a plan has",
-    ),
     "a slot that is not aligned": (
         lambda: with_sizes(small(), "state", [n + 8 for n in sizes_of(small(), "state")]),
         "no multiple of 256",
     ),
     "an arena that is missing": (lambda: replace(small(), arenas=small().arenas[1:]), "slot weights[2] does not exist"),
-    "two arenas of one name": (lambda: replace(small(), arenas=(*small().arenas, *small().arenas[:1])), "the same name"),
-    "a block that is not there": (lambda: with_op(small(), "load h2d b0", block=5), "op 0 (load h2d b5): no such block"),
-    "a negative slot": (lambda: with_slots(small(), "load h2d b0", state=Slot("state", -1)), "slot state[-1] does not exist"),
     "a wait of five steps": (lambda: with_op(small(), "load h2d b0", waits=(Wait(1, 5),)), "names no op of another lane"),
     "a wait in its lane": (lambda: with_op(small(), "load h2d b1", waits=(Wait(0),)), "names no op of another lane"),
 }
@@ -267,10 +249,9 @@ def test_what_layers_save_is_counted_where_it_is() -> None:
         assert sizes_of(plan, "saved") + sizes_of(plan, "offloaded") == ((1024,) * (2 + 2 * len(away)) if away else ())
 
 
-@pytest.mark.parametrize("path", ["device.memory_bytes", "host.runtime_bytes", "device"])
-@pytest.mark.parametrize("value", [None, "1e9", {"value": True}, {"value": -1.0}, {"value": float("nan")}])
-def test_a_profile_without_its_numbers_is_refused(path: str, value: object) -> None:
-    assert f"profile: {path.partition('.')[0]}" in error_of(with_profile(small(), path, value))
+def test_a_profile_without_its_numbers_is_refused() -> None:
+    for path, value in (("device", None), ("device.memory_bytes", "1e9"), ("host.runtime_bytes", {"value": float("nan")})):
+        assert f"profile: {path.partition('.')[0]}" in error_of(with_profile(small(), path, value))
 
 
 # -- hostile plans -------------------------------------------------------------------------------------------------------------
@@ -315,13 +296,6 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
         assert "block 1: the smaller last micro-batch" in error_of(with_less(**wrong))
     (tier,) = workload.smaller[1].tiers
     assert "saved[0] has 1024 bytes, but 5512 go into it" in error_of(with_less(tiers=(replace(tier, saved_bytes=5000),)))
-
-
-def test_names_with_line_breaks_stay_on_one_line() -> None:
-    plan = small()
-    first, layer, *others = plan.workload.blocks
-    error_of(of_blocks(plan, first, replace(layer, name="a\nb", parameters=(Parameter("w\nw", (1,), "embed\nding"),)), *others))
-    assert "\n" not in summary(replace(plan, model=replace(plan.model, name="a\nb")))
 
 
 @pytest.mark.drawn

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 import penstock
 from penstock.cli.main import cli
 from planner.check.claim import check_claim, check_origin, check_search, strangers
-from planner.predict.arithmetic import arithmetic
 from planner.search.claim import claimed
 from runtime.errors import PlanError
 from runtime.plan import Plan, PlanFile
@@ -21,9 +20,7 @@ WAYS = {
     "a baseline": {"policy": "slideformer"},
     "recomputed boundaries": {"policy": "megatrain"},
     "clipped steps": {"clipped_steps": 0.3},
-    "less memory": {"device_memory": "20GB", "host_memory": "100GB"},
     "no clipping": {"clip_norm": None},
-    "a bf16 master": {"master": "bf16"},
     "fp32": {"compute": "fp32", "gradient_dtype": "fp32"},
 }
 
@@ -43,8 +40,8 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> PlanFile:
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", WAYS)
-def test_an_honest_claim_holds_search_and_all(way: str, tmp_path: Path) -> None:
-    file = planned(tmp_path / "plan.json", **(ASKED | WAYS[way]))
+def test_an_honest_claim_holds_search_and_all(way: str, honest: PlanFile, tmp_path: Path) -> None:
+    file = planned(tmp_path / "plan.json", **(ASKED | WAYS[way])) if WAYS[way] else honest
     claim = claimed(file.claim, "plan.json")
     assert check_origin(file.plan, claim) == check_claim(file.plan, claim) == check_search(file.plan, claim) == []
     assert list(strangers(file.plan)) == []
@@ -61,11 +58,7 @@ def changed(claim: dict, place: str, by: float) -> dict:
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        *(f"prediction.{name}" for name in ("step_s", "p10_step_s", "p90_step_s", "tokens_per_s", "model_flop_per_s")),
-        *(f"certificate.{name}" for name in ("machine_bound_s", "gap_fraction")),
-    ],
+    "place", ["prediction.step_s", "prediction.p90_step_s", "certificate.machine_bound_s", "certificate.gap_fraction"]
 )
 def test_a_changed_number_is_refused_by_its_place(honest: PlanFile, place: str) -> None:
     claim = changed(honest.claim, place, 1 + 1e-6)
@@ -133,7 +126,3 @@ def test_a_shipped_name_that_means_something_else_is_told(honest: PlanFile) -> N
     (machine,) = strangers(replace(honest.plan, profile=profile))
     assert "dram_bytes_per_s" in machine
     assert [said for said in strangers(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in said]
-
-
-def test_the_code_that_claims_has_a_fingerprint() -> None:
-    assert len(arithmetic()) == 16

@@ -1,22 +1,18 @@
 """Machines are ranked as their own plans say, and priced the same wherever a price is shown."""
 
-import json
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model
+from planner.model.workload import read_model
 from planner.predict.faster import Group, faster
 from planner.search.micro_batch import SIZES, with_micro_batch
 from planner.search.search import search
-from planner.show.compare import COLUMNS, JOB_TITLES, candidate, ranked, smallest_host_bytes
+from planner.show.compare import candidate, ranked
 from planner.show.fits import Fit
 from planner.show.price import hourly, job, prices_in_words
-from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 
 MODEL = read_model("qwen2.5-0.5b")
@@ -61,7 +57,7 @@ def test_a_machine_is_ranked_by_its_own_plan():
 
 @pytest.mark.soak
 @given(st.sets(st.sampled_from(list(Group)), min_size=1), st.sampled_from([1.0, 1.25, 10.0]))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 def test_a_faster_machine_is_never_ranked_below_a_slower_one(more, factor):
     """Where nothing is shared: neither host memory nor the two directions of the link."""
     plain = faster(H200, {Group.DRAM: FREE, Group.DUPLEX: FREE})
@@ -78,8 +74,8 @@ def test_ranks_do_not_depend_on_the_order_of_the_question():
     assert found[0].candidates[0].speed.tokens_per_s == pytest.approx(2 * found[0].candidates[1].speed.tokens_per_s, rel=5e-3)
 
 
-@pytest.mark.soak_cases("None-free0", "None-free1")
-@pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (None, frozenset()), (DEFERRED, SIZES)])
+@pytest.mark.soak_cases("None-free0")
+@pytest.mark.parametrize(("policy", "free"), [(None, SIZES), (DEFERRED, SIZES)])
 def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     least = alone(H200, fixed=policy, free=free).smallest_host_bytes
     exact, less = (alone(H200.with_memory(None, least - n), fixed=policy, free=free) for n in (0, 1))
@@ -87,14 +83,6 @@ def test_the_smallest_host_memory_fits_and_a_byte_less_does_not(policy, free):
     assert less.speed is None
     assert less.refusal.fields["short_host_bytes"] >= 1
     assert less.smallest_host_bytes >= least
-
-
-def test_no_host_memory_helps_a_device_that_is_too_small():
-    tiny = H200.with_memory(10**9, None)
-    assert smallest_host_bytes(MODEL, build_workload(MODEL, SEMANTICS), SEMANTICS, tiny) is None
-    of = alone(tiny, fixed=None)
-    assert of.smallest_host_bytes is None
-    assert of.refusal.reason.startswith("device memory is ")
 
 
 def test_prices_are_the_same_wherever_they_are_shown():
@@ -114,49 +102,3 @@ def test_prices_are_the_same_wherever_they_are_shown():
     assert found.candidates[0].machine == "fast"
     assert found.cheapest(bought=False) == ("h200-pcie5", of.per_million()[0])
     assert next(iter(found.notes())) == f"Cheapest to rent: h200-pcie5, {of.per_million()[0]:.3g} USD per million tokens"
-
-
-def test_a_missing_price_is_none_and_a_date_the_oldest_parts():
-    unpriced = alone(named(H200, "a", usd_per_hour=None, ram_usd_per_gb=None, date=None))
-    assert (unpriced.per_million(), unpriced.hourly.date) == ((None, None), None)
-    assert unpriced.row()[4:7] == ("no price",) * 3
-    found = ranked(MODEL, SEMANTICS, [unpriced, alone(H200)])
-    assert "a: no price in its profile: rent (--usd-per-hour) and purchase (--usd)" in found.notes()
-    assert next(iter(found.notes())).startswith("Cheapest to rent of those with a price: h200")
-    assert hourly(H200).date == "2026-03-31"  # the rent; the memory is of June
-    fields = H200.to_json()
-    fields["sources"]["ram_price"]["date"] = "2025-12-31"
-    assert hourly(Profile.from_json(fields)).date == "2025-12-31"
-
-
-def test_given_sizes_are_kept_and_free_ones_chosen():
-    kept, chosen = (alone(H200, free=free).speed for free in (frozenset(), SIZES))
-    assert (kept.micro_batch, chosen.micro_batch) == (1, 2)
-    with pytest.raises(PlanError, match="eager"):  # an illegal policy is no misfit
-        alone(H200, fixed=Policy(update=Update.EAGER))
-    asked = replace(SEMANTICS, mlp_tile_tokens=16)
-    tiled = alone(H200, semantics=asked, free=SIZES - {"mlp_tile_tokens"})
-    assert tiled.speed.step_s > chosen.step_s, "sixteen tokens at a time are slow"
-
-
-def test_rows_and_json_have_every_field_with_and_without_a_plan():
-    small = named(H200.with_memory(None, 9 * 10**9), "small", usd_per_hour=None)
-    found = compared(H200, small)
-    fitting, misfit = json.loads(json.dumps(found.to_json(1000), allow_nan=False))["machines"]
-    assert (fitting["fits"], misfit["fits"]) == (True, False)
-    always = {"smallest_host_bytes", "usd_per_million_tokens", "usd_per_hour", "price_note", "reason"}
-    assert fitting.keys() >= always | {"tokens_per_s", "step_s", "rests_on", "gap_fraction", "binding", "job"}
-    assert misfit.keys() >= always | {"short_host_bytes", "short_device_bytes", "smallest_change"}
-    assert all(len(of.row(1000)) == len(COLUMNS) + len(JOB_TITLES) for of in found.candidates)
-    assert all(len(of.row()) == len(COLUMNS) for of in found.candidates)
-
-
-@pytest.mark.soak
-def test_a_plan_too_long_on_one_machine_leaves_the_others_alone():
-    """The small device computes a sequence at a time: too many micro-batches for any plan. The large one computes several."""
-    small = named(H200.with_memory(4 * 10**9, None), "small")
-    found = compared(small, H200, semantics=replace(SEMANTICS, seq_len=4096, batch_size=2**21))
-    assert [of.machine for of in found.candidates] == ["h200-pcie5", "small"]
-    assert found.candidates[0].speed is not None
-    assert found.candidates[1].row()[:2] == ("small", "too long")
-    assert found.candidates[1].to_json()["n_ops"] > 0

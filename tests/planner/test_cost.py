@@ -9,7 +9,6 @@ from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param
-from planner.predict.faster import Group, faster
 from planner.predict.memory import frame
 from planner.search.search import model_flop
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
@@ -51,16 +50,6 @@ def test_no_op_asks_for_more_than_the_machine_has():
                 assert all(per_s <= capacity[r] * (1 + 1e-12) for r, per_s in d.uses if r is not Resource.DUPLEX), profile.name
 
 
-def test_an_optimizer_is_no_faster_than_its_memory():
-    profile = read_profile("h200-pcie5")
-    fast = faster(profile, {Group.OPTIMIZER: 100.0})
-    plan = plan_of()
-    d = demand(CostModel(fast), plan, Kind.UPDATE, 1)
-    n_bytes = 26 * plan.workload.blocks[1].n_params
-    assert d.alone_s == pytest.approx(n_bytes / profile.host.dram_bytes_per_s.value)
-    assert dict(d.uses)[Resource.DRAM] * d.alone_s == pytest.approx(n_bytes)
-
-
 def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
     plan = plan_of()
     d = demand(CostModel(profile), plan, Kind.LOAD, 1)
@@ -69,14 +58,6 @@ def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
     assert uses[Resource.H2D] * d.alone_s == pytest.approx(n_bytes)
     assert d.uncontended_s == pytest.approx(profile.copy_s("h2d", n_bytes) + profile.device.op_overhead_s.value)
     assert Resource.D2H not in uses
-
-
-def test_a_cpu_copies_with_its_cores_and_computes_in_host_memory():
-    plan = plan_of()
-    for name, cores in (("h200-pcie5", None), ("cpu-2core", 1.0)):
-        cost = CostModel(read_profile(name))
-        assert dict(demand(cost, plan, Kind.OFFLOAD_GRADIENT, 1).uses).get(Resource.CORES) == cores
-        assert (Resource.DRAM in dict(demand(cost, plan, Kind.FORWARD, 1, 0).uses)) == (cores is not None)
 
 
 def product_flop_per_s(profile, m):
@@ -98,20 +79,6 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
     m = layer.matmuls[-1]
     product_s = m.flop / product_flop_per_s(profile, m)
     assert 0.9 * (forward.alone_s - product_s) < more_s < forward.alone_s - product_s
-
-
-def test_twice_the_tokens_never_take_less_time(profile):
-    cost = CostModel(profile)
-    short, long = (plan_of(semantics=replace(SEMANTICS, seq_len=n)) for n in (512, 1024))
-    for kind, block in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.LOSS, 29)):
-        assert demand(cost, long, kind, block, 0).alone_s > demand(cost, short, kind, block, 0).alone_s
-
-
-def test_the_loss_costs_three_products_and_more(profile):
-    cost, plan = CostModel(profile), plan_of()
-    m = plan.workload.blocks[-1].matmuls[0]
-    products_s = 3 * m.flop / product_flop_per_s(profile, m)
-    assert products_s < demand(cost, plan, Kind.LOSS, 29, 1).alone_s < 2 * products_s + 1
 
 
 @pytest.mark.parametrize(
@@ -155,20 +122,6 @@ def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
         assert last.uncontended_s < demand(cost, uneven, kind, b, 3).uncontended_s
         assert demand(cost, uneven, kind, b, 3) == demand(CostModel(profile), large, kind, b, 3), kind
     assert model_flop(uneven) * 64 == model_flop(plan_of(semantics=replace(SEMANTICS, batch_size=64, micro_batch=16))) * 67
-
-
-def test_sizes_outside_the_measured_points_are_named():
-    cost = CostModel(read_profile("h200-pcie5"))
-    demand(cost, plan_of(semantics=replace(SEMANTICS, seq_len=1)), Kind.FORWARD, 1, 0)
-    assert {o for o in cost.outside if "matmul (1, 3584)" in o}
-
-
-def test_one_model_of_cost_serves_many_workloads(profile):
-    """What is remembered for one workload must not answer for another."""
-    cost = CostModel(profile)
-    small, large = plan_of(model=MODEL), plan_of(model=UNTIED)
-    for plan in (small, large, small):
-        assert demand(cost, plan, Kind.LOAD, 1) == demand(CostModel(profile), plan, Kind.LOAD, 1)
 
 
 @pytest.mark.drawn

@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.ram_page import page
 from hwprofiles.schema import read_profile
 from hwprofiles.several import on_network, shared_by
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
 from planner.search.micro_batch import with_micro_batch
 from planner.search.search import search
-from planner.show.fits import Fit, does_fit, estimated_s, families, family_of, fits, hosts
-from planner.show.price import hourly, job
+from planner.show.fits import does_fit, estimated_s, families, family_of, fits, hosts
 from runtime.errors import ProfileError
 from runtime.plan import Semantics
 from runtime.units import GB
@@ -70,21 +68,3 @@ def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
     for device, host in ((None, 120 * GB), (60 * GB, None), (20 * GB, 101 * GB)):
         with pytest.raises(ProfileError, match="one pool of 120 GB"):
             SPARK.with_memory(device, host)
-
-
-def test_a_job_costs_rent_or_machine_memory_and_power():
-    given = SERVER.with_prices(usd_per_hour=2.0, usd=26280.0, usd_per_kwh=0.4)
-    of = job(36_000_000, 1000.0, hourly(given))  # ten hours
-    assert (of.seconds, of.rent_usd) == (36_000, pytest.approx(20.0))
-    power_usd = given.price.watts.value / 1000
-    assert of.bought_usd == pytest.approx(10 * (1.0 + power_usd * 0.4))  # 26,280 hours are three years; memory is in the whole
-    ram_usd = 512 * SERVER.price.ram_usd_per_gb.value
-    assert hourly(SERVER).bought_usd == pytest.approx((SERVER.price.usd.value + ram_usd) / 26280 + power_usd * 0.15)
-    assert job(10, 1.0, hourly(read_profile("gb300"))).rent_usd is None
-
-
-def test_the_page_of_ram_has_each_model_in_its_column():
-    rows = [Fit("a100", "m", n * GB, "qwen3", hourly(SERVER), True, name, 1, 5.0) for n, name in ((32, "qwen3-4b"), (64, None))]
-    text = page({"seq_len": 4096, "batch_size": 16, "is_estimate": True, "fits": [row.to_json() for row in rows]})
-    assert "| 32 GB | qwen3-4b: 5 | m |\n| 64 GB | - | m |" in text
-    assert "an estimate" in text

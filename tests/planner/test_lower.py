@@ -20,7 +20,7 @@ from planner.lower.passes import (
     with_weights,
 )
 from planner.lower.waits import waits_of
-from runtime.plan import Kind, Op, Plan, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Op, Plan, Slot, Update, Wait
 from runtime.plan.packed import packed_bytes
 from runtime.plan.train import Train
 from tests.edits import rewaited, sizes_of, small
@@ -29,9 +29,6 @@ from tests.strategies import Case, cases
 
 law = settings(deadline=None)
 PACKED = ADAPTED | {"base": "int8", "device_blocks": (1, 2, 3)}
-
-
-# -- waits ---------------------------------------------------------------------------------------------------------------------
 
 
 @law
@@ -63,8 +60,6 @@ def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
         (Wait(2), Wait(3)),  # who reads `b`, and who wrote `a`
     ]
 
-
-# -- ops -----------------------------------------------------------------------------------------------------------------------
 
 PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
     (with_weights, {Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
@@ -160,14 +155,6 @@ def test_a_layer_that_comes_packed_is_unpacked_where_it_is_used() -> None:
     ]  # fmt: skip
 
 
-def test_layers_that_cannot_be_packed_come_as_they_are() -> None:
-    """nf4 packs whole blocks of 64 numbers: of three layers of 8 x 100, 8 x 150 and 8 x 200 numbers the last alone."""
-    assert {b for _, b in walk(small(**PACKED | {"base": "nf4"}), Kind.DEQUANTISE)} == {3}
-
-
-# -- slots ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_outputs_between_two_that_stay_share_slots() -> None:
     """Five layers, a stride of three, groups of two: blocks 0, 3 and 5 have two slots each, 1 and 4 share two, 2 has the last."""
     plan = small(n_layers=5, n_micro_batches=2, accumulation_group=2, boundary_stride=3)
@@ -210,9 +197,3 @@ def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:
     assert plan.host_arena_bytes <= whole.host_arena_bytes
     for kind in (Kind.OFFLOAD_GRADIENT, Kind.BACKWARD):
         assert len(walk(plan, kind)) <= len(walk(whole, kind))
-
-
-def test_a_single_micro_batch_needs_no_sum_but_in_the_head() -> None:
-    plan = small()
-    assert {op.block for op in plan.ops if op.get("sum")} == {4}
-    assert Semantics(4, 1, 1).n_sums == len(sizes_of(plan, "sums"))

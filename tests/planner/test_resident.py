@@ -16,7 +16,6 @@ from planner.predict.cost import CostModel
 from planner.predict.memory import frame
 from planner.predict.resident import resident
 from planner.search.search import search
-from planner.show.compare import candidate, ranked
 from planner.show.words import advice
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
@@ -113,16 +112,6 @@ def test_a_plan_slower_than_resident_training_says_so_first():
     assert kept_s < said["certificate"]["machine_bound_s"], "a bound of updates on the host"
 
 
-def test_no_advice_where_state_does_not_fit_or_is_no_faster():
-    args = ("plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "4", "--seq-len", "512", "--policy", "megatrain")
-    said, words = json.loads(printed(*args, "--json")), printed(*args)
-    assert said["baselines"]["resident"]["does_not_fit"].startswith("device memory is ")
-    assert "all training state fits" not in words
-    assert "\nresident " in words
-    assert (advice(None, 1.0), advice(1.0, 1.0)) == (None, None)
-    assert "1.25 times as fast" in advice(0.8, 1.0)
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("machine", ["gb10", "cpu-2core"])
 def test_one_memory_for_host_and_device_has_no_estimate(machine):
@@ -130,15 +119,3 @@ def test_one_memory_for_host_and_device_has_no_estimate(machine):
     assert on(profile, model, of) is None
     answer = search(model, build_workload(model, of), of, profile, Policy())
     assert "resident" not in answer.all_baselines()
-
-
-@pytest.mark.soak
-def test_compare_names_each_machine_where_resident_is_faster():
-    model, of = read_model("qwen2.5-0.5b"), Semantics(1024, 4, 4)
-    machines = [read_profile("h100-sxm"), read_profile("gb10"), read_profile("rtx4090-desktop").with_memory(12 * 10**9, None)]
-    found = ranked(model, of, [candidate(model, machine, of, Policy(), frozenset({"loss_tile_tokens"})) for machine in machines])
-    speeds = {of.machine: of.speed for of in found.candidates}
-    wins = sorted(name for name, speed in speeds.items() if speed.resident_step_s and speed.resident_step_s < speed.step_s)
-    assert "h100-sxm" in wins
-    assert "gb10" not in wins
-    assert sorted(note.partition(":")[0] for note in found.notes() if "all training state fits" in note) == wins

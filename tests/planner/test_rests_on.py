@@ -7,7 +7,7 @@ from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
-from planner.predict.rests_on import rests_on, shares, standard
+from planner.predict.rests_on import rests_on, standard
 from planner.show.facts import facts
 from planner.show.words import ENOUGH_FRACTION, basis
 from runtime.plan import Lane, PlanFile, Policy, Semantics
@@ -68,45 +68,9 @@ def test_a_share_is_the_seconds_of_its_ops():
     assert device.worst[0].what == "matrix products"
 
 
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [
-        ("device.attention", "attention"),
-        ("device.memory_bytes_per_s", "device memory"),
-        ("link.h2d.bytes_per_s", "rate of uploads"),
-    ],
-)
-def test_an_assumed_speed_is_named(place, what):
-    machine = only(read_profile("h100-sxm"), place)
-    device, others = rests_on(plan_on(machine), machine)
-    found = others if place.startswith("link") else device
-    assert [part.what for part in found.worst] == [what]
-    assert found.fraction("assumptions") == pytest.approx(found.worst[0].fraction)
-
-
-def test_a_rate_of_another_device_is_not_of_this_one():
-    machine = only(read_profile("h100-sxm"), "device.matmul", "published")
-    assert standard(machine).fraction("another device") > 0.5
-    assert standard(machine).fraction("assumptions") == 0
-
-
 def test_a_plan_on_few_measurements_advises_to_probe():
     for name, is_told in (("h100-sxm", False), ("rtx3090-epyc", True)):
         profile = read_profile(name)
         found = facts(PlanFile(plan_on(profile), None), "p.json")
         assert (found.rests_on[0].fraction(BASES[0]) < ENOUGH_FRACTION) is is_told
         assert any("penstock probe" in text for _, text in basis(found)) is is_told
-
-
-def test_each_term_of_a_sum_has_its_share():
-    """Of a sum of two terms each has its part, whatever constant is added."""
-    profile = only(read_profile("h100-sxm"), "device.matmul")
-    profile = profile.model_copy(update={"device": profile.device.model_copy(update={"sustained_fraction": None})})
-
-    def seconds(cost):
-        of = cost.profile
-        return 3 / of.device.matmul["bf16"].flop_per_s.value * 1e15 + 1 / of.device.memory_bytes_per_s.value * 1e12
-
-    found = shares(profile, seconds)
-    products_s, memory_s = 3e15 / profile.device.matmul["bf16"].flop_per_s.value, 1e12 / profile.device.memory_bytes_per_s.value
-    assert found.fraction("assumptions") == pytest.approx(products_s / (products_s + memory_s), rel=1e-3)

@@ -151,20 +151,6 @@ def test_lanes_keep_plan_order_and_waits_hold(case):
                 assert spans[wait.op, step - wait.distance].end_s <= span.start_s
 
 
-def test_two_lanes_that_share_one_core_take_turns_at_half_speed():
-    """By hand: 2 s and 4 s of work on one core: both at half speed until 4 s, then the rest alone until 6 s."""
-    ops = [
-        Op(Kind.LOAD, 0, waits=(Wait(2, 1),)),
-        Op(Kind.UPDATE, 0, waits=(Wait(2, 1),)),
-        Op(Kind.FORWARD, 0, waits=(Wait(0), Wait(1))),
-    ]
-    plan = plan_of(ops)
-    one_core = ((Resource.CORES, 1.0),)
-    demands = [Demand(0.0, 2.0, one_core), Demand(0.0, 4.0, one_core), Demand(0.0, 1.0)]
-    spans = simulate(plan, demands, Region(one_core), max_steps=1).timeline.spans
-    assert {s.op: s.end_s for s in spans} == pytest.approx({0: 4.0, 1: 6.0, 2: 7.0})
-
-
 def test_steps_that_alternate_are_averaged_over_their_cycle():
     """By hand: a ring of three ops of 2 s over two steps; the steps end at 4, 6, 10, 12, 16 s."""
     ops = [
@@ -216,12 +202,3 @@ def test_speeds_are_max_min_fair(uses):
             full = [r for r, _ in demand.uses if r in capacity and drawn[r] >= capacity[r] * (1 - 1e-6)]
             users = {r: [s for d, s in zip(demands, speeds, strict=True) if r in dict(d.uses)] for r in full}
             assert any(speed >= max(users[r]) * (1 - 1e-6) for r in full)
-
-
-def test_one_copy_has_its_own_rate_and_two_share_the_links():
-    """A link of 10 and 12 units one way at a time and of 9 both ways."""
-    region = Region(((Resource.H2D, 10.0), (Resource.D2H, 12.0), (Resource.DUPLEX, 9.0)))
-    up = Demand(0.0, 1.0, ((Resource.H2D, 10.0), (Resource.DUPLEX, 10.0)))
-    down = Demand(0.0, 1.0, ((Resource.D2H, 12.0), (Resource.DUPLEX, 12.0)))
-    assert rates([up], region) == rates([down], region) == [1.0]
-    assert rates([up, down], region) == pytest.approx([9 / 22, 9 / 22])

@@ -16,9 +16,8 @@ from planner.search.space import baseline
 from planner.show import memory
 from planner.show.memory import held
 from planner.show.step import measured_stretch, predicted_stretch
-from runtime.plan import Kind, Lane, Semantics, Slot
+from runtime.plan import Lane, Semantics, Slot
 from runtime.plan.timeline import Span, Timeline
-from runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, plans, predicted
 
 fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)
@@ -58,13 +57,6 @@ def test_the_measured_step_is_a_settled_one_of_median_length(lengths):
     settled = sorted(b - a for a, b in pairwise(starts[2:]))
     assert stretch.length_s == pytest.approx(settled[(len(settled) - 1) // 2])
     assert stretch.step >= 2
-
-
-@pytest.mark.parametrize("steps", [(), (0,), (0, 1), (0, 5)])
-def test_a_run_too_short_to_settle_is_drawn(steps):
-    stretch = measured_stretch(lowered(), Timeline(tuple(Span(1, n, float(n), n + 0.5) for n in steps)))
-    assert stretch.length_s >= 0
-    assert len(stretch.within()) <= 1
 
 
 def obviously_held(plan, spans, at_s):
@@ -108,29 +100,6 @@ def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
 
 
 @pytest.mark.drawn
-@settings(max_examples=60)
-@given(plans(max_layers=4, max_micro_batches=3), fractions)
-def test_activations_are_held_from_forward_to_backward(plan, fractions):
-    stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
-    device, _ = held(plan, MADE_UP, stretch)
-    when = {(plan.ops[s.op].kind, s.step, plan.ops[s.op].block, plan.ops[s.op].micro_batch): s for s in stretch.spans}
-    for at_s in (fraction * stretch.length_s for fraction in fractions):
-        now_s, at = stretch.start_s + at_s, max(i for i, t in enumerate(device.times_s) if t <= at_s)
-        kept = computing = 0
-        for (kind, step, b, m), span in when.items():
-            forward = when.get((Kind.FORWARD, step, b, m)) if kind is Kind.BACKWARD else None
-            stays = plan.policy.saved(b) is not Saved.INPUT and b not in plan.policy.offload_blocks
-            if forward is not None and stays and forward.start_s <= now_s < span.end_s:
-                kept += plan.workload.blocks[b].recompute(plan.policy.saved(b)).saved_bytes
-            computing += kind in (Kind.BACKWARD, Kind.LOSS) and span.start_s <= now_s < span.end_s
-        none = [0] * (at + 1)
-        is_small = kept < memory.SMALL_FRACTION * footprint(plan, MADE_UP).device_peak_bytes
-        assert is_small or device.series.get(memory.KEPT, none)[at] == kept
-        assert computing <= 1
-        assert device.series.get(memory.COMPUTED, none)[at] <= computing * plan.transient_bytes
-
-
-@pytest.mark.drawn
 @settings(max_examples=100)
 @given(plans())
 def test_no_more_is_held_than_is_reserved(plan):
@@ -139,19 +108,3 @@ def test_no_more_is_held_than_is_reserved(plan):
         assert sum(one.reserved.values()) == peak_bytes >= one.peak_bytes
         for name, values in one.series.items():
             assert 0 <= min(values) <= max(values) <= one.reserved.get(name, peak_bytes)
-
-
-def test_the_fullest_of_many_moments_are_drawn(monkeypatch):
-    plan, profile = lowered(), read_profile("rtx4090-server")
-    stretch = predicted_stretch(plan, predicted(plan, profile))
-    whole = held(plan, profile, stretch)
-    monkeypatch.setattr(memory, "MOST_MOMENTS", 16)
-    for many, few in zip(whole, held(plan, profile, stretch), strict=True):
-        assert len(few.times_s) == 16 < len(many.times_s)
-        assert few.peak_bytes == many.peak_bytes
-        totals = list(map(sum, zip(*many.series.values(), strict=True)))
-        for i, t in enumerate(few.times_s):  # each shows a moment that there is, and none in its stretch of time is fuller
-            shown = sum(values[i] for values in few.series.values())
-            inside = [n for at, n in zip(many.times_s, totals, strict=True) if t <= at < t + stretch.length_s / 16 * 0.999]
-            assert shown in totals
-            assert shown >= max(inside, default=0)

@@ -12,7 +12,7 @@ from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
-from planner.predict.uncertainty import affordable_draws, interval
+from planner.predict.uncertainty import interval
 from runtime.plan import Policy, Semantics
 from tests.strategies import MADE_UP, cases, predicted
 
@@ -90,14 +90,13 @@ def test_the_interval_is_that_of_plain_sampling():
     plan, profile = small_plan()
     fields, rng = profile.to_json(), random.Random(3)
     steps_s = []
-    for _ in range(300):
+    for _ in range(100):
         z = {group: rng.gauss(0, 1) / 1.2815515655446004 for group in Group}
         steps_s.append(predicted(plan, Profile.from_json(moved(fields, z))).step_s)
     tenths = quantiles(steps_s, n=10)
     found = interval(plan, profile, 64)
-    assert found.p10_step_s == pytest.approx(tenths[0], rel=0.03)
-    assert found.p50_step_s == pytest.approx(tenths[4], rel=0.03)
-    assert found.p90_step_s == pytest.approx(tenths[8], rel=0.03)
+    drawn = found.p10_step_s, found.p50_step_s, found.p90_step_s
+    assert drawn == pytest.approx((tenths[0], tenths[4], tenths[8]), rel=0.04)
 
 
 def moved(part, z, place=""):
@@ -112,11 +111,3 @@ def moved(part, z, place=""):
     if isinstance(part, list):
         return [moved(item, z, f"{place}.{i}") for i, item in enumerate(part)]
     return part
-
-
-def test_a_plan_of_many_ops_affords_fewer_draws():
-    plan, profile = small_plan()
-    first, second = interval(plan, profile), interval(plan, profile, seed=1)
-    assert affordable_draws(plan) == first.n_draws == 32
-    assert first.p10_step_s != second.p10_step_s
-    assert width_s(first) == pytest.approx(width_s(second), rel=0.35)

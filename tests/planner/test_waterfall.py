@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import Profile
 from planner.lower.lower import lower
-from planner.predict.cost import CostModel, costs
+from planner.predict.cost import CostModel
 from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
-from planner.show.waterfall import FREE, LAUNCH, MAX_STEPS, RESOURCES, _edges, _growth, gains, waterfall
-from runtime.plan import Kind, Policy, Semantics, Update, saves
+from planner.show.waterfall import FREE, LAUNCH, MAX_STEPS, RESOURCES, gains, waterfall
+from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
@@ -46,15 +46,6 @@ def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
     parts = waterfall(case.plan, machine)
     assert sum(parts.to_json().values()) == pytest.approx(step_s(case.plan, machine), rel=1e-12)
     assert all(part_s >= 0 for part_s in parts.to_json().values())
-
-
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=6), st.floats(1e-3, 1e3))
-def test_levels_in_any_order_grow_to_the_step(levels_s, step_s):
-    grown_s = _growth(levels_s, step_s)
-    assert len(grown_s) == len(levels_s) + 1
-    assert min(grown_s) >= 0
-    assert sum(grown_s) == pytest.approx(step_s)
-    assert sum(grown_s[:-1]) == pytest.approx(min(max(levels_s), step_s), abs=1e-8 * step_s)
 
 
 @pytest.mark.drawn
@@ -123,23 +114,6 @@ def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
     assert {gain.resource: gain.saved_s for gain in gains(plan, machine)}["host DRAM"] > 0.001 * short.step_s
     assert short.optimizer_s == pytest.approx(plenty.optimizer_s)
     assert short.link_s == pytest.approx(plenty.link_s)
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_edges_are_the_copies_before_and_after_the_layers(group):
-    plan = plan_of(Policy(accumulation_group=group))
-    loads, offloads = [(Kind.LOAD, 0), (Kind.LOAD, 1)], [(Kind.OFFLOAD_GRADIENT, 1), (Kind.OFFLOAD_GRADIENT, 0)]
-    assert [(plan.ops[i].kind, plan.ops[i].block) for i in _edges(plan)] == loads + offloads
-
-
-def test_hidden_copies_have_no_part_and_edges_are_fill_and_drain():
-    plan = plan_of(Policy(prefetch_depth=2, gradient_slots=2, accumulation_group=2))
-    machine = without(faster(MADE_UP, dict.fromkeys(COMPUTE, 1e-5)), DRAM, OPTIMIZER, LAUNCH)
-    parts = waterfall(plan, machine)
-    by_op = {(op.kind, op.block): d.uncontended_s for op, d in zip(plan.ops, costs(plan, machine), strict=True)}
-    edges_s = sum(by_op[kind, block] for kind in (Kind.LOAD, Kind.OFFLOAD_GRADIENT) for block in (0, 1))
-    assert parts.link_s == 0
-    assert 0.5 * edges_s < parts.fill_drain_and_launch_s <= edges_s * (1 + 1e-9)  # the first layer's overlap with the embedding
 
 
 @pytest.mark.drawn

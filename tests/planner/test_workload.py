@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
-from runtime.plan import Semantics
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Workload
 from tests.real_layers import (
@@ -29,7 +28,7 @@ from tests.real_layers import (
     saved_bytes,
     semantics,
 )
-from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import fused
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -39,13 +38,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
     ("llama", {"num_key_value_heads": 4, "head_dim": None}),
     ("qwen2", {"num_key_value_heads": None}),
-    ("qwen3", {"attention_bias": True}),
     ("gemma2", {"attention_bias": True, "tie_word_embeddings": False}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 4, "attention_bias": True}),
-    ("gpt_oss", {"attention_bias": False}),
     ("gemma", {"attention_bias": True, "hidden_act": "gelu"}),
     ("ernie4_5", {"use_bias": True, "num_key_value_heads": None, "head_dim": None}),
-    ("smollm3", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None}),
     ("internlm3", {"qkv_bias": True, "bias": True, "head_dim": None}),
     ("internlm3", {"qkv_bias": ..., "bias": ..., "attention_bias": True, "mlp_bias": True}),
 ]
@@ -111,14 +107,11 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
         ("mistral", {"sliding_window": None}),
         ("mixtral", {"sliding_window": 5}),
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}),
-        ("qwen3", {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}),
         ("qwen3", {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen3_moe", {"sliding_window": 8, "use_sliding_window": True}),
         ("gemma2", {"layer_types": ["full_attention", "full_attention"]}),
         ("gpt_oss", {"sliding_window": 100}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
-        ("smollm3", {"use_sliding_window": False, "sliding_window": 8}),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1]}),
     ],
 )
@@ -176,11 +169,11 @@ TRAINED = {
 def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
     """Some ways to train a part of a layer, with kernels that are fused and without."""
     ways = [{"train": train} for name, train in TRAINED.items() if "drop" not in name or case[0] not in EXPERT_TYPES]
-    return [*ways, *(how | fused(case[0]) for how in ways[:3])]
+    return [*ways, ways[0] | fused(case[0])]
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
+@pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
         for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
@@ -284,13 +277,6 @@ def test_the_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: st
     assert (block.kept_bytes, block.boundary_bytes) == (0, 0)
 
 
-def test_a_second_micro_batch_needs_room_for_its_own_sum_of_tiles() -> None:
-    """Else sums of micro-batches would depend on the tiles of the others."""
-    model = Model(tiny_config("llama"))
-    once, twice = (build_workload(model, Semantics(seq_len=8, batch_size=n, micro_batch=1)).blocks[-1] for n in (1, 2))
-    assert twice.transient_bytes - once.transient_bytes == 4 * model.config["vocab_size"] * model.config["hidden_size"]
-
-
 # ---- reading
 
 
@@ -313,22 +299,14 @@ def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba"}, "'mamba' is not supported"),
-    ({"model_type": None}, "`model_type` is missing"),
     ({"hidden_size": ...}, "`hidden_size` is missing"),
-    ({"vocab_size": 0}, "`vocab_size`"),
-    ({"num_hidden_layers": 2.0}, "`num_hidden_layers` is 2.0"),
     ({"num_hidden_layers": True}, "`num_hidden_layers` is True"),
     ({"num_hidden_layers": 10**6}, "at most 10000"),
-    ({"hidden_size": "32\nx"}, "`hidden_size` is 32 x"),
     ({"hidden_size": 33, "head_dim": ...}, "no multiple of `num_attention_heads`"),
     ({"num_key_value_heads": 3}, "no multiple of `num_key_value_heads`"),
-    ({"num_key_value_heads": None}, "`num_key_value_heads` is None"),
-    ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings`"),
     ({"num_experts_per_tok": 5}, "is more than"),
-    ({"mlp_only_layers": [-1]}, "`mlp_only_layers`"),
     ({"hidden_act": "relu"}, "only silu is supported"),
     ({"attention_dropout": 0.1}, "only 0 is supported"),
-    ({"use_sliding_window": True, "sliding_window": -1}, "`sliding_window`"),
     ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "not a causal language model"),
 ]
 
@@ -350,11 +328,8 @@ def test_a_wrong_configuration_is_refused_with_its_key(tmp_path: Path, change: d
     [
         ("internlm3", {"qkv_bias": True}, "`qkv_bias` and `bias` differ"),
         ("smollm3", {"no_rope_layers": [1]}, "`no_rope_layers` must say of 2 layers"),
-        ("smollm3", {"no_rope_layer_interval": 0}, "`no_rope_layer_interval` is 0"),
         ("gemma", {"hidden_act": "silu"}, "only gelu_pytorch_tanh is supported"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
-        ("gpt_oss", {"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types"),
-        ("gpt_oss", {"sliding_window": None}, "layer_types"),
     ],
 )
 def test_keys_of_one_model_type_are_validated(model_type: str, change: dict[str, Any], complaint: str) -> None:
@@ -362,7 +337,7 @@ def test_keys_of_one_model_type_are_validated(model_type: str, change: dict[str,
         build_workload(Model(tiny_config(model_type, **change)), semantics(attention=attention_of(model_type)))
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"model_type": NaN}', "\ud800", "[" * 10**5, '{"a": ' + "1" * 10**4 + "}"])
+@pytest.mark.parametrize("text", ["[1]", '{"model_type": NaN}', "\ud800", "[" * 10**5])
 def test_a_file_that_is_no_json_object_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(WorkloadError, match=r"config\.json: (not JSON|JSON, but not an object)") as caught:
@@ -378,7 +353,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
         read_model(str(file))
 
 
-@pytest.mark.parametrize("name", ["", "no-such-model", "x" * 5000, "nul\0byte", "new\nline"])
+@pytest.mark.parametrize("name", ["", "x" * 5000, "nul\0byte"])
 def test_a_name_of_no_model_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="no such folder") as caught:
         read_model(name)

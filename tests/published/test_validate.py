@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.claims import FLEX, PublishedClaim, claims
+from benchmarks.claims import FLEX, claims
 from benchmarks.ledger import EXPLANATIONS, Fitter, leave_out, misses, shipped
-from benchmarks.published.system_costs import SOFTWARE_SPREAD_FRACTION, Software
 from benchmarks.published.systems import Run
-from benchmarks.published.validate import Ledger, Row, quantile, read_runs, validate, validate_file, with_intervals
-from benchmarks.run_fit import SOFTWARE, STAGES, Constant, fit, value_of, with_constants
-from hwprofiles.schema import read_profile, shipped_profiles
+from benchmarks.published.validate import Row, read_runs, validate, validate_file, with_intervals
+from benchmarks.run_fit import SOFTWARE, STAGES, Constant, fit
+from hwprofiles.schema import shipped_profiles
 from planner.model.workload import shipped_models
 from runtime.errors import PenstockError
 from tests.tour import ROOT
@@ -42,9 +41,6 @@ def file_of(tmp_path: Path, *runs):
 
 def row(measured, predicted):
     return Row("a", Run("megatrain", "gh200", "qwen2.5-7b", 1, 512), measured, predicted)
-
-
-# targets
 
 
 def test_published_runs_are_predicted_within_the_targets(ledger):
@@ -79,14 +75,6 @@ def test_the_page_reports_leave_one_out_errors_within_the_target():
     assert p90 <= 10.0
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ours", "holds"),
-    [(250, None, 228, True), (250, None, 220, False), (None, 94.5, 100, True), (-30, -27, -31, True), (3.4, 3.4, 0.0, False)],
-)
-def test_a_sentence_of_a_source_holds_within_a_tenth(low, high, ours, holds):
-    assert PublishedClaim("w", "s", low, high, ours, "GB").holds == holds
-
-
 def test_the_page_holds_every_sentence_and_explains_misses():
     text = PAGE.read_text(encoding="utf-8")
     found = claims()
@@ -105,9 +93,6 @@ def test_the_page_holds_the_ledger_of_today(ledger):
         line = next(line for line in lines if line.startswith(f"| {found.name} |"))
         assert f"| {found.step_s:.3g} |" in line, "write it again with `python benchmarks/ledger.py`"
         assert f"{found.error_fraction:+.1%}" in line
-
-
-# honesty
 
 
 def test_names_and_measurements_do_not_change_predictions(published, ledger):
@@ -139,21 +124,6 @@ def test_the_shipped_constants_are_those_that_the_fit_finds(published, checked):
         before |= {c.name: shipped(c.name) for c in stage.constants}
 
 
-def test_every_fitted_number_says_from_which_runs():
-    assert set(SOFTWARE_SPREAD_FRACTION) == set(Software.__dataclass_fields__)
-    fitted = [(c, stage.runs) for stage in STAGES.values() for c in stage.constants]
-    assert {c.key for c, _ in fitted if c.owner == SOFTWARE} <= {*SOFTWARE_SPREAD_FRACTION}
-    for c, runs in ((c, runs) for c, runs in fitted if c.owner != SOFTWARE):
-        source = read_profile(c.owner).sources[f"fitted_{c.key}"]
-        assert source.kind == "fitted"
-        own = [name for name in runs if name.startswith(c.owner.partition("-")[0])]
-        assert own
-        assert all(name in source.detail for name in own)
-
-
-# the fit
-
-
 def test_a_fit_finds_the_constants_that_made_the_runs():
     """Those that no run tells of stay as they were believed."""
     constants = [Constant("m", "rate", 10.0, 0.5, ""), Constant("m", "fixed", 1.0, 0.5, ""), Constant("m", "idle", 5.0, 0.3, "")]
@@ -167,22 +137,6 @@ def test_a_fit_finds_the_constants_that_made_the_runs():
     assert fit(constants, lambda v: []) == pytest.approx({"m.rate": 10.0, "m.fixed": 1.0, "m.idle": 5.0})
     one_is_odd = fit(constants[:1], lambda v: [math.log(m / v["m.rate"]) for m in (14.0, 14.1, 13.9, 14.0, 42.0)])
     assert one_is_odd["m.rate"] == pytest.approx(14.0, rel=0.03), "one odd run moves a fit little"
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", sorted({c.name for s in STAGES.values() for c in s.constants if c.owner != SOFTWARE}))
-def test_a_constant_changes_the_profile_of_its_machine_alone(name):
-    owner, _, key = name.partition(".")
-    profile = read_profile(owner)
-    value = 1.1 * value_of(profile, key)
-    changed = with_constants(profile, {name: value})
-    assert value_of(changed, key) == pytest.approx(value)
-    assert changed != profile
-    other = read_profile("h200-pcie5")
-    assert with_constants(other, {name: value}) == other
-
-
-# the ledger's arithmetic
 
 
 @pytest.mark.parametrize(
@@ -199,78 +153,13 @@ def test_an_error_is_that_of_the_step_whatever_the_source_gave(measured, predict
     assert row(measured, predicted).error_fraction == pytest.approx(error_fraction)
 
 
-def test_the_summary_counts_absolute_errors():
-    rows = tuple(row({"step_s": 1.0}, {"step_s": 1 + e}) for e in (-0.3, 0.1, 0.2, -0.4))
-    found = Ledger((*rows, row({"host_rss_gib": 1.0}, {"host_rss_gib": 3.0})))
-    assert found.errors() == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert (found.median(), found.p90(), found.median("host_rss_gib")) == pytest.approx((0.25, 0.37, 2.0))
-    assert quantile([], 0.9) is None
-
-
-def test_json_holds_the_keys_that_were_measured(ledger, published):
-    said = json.loads(json.dumps(ledger.to_json()))
-    assert [(r["id"], r["measured"], {*r["predicted"]}) for r in said["runs"]] == [
-        (p.name, p.measured, {*p.measured}) for p in published
-    ]
-    assert (said["median_error_fraction"], said["p90_error_fraction"]) == (ledger.median(), ledger.p90())
-
-
-def test_what_cannot_be_predicted_is_shown_and_not_counted(tmp_path):
-    some = {**RUN, "measured": {"step_s": 1.0, "watts": 300.0}, "colour": "red"}
-    unknown = [{**RUN, "id": "b", "machine": "abacus"}, {**RUN, "id": "c", "model": "no-such-model"}]
-    found = validate(read_runs(file_of(tmp_path, some, *unknown)))
-    assert [r.why_not is None for r in found.rows] == [True, False, False]
-    assert found.rows[0].predicted["watts"] is None
-    assert all(said in found.table() for said in ("watts", "not read: colour", "abacus"))
-    assert len(found.errors()) == 1
-    said = found.to_json()["runs"][1]
-    assert (said["error_fraction"], said["predicted"]) == (None, {"step_s": None})
-
-
-def test_wider_spreads_widen_the_interval(tmp_path, monkeypatch):
-    runs = read_runs(file_of(tmp_path, {**RUN, "batch": 64, "seq": 1024}))
-    usual = with_intervals(validate(runs), runs).rows[0].interval_fraction
-    monkeypatch.setitem(SOFTWARE_SPREAD_FRACTION, "tensor_s", 0.9)
-    wider = with_intervals(validate(runs), runs).rows[0].interval_fraction
-    assert 0.02 < usual < wider
-    for key in SOFTWARE_SPREAD_FRACTION:
-        monkeypatch.setitem(SOFTWARE_SPREAD_FRACTION, key, 0.0)
-    monkeypatch.setattr("benchmarks.published.validate.Group", ())
-    assert with_intervals(validate(runs), runs).rows[0].interval_fraction == 0.0
-
-
-def test_doubts_are_tied_together_on_fitted_machines_alone(tmp_path, monkeypatch):
-    names = ("mi355x", "b200")
-    runs = read_runs(file_of(tmp_path, *({**RUN, "id": m, "machine": m} for m in names)))
-    tied = [row.interval_fraction for row in with_intervals(validate(runs), runs).rows]
-    monkeypatch.setattr("benchmarks.published.validate.FITTED_FRACTION", 1.0)
-    whole = [row.interval_fraction for row in with_intervals(validate(runs), runs).rows]
-    assert math.log1p(tied[0]) == pytest.approx(0.7 * math.log1p(whole[0]))
-    assert tied[1] == whole[1]
-
-
-def test_a_step_is_covered_between_p10_and_p90():
-    inside = replace(row({"step_s": 1.0}, {"step_s": 1.09}), interval_fraction=0.1)
-    covered = [replace(inside, predicted={"step_s": s}).covered for s in (0.90, 0.92, 1.09, 1.11)]
-    assert covered == [False, True, True, False]
-    assert Ledger((inside, replace(inside, predicted={"step_s": 2.0}))).coverage_fraction == 0.5
-
-
-# files
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"system": "megatron"}, "megatrain-plus"),
-        ({"variant": "turbo"}, "no-slab-pool"),
-        ({"optimizer": "adam"}, "skipped"),
         ({"batch": 0}, "batch"),
-        ({"seq": True}, "seq"),
         ({"seq": 2**40}, "seq"),
-        ({"measured": {"step_s": 0}}, "step_s"),
         ({"measured": [1]}, "measured"),
-        ({"machine": "/dev/zero"}, "is a path"),
         ({"model": "../elsewhere"}, "is a path"),
     ],
 )
@@ -280,7 +169,7 @@ def test_a_run_that_is_written_wrong_is_named_in_one_line(tmp_path, change, says
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"runs": [7]}', "{" * 100_000, "\x00"])
+@pytest.mark.parametrize("text", ["[]", "{" * 100_000])
 def test_a_file_without_runs_is_one_line(tmp_path, text):
     path = tmp_path / "runs.json"
     path.write_text(text)

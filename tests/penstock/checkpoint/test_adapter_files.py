@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes, read_adapter
+from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, read_adapter
 from runtime.plan.train import TARGETS, Lora
 from tests import checkpoints
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, logits_with, lora_of, model_of, peft_saved, write_adapter
@@ -23,9 +23,6 @@ from tests.tiny import MODEL_TYPES
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-# -- by PEFT
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -52,19 +49,6 @@ def test_transformers_finds_the_base_of_an_adapter(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(write_adapter(tmp_path / "adapter", LORA, factors, str(tmp_path / "base")))
     with torch.no_grad():
         torch.testing.assert_close(loaded(TOKENS).logits, logits_with(model, LORA, factors), atol=1e-5, rtol=1e-5)
-
-
-def test_the_configuration_is_pefts_and_the_same_every_time() -> None:
-    """Its targets are those that have factors, sorted: PEFT keeps a set, whose order differs from process to process."""
-    factors = factors_of(model_of("mixtral"))
-    fields = json.loads(config_bytes(LORA, factors, "mixtral"))
-    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "mixtral", "inference_mode": True}
-    expected |= {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": sorted(ATTENTION), "bias": "none"}
-    assert fields.items() >= expected.items()
-    assert json.loads(config_bytes(Lora(4, 2.5), (), None))["lora_alpha"] == 2.5
-
-
-# -- by us
 
 
 KINDS_OF_TARGETS: dict[str, Any] = {
@@ -103,9 +87,6 @@ def test_narrower_factors_are_widened(tmp_path: Path) -> None:
     save_file({PREFIX + name: factor.bfloat16() for name, factor in factors.items()}, folder / TENSOR_FILE)
     _, read = read_adapter(folder, shapes_of(model_of()))
     assert all(torch.equal(read[name], factor.bfloat16().float()) for name, factor in factors.items())
-
-
-# -- what is refused
 
 
 @pytest.fixture
@@ -147,14 +128,11 @@ def test_an_option_is_refused_by_name_unless_it_is_off(folder: Path) -> None:
 def test_a_configuration_that_means_nothing_is_refused(folder: Path) -> None:
     content = (folder / CONFIG_FILE).read_bytes()
     for changes, expected in (
-        ({"r": None}, "r: "),
-        ({"r": "4"}, "r: "),
         ({"r": 10**300}, "r: "),
         ({"r": 0}, "rank is 0"),
         ({"lora_alpha": float("nan")}, "lora_alpha: "),
         ({"lora_dropout": 1.0}, "dropout is 1"),
         ({"r": 8}, "lora_A.weight is (4, "),
-        ({"target_modules": [1]}, "target_modules: "),
         ({"target_modules": "(q_proj"}, "target_modules: "),
         ({"target_modules": ["k_proj"]}, "is none of the target_modules"),
     ):
@@ -174,8 +152,8 @@ def test_a_file_that_is_not_whole_is_refused(folder: Path, file: str) -> None:
     assert file in refused(folder)
 
 
-def put(key: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.update({key: torch.ones(shape, dtype=dtype)})
+def put(key: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({key: torch.ones(shape)})
 
 
 def without(part: str) -> Callable[[dict[str, Tensor]], object]:
@@ -186,13 +164,10 @@ Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "an-adapter's-name": (put(f"{Q0}.lora_A.default.weight", 4, 32), "lora_A.default.weight"),
     "the-head": (put(f"{PREFIX}lm_head.lora_A.weight", 4, 32), "lm_head"),
-    "experts": (put(f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight", 4, 32), "mlp.experts"),
     "a-path": (put(f"{PREFIX}../../etc\n/passwd", 1), "passwd"),
     "no-b": (without("0.self_attn.q_proj.lora_B"), f"no tensor {Q0}.lora_B.weight"),
-    "no-target-in-a-layer": (without("1.mlp.up_proj"), f"no tensor {PREFIX}model.layers.1.mlp.up_proj.lora_A.weight"),
     "nothing": (dict.clear, "holds no tensors"),
     "turned": (put(f"{Q0}.lora_A.weight", 32, 4), f"{Q0}.lora_A.weight is (32, 4)"),
-    "whole-numbers": (put(f"{Q0}.lora_A.weight", 4, 32, dtype=torch.int8), "torch.int8"),
 }
 
 

@@ -116,9 +116,6 @@ def test_one_tensor_of_the_model_is_held_at_a_time(tmp_path: Path, monkeypatch: 
         torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=1e-6)
 
 
-# -- what is refused
-
-
 def refused(base: Path, adapter: Path, out: Path) -> str:
     before = {path: path.read_bytes() for path in (*base.rglob("*"), *out.rglob("*")) if path.is_file()}
     said = checkpoints.refused(lambda: merge(base, adapter, out))
@@ -147,8 +144,6 @@ def in_two_files(base: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (lambda base: set_json(base / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"),
-    "fp8": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32, 32).to(torch.float8_e4m3fn)), "F8_E4M3"),
-    "no-configuration": (lambda base: (base / "config.json").unlink(), "config.json"),
     "half-a-file": (lambda base: os.truncate(base / "model.safetensors", 30_000), "not a whole safetensors file"),
     "no-projection": (lambda base: set_tensor(base, f"{Q0}.weight", torch.ones(32)), f"{Q0}, which this model does not have"),
     "a-tensor-in-two-files": (in_two_files, "is in another file too"),
@@ -166,11 +161,10 @@ def test_a_model_that_cannot_be_merged_is_refused(tmp_path: Path, spoil: Callabl
     assert expected in refused(base, adapter, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, float("nan")), (torch.float16, 1e5)], ids=["nan", "overflow"])
-def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
-    base, _ = folders(tmp_path, dtype=dtype)
-    factors = {name: torch.full_like(factor, value) for name, factor in factors_of(model_of()).items()}
-    assert f"not finite in {dtype}" in refused(base, write_adapter(tmp_path / "broken", LORA, factors), tmp_path / "out")
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    base, _ = folders(tmp_path, dtype=torch.float16)
+    factors = {name: torch.full_like(factor, 1e5) for name, factor in factors_of(model_of()).items()}
+    assert "not finite in torch.float16" in refused(base, write_adapter(tmp_path / "broken", LORA, factors), tmp_path / "out")
 
 
 def test_a_model_is_not_merged_into_a_folder_that_is_in_use(tmp_path: Path) -> None:
@@ -190,9 +184,6 @@ def test_a_disk_without_room_is_refused_before_it_is_written(tmp_path: Path, mon
     with pytest.raises(CheckpointError, match=r"takes .* KB, and 1.* KB are free; make room"):
         merge(base, adapter, tmp_path / "out", lambda *_: pytest.fail("was written"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
-
-
-# -- what is left of it
 
 
 def test_a_merge_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> None:

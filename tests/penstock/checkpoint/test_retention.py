@@ -93,10 +93,3 @@ def test_what_cannot_be_removed_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"checkpoint-1.removed: cannot be removed \(Permission denied\)"):
             work()
     assert [step for step, _ in whole(tmp_path)] == [2]
-
-
-def test_a_checkpoint_that_the_user_deleted_is_not_missed(tmp_path):
-    first, second = small(tmp_path, 1), small(tmp_path, 2)
-    shutil.rmtree(first)
-    retention.remove([first, second])
-    assert names(tmp_path) == []

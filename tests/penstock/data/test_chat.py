@@ -1,7 +1,6 @@
 """Chat templates: what the assistant says is learned, with the token that ends it, and nothing else."""
 
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ ASKED, SAID, AGAIN, THEN = TALK = (
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "It is four."},
 )
-HELLO, TWO = ASKED["content"], AGAIN["content"]
 TOLD = ({"role": "system", "content": "You are the river."}, *TALK)
 FORGETFUL = ["qwen 3", "gpt-oss"]  # they write earlier turns differently
 STABLE = [style for style in STYLES if style not in (*FORGETFUL, "silent")]
@@ -95,13 +93,6 @@ def test_what_is_learned_is_what_transformers_masks(talker):
     assert [int(any(first <= t < stop for first, stop in runs)) for t in range(len(ids))] == masks
 
 
-@pytest.mark.parametrize("style", ["chatml", "chatml, unmarked", "llama 3", None])
-def test_an_answer_follows_exactly_its_prompt(talker, style):
-    ((ids, runs),) = talker(style).encode(TALK)
-    for turn, (first, _) in zip((1, 3), runs, strict=True):
-        assert ids[:first] == talker(style).template.prompt(TALK[:turn])
-
-
 @pytest.mark.parametrize("style", [*STABLE, *FORGETFUL, None])
 def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
     answers = [(ids, run) for ids, runs in talker(style).encode(TALK) for run in runs]
@@ -111,12 +102,6 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(talker, style):
         assert runs == [run]
         assert ids[: run[1]] == expected[: run[1]]
         assert style in FORGETFUL or ids == expected, "all of it is read"
-
-
-def test_a_conversation_without_an_answer_teaches_nothing(talker):
-    for style in ("chatml", "llama 3", "qwen 3", None):
-        for messages in (TALK[:1], ()):
-            assert talker(style).learned(messages) == [[]]
 
 
 CALL, RESULT = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, {"role": "tool", "content": "4"}
@@ -205,11 +190,6 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_one_line(tmp_path, sourc
         talker_in(tmp_path, "chatml", source).encode(TALK)
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 300
-
-
-def test_today_is_always_the_same_day(tmp_path):
-    template = talker_in(tmp_path, "chatml", "{{ strftime_now('%Y-%m-%d') }}").template
-    assert template.tokenizer.decode(template.prompt(TALK[:1])) == "2024-07-26" != date.today().isoformat()
 
 
 def test_a_model_without_a_template_begins_once(tmp_path):

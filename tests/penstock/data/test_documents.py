@@ -2,13 +2,11 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,15 +126,6 @@ def test_a_cache_that_cannot_be_written_or_read_is_one_line(lines, monkeypatch):
     monkeypatch.setattr(room.ExamplesIterable, "__iter__", full)
     lines.write_text(json.dumps({"text": "other"}))
     assert "tokens cannot be kept there (No space left on device); make room" in refused(lines)
-
-
-def test_tokens_stay_in_the_file_and_travel_by_its_name(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", ({"text": "x" * 2**16} for _ in range(4)))
-    documents = only(read(path)).documents
-    assert len(content := pickle.dumps(documents)) < 10_000
-    assert pickle.loads(content).ids(3).tolist() == [*b"x" * 2**16, END]
-    assert np.shares_memory(documents.ids(3), documents.ids(3)), "a view of the file"
-    assert documents.ids(3).nbytes == 2 * (2**16 + 1), "two bytes an id, for a vocabulary of 300"
 
 
 def test_reading_makes_no_semaphore_that_a_kill_leaves(lines, monkeypatch):

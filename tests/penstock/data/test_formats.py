@@ -56,12 +56,9 @@ def test_a_row_is_understood_and_tells_its_format(format, row, expected):
     ("format", "row"),
     [
         ("text", {"text": None}),
-        ("messages", {"messages": [{"role": "", "content": "one"}]}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}),
         ("messages", {"messages": [ASKED, {**SAID, "weight": 0.5}]}),
-        ("messages", {"messages": [{**ASKED, "weight": 1}, SAID]}),
         ("alpaca", {"instruction": "x", "output": "x", "history": [["a"]]}),
-        ("sharegpt", {"conversations": [{"from": ["human"], "value": "x"}]}),
         ("prompt-completion", {"prompt": "who?", "completion": "me", "system": "s"}),
         ("text", {"a\nb\u2028c": 1}),
     ],

@@ -17,7 +17,7 @@ from penstock.data.data import read_data
 from penstock.data.loader import Loader
 from penstock.settings import DataSettings
 from runtime.batch import Batch
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import CheckpointError
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
 
@@ -64,6 +64,7 @@ def epochs_of(data: Loader, n: int) -> list[list[list[bytes]]]:
     raise AssertionError
 
 
+@pytest.mark.drawn
 @few
 @given(ns=files, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_every_epoch_holds_every_document_once(tmp_path_factory, ns, seed, shuffle):
@@ -83,6 +84,7 @@ def test_epochs_and_seeds_have_orders_and_sequences_of_their_own(tmp_path):
     assert epochs_of(stream(path, 2**40, batch_size=1, seq_len=12), 1) != epochs[:1]
 
 
+@pytest.mark.drawn
 @few
 @given(
     ns=files,
@@ -128,7 +130,7 @@ def test_conversations_in_several_documents_are_resumed_within(tmp_path):
 
     whole = chats()
     batches = [whole.batch(step) for step in range(30)]
-    for left in range(20):
+    for left in range(0, 20, 3):
         again = chats()
         again.resume(left, whole.position(left))
         assert all(same(again.batch(step), batches[step]) for step in range(left, left + 4))
@@ -162,15 +164,3 @@ def test_what_changes_the_stream_has_another_fingerprint(tmp_path):
     (path / "long.txt").unlink()
     others = [{"seed": 4}, {"seq_len": 25}, {"batch_size": 1}, {"shuffle_buffer": 6}, {"packing": "one"}, {"too_long": "split"}]
     assert len({before, *ends, *(stream(path, **other).fingerprint for other in others)}) == 3 + len(others)
-
-
-def test_what_is_wrong_is_named_when_it_is_reached(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "good"}] * 40)
-    path.write_text(path.read_text() + "{\n")
-    data = stream(path, shuffle=False)
-    assert data.batch(0).n_supervised
-    with pytest.raises(DataError, match=r"a\.jsonl:41: "):
-        [data.batch(step) for step in range(30)]
-    write_lines(path, [{"messages": [{"role": "user", "content": "who?"}]}] * 7)
-    with pytest.raises(DataError, match="no document in it has anything to learn"):
-        stream(path).batch(0)

@@ -56,7 +56,6 @@ def test_bytes_are_the_bytes_of_the_text(text):
 @pytest.mark.parametrize(
     ("tokenizer_config", "config", "ends"),
     [
-        ({"eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False}}, {}, {1}),
         ({}, {"eos_token_id": 1}, {1}),
         ({}, {"eos_token_id": [1, 2]}, {1, 2}),
         ({"eos_token": "</s>"}, {"eos_token_id": 2}, {1, 2}),
@@ -67,13 +66,6 @@ def test_the_end_is_the_tokenizers_own_or_else_the_models(tmp_path, tokenizer_co
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = read_tokenizer(tmp_path)
     assert (tokenizer.end_id, tokenizer.answer_ends) == (1, ends)
-
-
-def test_code_that_a_folder_names_is_not_looked_for(tmp_path):
-    named = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil", "eos_token": "</s>"}
-    write_tokenizer(tmp_path, named | {"tokenizer_file": "/etc/passwd"})
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    assert ids_of(tmp_path, ["down"]) == [[0, 6, 1]]
 
 
 def random_merges(folder: Path) -> None:

@@ -179,9 +179,6 @@ def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
     assert same_state(session, undisturbed(tmp_path_factory.getbasetemp(), tuple(fields.items()), step))
 
 
-# -- whole processes
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Text, and three plans of one model with policies that differ in everything."""
@@ -213,8 +210,8 @@ def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *bef
     return done.stdout
 
 
-@pytest.mark.soak_cases("4-5")
-@pytest.mark.parametrize(("n_trials", "seed"), [(1, 13), (4, 5)])
+@pytest.mark.soak_cases("3-5")
+@pytest.mark.parametrize(("n_trials", "seed"), [(1, 13), (3, 5)])
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_bits(home, tmp_path, n_trials, seed):
     """By SIGKILL, in ops and in the midst of a checkpoint's files; and once more after it went on."""
     assert "killed" in befallen(home, tmp_path, "killed", n_trials, seed)
@@ -223,7 +220,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bits(home, tmp_path, n_t
 @pytest.mark.soak
 def test_a_run_that_gets_sigterm_saves_its_step_and_exits_with_0(home, tmp_path):
     """At any moment, as machines that are taken back send it; the next run goes on to the same bits."""
-    assert "terminated" in befallen(home, tmp_path, "terminated", 4, 5)
+    assert "terminated" in befallen(home, tmp_path, "terminated", 2, 5)
 
 
 NAMESPACE = ("unshare", "-rm")  # where any user can mount a disk of a few megabytes
@@ -241,4 +238,4 @@ def can_mount() -> bool:
 @pytest.mark.skipif(not can_mount(), reason="needs a namespace in which to mount a small disk")
 def test_a_disk_full_at_any_moment_is_one_line_and_resumable(home, tmp_path):
     """Whether it was a checkpoint, a line of the log or the timeline that found no room."""
-    assert "full" in befallen(home, tmp_path, "full_disk", 5, 5, *NAMESPACE)
+    assert "full" in befallen(home, tmp_path, "full_disk", 3, 5, *NAMESPACE)

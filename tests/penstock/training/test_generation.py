@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from penstock.training.generation import LENGTH_STEP_TOKENS, generate
+from penstock.training.generation import generate
 from runtime.errors import DataError, PenstockError
 from runtime.executor import execute
-from runtime.plan import Kind, Policy, saves
-from tests.forwards import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, resident, watch_forwards
+from runtime.plan import Policy, saves
+from tests.forwards import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, resident
 from tests.late_streams import LateStreams
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, differences, plain, semantics_of
@@ -100,31 +100,6 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
     assert [len(new) for new in generate(machine, [[1] * 12, [1] * 15, [1]], 6)] == [4, 1, 6]
     assert generate(machine, [], 6) == []
     assert generate(machine, [[1]], 0) == [[]]
-
-
-def test_weights_are_loaded_once_for_all_prompts():
-    """And no more tokens are computed than a multiple of the length step."""
-    config, semantics = tiny_config("llama"), semantics_of("llama", seq_len=4 * LENGTH_STEP_TOKENS, batch_size=8)
-    machine = machine_of(config, semantics, Policy(accumulation_group=8))
-    shapes, loads, layer = [], [], machine.compute.templates.layer
-
-    def noted(block, weights, hidden_BTD, inputs, again=False):
-        shapes.append(tuple(hidden_BTD.shape[:2]))
-        return layer(block, weights, hidden_BTD, inputs, again)
-
-    machine.compute.templates.layer = noted
-    watch_forwards(machine, lambda op, step: loads.append(op.name) if op.kind is Kind.LOAD else None)
-    generate(machine, [[1] * 63, [2] * 3, [3]], 3)
-    assert shapes == [(1, LENGTH_STEP_TOKENS)] * 3 * 2 * 2 + [(1, 2 * LENGTH_STEP_TOKENS)] * 3 * 2
-    assert len(loads) == 3 * 4
-
-
-def test_more_prompts_than_a_tile_has_rows_are_done_in_turn():
-    config, semantics = tiny_config("llama"), exact("llama", loss_tile_tokens=3, micro_batch=2)
-    machine = machine_of(config, semantics, Policy())
-    prompts = [[i, i + 1] for i in range(8)]
-    model = resident(config, semantics)
-    assert generate(machine, prompts, 2) == [said_by_transformers(model, prompt, 2) for prompt in prompts]
 
 
 def test_prompts_and_weights_that_cannot_be_used_are_refused():

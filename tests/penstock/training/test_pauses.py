@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.checkpoint.checkpoint import latest, load_state
-from penstock.training import trainer
 from penstock.training.session import Session
 from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
@@ -39,9 +38,7 @@ def looked(session: Session, n_steps: int, every: int | None = None, on_step=lam
     return looks.steps
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize(("every", "expected"), [(None, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+@pytest.mark.parametrize(("every", "expected", "background"), [(None, [5], True), (2, [2, 4, 5], False), (5, [5], True)])
 def test_validations_come_every_n_steps_and_at_the_end(tmp_path, every, expected, background):
     session = session_of(tmp_path, Policy(update=Update.DEFERRED), every=3, background=background)
     assert looked(session, 5, every) == expected
@@ -100,10 +97,7 @@ def test_a_run_that_broke_in_its_last_validation_lacks_only_that(tmp_path, how):
         Trainer(replace(again, n_steps=3), validations=[Looks(again).validation])
 
 
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("every", [None, 2])
-@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize(("background", "at", "every"), [(True, 2, None), (False, 4, 2)])
 def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, background, at, every):
     session = evaluating(session_of(tmp_path, every=every, background=background), 2)
     looks, others = Looks(session), []
@@ -119,9 +113,6 @@ def test_a_validation_that_is_abandoned_leaves_its_state_saved(tmp_path, backgro
     assert others == looks.steps == ([2] if at == 4 else [])
     assert latest(tmp_path).name == f"checkpoint-{at}"
     assert looked(resumed(session_of(tmp_path, background=background)), 4, 2) == sorted({at, 4})
-
-
-# -- a run that resumes from an earlier checkpoint
 
 
 def test_later_checkpoints_are_set_aside_on_resume(tmp_path):
@@ -140,16 +131,3 @@ def test_later_checkpoints_are_set_aside_on_resume(tmp_path):
     assert load_state(tmp_path / "checkpoint-4.left").step == 4
     assert not (tmp_path / "checkpoint-4.left" / "older").exists()
     assert not (tmp_path / "timeline.json").exists(), "an earlier run's"
-
-
-def test_checkpoints_are_set_aside_before_the_log_is_cut(tmp_path, monkeypatch):
-    train(session_of(tmp_path, every=1), 3)
-
-    def cut(path, n_steps):
-        assert latest(tmp_path).name == "checkpoint-1"
-        raise _Killed
-
-    monkeypatch.setattr(trainer, "keep_lines_up_to", cut)
-    with pytest.raises(_Killed):
-        train(resumed(session_of(tmp_path), load_state(tmp_path / "checkpoint-1")), 3)
-    assert len(lines(tmp_path)) == 3

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.training.validation import Evaluated, evaluate
+from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.compute.inference import Abandoned
@@ -23,7 +23,7 @@ from tests.forwards import POLICIES, LateForBoth, exact, machine_of, resident, s
 from tests.late_streams import LateStreams
 from tests.real_layers import peak_bytes
 from tests.strategies import policies
-from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import (
     EVERYTHING,
     N_STEPS,
@@ -56,14 +56,6 @@ def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     assert found.n_tokens == held_out.n_supervised
     assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert found.seconds > 0
-
-
-@pytest.mark.parametrize("model_type", EXPERT_TYPES)
-def test_experts_see_padding_and_the_loss_does_not(model_type):
-    semantics, config = exact(model_type, micro_batch=4), tiny_config(model_type)
-    held_out = sequences(config["vocab_size"], 3)
-    found = evaluate(machine_of(config, semantics, Policy()), sequences_of(held_out), 3)
-    assert found.loss == pytest.approx(loss_of_transformers(config, semantics, held_out), abs=1e-5)
 
 
 @pytest.mark.fast("values")
@@ -218,10 +210,6 @@ def test_an_evaluation_asked_to_end_ends_after_its_pass():
         evaluate(machine, sequences_of(sequences(config["vocab_size"], n)), n, stop)
     execute(machine.plan, machine, N_STEPS)
     assert differences(machine, plain("llama", semantics)) == []
-
-
-def test_the_perplexity_of_a_hopeless_model_is_infinite():
-    assert [Evaluated(loss, 1, 1.0).perplexity for loss in (1e4, 0.0)] == [math.inf, 1.0]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
