@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,9 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
     if child == 0:
         code, said = 1, ""
         try:
-            count = iter(range(n if n is not None else 10**9))
-            if what == "op":
-                TorchMachine.perform = _counted(TorchMachine.perform, count, by)  # type: ignore[method-assign]
-            else:
-                os.fsync = _counted(os.fsync, count, by)
+            owner, name = (TorchMachine, "perform") if what == "op" else (os, "fsync")
+            soon = threading.Timer(random.random() * 0.002, lambda: os.kill(os.getpid(), by))
+            setattr(owner, name, _counted(getattr(owner, name), -1 if n is None else n, soon.start))
             code, said = penstock(*args)
         finally:
             print(said if code else "", end="", flush=True)
@@ -165,15 +164,13 @@ def _imported_once() -> None:
         import_module(name)
 
 
-def _counted(work: Callable[..., Any], count: Iterator[int], by: int) -> Callable[..., Any]:
-    """The same work; when the count is used up, the process soon gets a signal, once."""
-    is_over = False
+def _counted(work: Callable[..., Any], n: int, happens: Callable[[], object]) -> Callable[..., Any]:
+    """The same work; after n calls something happens, once."""
+    calls = count()
 
     def begun(*given: Any, **named: Any) -> Any:
-        nonlocal is_over
-        if next(count, None) is None and not is_over:
-            is_over = True
-            threading.Timer(random.random() * 0.002, os.kill, (os.getpid(), by)).start()
+        if next(calls) == n:
+            happens()
         return work(*given, **named)
 
     return begun
@@ -185,14 +182,7 @@ def forked_to_die(work: Callable[[], object], where: tuple[Any, str], n: int) ->
     if child == 0:
         try:
             owner, name = where
-            called, count = getattr(owner, name), iter(range(n))
-
-            def counted(*given: Any, **named: Any) -> Any:
-                if next(count, None) is None:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return called(*given, **named)
-
-            setattr(owner, name, counted)
+            setattr(owner, name, _counted(getattr(owner, name), n, lambda: os.kill(os.getpid(), signal.SIGKILL)))
             work()
         finally:
             os._exit(0)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from planner.check.check import check
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
 from tests import training
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import STRUCTURES, tiny_config
 from tests.training import Hostile, plan_of, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +68,7 @@ def trained(case: str, ranks: Processes | None) -> Hostile:
     return training.trained(plan, Hostile, delay_seed=0 if ranks is None else ranks.rank, ranks=ranks)
 
 
+@cache
 def trained_alone(case: str) -> str:
     machine = trained(case, None)
     return digest(machine.host, machine.results)
@@ -91,7 +93,7 @@ def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memor
 
 def every_case(groups: int, batch: int) -> list[str]:
     """Each type once, the policies in turn."""
-    return [f"{model_type}:{list(POLICIES)[i % len(POLICIES)]}:{groups}:{batch}" for i, model_type in enumerate(MODEL_TYPES)]
+    return [f"{model_type}:{list(POLICIES)[i % len(POLICIES)]}:{groups}:{batch}" for i, model_type in enumerate(STRUCTURES)]
 
 
 def main() -> None:

@@ -55,12 +55,8 @@ PROFILE: dict[str, Any] = {
     },
     "link": {
         **{
-            direction: {
-                "latency_s": _q(1e-5),
-                "bytes_per_s": _rates(1e8, 1e10),
-                "pageable_bytes_per_s": _q(1e8),
-            }
-            for direction in ("h2d", "d2h")
+            way: {"latency_s": _q(1e-5), "bytes_per_s": _rates(1e8, 1e10), "pageable_bytes_per_s": _q(1e8)}
+            for way in ("h2d", "d2h")
         },
         "duplex_bytes_per_s": _q(1.5e10),
         "host_cores_per_copy": {"value": 0.0, "spread_fraction": 0.0, "source": "made_up"},
@@ -87,38 +83,27 @@ def predicted(plan: Plan, profile: Profile = MADE_UP, max_steps: int = 32) -> Pr
     return simulate(plan, costs(plan, profile), region_of(profile), max_steps)
 
 
-def semantics(max_micro_batches: int = 4) -> st.SearchStrategy[Semantics]:
+@st.composite
+def semantics(draw: st.DrawFn, max_micro_batches: int = 4) -> Semantics:
     """Up to four micro-batches, the last one smaller or not, in any groups that may be summed apart, of one rank or several; every
     dtype that goes together, with and without clipping."""
-    dtypes = st.sampled_from([(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")])
-
-    def build(
-        sizes: tuple[int, int, int, int],
-        dtypes: tuple[Any, Any, Any],
-        clip: float | None,
-        skip: bool,
-        most_groups: int,
-        ranks: int,
-    ) -> Semantics:
-        seq_len, micro_batch, n, n_missing = sizes
-        n_missing = n_missing if ranks == 1 else 0
-        return Semantics(
-            ranks=ranks,
-            sum_groups=min(most_groups, n & -n),
-            seq_len=seq_len,
-            micro_batch=micro_batch,
-            batch_size=micro_batch * n - (n_missing % micro_batch if n > 1 else 0),
-            compute_dtype=dtypes[0],
-            gradient_dtype=dtypes[1],
-            master_dtype=dtypes[2],
-            clip_norm=clip,
-            on_nonfinite="skip" if skip else "stop",
-        )
-
-    sizes = st.tuples(st.integers(1, 64), st.integers(1, 3), st.integers(1, max_micro_batches), st.integers(0, 2))
-    groups = st.sampled_from([1, 1, 2, 4, 8])
-    ranks = st.sampled_from([1, 1, 1, 1, 2, 4])
-    return st.builds(build, sizes, dtypes, st.sampled_from([None, 1.0]), st.booleans(), groups, ranks)
+    together = [(c, g, m) for c in ITEM_BYTES for g in ITEM_BYTES for m in ITEM_BYTES if (c, m) != ("fp32", "bf16")]
+    seq_len, micro_batch, n = draw(st.integers(1, 64)), draw(st.integers(1, 3)), draw(st.integers(1, max_micro_batches))
+    n_missing, (compute_dtype, gradient_dtype, master_dtype) = draw(st.integers(0, 2)), draw(st.sampled_from(together))
+    clip_norm, on_nonfinite = draw(st.sampled_from([None, 1.0])), draw(st.sampled_from(["stop", "skip"]))
+    most_groups, ranks = draw(st.sampled_from([1, 1, 2, 4, 8])), draw(st.sampled_from([1, 1, 1, 1, 2, 4]))
+    return Semantics(
+        ranks=ranks,
+        sum_groups=min(most_groups, n & -n),
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        batch_size=micro_batch * n - (n_missing % micro_batch if n > 1 and ranks == 1 else 0),
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        master_dtype=master_dtype,
+        clip_norm=clip_norm,
+        on_nonfinite=on_nonfinite,
+    )
 
 
 # What of any workload trains something

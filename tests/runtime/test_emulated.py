@@ -1,6 +1,5 @@
 """The emulated machine: it keeps the time of the machine in its profile, with shared resources and stand-in models."""
 
-import random
 import threading
 import time
 
@@ -14,10 +13,9 @@ from planner.predict.cost import costs, region_of
 from planner.predict.simulate import simulate
 from runtime.compute.blocks import Templates
 from runtime.executor import execute
-from runtime.machines import emulated
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
-from runtime.plan import Lane, Policy, Semantics, Update
+from runtime.plan import Policy, Semantics
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.workload import Model
 from tests.tiny import MODEL_TYPES
@@ -42,12 +40,6 @@ def serve(region: Region, *demands: Demand) -> list[tuple[float, float]]:
     for thread in threads:
         thread.join()
     return [shares[i] for i in range(len(demands))]
-
-
-def test_demands_that_share_nothing_take_their_time_alone():
-    a, b = Demand(0.01, 0.04, ((Resource.H2D, 1.0),)), Demand(0.0, 0.03, ((Resource.D2H, 1.0),))
-    served = serve(Region(((Resource.H2D, 1.0), (Resource.D2H, 1.0))), a, b)
-    assert [end - begin for begin, end in served] == pytest.approx([0.05, 0.03], abs=1e-9)
 
 
 def stand_in_store(plan):
@@ -78,61 +70,6 @@ def test_the_time_that_a_lane_takes_to_wake_is_overhead(late_s, left_s):
     due_from_s = before_s + left_s
     assert share.work_from_s == pytest.approx(due_from_s, rel=0, abs=1e-6) or due_from_s < share.work_from_s <= after_s
     assert share.served_s == pytest.approx(share.work_from_s + 0.01, rel=0, abs=1e-6)
-
-
-def test_an_emulated_op_is_due_when_all_it_waits_for_has_ended(monkeypatch):
-    """Its lane's own op before it, and those of other lanes: however late the lane is told of them."""
-    due: list[tuple[Lane, float | None]] = []
-
-    class Noting(LiveRegion):
-        def begin(self, demand, due_s=None):
-            due.append((threading.current_thread().name, due_s))
-            return super().begin(demand, due_s)
-
-    monkeypatch.setattr(emulated, "LiveRegion", Noting)
-    ended: dict[tuple[int, int], float] = {}
-
-    class Noted(EmulatedMachine):
-        def perform(self, index, op, step):
-            super().perform(index, op, step)
-            ended[step, index] = self.mark(op)
-            expected[f"lane-{op.lane}"].append((step, index))
-
-    semantics = stand_in_semantics(Semantics(64, 2, 1))
-    config = stand_in_config(read_model("qwen2.5-0.5b").config) | {"num_hidden_layers": 3}
-    policy, profile = Policy(update=Update.DEFERRED, prefetch_depth=2), read_profile("h200-pcie5")
-    plan = lower(Model(config), build_workload(Model(config), semantics), semantics, policy, profile.to_json())
-    expected: dict[str, list[tuple[int, int]]] = {f"lane-{lane}": [] for lane in Lane}
-    machine = Noted(stand_in_store(plan), [Demand(1e-4, 1e-4)] * len(plan.ops), region_of(profile), 1.0)
-    execute(plan, machine, 2)
-    for lane, performed in expected.items():
-        found = [due_s for name, due_s in due if name == lane]
-        for i, ((step, index), due_s) in enumerate(zip(performed, found, strict=True)):
-            causes = [(step - w.distance, w.op) for w in plan.ops[index].waits if step >= w.distance] + performed[max(0, i - 1) : i]
-            assert due_s == max((ended[cause] for cause in causes), default=None)
-
-
-def test_demands_are_served_on_a_machine_that_is_up_for_days(monkeypatch):
-    """Its clock counts in steps so large that what rounding leaves of a demand no longer moves it."""
-
-    class LongUp:
-        def perf_counter(self):
-            return time.perf_counter() + 100 * 86_400.0
-
-    monkeypatch.setattr(emulated, "time", LongUp())
-    live = LiveRegion(Region(((Resource.DRAM, 1.0), (Resource.H2D, 1.0))))
-
-    def serve_many(seed):
-        rng = random.Random(seed)
-        for _ in range(100):
-            live.wait(live.begin(Demand(rng.random() * 1e-4, rng.random() * 1e-3, ((Resource.DRAM, rng.random()),))))
-
-    threads = [threading.Thread(target=serve_many, args=(seed,), daemon=True) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_an_emulated_step_takes_what_the_simulator_says():

@@ -23,7 +23,6 @@ from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import (
     N_STEPS,
     Hostile,
-    asked,
     clip_some_steps,
     differences,
     fused,
@@ -39,6 +38,7 @@ from tests.training import (
 LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.soak_cases("mistral", "qwen2", "gemma", "mixtral")
 @pytest.mark.drawn
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @LAW
@@ -93,8 +93,13 @@ REMEMBERING = [
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("policy", REMEMBERING, ids=asked)
-@pytest.mark.parametrize(("model_type", "tile"), [("llama", None), ("gpt_oss", None), ("llama", 5)])
+@pytest.mark.parametrize(
+    ("model_type", "tile", "policy"),
+    [
+        *(("llama", None, policy) for policy in REMEMBERING),
+        *((*of, p) for of in (("gpt_oss", None), ("llama", 5)) for p in REMEMBERING[2:4]),
+    ],
+)
 def test_a_backward_finds_weights_in_whichever_slots_they_are(model_type, tile, policy):
     """Our lowering brings a layer back to the slot it was in; another planner need not: exchange the two last loads' slots."""
     semantics = semantics_of(model_type, mlp_tile_tokens=tile)
@@ -149,8 +154,7 @@ GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1)]  # (micro-batch, micro-batches of a gr
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("gradient_dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("gradient_dtype", "tied"), [("bf16", False), ("fp32", True)])
 @pytest.mark.parametrize(("compute_dtype", "master_dtype"), DTYPES)
 def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(compute_dtype, master_dtype, tied, gradient_dtype):
     """What the law above may not draw: here each way that a gradient can take is taken once in every dtype."""
@@ -164,8 +168,7 @@ def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(compute_dtype, ma
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize(("model_type", "attention"), [("llama", "sdpa"), ("qwen2", "eager")])
 def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention):
     config, semantics = tiny_config(model_type, attention_dropout=0.2), semantics_of(model_type, attention=attention)
     kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))

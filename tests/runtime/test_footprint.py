@@ -68,7 +68,7 @@ def start(plan: Plan, device: str) -> None:
 
 
 @pytest.mark.drawn
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=real_plans() | cases().map(lambda case: case.plan), data=st.data())
 def test_a_run_accepts_a_plan_that_fits_and_no_byte_less(plan: Plan, data: st.DataObject) -> None:
     device = plan.profile["device"]["kind"]
@@ -112,12 +112,3 @@ def test_deterministic_attention_books_a_sum_per_processor() -> None:
         one_sum_bytes = n_sequences * 32 * 4 * 8 * 4
         assert scratch_bytes["deterministic"] == scratch_bytes["flash"] + (n_sums - 1) * one_sum_bytes
         assert scratch_bytes["cudnn"] == scratch_bytes["flash"]
-
-
-def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that asks for a byte more than is booked is seen."""
-    plan = exactly(plan_of(tiny_config("llama"), semantics_of("llama"), Policy()))
-    real = planned_device_needs
-    monkeypatch.setattr("penstock.training.device.planned_device_needs", lambda plan, on_cuda: real(plan, on_cuda) | {"more": 1})
-    with pytest.raises(DoesNotFitError, match="GPU's memory"):
-        start(plan, "cuda")

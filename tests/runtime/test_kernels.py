@@ -1,7 +1,7 @@
 """Fused kernels: the bits or the meaning of eager ones, and the bytes and calls that plans count for them."""
 
 import dataclasses
-import json
+import itertools
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ from runtime.compute.blocks import Templates, row_losses
 from runtime.errors import WorkloadError
 from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _AtOnce, rotary, use_kernels
 from runtime.layers.pointwise import compiled, probes, swiglu
-from runtime.plan import Plan, Policy, Semantics, saves
+from runtime.plan import Policy, saves
 from runtime.plan.workload import Model
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
-from tests.training import differences, fused, plain, plan_of, semantics_of, streamed
+from tests.training import differences, fused, plain, semantics_of, streamed
 
 DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -69,8 +69,9 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
 
 
 @pytest.mark.fast("values")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [*zip(["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"], itertools.cycle(DTYPES))]
+)
 def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: str) -> None:
     """Their field is in the semantics for what it says of memory and time: the plain loop is the eager one."""
     eager = semantics_of(model_type, compute_dtype=dtype)
@@ -78,14 +79,6 @@ def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: s
     machine = streamed(tiny_config(model_type), dataclasses.replace(eager, pointwise="fused"), policy)
     assert any(type(m).__name__ == "forward" or "forward" in vars(m) for m in machine.compute.templates.layers[0].modules())
     assert differences(machine, plain(model_type, eager)) == []
-
-
-def test_fused_kernels_are_not_eager_ones_by_another_name() -> None:
-    """Norm and loss round elsewhere: laws that do not see which of them runs would find the bits equal."""
-    eager = semantics_of("qwen3")
-    for part in ("norm", "loss"):
-        machine = streamed(tiny_config("qwen3"), dataclasses.replace(eager, **{part: "fused"}), Policy())
-        assert differences(machine, plain("qwen3", eager)) != [], part
 
 
 @pytest.mark.soak
@@ -145,7 +138,7 @@ def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
 
 @pytest.mark.fast("values")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-2)])
-@pytest.mark.parametrize("model_type", [t for t in STRUCTURES if t != "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_losses_and_norms_are_those_of_eager_kernels(model_type: str, dtype: str, tolerance: float) -> None:
     """Relative to the largest: 2e-6 in fp32; in bf16 2e-2, a few of its last digits."""
     eager = semantics_of(model_type, compute_dtype=dtype)
@@ -184,20 +177,6 @@ def test_the_loss_of_a_row_is_that_of_cross_entropy_in_fp64(data: st.DataObject)
     torch.testing.assert_close(probabilities.double(), logits.double().softmax(-1), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_are_the_losses_to_the_bit(dtype: str) -> None:
-    """An evaluation is asked of the same kernels that train."""
-    config, how = tiny_config("llama"), semantics(1, 24, dtype, loss_tile_tokens=7, **fused("llama"))
-    templates = Templates(config, build_workload(Model(config), how), how)
-    weights = {name: w.to(DTYPES[dtype]) for name, w in templates.initial_weights(3, 5).items()}
-    hidden, targets = torch.randn(1, 24, 32).to(DTYPES[dtype]), torch.randint(0, 96, (1, 24))
-    targets[0, 3:6] = -100
-    head_gradient = torch.zeros(96, 32)
-    with torch.no_grad():
-        loss, _, _ = templates.loss(weights, hidden, targets, 21, head_gradient)
-        assert torch.equal(templates.scores(weights, hidden, targets), loss)
-
-
 @pytest.mark.fast("values")
 @pytest.mark.parametrize("case", [c for c in cases(STRUCTURES) if c[0] != "gemma2"], ids="-".join)
 def test_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str, str]) -> None:
@@ -210,8 +189,7 @@ def test_bytes_of_fused_layers_are_those_of_real_ones(case: tuple[str, str, str,
             assert peak <= block.transient_bytes <= 1.6 * peak
 
 
-@pytest.mark.parametrize("tile", [32, 500])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "tile"), [("bf16", 32), ("fp32", 500)])
 def test_a_fused_loss_stays_within_the_heads_transient_bytes(dtype: str, tile: int) -> None:
     config = tiny_config("llama", **WIDER, vocab_size=3000)
     how = semantics(2, 64, dtype, loss_tile_tokens=tile, **fused("llama"))
@@ -267,13 +245,3 @@ def test_other_models_of_transformers_keep_their_kernels() -> None:
     for model in (other, hf_model(config)):
         assert "forward" not in vars(model.model.layers[0].self_attn)  # type: ignore[union-attr]
         assert len(layer_calls(model, 96, 1, 8)) == 2
-
-
-def test_a_plan_that_names_no_kernels_is_read_as_eager() -> None:
-    plan = plan_of(tiny_config("llama"), semantics_of("llama", **fused("llama", "cudnn")), Policy())
-    assert Plan.parse(str(plan)) == plan
-    fields = json.loads(str(plan))
-    defaults = {key: getattr(Semantics(1, 1, 1), key) for key in ("norm", "loss", "pointwise", "attention_kernel")}
-    assert {key: fields["semantics"].pop(key) for key in defaults} == fused("llama", "cudnn")
-    assert Plan.parse(json.dumps(fields)).semantics == dataclasses.replace(plan.semantics, **defaults)
-    assert {*defaults.values()} == {"eager", "flash"}

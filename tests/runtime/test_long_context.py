@@ -13,7 +13,7 @@ from planner.search.search import search
 from runtime.plan import Kind, Policy, Semantics
 from runtime.plan.workload import Model
 from tests.tiny import tiny_config
-from tests.training import differences, plan_of, streamed
+from tests.training import plan_of
 
 from .test_replay import device_bytes
 
@@ -37,25 +37,6 @@ def most_bytes(seq_len: int, inner: int, tile: int | None) -> int:
     return device_bytes(plan_of(config_of(inner), semantics_of(seq_len, tile), LEAN))[1]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seq_len", [LONG, LONGER])
-@pytest.mark.parametrize("tile", [None, 128])
-def test_a_long_context_takes_the_memory_that_is_planned(seq_len: int, tile: int | None) -> None:
-    plan = plan_of(config_of(512), semantics_of(seq_len, tile), LEAN)
-    assert plan.kept_bytes == 0
-    assert 0.85 * plan.transient_bytes < most_bytes(seq_len, 512, tile) <= plan.transient_bytes
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("seq_len", "tile"), [(LONG, 32), (LONGER, 128)])
-def test_a_wider_mlp_by_tiles_takes_only_its_weights(seq_len: int, tile: int) -> None:
-    """Not a byte per token. Without tiles nearly all of it is per token."""
-    more_weights = 3 * 32 * (512 - 128) * 4  # bytes of the gradients of gate, up and down
-    assert most_bytes(seq_len, 512, tile) - most_bytes(seq_len, 128, tile) == pytest.approx(more_weights, abs=1000)
-    without = most_bytes(seq_len, 512, None) - most_bytes(seq_len, 128, None)
-    assert without - more_weights > seq_len * (512 - 128) * 4  # at least one tensor as wide as the MLP
-
-
 @pytest.mark.soak_cases("4096-12288")
 @pytest.mark.parametrize(("few", "many"), [(1024, LONG), (LONG, LONGER)])
 def test_by_tiles_memory_grows_as_attention_and_a_boundary_do(few: int, many: int) -> None:
@@ -72,16 +53,6 @@ def test_spilled_boundaries_take_no_more_for_more_layers() -> None:
         return plan_of(config_of(512, n_layers), semantics_of(LONGER, 128), policy).device_arena_bytes
 
     assert arenas(4, spill=True) == arenas(40, spill=True) < arenas(4, spill=False) < arenas(40, spill=False) / 5
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_long_context_trains_the_plain_loops_bits(dtype: str) -> None:
-    overrides = (*NARROW.items(), ("intermediate_size", 512))
-    how = semantics_of(LONG, 500, dtype)
-    machine = streamed(tiny_config("llama", **dict(overrides)), how, LEAN)
-    assert differences(machine) == []
-    assert machine.results[2].loss < machine.results[0].loss
 
 
 @pytest.mark.soak

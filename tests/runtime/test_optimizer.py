@@ -1,6 +1,5 @@
 """The host's AdamW, norms and sums in chunks, by several threads: the bits of the plainest code."""
 
-import itertools
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,11 +15,11 @@ from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
 from runtime.host.optimizer import RULES, Master, ParamState, Step, SummedGradient
 from runtime.host.workers import Workers
-from runtime.plan import Policy, Update
+from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
 from tests.reference import half_up
 from tests.tiny import tiny_config
-from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, trained
+from tests.training import machine_for, plan_of, same_bits, semantics_of
 from tests.updating import update_
 
 KINDS = ("split", "bf16", "fp32")
@@ -188,41 +187,6 @@ def no_grad():
         yield
 
 
-POLICIES = {
-    "barrier, summed on the host": Policy(),
-    "deferred, on speculation": Policy(update=Update.DEFERRED, accumulation_group=4, speculate_blocks=(0, 1, 2)),
-    "barrier, summed on the device": Policy(accumulation_group=4),
-}
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_training_is_the_same_with_any_number_of_workers(policy, tied):
-    plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama", clip_norm=0.5), policy)
-    for n_workers in (1, 3):
-        assert differences(trained(plan, n_workers=n_workers)) == []
-
-
-def test_tasks_are_shared_and_their_results_come_in_order():
-    """Three tasks that wait for each other: none ends unless three threads are at work, each with a thing of its own."""
-    together, numbers = threading.Barrier(3, timeout=30), itertools.count()
-    workers = Workers(3, lambda: next(numbers))
-
-    def task(number):
-        def work(own):
-            together.wait()
-            return number, own, threading.current_thread().name
-
-        return work
-
-    with workers.helped():
-        results = workers.run([task(i) for i in range(3)])
-    assert [number for number, _, _ in results] == [0, 1, 2]
-    assert {own for _, own, _ in results} == {0, 1, 2}
-    assert len({name for _, _, name in results}) == 3
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=12), st.integers(1, 3))
 def test_the_first_error_of_a_task_is_raised_and_workers_go_on(n_threads, fails, n_rounds):
@@ -249,21 +213,6 @@ def test_the_first_error_of_a_task_is_raised_and_workers_go_on(n_threads, fails,
         assert workers.run([task(5, False)]) == [5], "an error stuck"
     assert threading.active_count() == n_before
     assert workers.run([task(6, False)]) == [6], "without helpers the caller does it"
-
-
-def test_a_helper_that_cannot_begin_leaves_no_thread():
-    n_before, turns = threading.active_count(), itertools.count()
-
-    @contextmanager
-    def settled():
-        if next(turns) == 1:
-            raise PermissionError("no such core")
-        yield
-
-    workers = Workers(4, lambda: None)
-    with pytest.raises(PermissionError), workers.helped(settled):
-        raise AssertionError("it began all the same")
-    assert threading.active_count() == n_before
 
 
 @pytest.mark.parametrize("in_helper", [False, True], ids=["in the lane's own thread", "in a helper"])

@@ -1,7 +1,6 @@
 """Host memory of a run: slabs, arenas that stay where they are, registration for DMA, one copy of each weight."""
 
 import faulthandler
-import itertools
 import json
 import os
 import resource
@@ -59,16 +58,16 @@ class Counting(CpuMachine):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_no_arena_moves_and_no_page_is_faulted_in_again(policy):
-    """In most of 18 steps: a tensor that came and went would be hundreds of pages in each; Python and a busy machine take some."""
+    """In most of 10 steps: a tensor that came and went would be hundreds of pages in each; Python and a busy machine take some."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)  # tensors of 256 pages and more
     machine = machine_for(plan_of(config, semantics_of("llama", seq_len=64), policy), Counting, n_workers=2)
     before = machine.arenas.addresses
-    execute(machine.plan, machine, 20)
+    execute(machine.plan, machine, 12)
     assert machine.arenas.addresses == before
     assert {"h2d", "d2h", "cpu", "worker-1"} <= machine.n_faults.keys()
     for lane, by_step in machine.n_faults.items():
         if lane is not Lane.GPU:
-            assert statistics.median(by_step[step + 1] - by_step[step] for step in range(1, 19)) < 64, lane
+            assert statistics.median(by_step[step + 1] - by_step[step] for step in range(1, 11)) < 64, lane
 
 
 def test_every_page_of_the_arenas_is_there_before_the_first_step():
@@ -110,15 +109,6 @@ def test_a_slab_has_the_bytes_asked_for_and_starts_aligned(n_bytes):
     assert not slab.any()
 
 
-def test_a_slab_lives_as_long_as_a_view_of_it():
-    before = resident_bytes()
-    view = host_slab(64 * MiB).fill_(3)[:5]
-    assert view.tolist() == [3] * 5
-    assert resident_bytes() - before > 60 * MiB
-    del view
-    assert resident_bytes() - before < 4 * MiB
-
-
 def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
     class Pages(slabs.mmap.mmap):
         def madvise(self, advice, *rest):
@@ -151,21 +141,6 @@ def test_a_child_process_does_not_get_the_arenas():
     assert bool((slab == 5).all())
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks the kernel")
-def test_no_memory_is_reserved_for_a_slab():
-    """A system with its usual heuristic refuses a mapping of more than memory and swap, unless told to reserve nothing."""
-    slab = host_slab(8 * MiB)
-    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    for mapping, flags in itertools.pairwise(mappings):
-        spans = [line.split()[0] for line in mapping.splitlines() if "-" in line.split(" ")[0]]
-        begin, end = (int(address, 16) for address in spans[-1].split("-")) if spans else (0, 0)
-        if begin <= slab.data_ptr() < end:
-            assert "nr" in flags.splitlines()[0].split()
-            break
-    else:
-        raise AssertionError("no such mapping")
-
-
 def test_an_arena_that_a_system_refuses_is_one_line():
     with pytest.raises(PlanError, match=r"\Aarena state of \d+ bytes cannot be allocated \(.*\)\Z"):
         Arenas([Arena("state", Place.HOST, (2**52,))], CPU)
@@ -174,14 +149,12 @@ def test_an_arena_that_a_system_refuses_is_one_line():
 class Driver:
     """Registers pieces up to a size, and up to a sum of sizes. It locks whole pages, and no page twice."""
 
-    def __init__(self, most_at_once: int = 2**40, most: int = 2**40, breaks_after: int = 2**40) -> None:
-        self.most_at_once, self.most, self.breaks_after = most_at_once, most, breaks_after
+    def __init__(self, most_at_once: int = 2**40, most: int = 2**40) -> None:
+        self.most_at_once, self.most = most_at_once, most
         self.registered: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802 its name
-        if len(self.registered) == self.breaks_after:
-            raise RuntimeError("CUDA error: the device is gone")
-        for other, n in self.registered.items():
+        for other, n in list(self.registered.items()):  # several threads register
             if page_of(address) <= page_of(other + n - 1) and page_of(other) <= page_of(address + n_bytes - 1):
                 return 712  # cudaErrorHostMemoryAlreadyRegistered
         if n_bytes > self.most_at_once or sum(self.registered.values()) + n_bytes > self.most:
@@ -248,38 +221,20 @@ def test_memory_that_may_not_be_locked_is_one_line(monkeypatch):
     assert driver.registered == {}, "what was registered is given back"
 
 
-class SlowDriver(Driver):
-    """Notes which threads call, and lets the first call of each go on when `n_together` of them are inside."""
-
-    def __init__(self, n_together: int, **limits: int) -> None:
-        super().__init__(**limits)
-        self.together, self.lock = threading.Barrier(n_together), threading.Lock()
-        self.threads: list[threading.Thread] = []
-        self.settled = threading.local()
-
-    @contextmanager
-    def settle(self):
-        self.settled.is_here = True
-        yield
-        self.settled.is_here = False
-
-    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802
-        assert self.settled.is_here
-        self.threads.append(threading.current_thread())
-        if self.threads.count(threading.current_thread()) == 1:
-            self.together.wait(20)
-        with self.lock:
-            return super().cudaHostRegister(address, n_bytes, flags)
-
-
 MANY_SLOTS = [Arena("state", Place.HOST, (MiB, 100, MiB - 100, 3 * MiB, *(5000 + 77 * i for i in range(400))))]
 
 
 def test_several_threads_lock_an_arena_in_pieces_of_whole_slots(monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
-    driver, arenas = SlowDriver(3), Arenas(MANY_SLOTS, CPU)
-    pieces = register_for_dma(arenas.host_slabs(), driver, 3, driver.settle)
-    assert len(set(driver.threads)) == 3
+    driver, arenas, began = Driver(), Arenas(MANY_SLOTS, CPU), []
+
+    @contextmanager
+    def settled():
+        began.append(threading.current_thread())
+        yield
+
+    pieces = register_for_dma(arenas.host_slabs(), driver, 3, settled)
+    assert len(set(began)) == 3
     assert driver.registered == dict(pieces)
     assert len(pieces) > 10
     assert sum(driver.registered.values()) == MANY_SLOTS[0].n_bytes
@@ -288,20 +243,6 @@ def test_several_threads_lock_an_arena_in_pieces_of_whole_slots(monkeypatch):
         begin, end = slot.data_ptr(), slot.data_ptr() + slot.numel()
         assert any(address <= begin and end <= address + n for address, n in pieces), "a copy would be of two registrations"
     slabs.unregister(pieces, driver)
-    assert driver.registered == {}
-
-
-def test_pieces_are_given_back_when_one_cannot_be_locked(monkeypatch):
-    """By one of several threads, or by a driver that breaks."""
-    monkeypatch.setattr(slabs, "SLAB_BYTES", MiB)
-    driver, n_threads = SlowDriver(3, most=4 * MiB), threading.active_count()
-    with pytest.raises(PlanError, match=r"arena state: .* cannot be locked .*CUDA error 2.*memlock"):
-        register_for_dma(Arenas(MANY_SLOTS, CPU).host_slabs(), driver, 3, driver.settle)
-    assert driver.registered == {}
-    assert threading.active_count() == n_threads
-    driver = Driver(breaks_after=3)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        register_for_dma(Arenas(MANY_SLOTS, CPU).host_slabs(), driver)
     assert driver.registered == {}
 
 
@@ -345,7 +286,7 @@ from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
 
 torch.set_num_threads(1)
-out, master_dtype = Path(sys.argv[1]), sys.argv[2]
+out = Path(sys.argv[1])
 tensor_files.REOPEN_BYTES = 4 * 2**20
 
 
@@ -368,7 +309,7 @@ class Text:  # as much of the data as a checkpoint asks for
 
 
 config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
-first = machine_for(plan_of(config, semantics_of("llama", master_dtype=master_dtype), Policy()), CpuMachine)
+first = machine_for(plan_of(config, semantics_of("llama"), Policy()), CpuMachine)
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned(b)]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
 settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))
@@ -388,11 +329,9 @@ print(json.dumps(found))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
-def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path, master_dtype):
+def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
     """Besides the arenas."""
-    command = [sys.executable, "-c", HOLDING, str(tmp_path), master_dtype]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", HOLDING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     allowed = found["largest"] + 24 * MiB  # a mapping not yet given back, and what the kernel's counts are off by on many cores

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import Trainer as TrainerOfTransformers
 
 from penstock.checkpoint.checkpoint import load_state
-from penstock.training.run_folder import keep_lines_up_to
 from penstock.training.trainer import DeviceMemoryError, Trainer
 from runtime.errors import CheckpointError
 from runtime.machines.cpu import CpuMachine
