@@ -64,14 +64,11 @@ def test_a_judge_notices_what_must_not_happen(house, monkeypatch):
         (house.parent / "new").unlink(missing_ok=True)
 
 
-def test_a_plan_lacking_a_key_or_with_one_twice_is_refused(house):
+def test_a_plan_lacking_a_key_is_refused(house):
     fields = json.loads((house / "plan.json").read_text())
     for key in fields:
         (house / "less.json").write_text(json.dumps({k: v for k, v in fields.items() if k != key}))
         assert key in refused(penstock("check", house / "less.json"))
-    many = ",".join(f'"k{i}":0' for i in range(200_000))
-    (house / "more.json").write_text(f'{{{many},"k199999":1}}')
-    assert "`k199999` stands twice" in refused(answered("check", house / "more.json"))
 
 
 @pytest.mark.parametrize("part", ["blocks", "parameters", "dimensions"])

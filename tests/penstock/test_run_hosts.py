@@ -77,6 +77,7 @@ def test_a_plan_for_several_hosts_is_not_started_on_one(home):
     assert "say how many with --hosts" in alone.output
 
 
+@pytest.mark.soak
 def test_hosts_are_emulated_by_one_of_their_ranks(home):
     plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
     done = succeeded(penstock(*words(home, plan, "--device", "emulated", steps=3)))

@@ -15,7 +15,7 @@ def test_a_step_unlike_its_prediction_names_the_remedy(step_s, how):
     store = SimpleNamespace(device_name=lambda: None, arenas=SimpleNamespace(host_words=str))
     of_run = {"plan": SimpleNamespace(profile={}), "settings": SimpleNamespace(plan="p.json"), "folder": "out", "saves": False}
     run = SimpleNamespace(device="cpu", is_comparable=True, store=store, **of_run)
-    said, others = list(outcome._notes(run, step_s - 1, recalibrates=False)), 2
+    said, others = list(outcome._notes(run, step_s - 1, recalibrates=False)), 1
     assert len(said) - others == (0 if how is None else 2)
     if how is not None:
         assert how in said[0]

@@ -80,7 +80,7 @@ def in_folders(home):
     return by_hand([run, run], [home / "0", home / "1"])
 
 
-@pytest.mark.soak_cases("no weights")
+@pytest.mark.soak
 @pytest.mark.parametrize("what", UNLIKE)
 def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
     home = tmp_path / "home"
@@ -91,6 +91,7 @@ def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
     assert not (home / "out").exists()
 
 
+@pytest.mark.soak
 def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
     """Without which the refusals above say nothing."""
     home = tmp_path / "home"
@@ -100,6 +101,7 @@ def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path)
     assert (home / "out" / "checkpoint-2").is_dir()
 
 
+@pytest.mark.soak
 def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     plan = planned(home, 2)
     told = words(home, plan, "--device", "cuda")
@@ -112,6 +114,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     assert not (home / "out").exists()
 
 
+@pytest.mark.soak
 def test_the_memory_of_a_host_must_be_enough_for_all_its_ranks(home):
     path = planned(home, 2)
     plan = PlanFile.read(path).plan
