@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 import penstock
 from penstock.api import Planned
-from planner.search.search import Answer
+from planner.search.answer import Answer
 from runtime.errors import DoesNotFitError
 from runtime.units import GB, TB, show_bytes, show_seconds
 

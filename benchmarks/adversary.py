@@ -89,7 +89,7 @@ def attacked(number: int) -> Tally:
 
 
 def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
-    answer = search(of.model, of.workload, of.semantics, of.profile, clipped_fraction=of.clipped_fraction)
+    answer = search(of.model, [(of.semantics, of.workload)], of.profile, clipped_fraction=of.clipped_fraction)
     policy, fastest_s = climbed(rng, of, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s
     tally.gaps.append(answer.certificate.gap_fraction)

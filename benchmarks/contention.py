@@ -21,9 +21,9 @@ from planner.model.workload import read_model, supported_attention
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import Group, faster
 from planner.predict.simulate import simulate
-from planner.search.branch import MAX_STEPS
-from planner.search.micro_batch import SIZES, with_micro_batch
-from planner.search.search import Answer, search
+from planner.search.micro_batch import SIZES, sizes_of
+from planner.search.search import search
+from planner.search.trial import MAX_STEPS
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.units import TB, show_seconds
@@ -100,13 +100,11 @@ def compared(machine: str, work: Work) -> Row | None:
     attention = supported_attention(model)[0]
     n_sequences = work.tokens_per_step // SEQ_LEN
     given = Semantics(SEQ_LEN, n_sequences, 1, clip_norm=work.clip_norm, attention=attention)  # type: ignore[arg-type]
-    semantics, workload = with_micro_batch(model, given, profile)
-
-    def best(on: Profile) -> Answer:
-        return search(model, workload, semantics, on, free=SIZES)
 
     try:
-        seeing, blind = best(profile), best(unshared(profile))
+        seeing = search(model, sizes_of(model, given, profile), profile, free=SIZES)
+        semantics, workload = seeing.plan.semantics, seeing.plan.workload
+        blind = search(model, [(semantics, workload)], unshared(profile), free=SIZES)
     except DoesNotFitError:
         return None
     plan = lower(model, workload, semantics, blind.plan.policy, profile.to_json())

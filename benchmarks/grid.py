@@ -22,8 +22,9 @@ from hwprofiles.schema import read_profile
 from penstock.api import check
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
-from planner.search.micro_batch import SIZES, with_micro_batch
-from planner.search.search import Answer, search
+from planner.search.answer import Answer
+from planner.search.micro_batch import SIZES, sizes_of
+from planner.search.search import search
 from runtime.errors import DoesNotFitError
 from runtime.plan import PlanFile, Semantics
 from runtime.units import TB, show_count, show_seconds
@@ -81,9 +82,9 @@ def searched(name: str, machine: str, n_tokens: int) -> Cell:
     model, profile = read_model(name), with_any_memory(read_profile(machine), None, 2 * TB)
     start_s = time.process_time()
     semantics = Semantics(SEQ_LEN, n_tokens // SEQ_LEN, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
-    semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
+    sizes = sizes_of(model, with_kernels(model, semantics, profile), profile)
     try:
-        answer: Answer | str = search(model, workload, semantics, profile, free=SIZES)
+        answer: Answer | str = search(model, sizes, profile, free=SIZES)
     except DoesNotFitError as error:
         answer = str(error).split("; ")[0].split(": ", 1)[1]
     search_s = time.process_time() - start_s

@@ -16,8 +16,9 @@ from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model, supported_attention
-from planner.search.micro_batch import SIZES, with_micro_batch
-from planner.search.search import Answer, search
+from planner.search.answer import Answer
+from planner.search.micro_batch import SIZES, sizes_of
+from planner.search.search import search
 from planner.show.schedule import kernels_in_words
 from runtime.errors import DoesNotFitError
 from runtime.plan import Semantics
@@ -40,9 +41,8 @@ def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels
     pointwise = kernels.pop("pointwise", None)
     semantics = with_kernels(model, asked, profile, **kernels)
     semantics = replace(semantics, pointwise=pointwise or semantics.pointwise)
-    semantics, workload = with_micro_batch(model, semantics, profile)
     try:
-        return search(model, workload, semantics, profile, None, SIZES)
+        return search(model, sizes_of(model, semantics, profile), profile, None, SIZES)
     except DoesNotFitError:
         return None
 

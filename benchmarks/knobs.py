@@ -22,8 +22,8 @@ from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from hwprofiles.schema import read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.search import branch, choices, climb, estimate, relax, space
-from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search import choices, climb, estimate, relax, space, trial
+from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.search import search
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
@@ -68,8 +68,8 @@ def step_s(cell: Cell, knob: str) -> float | None:
     semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     with ExitStack() as stack:
         if knob:
-            fits, is_made = branch.Trial.fits, KNOBS[knob]
-            stack.enter_context(patch.object(branch.Trial, "fits", lambda self, policy: not is_made(policy) and fits(self, policy)))
+            fits, is_made = trial.Trial.fits, KNOBS[knob]
+            stack.enter_context(patch.object(trial.Trial, "fits", lambda self, policy: not is_made(policy) and fits(self, policy)))
         if knob == "boundary_stride":
             stack.enter_context(patch.object(space, "STRIDES", (1,)))
         if knob == "save: attention":
@@ -81,14 +81,14 @@ def step_s(cell: Cell, knob: str) -> float | None:
             stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
             for room in (relax, choices):
                 stack.enter_context(patch.object(room, "ways_of", stay))
-            stack.enter_context(patch.object(climb, "AWAY", ()))
+            stack.enter_context(patch.object(climb, "WAYS", tuple(way for way in climb.WAYS if not way.away)))
             stack.enter_context(patch.object(estimate.Greedy, "_leaving", lambda self, saved: {}))
         if knob == "device_blocks":
             for room in (relax, choices, climb, space):
                 stack.enter_context(patch.object(room, "places_to_stay", lambda plan, profile: []))
-        semantics, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile)
+        sizes = sizes_of(model, with_kernels(model, semantics, profile), profile)
         try:
-            return search(model, workload, semantics, profile, free=SIZES).step_s
+            return search(model, sizes, profile, free=SIZES).step_s
         except DoesNotFitError:
             return None
 

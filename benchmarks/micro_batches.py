@@ -19,8 +19,9 @@ from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
 from planner.predict.memory import footprint, frame
-from planner.search.micro_batch import LOSS_TILE, SIZES, with_micro_batch
-from planner.search.search import Answer, search
+from planner.search.answer import Answer
+from planner.search.micro_batch import LOSS_TILE, SIZES, sizes_of
+from planner.search.search import search
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB, TB, show_seconds
@@ -71,16 +72,16 @@ class Asked:
         return 1
 
     def chosen(self) -> tuple[int, float]:
-        """The micro-batch that is chosen now, and the seconds of this process that it takes to choose."""
+        """The micro-batch that is chosen now, and the seconds of this process that the search over all of them takes."""
         start_s = time.process_time()
-        of = with_micro_batch(self.model, self.semantics, self.profile)[0]
-        return of.micro_batch, time.process_time() - start_s
+        answer = search(self.model, sizes_of(self.model, self.semantics, self.profile), self.profile, free=SIZES)
+        return answer.plan.semantics.micro_batch, time.process_time() - start_s
 
     def searched(self, micro_batch: int) -> Answer:
         """The best plan with this micro-batch, its tiles chosen as ever."""
         of = replace(self.semantics, micro_batch=micro_batch)
-        of, workload = with_micro_batch(self.model, of, self.profile, SIZES - {"micro_batch"})
-        return search(self.model, workload, of, self.profile)
+        free = SIZES - {"micro_batch"}
+        return search(self.model, sizes_of(self.model, of, self.profile, free), self.profile, free=free)
 
 
 def cell(model: str, machine: str, batch: int, seq_len: int) -> str:

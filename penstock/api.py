@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from penstock.data.given import Batches, Given
     from penstock.training.trainer import Metrics
     from planner.predict.simulate import Prediction
+    from planner.search.answer import Answer
     from planner.search.claim import Certificate
-    from planner.search.search import Answer
     from runtime.executor import Stop
     from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
     from runtime.plan.timeline import Timeline
-    from runtime.plan.workload import Model, Workload
+    from runtime.plan.workload import Model
 
 Fields = TypeVar("Fields")
 PLAN_FILE = "run-plan.json"  # the plan, in the folder of a run that a program started, so that a command can resume it
@@ -165,8 +165,7 @@ def plan(
     """
     from hwprofiles.several import part_of
     from planner.model.workload import read_model
-    from planner.search.micro_batch import SIZES, shared_step, with_micro_batch
-    from planner.search.remedy import shorter, too_long
+    from planner.search.micro_batch import SIZES, shared_step, sizes_of
     from planner.search.search import search
 
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
@@ -179,12 +178,8 @@ def plan(
     if gpus * hosts > 1:
         asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
     free = SIZES - given.keys()
-    asked, workload = with_micro_batch(described, asked, profile, free)
-    fixed = _policy(policy, asked, workload)
-    if n_ops := too_long(workload, asked, fixed):
-        problem = f"a step of {asked.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops"
-        raise PlanError(f"{problem}; {shorter(asked)}")
-    return Planned(search(described, workload, asked, profile, fixed, free, clipped_fraction), profile)
+    sizes = sizes_of(described, asked, profile, free)
+    return Planned(search(described, sizes, profile, _policy(policy), free, clipped_fraction), profile)
 
 
 def _profile(machine: "str | Path | Profile") -> "Profile":
@@ -215,18 +210,18 @@ def _semantics(
     return asked
 
 
-def _policy(asked: "Policy | Mapping[str, Any] | str | None", semantics: "Semantics", workload: "Workload") -> "Policy | None":
-    """The policy asked for; None to search one."""
-    from planner.search.space import BASELINES, baseline
+def _policy(asked: "Policy | Mapping[str, Any] | str | None") -> "Policy | str | None":
+    """The policy asked for, or the name of another system's; None to search one."""
+    from planner.search.space import BASELINES
     from runtime.plan import Policy
 
-    if isinstance(asked, str):
-        if asked not in BASELINES:
-            near = get_close_matches(asked, ["search", *BASELINES], n=1)
-            meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
-            raise PlanError(f"no policy or file {asked!r}; {meant}")
-        return baseline(asked, semantics, workload)
-    return None if asked is None else _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
+    if isinstance(asked, str) and asked not in BASELINES:
+        near = get_close_matches(asked, ["search", *BASELINES], n=1)
+        meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
+        raise PlanError(f"no policy or file {asked!r}; {meant}")
+    if asked is None or isinstance(asked, str):
+        return asked
+    return _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:

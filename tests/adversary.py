@@ -21,9 +21,9 @@ from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import Group, faster
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
-from planner.search.climb import AWAY
+from planner.search.climb import WAYS
 from planner.search.relax import Relaxation
-from planner.search.space import Way, eager_is_legal, family_of, places_of_mixed, staying, with_ways
+from planner.search.space import eager_is_legal, family_of, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import refuse_illegal
@@ -36,6 +36,8 @@ STARVED = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.DRAM, Group.OPTIMIZ
 PLENTY_BYTES = 10**16
 MOST_OPS = 1200  # of a plan, about: a case is to take a tenth of a second
 MAX_STEPS = 40
+LONG_STEPS = (350, 700, 1500)  # micro-batches of steps whose plans say once what repeats
+LARGEST_REPEATED_GROUP = 8
 ROUNDING = 1 - 1e-9
 
 
@@ -49,6 +51,12 @@ class Cell:
     semantics: Semantics
     profile: Profile
     clipped_fraction: float | None
+
+    @property
+    def largest_group(self) -> int:
+        """Micro-batches: of a long step only plans that repeat are drawn."""
+        n = self.semantics.n_micro_batches
+        return n if n < LONG_STEPS[0] else LARGEST_REPEATED_GROUP
 
     def needs(self, policy: Policy) -> Footprint:
         return footprint(frame(self.model, self.workload, self.semantics, policy), self.profile)
@@ -96,11 +104,14 @@ def cell(number: int) -> Cell:
     n_micro_batches = rng.choice((1, 2, 3, 4, 5, 8, 11, 16, 24, 32, 48, 64))
     while n_micro_batches > 1 and 8 * n_micro_batches * (n_layers + 2) > MOST_OPS:
         n_micro_batches //= 2
-    of = _in_sum_groups(_semantics(rng, n_micro_batches), random.Random(f"sums of cell {number}"))
+    length = random.Random(f"length of cell {number}")
+    is_long = length.random() < 0.15
+    of = _semantics(rng, length.choice(LONG_STEPS) if is_long else n_micro_batches)
+    of = of if is_long else _in_sum_groups(of, random.Random(f"sums of cell {number}"))
     model, workload = (
         _real(rng, of, n_layers) if rng.random() < 0.5 else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
     )
-    of = _in_ranks(of, workload, random.Random(f"ranks of cell {number}"))
+    of = of if is_long else _in_ranks(of, workload, random.Random(f"ranks of cell {number}"))
     if model.config and (partly := _trained_in_part(of, model, random.Random(f"trained of cell {number}"))) is not None:
         of, workload = partly
     machine = _with_peers(read_profile(rng.choice(MACHINES)), random.Random(f"peers of cell {number}"))
@@ -246,11 +257,11 @@ def _more_saved(tier: Tier, times: int, n_saved: int, copied: float) -> Tier:
 def drawn_policy(rng: random.Random, of: Cell) -> Policy:
     """Any legal policy of the space: lean ones as often as crowded ones."""
     s, workload = of.semantics, of.workload
-    n, n_layers = s.n_micro_batches, workload.n_layers
+    most, n_layers = of.largest_group, workload.n_layers
     policy = Policy(
         prefetch_depth=rng.choice((1, 1, 2, 3, n_layers + 1)),
         gradient_slots=rng.choice((1, 2, 3, 5, 8)),
-        accumulation_group=max(s.least_group, rng.choice((1, n, rng.randint(1, n), rng.randint(1, n)))),
+        accumulation_group=max(s.least_group, rng.choice((1, most, rng.randint(1, most), rng.randint(1, most)))),
         update=rng.choice([u for u in Update if u is not Update.EAGER or eager_is_legal(s)]),
         boundary_stride=rng.choice((1, 1, 1, 1, 2, 4)),
     )
@@ -277,11 +288,12 @@ def neighbour(rng: random.Random, of: Cell, policy: Policy) -> Policy:
 def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
     """Functions from a source of chance to a policy, legal or not."""
     s, workload = of.semantics, of.workload
-    n, n_layers = s.n_micro_batches, workload.n_layers
+    n, most, n_layers = s.n_micro_batches, of.largest_group, workload.n_layers
     layers, everything = range(1, n_layers + 1), range(n_layers + 2)
 
     def group(rng: random.Random) -> Policy:
-        size = rng.choice((1, n, max(1, policy.accumulation_group // 2), min(n, policy.accumulation_group * 2), rng.randint(1, n)))
+        half, double = max(1, policy.accumulation_group // 2), min(most, policy.accumulation_group * 2)
+        size = rng.choice((1, most, half, double, rng.randint(1, most)))
         size = max(size, s.least_group)
         whole = {"square_on_device": False, "device_blocks": ()} if size < n else {}
         if not workload.trains_all:
@@ -300,7 +312,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         return staying(policy, blocks if may else ())
 
     def saving(rng: random.Random) -> Policy:
-        block, way = rng.choice(layers), rng.choice([*map(Way, Saved), *AWAY])
+        block, way = rng.choice(layers), rng.choice(WAYS)
         every = layers if rng.random() < 0.5 else [block]
         found = with_ways(policy, dict.fromkeys(every, way))
         return replace(found, spill_blocks=tuple(b for b in policy.spill_blocks if found.saved(b + 1) is not Saved.ALL))
@@ -372,7 +384,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
     """Policies that fit, of n drawn that keep the state of some blocks on the device, wherever that is possible."""
     whole = Policy(accumulation_group=of.semantics.n_micro_batches, update=Update.DEFERRED)
     may = places_to_stay(frame(of.model, of.workload, of.semantics, whole), of.profile)
-    for _ in range(n if may else 0):
+    for _ in range(n if may and whole.accumulation_group <= of.largest_group else 0):
         policy = whole
         for _ in range(rng.choice((0, 2, 5))):
             policy = neighbour(rng, of, policy)

@@ -114,6 +114,7 @@ def plan(
     from planner.model.config import unread_weights
     from planner.show.facts import facts
     from planner.show.text import print_report
+    from runtime.compiled import IS_COMPILED
     from runtime.plan import PlanFile
 
     if output is not None:
@@ -138,6 +139,8 @@ def plan(
         click.echo(json.dumps(_fields(found, tokens)))
     else:
         print_report(facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout))
+    if not IS_COMPILED:
+        click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
     if (unread := unread_weights(found.plan.model, found.plan.semantics.base)) is not None:
         click.echo(f"note: {on_one_line(unread)}", err=True)
     if output is not None:

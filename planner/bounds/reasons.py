@@ -126,6 +126,9 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
         computed.append(turns - late)
         left.append(turns)
     back = [algebra.longest(computed) + scalars["embedding"]]
+    if not of.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
+        computed_until = algebra.longest(back)  # no loss waits for a gradient to leave: no vocabulary block's slot is passed on
+        return Phases(up, computed_until, computed_until)
     all_left = algebra.longest(left)
     if np.any(scalars["embedding_alone"]):
         back.append(all_left + scalars["embedding_alone"])
@@ -178,11 +181,14 @@ def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> I
     on_lanes = algebra.longest([computing, found.after_first_way_up(of, algebra)])
     arriving = algebra.longest(work["arriving"])
     shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
+    updated = work["updates"] + work["first_loads"]
+    leaving = first_share * work["first_leaving"]  # all but what the slots hold
+    leaving[:, 0] -= sum(of.buffers.n_passing[kind] * work.largest[kind] for kind in LEAVING)
     until = algebra.longest(
         [
             scalars["update_of_embedding"] + scalars["load_of_embedding"] + way_up,
             scalars["update"] + scalars["load_of_head"],
-            algebra.longest(work["updates"] + work["first_loads"]),
+            algebra.longest([*updated, *(updated + leaving)]),
         ]
     )
     yield "deferred, until the first loss, then all else", UPDATED, until + algebra.longest([on_lanes, shared])

@@ -27,6 +27,7 @@ VECTORS = (
     "on_device",  # the device's own updates
     "first_loads",  # one of each block
     "first_forwards",  # of the step's first group, and what leaves after them
+    "first_leaving",  # of these, what leaves
     "arriving",  # all that is done with gradients after the first, the head's, has left
     "up",  # of layers, here and below: forward, by all groups
     "down",  # backward, by all groups
@@ -169,6 +170,7 @@ def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Gr
             n_first = min(count, n_left[kind])
             n_left[kind] -= n_first
             add("first_forwards", load, n_first)
+            add("first_leaving", load, n_first * (kind in LEAVING))
             work.scalars["forwards"] += n_first * seconds * (kind is Kind.FORWARD)
         match OPS[kind].phase:
             case Phase.LOADING:

@@ -8,6 +8,7 @@ for.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
@@ -16,10 +17,12 @@ from planner.bounds.bounds import policy_bound
 from planner.lower.arenas import arenas_of
 from planner.model.config import shipped_model, shipped_models
 from planner.model.workload import build_workload
-from planner.search.branch import Trial
+from planner.search.answer import Answer, Bounds, answer_of
 from planner.search.claim import SAME_FRACTION, Claim
-from planner.search.search import Answer, answer_of, search
+from planner.search.micro_batch import sizes_of
+from planner.search.search import search
 from planner.search.space import families
+from planner.search.trial import Trial
 from runtime.errors import PenstockError, PlanError
 from runtime.plan import Plan
 from runtime.plan.workload import Block, Workload
@@ -61,10 +64,11 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     proof = claim.certificate
     trial = Trial(plan.model, plan.workload, plan.semantics, _profile_of(plan), proof.clipped_fraction)
     trial.adopt(plan)
-    bound_s, n_families = policy_bound(plan, trial.cost).seconds, 0
+    proven = Bounds(policy_bound(plan, trial.cost).seconds, inf, 0, proof.free or (), proof.n_sizes or 1)
     if proof.n_families:
-        bound_s, n_families = proof.policy_bound_s, len(families(plan.semantics, plan.workload))
-    return _held(claim, answer_of(trial, plan.policy, bound_s, n_families, {}), "certificate.n_simulated")
+        n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
+        proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
+    return _held(claim, answer_of(trial, plan.policy, proven, {}), "certificate.n_simulated")
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:
@@ -72,7 +76,10 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
     proof = claim.certificate
     fixed = None if proof.n_families else plan.policy  # whose bound is its own, and depends on its ops
     try:
-        found = search(plan.model, plan.workload, plan.semantics, _profile_of(plan), fixed, clipped_fraction=proof.clipped_fraction)
+        profile, sizes, free = _profile_of(plan), [(plan.semantics, plan.workload)], frozenset(proof.free or ())
+        if (proof.n_sizes or 1) > 1:
+            sizes = [*sizes_of(plan.model, plan.semantics, profile, free)]
+        found = search(plan.model, sizes, profile, fixed, free, proof.clipped_fraction)
     except PenstockError as error:
         raise PlanError(f"claim: searching again fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
     if found.plan == plan:

@@ -20,7 +20,7 @@ from .passes import drafts
 from .waits import with_waits
 
 FEWEST_FOLDED_GROUPS = 8  # of micro-batches; a step of fewer is not much longer than what does not repeat of it
-FEWEST_FOLDED = 2000  # micro-batches times blocks, each of which is four ops or more: about the plan that simulates in a second
+FEWEST_FOLDED = 1000  # micro-batches times blocks, each of which is four ops or more: about what simulates in a tenth of a second
 MOST_ALIKE_GROUPS = 4  # after at most this many, weights must be in the slots in which they were
 FOLDED_GROUPS = 3  # that a folded plan has as a rule: the first, one that repeats, the last
 
@@ -106,9 +106,8 @@ def _written(plan: Plan, rings_go_on: bool, weights_go_on: bool = True) -> Plan:
     """The plan with its ops, in an order that is right one after the other, and the waits that keep it right."""
     found = drafts(plan, rings_go_on, weights_go_on)
     number = {id(draft): i for i, draft in enumerate(found)}
-    ops = [draft.op() for draft in found]
     after = {i: Wait(number[id(d.after[0])], d.after[1]) for i, d in enumerate(found) if d.after is not None}
-    return replace(plan, ops=with_waits(ops, after))
+    return replace(plan, ops=with_waits([draft.op() for draft in found], after))
 
 
 def _group_starts(plan: Plan) -> list[int]:

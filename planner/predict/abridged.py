@@ -49,7 +49,7 @@ def abridged_prediction(plan: Plan, prediction: Prediction) -> Prediction:
     cuts_s = _cuts_s(plan, plan.repeat, prediction.timeline)
     last = sorted(cuts_s)[-prediction.n_cycle_steps :]
     cut_s = sum(cuts_s[step] for step in last) / max(len(last), 1)
-    return replace(prediction, step_s=prediction.step_s - cut_s, timeline=abridged(plan, prediction.timeline), repeated_busy_s=())
+    return replace(prediction, step_s=prediction.step_s - cut_s, timeline=abridged(plan, prediction.timeline))
 
 
 def numbers_of(plan: Plan) -> list[list[int]]:

@@ -72,8 +72,21 @@ def loaded_bytes(plan: Setup, block: int) -> int:
     return all_bytes - of.state_elements * item * plan.is_apart(block)
 
 
-# Kind, block; whether the micro-batch begins a sum, how many that then joins, whether it is the last; what of the policy matters
-_Key = tuple[Kind, int, bool, int, bool, Saved, bool, bool, bool, bool, bool]
+_OfBlock = tuple[int, Saved, bool, bool, bool]
+_OfMicroBatch = tuple[bool, int, bool]
+_Key = tuple[Kind, _OfBlock, _OfMicroBatch, tuple[bool, bool]]
+
+
+def _of_block(plan: Setup, b: int) -> _OfBlock:
+    """All of a block, and of what the policy says of it, that costs depend on."""
+    places = b in plan.policy.offload_blocks, b in plan.policy.device_blocks, plan.stays_loaded(b)
+    return plan.workload.first_alike.get(b, b), plan.policy.saved(b), *places
+
+
+def _of_micro_batch(plan: Setup, m: int | None) -> _OfMicroBatch:
+    """Whether it begins a sum, how many that then joins, and whether it is the last."""
+    of = plan.semantics
+    return (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
 
 
 @dataclass(slots=True)
@@ -97,7 +110,18 @@ class CostModel:
 
     def demands(self, plan: Plan) -> list[Demand]:
         """What each op of the plan asks for, in plan order."""
-        return [self.demand(plan, op) for op in plan.ops]
+        blocks, micro_batches = dict[_OfBlock, int](), dict[_OfMicroBatch, int]()  # sorts of them, numbered
+        block = [blocks.setdefault(_of_block(plan, b), len(blocks)) for b in range(len(plan.workload.blocks))]
+        there = {op.micro_batch for op in plan.ops}
+        micro_batch = {m: micro_batches.setdefault(_of_micro_batch(plan, m), len(micro_batches)) for m in there}
+        known: dict[tuple[Kind, int, int], Demand] = {}
+        found = []
+        for op in plan.ops:
+            key = op.kind, block[op.block], micro_batch[op.micro_batch]
+            if key not in known:
+                known[key] = self.demand(plan, op)
+            found.append(known[key])
+        return found
 
     def demand(self, plan: Setup, op: Op) -> Demand:
         """What one op asks for. Remembered: plans of one workload differ only in what the key holds."""
@@ -105,11 +129,8 @@ class CostModel:
         if known_for is None or known_for[0] is not plan.workload or known_for[1] is not plan.semantics:
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
-        m = op.micro_batch
-        policy, b, of = plan.policy, op.block, plan.semantics
-        how = (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
-        places = b in policy.offload_blocks, b in policy.device_blocks, plan.stays_loaded(b)
-        key = (op.kind, plan.workload.first_alike.get(b, b), *how, policy.saved(b), *places, plan.reduced, policy.square_on_device)
+        of_all = plan.reduced, plan.policy.square_on_device
+        key = op.kind, _of_block(plan, op.block), _of_micro_batch(plan, op.micro_batch), of_all
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)

@@ -15,7 +15,7 @@ from runtime.plan import Plan
 
 from .cost import costs, region_of
 from .faster import Group, group_of, scaled
-from .simulate import n_simulated, simulate
+from .simulate import Simulator, n_simulated
 
 MOST_DRAWS, LEAST_DRAWS = 32, 8
 DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
@@ -43,7 +43,8 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     """P10, P50 and P90 of the plan's step over machines drawn from the profile's spreads; None: as many as are affordable."""
     n_draws = affordable_draws(plan) if n_draws is None else n_draws
     assert n_draws > 0, "an interval needs a draw"
-    steps_s = sorted(_step_s(plan, _drawn(profile, deviations)) for deviations in _deviations(n_draws, seed))
+    ops, machines = Simulator(plan), (_drawn(profile, deviations) for deviations in _deviations(n_draws, seed))
+    steps_s = sorted(ops.run(costs(plan, drawn), region_of(drawn), MAX_STEPS).step_s for drawn in machines)
     p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
 
@@ -64,10 +65,6 @@ def _drawn(profile: Profile, deviations: Mapping[Group, float]) -> Profile:
         if (group := group_of(place)) is not None
     }
     return scaled(profile, factors)
-
-
-def _step_s(plan: Plan, profile: Profile) -> float:
-    return simulate(plan, costs(plan, profile), region_of(profile), MAX_STEPS).step_s
 
 
 def _percentile(ordered: list[float], p: float) -> float:

@@ -1,6 +1,6 @@
-"""Branch and bound over policies, best bound first.
+"""Branch and bound over the policies of one size, best bound first, and the climbs that follow it.
 
-Branch and bound, best bound first. A node is a family, then a family with its buffers, then one policy. Families and buffers are
+A node is a family, then a family with its buffers, then one policy. Families and buffers are
 bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and ring
 (`planner/bounds`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
 proof whether or not the budget sufficed. Equal bounds are opened in the order in which they were found: the search is
@@ -11,119 +11,28 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
-from hwprofiles.schema import Profile
 from planner.bounds.bounds import busy_s, policy_bound
-from planner.lower.lower import lower, plan_ops
-from planner.predict.cost import CostModel, region_of
-from planner.predict.memory import footprint, frame, short_of
-from planner.predict.simulate import Prediction, n_simulated, simulate
 from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, Policy, Semantics, Setup
-from runtime.plan.workload import Model, Saved, Workload
+from runtime.plan import Lane, Policy
 
-from .climb import neighbours
-from .estimate import Shorter
+from .climb import KINDS, neighbours, without
 from .remedy import most_ops, shorter, too_long
-from .space import (
-    BASELINES,
-    GRADIENT_SLOTS,
-    PREFETCH_DEPTHS,
-    Family,
-    baseline,
-    families,
-    family_of,
-    filled,
-    leanest,
-)
+from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
+from .trial import Trial
 
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
-MAX_SEARCHED_OPS = 48_000  # ops of all plans simulated by one search: about four seconds on one core
-MOST_RELAXED = 120  # parts whose bound is asked for, once the budget for simulations is spent
-MAX_STEPS = 24
-LONGEST_SEARCHED_OPS = MAX_SEARCHED_OPS  # of a plan; of a longer one only the bound is known
+MAX_SEARCHED_OPS = 24_000  # ops of all plans that branch and bound simulates
+MOST_RELAXED = 120  # parts whose bound is asked for, once that is spent
 LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the budget pays for few of them
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
-MOST_CLIMBED_OPS = 2 * MAX_SEARCHED_OPS  # of all plans, when the search for early updates ends wherever it is
+MOST_CLIMBED_OPS = 250_000  # of the plans of all climbs
+MOST_RESTARTED_OPS = 20_000  # of the plans of one climb in a smaller space
 CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
+HOPELESS_FRACTION = 0.25  # by which a plan may be slower than that of another size, and still be climbed from
 LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
 REFILLED_STEPS = (1, 3, -1)  # slots more or fewer, where a climb fills memory anew
-
-
-class Trial:
-    """Lowers and simulates policies of one workload, each once."""
-
-    def __init__(
-        self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, clipped_fraction: float | None
-    ) -> None:
-        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.clipped_fraction = clipped_fraction  # of the steps; None: unknown, so no block is updated before the norm
-        self.profile_json = profile.to_json()
-        self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
-        self.tried: dict[Policy, tuple[Plan, Prediction]] = {}
-        self.clipped: dict[Policy, float] = {}
-        self.n_ops = 0  # that were simulated
-
-    def step_s(self, policy: Policy) -> float:
-        """Seconds of a step, in the mean over those that are clipped and those that are not."""
-        if policy not in self.tried:
-            self.adopt(lower(self.model, self.workload, self.semantics, policy, self.profile_json))
-        step_s, often = self.tried[policy][1].step_s, self.clipped_fraction
-        if not policy.speculate_blocks or not often:
-            return step_s
-        return (1 - often) * step_s + often * self.clipped_step_s(policy)
-
-    def adopt(self, plan: Plan) -> None:
-        """Simulate a given plan as the one of its policy."""
-        self.n_ops += n_simulated(plan)
-        self.tried[plan.policy] = (plan, simulate(plan, self.cost.demands(plan), self.region, MAX_STEPS))
-
-    def clipped_step_s(self, policy: Policy) -> float:
-        """Seconds of a step in which what was updated on speculation is updated again."""
-        if policy not in self.clipped:
-            plan = self.tried[policy][0]
-            self.clipped[policy] = simulate(plan, self.clipped_cost.demands(plan), self.region, MAX_STEPS).step_s
-        return self.clipped[policy]
-
-    def is_too_long(self, policy: Policy) -> bool:
-        """Whether its plan has too many ops to be simulated in a search: groups too large to repeat often."""
-        return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
-
-    def frame(self, policy: Policy) -> Setup:
-        return frame(self.model, self.workload, self.semantics, policy)
-
-    def fits(self, policy: Policy) -> bool:
-        """Whether the memory there is is enough, and one rank's share of the step may go through the layers so."""
-        if policy.accumulation_group < self.semantics.least_group:
-            return False
-        return footprint(self.frame(policy), self.profile).fits
-
-    def baselines(self) -> dict[str, dict[str, Any]]:
-        """What each static candidate would take, or why it cannot run here."""
-        result: dict[str, dict[str, Any]] = {}
-        for name in BASELINES:
-            policy = baseline(name, self.semantics, self.workload)
-            needs = footprint(self.frame(policy), self.profile)
-            result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
-        return result
-
-    def next_best(self, best: Policy) -> tuple[Policy, float] | None:
-        """The fastest policy tried that differs from the best in more than buffers."""
-        others = [policy for policy in self.tried if _essence(policy) != _essence(best)]
-        found = min(others, key=self.step_s, default=None)
-        return None if found is None else (found, self.step_s(found))
-
-
-def _essence(policy: Policy) -> Policy:
-    """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
-    named = ("resident_blocks", "spill_blocks", "offload_blocks", "device_blocks")
-    counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
-    counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
-    counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
-    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1}
-    return replace(policy, **buffers, square_on_device=False, **counts)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -151,24 +60,42 @@ class Tree:
 
         self.trial = trial
         self.relaxation = Relaxation(trial.model, trial.workload, trial.semantics, trial.cost, trial.clipped_fraction)
-        self.shorter = Shorter(trial.model, trial.workload, trial.semantics, trial.cost.profile)
         self.families = families(trial.semantics, trial.workload)
         self.best: Policy | None = None
+        self.known_s = float("inf")  # a step with other sizes
         self.bound_s = float("inf")  # of all that was not simulated
         self.n_nodes = 0
         self.open: list[_Node] = []
         self.too_long: list[_Node] = []  # policies that were not simulated
 
-    def explore(self, start: Iterable[Policy]) -> None:
-        """Find the best policy, beginning with those given; `bound_s` says what no other goes below."""
-        for policy in start:
-            self._take(policy)
-        self.trial.n_ops = 0  # these are not counted
+    def relax(self) -> float:
+        """Bound every family; the lowest bound is that of the whole space. Infinite: nothing fits."""
         for family in self.families:
             if family.boundary_stride == 1:
                 self._relax(family, 0.0)
             else:
                 self._push(self._computing_s(family), family, relaxed=False)
+        while self.open and not self.open[0].relaxed:
+            self._expand(heapq.heappop(self.open))
+        return self.open[0].bound_s if self.open else float("inf")
+
+    def try_first(self, start: Iterable[Policy]) -> float:
+        """The step of the best of these policies and of one that the relaxation of the most promising family suggests; infinite if
+        none fits."""
+        for policy in start:
+            self._take(policy)
+        if self.open and self.open[0].family.boundary_stride == 1:
+            one = self.open[0].family
+            suggested = self._suggested(replace(one, largest_group=one.accumulation_group), *SCOUTED_BUFFERS[1])
+            for policy in [policy for policy in suggested if self._may_try(policy)][:1]:
+                self._take(policy)
+        return float("inf") if self.best is None else self.trial.step_s(self.best)
+
+    def explore(self, known_s: float = float("inf")) -> None:
+        """Find the best policy; `bound_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
+        a climb goes."""
+        self.trial.n_ops = 0  # what was tried first is not counted
+        self.known_s = known_s
         self._scout()
         while self.open:
             node = heapq.heappop(self.open)
@@ -178,14 +105,15 @@ class Tree:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
             self._expand(node)
-        if self.best is None and self.too_long:
-            self._take_one_too_long()
+        if self.best is None and self.too_long and not too_long(self.trial.workload, self.trial.semantics, self._shortest):
+            self._take(self._shortest)  # nothing else fits
         if self.best is None:  # what was suggested needs a little more than there is
             for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
                 if needs.fits:
                     self._take(plan.policy)
-        self._climb()
-        self._prefetch_less()
+        if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
+            self._climb_all()
+            self._prefetch_less()
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a part with the bound of its relaxation, which is at least that of the part around it, `least_s`."""
@@ -218,18 +146,22 @@ class Tree:
                 self._take(policy)
         self.trial.n_ops = 0
 
-    def _take_one_too_long(self) -> None:
-        """Nothing else fits: the first of those that were passed over, if a plan of it can be written."""
+    @property
+    def _shortest(self) -> Policy:
+        """Of the policies that were too long to simulate, the one with the lowest bound."""
         policy = min(self.too_long).policy
         assert policy is not None
-        of = self.trial.workload, self.trial.semantics, policy
-        if too_long(*of):
-            n_micro_batches = self.trial.semantics.n_micro_batches
-            said = f"only plans of up to {most_ops(*of)} ops fit, for {n_micro_batches} micro-batches in large groups"
-            raise PlanError(f"{said}; {shorter(self.trial.semantics)}")
-        self._take(policy)
+        return policy
+
+    def refusal(self) -> PlanError:
+        """What to say where nothing fits but policies whose plans are too long to write."""
+        of, n_ops = self.trial.semantics, most_ops(self.trial.workload, self.trial.semantics, self._shortest)
+        said = f"only plans of up to {n_ops} ops fit, for {of.n_micro_batches} micro-batches in large groups"
+        return PlanError(f"{said}; {shorter(of)}")
 
     def _close_to_best(self, bound_s: float) -> bool:
+        """Whether what has such a bound can hardly be better than the best of this size. That of another size closes nothing: what
+        is suggested here may be slower, and what is climbed to from it faster."""
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
@@ -273,9 +205,9 @@ class Tree:
                 yield replace(family.policy(self.trial.semantics), prefetch_depth=depth, gradient_slots=n_slots)
                 return
 
-    def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int) -> Iterator[Policy]:
+    def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int, lacking: str | None = None) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
-        relaxed = self.relaxation.solve(family, prefetch_depth, gradient_slots)
+        relaxed = self.relaxation.solve(family, prefetch_depth, gradient_slots, lacking)
         if relaxed is None:
             return
         lean = family.policy(self.trial.semantics)
@@ -292,28 +224,51 @@ class Tree:
         if self.best is None or step_s < self.trial.step_s(self.best):
             self.best = policy
 
-    def _climb(self) -> None:
-        """Go from neighbour to faster neighbour, until none is faster or the budget is spent."""
-        climbing = True
-        while climbing and self.best is not None and self.trial.step_s(self.best) > self.bound_s * (1 + CLIMBED_FRACTION):
-            climbing = False
-            near = neighbours(self.trial.frame(self.best), self.trial.profile, self.trial.clipped_fraction is not None)
-            for policy in chain(self._refilled(self.best), near):
-                if self.trial.n_ops + self.shorter.n_ops >= MOST_CLIMBED_OPS:
-                    return
-                if self.trial.is_too_long(policy) or not self.trial.fits(policy) or not self._seems_faster(policy):
-                    continue
-                if self.trial.step_s(policy) < self.trial.step_s(self.best) * (1 - LEAST_GAIN_FRACTION):
-                    self._take(policy)
-                    climbing = True
-                    break
-
-    def _seems_faster(self, policy: Policy) -> bool:
-        """Whether long steps told from short ones are faster than the best plan's; early updates are not told so."""
+    def _climb_all(self) -> None:
+        """Climb from the best policy; from what it becomes without one kind of choice, in the space that lacks it; and from the
+        best of all these in the whole space, block by block."""
         assert self.best is not None
-        if policy in self.trial.tried or self.trial.clipped_fraction is not None or len(self.shorter.sizes(policy)) == 1:
-            return True
-        return self.shorter.step_s(policy) < self.shorter.step_s(self.best)
+        self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
+        for kind, has in KINDS.items():
+            if self._is_climbed_enough() or self.trial.step_s(self.best) > self.known_s:
+                return
+            if has(self.best):
+                starts = [policy for policy in self._lacking(self.best, kind) if self._may_try(policy)]
+                if starts:
+                    self._take(self._climbed(min(starts, key=self.trial.step_s), MOST_RESTARTED_OPS, kind))
+        self.best = self._climbed(self.best, MOST_CLIMBED_OPS, fine=True)
+
+    def _is_climbed_enough(self) -> bool:
+        assert self.best is not None
+        is_near = self.trial.step_s(self.best) <= self.bound_s * (1 + CLIMBED_FRACTION)
+        return is_near or self.trial.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
+
+    def _lacking(self, policy: Policy, kind: str) -> Iterator[Policy]:
+        """The policy without a kind of choice, and what the relaxation then suggests."""
+        yield (lean := without(policy, kind))
+        one = family_of(lean, self.trial.semantics)
+        one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
+        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, kind)
+
+    def _climbed(self, start: Policy, n_ops: int, lacking: str | None = None, fine: bool = False) -> Policy:
+        """Go from neighbour to faster neighbour, until none is faster or so many ops have been simulated."""
+        best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
+        climbing = True
+        while climbing and self.trial.step_s(best) > self.bound_s * (1 + CLIMBED_FRACTION):
+            climbing = False
+            near = neighbours(self.trial.frame(best), self.trial.profile, self.trial.clipped_fraction is not None, fine)
+            for policy in near if lacking else chain(self._refilled(best), near):
+                if self.trial.n_ops >= limit:
+                    return best
+                if (lacking and KINDS[lacking](policy)) or not self._may_try(policy):
+                    continue
+                if self.trial.step_s(policy) < self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION):
+                    best, climbing = policy, True
+                    break
+        return best
+
+    def _may_try(self, policy: Policy) -> bool:
+        return not self.trial.is_too_long(policy) and self.trial.fits(policy)
 
     def _refilled(self, best: Policy) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""

@@ -20,6 +20,7 @@ from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import BlockKind, Model, Saved, Workload
 
+from .climb import KINDS
 from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
@@ -32,11 +33,23 @@ class Frames:
     def __init__(self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel) -> None:
         self.model, self.workload, self.semantics, self.cost = model, workload, semantics, cost
         self._known: dict[Policy, Setup] = {}
+        self._peaks: dict[Policy, tuple[int, int]] = {}
 
     def of(self, policy: Policy) -> Setup:
         if policy not in self._known:
             self._known[policy] = frame(self.model, self.workload, self.semantics, policy)
         return self._known[policy]
+
+    def peaks(self, policy: Policy) -> tuple[int, int]:
+        """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""
+        one_slot = replace(policy, gradient_slots=1)
+        if one_slot not in self._peaks:
+            plan = self.of(one_slot)
+            found, gradients = footprint(plan, self.cost.profile), plan.arena("gradients")
+            assert gradients is not None
+            leaving_bytes = sum(gradients.slot_bytes[:2])
+            self._peaks[one_slot] = found.device_peak_bytes - plan.transient_bytes - leaving_bytes, found.host_peak_bytes
+        return self._peaks[one_slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +143,12 @@ class Choices:
         for of_classes in (self.resident, self.spilled, self.early_updated, self.squared, self.staying):
             yield from of_classes.values()
 
-    def together(self) -> None:
-        """Rows for what may be chosen together."""
+    def together(self, lacking: str | None = None) -> None:
+        """Rows for what may be chosen together. `lacking`: a kind of choice that is not made."""
         p, n_layers = self.program, self.workload.n_layers
+        for choice in self.all():
+            if lacking is not None and KINDS[lacking](choice.treated(self.lean, choice.blocks[:1])):
+                p.high[choice.count] = 0.0
         for choice in self.all():
             p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)
         for i in self.layers:
@@ -180,16 +196,8 @@ class Choices:
             p.at_most({room: -1.0}, -least_bytes / has[0])
             add(room, (has[0], 0.0))
 
-        def peaks(policy: Policy) -> tuple[int, int]:
-            """Bytes but for those of the block being computed, and of the slots through which gradients leave."""
-            plan = self.frames.of(policy)
-            found, gradients = footprint(plan, profile), plan.arena("gradients")
-            assert gradients is not None
-            leaving = gradients.slot_bytes[: policy.gradient_slots + 1]
-            return found.device_peak_bytes - plan.transient_bytes - sum(leaving), found.host_peak_bytes
-
         def more(policy: Policy, than: Policy) -> list[int]:
-            return [b - a for a, b in zip(peaks(than), peaks(policy), strict=True)]
+            return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
 
         per_slot = more(replace(self.lean, prefetch_depth=self.lean.prefetch_depth + 1), self.lean)
         add(self.depth, per_slot)
@@ -219,7 +227,7 @@ class Choices:
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
-        for row, n_bytes, of_slot, of in zip(rows, peaks(self.lean), per_slot, has, strict=True):
+        for row, n_bytes, of_slot, of in zip(rows, self.frames.peaks(self.lean), per_slot, has, strict=True):
             p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / of + SLACK)
 
     def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:

@@ -40,8 +40,8 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far from optimal the plan can be: no policy of the space is below one bound, no schedule with this micro-batch below the
-    other."""
+    """How far from optimal the plan can be: no policy of the space is below one bound, with any of the sizes that were free; no
+    schedule with this micro-batch is below the other."""
 
     policy_bound_s: Time
     machine_bound_s: Time
@@ -55,6 +55,9 @@ class Certificate:
     n_draws: Count | None = None
     seed: Natural | None = None
     arithmetic: Name | None = None
+    free: tuple[Name, ...] | None = None  # sizes that were chosen, not given: the bound is of all that might have been
+    n_sizes: Count | None = None  # of these: pairs of a micro-batch and tiles
+    size_bound_s: Time | None = None  # below which no policy is with the sizes chosen
     __pydantic_config__ = FILE
 
 

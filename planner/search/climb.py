@@ -1,10 +1,11 @@
 """Neighbours of a policy, for the local search.
 
 What a relaxation would choose leaves out order, and the best of those is not always the best of their neighbourhood. The neighbours
-come in the order in which they are most likely to gain: buffers, sizes of groups, everything of one sort, then block by block.
+come in the order in which they are most likely to gain: buffers, sizes of groups, a number of blocks of one sort treated in another
+way, evenly spaced; and last, where `fine`, single blocks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hwprofiles.schema import Profile
@@ -15,18 +16,48 @@ from runtime.plan.legality import refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
-from .space import Way, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
+from .space import Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 
-AWAY = (Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
+WAYS = (*map(Way, Saved), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
+MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them
+# What a policy may do without: a search in a smaller space often finds a better plan, as it crosses no ridge.
+KINDS: dict[str, Callable[[Policy], bool]] = {
+    "layers that keep all": lambda policy: Saved.ALL in policy.save,
+    "products saved": lambda policy: Saved.PRODUCTS in policy.save,
+    "attention saved": lambda policy: Saved.ATTENTION in policy.save,
+    "activations on the host": lambda policy: bool(policy.offload_blocks),
+    "boundaries on the host": lambda policy: bool(policy.spill_blocks),
+    "resident weights": lambda policy: bool(policy.resident_blocks),
+    "state on the device": lambda policy: bool(policy.device_blocks),
+    "several groups": lambda policy: policy.accumulation_group > 1,
+}
 
 
-def neighbours(plan: Setup, profile: Profile, speculates: bool = False) -> Iterator[Policy]:
+def without(policy: Policy, kind: str) -> Policy:
+    """The policy that does without a kind."""
+    match kind:
+        case "boundaries on the host":
+            return replace(policy, spill_blocks=())
+        case "resident weights":
+            return replace(policy, resident_blocks=())
+        case "state on the device":
+            return staying(policy, ())
+        case "several groups":
+            return replace(policy, accumulation_group=1, square_on_device=False, device_blocks=())
+        case "activations on the host":
+            return with_ways(policy, dict.fromkeys(policy.offload_blocks, Way(Saved.INPUT)))
+        case _:
+            saved = {"layers that keep all": Saved.ALL, "products saved": Saved.PRODUCTS, "attention saved": Saved.ATTENTION}[kind]
+            return with_ways(policy, dict.fromkeys(policy.saving(saved), Way(Saved.INPUT)))
+
+
+def neighbours(plan: Setup, profile: Profile, speculates: bool = False, fine: bool = True) -> Iterator[Policy]:
     """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at.
     `speculates`: how often steps are clipped is known, so that blocks may be updated early."""
     seen = {plan.policy}
-    for policy in _near(plan, profile, speculates):
+    for policy in _near(plan, profile, speculates, fine):
         if policy not in seen:
             seen.add(policy)
             try:
@@ -36,14 +67,17 @@ def neighbours(plan: Setup, profile: Profile, speculates: bool = False) -> Itera
             yield policy
 
 
-def _near(plan: Setup, profile: Profile, speculates: bool) -> Iterator[Policy]:
+def _near(plan: Setup, profile: Profile, speculates: bool, fine: bool) -> Iterator[Policy]:
     if speculates:
         yield from _early(plan.policy, len(plan.workload.blocks))
     yield from _buffers(plan.policy)
     yield from _groups(plan)
     may_stay = places_to_stay(plan, profile)
     yield from _wholes(plan, may_stay)
-    yield from _blocks(plan, may_stay)
+    yield from _moved(plan)
+    yield from _more_or_fewer(plan, may_stay)
+    if fine:
+        yield from _blocks(plan, may_stay)
 
 
 def _early(policy: Policy, n_blocks: int) -> Iterator[Policy]:
@@ -83,9 +117,8 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         yield replace(policy, spill_blocks=tuple(b for b in blocks if policy.saved(b + 1) is not Saved.ALL))
     for blocks in ((), layers, (0, *layers, n_layers + 1)):
         yield replace(policy, resident_blocks=blocks)
-    for way in (*map(Way, Saved), *AWAY):
+    for way in WAYS:
         yield _saving(policy, layers, way)
-    yield from _more_or_less_away(policy, layers)
     unhurried = replace(policy, speculate_blocks=(), square_on_device=False)
     yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
     yield replace(policy, square_on_device=not policy.square_on_device)
@@ -95,30 +128,61 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
 
 
+def _moved(plan: Setup) -> Iterator[Policy]:
+    """Layers that save in one way save in another: some of them, evenly spaced; and with them as many that saved their input alone,
+    for what one layer no longer keeps may be room for two."""
+    policy, layers = plan.policy, range(max(1, plan.workload.first_trained), plan.workload.n_layers + 1)
+    of_way: dict[Way, list[int]] = {}
+    for b in layers:
+        of_way.setdefault(Way(policy.saved(b), b in policy.offload_blocks), []).append(b)
+    for n in (*reversed(MOVED), 0):
+        for old, blocks in of_way.items():
+            for new in WAYS:
+                if new == old or n > len(blocks):
+                    continue
+                moved = evenly(blocks, n or -(-len(blocks) // 2))
+                yield _saving(policy, moved, new)
+                lean = [b for b in of_way.get(Way(Saved.INPUT), []) if old.saved is not Saved.INPUT]
+                if len(lean) >= len(moved):
+                    yield _saving(policy, [*moved, *evenly(lean, len(moved))], new)
+
+
+def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+    """More blocks, or fewer, of those that stay loaded, spill, or have their state on the device."""
+    policy, n_blocks = plan.policy, len(plan.workload.blocks)
+    spilling = [b for b in can_spill(plan.workload) if policy.saved(b + 1) is not Saved.ALL]
+    for n in MOVED:
+        for sign in (1, -1):
+            for blocks in _changed(policy.resident_blocks, range(n_blocks), sign * n):
+                yield replace(policy, resident_blocks=blocks)
+            for blocks in _changed(policy.spill_blocks, spilling, sign * n):
+                yield replace(policy, spill_blocks=blocks)
+            for blocks in _changed(policy.device_blocks, may_stay, sign * n):
+                yield staying(policy, blocks)
+    if policy.spill_blocks:
+        yield replace(policy, spill_blocks=tuple(evenly(spilling, len(policy.spill_blocks))))
+
+
+def _changed(blocks: Sequence[int], of: Sequence[int], more: int) -> Iterator[tuple[int, ...]]:
+    """The blocks and some more of these, evenly spaced, or some fewer."""
+    others = [b for b in of if b not in blocks] if more > 0 else list(blocks)
+    if abs(more) <= len(others):
+        yield tuple(sorted({*blocks} ^ {*evenly(others, abs(more))}))
+
+
 def _blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """One block done otherwise."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):
-        for way in (*map(Way, RICHER), Way(Saved.INPUT), *AWAY):
+        for way in (*map(Way, RICHER), *WAYS):
             yield _saving(policy, (b,), way)
-    everything = range(n_layers + 2)
-    choices = {"resident_blocks": everything, "spill_blocks": range(n_layers)}
+    choices = {"resident_blocks": range(n_layers + 2), "spill_blocks": range(n_layers)}
     for name, blocks in choices.items():
         for b in blocks:
             changed = {*getattr(policy, name)} ^ {b}
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
     for b in may_stay:
         yield staying(policy, {*policy.device_blocks} ^ {b})
-
-
-def _more_or_less_away(policy: Policy, layers: Sequence[int]) -> Iterator[Policy]:
-    """More layers, or fewer, with activation offload, evenly among those that save nothing on the device."""
-    free = [b for b in layers if policy.saved(b) is Saved.INPUT or b in policy.offload_blocks]
-    for way in AWAY:
-        n_away = sum(policy.saved(b) is way.saved for b in policy.offload_blocks)
-        for n in dict.fromkeys((len(free), n_away + 1, n_away - 1, n_away + 4, n_away - 4, len(free) // 2)):
-            if 0 <= n <= len(free):
-                yield _saving(_saving(policy, free, Way(Saved.INPUT)), evenly(free, n), way)
 
 
 def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:

@@ -1,8 +1,7 @@
-"""Greedy policies and quick estimates of their step times.
+"""Greedy policies, with which a search begins.
 
-A greedy plan: two buffers each way, all micro-batches in one group or as many as fit, or one by one; boundaries on the device or on
-the host; and memory filled with what saves most recompute per byte. Its bounds take milliseconds, its simulation some more, and a
-long step is told from two shorter ones.
+Two buffers each way, all micro-batches in one group or as many as fit, or one by one; boundaries on the device or on the host; and
+memory filled with what saves most recompute per byte.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +11,8 @@ from types import MappingProxyType
 
 from hwprofiles.schema import Profile
 from planner.bounds.bounds import busy_s, policy_bound
-from planner.lower.lower import lower
-from planner.predict.cost import CostModel, region_of
+from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
-from planner.predict.simulate import n_simulated, simulate
 from runtime.plan import Kind, Op, Policy, Semantics, Setup, Update
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
@@ -35,10 +32,6 @@ from .space import (
 )
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
-MAX_STEPS = 6  # greedy plans settle in two or three
-FEW_MICRO_BATCHES = 12  # a step of more is told from steps of fewer
-SHORTER = (4, 6)  # micro-batches of these, where all go through a layer together
-SHORTER_GROUPS = (2, 3)
 # Where a step is bound by more than its busiest lane by this, uploads that come again for every group may be worth more than what
 # is saved of activations: then one block in eight, or in four, has its weights on the device before memory goes to anything else.
 MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
@@ -46,42 +39,6 @@ MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
 MOST_LEAVING = 12
 FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
 GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
-
-
-class Shorter:
-    """Steps that are told from shorter ones of the same model and machine."""
-
-    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
-        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.n_ops = 0  # that were simulated
-        self._costs: dict[int, CostModel] = {}
-        self._known_s: dict[Policy, float] = {}
-
-    def sizes(self, policy: Policy) -> tuple[int, ...]:
-        """Batches of the steps that one is told from: two shorter ones, or its own where it is short."""
-        of, group = self.semantics, policy.accumulation_group
-        n_groups = -(-of.n_micro_batches // group)
-        n, shorter, each = (n_groups, SHORTER_GROUPS, group) if n_groups > 1 else (of.n_micro_batches, SHORTER, 1)
-        if of.n_micro_batches <= FEW_MICRO_BATCHES or n <= max(shorter):
-            return (of.batch_size,)
-        return tuple(of.batch_size - (n - size) * each * of.micro_batch for size in shorter)  # the last one stays as it is
-
-    def step_s(self, policy: Policy) -> float:
-        """About the seconds of a step, extrapolated where it is long."""
-        if policy not in self._known_s:
-            batches = self.sizes(policy)
-            whole = self.semantics if len(batches) == 1 else replace(self.semantics, sum_groups=1)
-            steps_s = [self._simulated_s(policy, replace(whole, batch_size=n)) for n in batches]
-            per_sequence_s = (steps_s[-1] - steps_s[0]) / (batches[-1] - batches[0]) if len(batches) > 1 else 0.0
-            self._known_s[policy] = steps_s[-1] + (self.semantics.batch_size - batches[-1]) * per_sequence_s
-        return self._known_s[policy]
-
-    def _simulated_s(self, policy: Policy, of: Semantics) -> float:
-        policy = replace(policy, accumulation_group=min(policy.accumulation_group, of.n_micro_batches))
-        plan = lower(self.model, self.workload, of, policy, {})
-        self.n_ops += n_simulated(plan)
-        cost = self._costs.setdefault(of.batch_size, CostModel(self.profile))
-        return simulate(plan, cost.demands(plan), region_of(self.profile), MAX_STEPS).step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +55,7 @@ class Greedy:
 
     def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.cost, self.shorter = CostModel(profile), Shorter(model, workload, semantics, profile)
+        self.cost = CostModel(profile)
         self._frames: dict[Policy, Setup] = {}
         self._lanes_s: dict[Policy, float] = {}
         self._bounds_s: dict[Policy, float] = {}
@@ -173,10 +130,6 @@ class Greedy:
         if policy not in self._bounds_s:
             self._bounds_s[policy] = policy_bound(self._frame(policy), self.cost).seconds
         return self._bounds_s[policy]
-
-    def step_s(self, policy: Policy) -> float:
-        """About the seconds of a step, not below its bound."""
-        return max(self.bound_s(policy), self.shorter.step_s(policy))
 
     # -- what it does with memory -----------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
-"""Choice of micro-batch and tile sizes where the user leaves them free."""
+"""Micro-batch and tile sizes worth searching, where the user leaves them free."""
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_sum_groups
 from runtime.plan.workload import Model, Workload
 
-from .estimate import Greedy
 from .space import leanest
 
 LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
@@ -22,9 +20,6 @@ MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a small
 N_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MORE_PARTS = tuple(1 << n for n in range(9, 31))
 MOST_MICRO_BATCHES = 20_000  # of a step that is looked at: even what groups more could have takes long to list
-# Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
-# least about.
-NEAR_FRACTION = 0.001
 # Tokens whose logits exist at a time, where they are not too many. More read the sum of the head's gradient less often; as fused
 # kernels leave little else to do, that shows.
 LOSS_TILE = {"eager": 1024, "fused": 4096}
@@ -33,6 +28,9 @@ SMALLER_LOSS_TILE = 4  # times: a quarter of the logits, as a smaller tile still
 LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128
 USUAL_SUM_GROUPS = 8  # where several GPUs are asked for: then 2, 4 and 8 of them give the same bits
 SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fields of Semantics that are proposed here
+
+
+Size = tuple[Semantics, Workload]  # with a micro-batch and tiles
 
 
 def shared_step(asked: Semantics, gpus: int, has_groups: bool) -> Semantics:
@@ -44,35 +42,25 @@ def shared_step(asked: Semantics, gpus: int, has_groups: bool) -> Semantics:
     return asked.shared_by(gpus)
 
 
-def with_micro_batch(
-    model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES
-) -> tuple[Semantics, Workload]:
-    """The semantics with micro-batch and tiles pinned: a function of model, machine, batch and sequence.
-
-    Only the sizes named in `free` are proposed, the others stay. Proposed are those with which a step is fastest, as far as greedy
-    plans tell; the last micro-batch of a step may be smaller than the others. Where none fits they are those that need least.
-    """
-    sizes = _worth_looking_at(possible_sizes(model, semantics, profile, free))
-    if len(sizes) == 1:
-        return sizes[0]
-    steps_s = estimated(model, sizes, profile)
-    if not steps_s:
-        return _that_fits(model, sizes, profile)
-    limit_s = min(steps_s.values()) * (1 + NEAR_FRACTION)
-    return sizes[min(i for i, step_s in steps_s.items() if step_s <= limit_s)]
+def sizes_of(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> Sequence[Size]:
+    """The sizes to search: those possible that make few enough micro-batches; where there are none, the one that needs least."""
+    sizes = possible_sizes(model, semantics, profile, free)
+    return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
 
 
-def sizes_that_fit(
-    model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES
-) -> tuple[Semantics, Workload]:
-    """Sizes as `with_micro_batch` proposes them, but for how fast they are: if those fit, so do these."""
-    return _that_fits(model, _worth_looking_at(possible_sizes(model, semantics, profile, free)), profile)
+def sizes_that_fit(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> Size:
+    """The first of the sizes to search with which some policy fits; else the last, which needs least of the device."""
+    sizes = sizes_of(model, semantics, profile, free)
+    for of, workload in sizes[:-1]:
+        if any(needs.fits for _, needs in leanest(model, workload, of, profile)):
+            return of, workload
+    return sizes[-1]
 
 
-def possible_sizes(
-    model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES
-) -> list[tuple[Semantics, Workload]]:
-    """The sizes among which the fastest is looked for, the largest micro-batch first.
+def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> list[Size]:
+    """Micro-batch and tiles, a function of model, machine, batch and sequence; the largest micro-batch first.
+
+    Only the sizes named in `free` are proposed, the others stay. The last micro-batch of a step may be smaller than the others.
 
     Those with which the leanest plan fits the device: with the usual tile of the loss, and where its logits would take much of the
     device also with a smaller one. And by tiles, of the MLP too, the smallest micro-batch that does not fit otherwise, and
@@ -102,7 +90,7 @@ def possible_sizes(
     return sorted(found.items(), key=lambda size: -size[0].micro_batch)
 
 
-def _by_loss_tiles(model: Model, of: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[tuple[Semantics, Workload]]:
+def _by_loss_tiles(model: Model, of: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Size]:
     """The sizes themselves; and with a smaller tile of the loss, if that saves much and may be chosen."""
     workload = build_workload(model, of)
     yield of, workload
@@ -132,43 +120,7 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
     return found
 
 
-def estimated(model: Model, sizes: Sequence[tuple[Semantics, Workload]], profile: Profile) -> dict[int, float]:
-    """About how long a step is with the fastest of these sizes, by number, and with those that are nearly as fast.
-
-    The policy with the lowest bound is looked at more closely, until what is lowest has been simulated.
-    """
-    greedy = [Greedy(model, workload, of, profile) for of, workload in sizes]
-    policies = [(i, policy) for i, of in enumerate(greedy) for policy in of.policies()]
-    closer = (Greedy.lanes_s, Greedy.bound_s, Greedy.step_s)
-    ready = [(greedy[i].lanes_s(policy), 0, n) for n, (i, policy) in enumerate(policies)]  # seconds, how closely, which
-    heapq.heapify(ready)
-    found: dict[int, float] = {}
-    while ready:
-        seconds, level, n = heapq.heappop(ready)
-        if found and seconds > min(found.values()) * (1 + NEAR_FRACTION):
-            break
-        i, policy = policies[n]
-        if level == len(closer) - 1:
-            found.setdefault(i, seconds)
-        elif i not in found:
-            heapq.heappush(ready, (closer[level + 1](greedy[i], policy), level + 1, n))
-    return found
-
-
-def _worth_looking_at(sizes: Sequence[tuple[Semantics, Workload]]) -> Sequence[tuple[Semantics, Workload]]:
-    """The sizes whose plans are short enough to write; where there are none, the one that needs least, and the user is told."""
-    return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
-
-
-def _that_fits(model: Model, sizes: Sequence[tuple[Semantics, Workload]], profile: Profile) -> tuple[Semantics, Workload]:
-    """The first with which some policy fits; else the last, which needs least of the device."""
-    for of, workload in sizes[:-1]:
-        if any(needs.fits for _, needs in leanest(model, workload, of, profile)):
-            return of, workload
-    return sizes[-1]
-
-
-def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> tuple[Semantics, Workload]:
+def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Size:
     """The same micro-batch with the tiles that leave room, or come nearest to it."""
     memory_bytes = profile.device.memory_bytes.value
     by_tiles = list(_by_tiles(model, semantics, free))
@@ -181,7 +133,7 @@ def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozen
     return min(by_tiles, key=lambda sizes: _device_bytes(model, sizes[0], sizes[1], spilled, profile))
 
 
-def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Iterator[tuple[Semantics, Workload]]:
+def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Iterator[Size]:
     """Tiles that may be chosen, the largest first; those of the loss only shrink while no other block needs more."""
     mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
     if "mlp_tile_tokens" in free and semantics.train.all and can_tile_mlp(model):

@@ -50,20 +50,25 @@ class Relaxation:
         self._clipped_cost = CostModel(cost.profile, clipped=True)
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self._works: dict[tuple[Policy, int, Groups, bool], Work] = {}
-        self._known: dict[tuple[Family, int | None, int | None], Relaxed | None] = {}
+        self._known: dict[tuple[Family, int | None, int | None, str | None], Relaxed | None] = {}
 
     @property
     def n_solved(self) -> int:
         return len(self._known)
 
-    def solve(self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None) -> Relaxed | None:
-        """The relaxation with these buffers (None: any number of slots); None where nothing fits."""
-        key = (family, prefetch_depth, gradient_slots)
+    def solve(
+        self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None, lacking: str | None = None
+    ) -> Relaxed | None:
+        """The relaxation with these buffers (None: any number of slots); None where nothing fits. `lacking`: a kind of choice that
+        is not made, for a suggestion."""
+        key = (family, prefetch_depth, gradient_slots, lacking)
         if key not in self._known:
-            self._known[key] = self._solved(family, prefetch_depth, gradient_slots)
+            self._known[key] = self._solved(family, prefetch_depth, gradient_slots, lacking)
         return self._known[key]
 
-    def _solved(self, family: Family, prefetch_depth: int | None, gradient_slots: int | None) -> Relaxed | None:
+    def _solved(
+        self, family: Family, prefetch_depth: int | None, gradient_slots: int | None, lacking: str | None
+    ) -> Relaxed | None:
         lean = replace(family.policy(self._frames.semantics), gradient_slots=gradient_slots or 1)
         choices = Choices(self._frames, lean, family, prefetch_depth, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
@@ -76,7 +81,7 @@ class Relaxation:
                 subject = self._subject(choices, family, gradient_slots, groups, work, rows)
                 for _, _, quantity in reasons(subject, facets, rows):
                     rows.at_least(step, quantity)
-        choices.together()
+        choices.together(lacking)
         choices.within_memory()
         found = choices.program.solve()
         if found is None:

@@ -17,8 +17,8 @@ from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Workload
 from runtime.units import GB
 
-from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_that_fit, with_micro_batch
-from .space import leanest
+from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of, sizes_that_fit
+from .space import leanest, policy_of
 
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights, those that take most first
 MAX_CHANGES = 3
@@ -37,6 +37,14 @@ def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) ->
     return n_ops if n_ops > MAX_PLAN_OPS else None
 
 
+class TooLongError(PlanError):
+    """No size makes a plan that is short enough to write."""
+
+    def __init__(self, of: Semantics, n_ops: int) -> None:
+        self.n_micro_batches, self.n_ops, self.change = of.n_micro_batches, n_ops, shorter(of)
+        super().__init__(f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops; {self.change}")
+
+
 def shorter(of: Semantics) -> str:
     """What makes a plan that is too long shorter."""
     return "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if of.sum_groups > 1 else "")
@@ -49,7 +57,7 @@ class Request:
     model: Model
     semantics: Semantics
     profile: Profile
-    fixed: Policy | None
+    fixed: Policy | str | None  # a policy, or another system's name
     free: frozenset[str]
 
     def fits(self) -> bool:
@@ -57,14 +65,15 @@ class Request:
         if self.semantics.n_micro_batches > MOST_MICRO_BATCHES:
             return False
         workload = build_workload(self.model, self.semantics)
-        if too_long(workload, self.semantics, self.fixed):
+        fixed = policy_of(self.fixed, self.semantics, workload)
+        if too_long(workload, self.semantics, fixed):
             return False
-        if self.fixed is not None:
+        if fixed is not None:
             try:
-                refuse_illegal(workload, self.semantics, self.fixed)
+                refuse_illegal(workload, self.semantics, fixed)
             except PlanError:  # with other micro-batches, say, than its groups have
                 return False
-            return footprint(frame(self.model, workload, self.semantics, self.fixed), self.profile).fits
+            return footprint(frame(self.model, workload, self.semantics, fixed), self.profile).fits
         return any(needs.fits for _, needs in leanest(self.model, workload, self.semantics, self.profile))
 
 
@@ -135,7 +144,7 @@ def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
     s, workload = request.semantics, build_workload(request.model, request.semantics)
     least, below = -(-s.batch_size // MOST_MICRO_BATCHES), min(s.micro_batch, _most_sequences(request, workload) + 1)
     for n in candidates(s):
-        if least <= n < below and not too_long(workload, replace(s, micro_batch=n), request.fixed):
+        if least <= n < below and not too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload)):
             yield f"--micro-batch {n}", _changed(request, micro_batch=n)
 
 
@@ -169,9 +178,11 @@ def _changed(request: Request, **changes: Any) -> Request:
     """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
     semantics = replace(request.semantics, **changes)
     if free := request.free - changes.keys():
-        # Which sizes are fastest takes longer to tell, and only one policy fits with some of those with which others do not
-        choose = sizes_that_fit if request.fixed is None else with_micro_batch
-        semantics = choose(request.model, semantics, request.profile, free)[0]
+        asked = request.model, semantics, request.profile, free
+        if request.fixed is None:
+            return replace(request, semantics=sizes_that_fit(*asked)[0])
+        several = [replace(request, semantics=of) for of, _ in sizes_of(*asked)]
+        return next((one for one in several if one.fits()), several[-1])
     return replace(request, semantics=semantics)
 
 

@@ -1,174 +1,159 @@
-"""Search of the best plan, with its certificate.
+"""Search of sizes and policies: the fastest plan, and what no other goes below.
 
-The answer to that: the best plan that branch and bound found (`branch.py`), what a step of it takes, and a certificate of how far
-from optimal it can be.
+Each size (micro-batch and tiles) that was free is bounded: first as any schedule is (`planner/bounds/machine.py`), then by the
+relaxations of its families. Of each that can still win a few policies are tried; the sizes with the fastest of these
+are searched (`branch.py`), and of the others the bounds are kept.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import heapq
+from collections.abc import Sequence
+from math import inf
 
 from hwprofiles.schema import Profile
 from planner.bounds.bounds import policy_bound
 from planner.bounds.machine import machine_bound
-from planner.bounds.reasons import FACET, LANE_NAME
-from planner.predict.arithmetic import arithmetic
-from planner.predict.cost import CostModel
-from planner.predict.memory import Footprint, footprint, frame
-from planner.predict.resident import Resident, resident
-from planner.predict.simulate import Prediction
-from planner.predict.uncertainty import interval
-from runtime.plan import Plan, Policy, Semantics
+from planner.predict.memory import Footprint, footprint
+from runtime.errors import PenstockError, PlanError
+from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_illegal
-from runtime.plan.region import Resource
-from runtime.plan.workload import Block, Model, Workload
+from runtime.plan.workload import Model
 
-from .branch import Tree, Trial
-from .claim import Certificate, Claim, Predicted
+from .answer import ROUNDING, Answer, Bounds, answer_of
+from .branch import CLOSE_FRACTION, Tree
 from .estimate import Greedy
-from .remedy import Request, does_not_fit
-from .space import baseline, eager_is_legal, family_of, leanest
+from .micro_batch import Size
+from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
+from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
+from .trial import Trial
 
 STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
-ROUNDING = 1 - 1e-9  # of sums of floats
-BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The plan chosen, and all that is known of it."""
-
-    plan: Plan
-    prediction: Prediction  # of a step that is not clipped
-    claim: Claim
-    needs: Footprint
-    baselines: dict[str, dict[str, Any]]
-    outside: tuple[str, ...]  # what the profile never measured and the costs rest on
-    next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
-    clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
-    resident: Resident | None  # what a step would take with all state on the device; None: device and host are one memory
-
-    @property
-    def step_s(self) -> float:
-        """The mean over steps that are clipped and steps that are not."""
-        return self.claim.prediction.step_s
-
-    @property
-    def certificate(self) -> Certificate:
-        return self.claim.certificate
-
-    def all_baselines(self) -> dict[str, dict[str, Any]]:
-        """The schedules of other systems, and `resident` where that means something: what a step takes, or why it does not fit."""
-        return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
-
-
-def model_flop(plan: Plan) -> int:
-    """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention; of frozen
-    weights no gradient."""
-    counts = plan.alike(range(plan.semantics.n_micro_batches))
-    first = plan.workload.first_trained
-
-    def of(block: Block, is_trained: bool) -> int:
-        return block.forward_flop + is_trained * (2 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen))
-
-    return sum(count * sum(of(block, b >= first) for b, block in enumerate(plan.blocks_of(m))) for m, count in counts)
+MOST_SEARCHED = 2  # sizes; of others only the bound is known
+# Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
+# least about.
+NEAR_FRACTION = 0.001
 
 
 def search(
     model: Model,
-    workload: Workload,
-    semantics: Semantics,
+    sizes: Sequence[Size],
     profile: Profile,
-    fixed: Policy | None = None,
+    fixed: Policy | str | None = None,
     free: frozenset[str] = frozenset(),
     clipped_fraction: float | None = None,
 ) -> Answer:
-    """The fastest plan found, with its certificate; with a `fixed` policy, that one.
+    """The fastest plan found with any of these sizes (`sizes_of`, the larger micro-batches first), with its certificate. `fixed`: a
+    policy, or the schedule of another system by name; then only sizes are compared.
 
-    DoesNotFitError when no policy fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
+    DoesNotFitError when nothing fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
     them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: unknown, so no block is updated before
-    the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have.
+    the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have, TooLongError
+    where no size makes a plan that can be written.
     """
-    refuse_illegal(workload, semantics, fixed or Policy(accumulation_group=semantics.least_group))
-    if clipped_fraction is None and eager_is_legal(semantics):
-        clipped_fraction = 0.0  # no step is clipped or skipped
+    _refuse_too_long(sizes, fixed)
+    trials = [Trial(model, workload, of, profile, _clipped(of, clipped_fraction)) for of, workload in sizes]
+    if fixed is not None:
+        return _of_policy(trials, fixed, free)
+    for trial in trials:
+        refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
+    machine_s = [machine_bound(trial.frame(Policy()), trial.cost).seconds for trial in trials]
+    ready = [(bound_s, False, i) for i, bound_s in enumerate(machine_s)]  # seconds, whether families are bounded, which
+    heapq.heapify(ready)
+    trees: dict[int, Tree] = {}
+    first_s: dict[int, float] = {}  # steps of what is tried first
+    bounds_s = dict.fromkeys(range(len(sizes)), inf)
+    while ready:
+        bound_s, is_relaxed, i = heapq.heappop(ready)
+        if min(first_s.values(), default=inf) <= bound_s * (1 + CLOSE_FRACTION):
+            bounds_s[i] = bound_s
+        elif not is_relaxed:
+            trees[i] = Tree(trials[i])
+            heapq.heappush(ready, (max(bound_s, trees[i].relax()), True, i))
+        elif bound_s < inf:
+            bounds_s[i], first_s[i] = bound_s, trees[i].try_first(_starts(trials[i]))
+    found: dict[int, float] = {}  # steps of the sizes searched
+    fastest, likely = sorted(first_s, key=lambda i: (first_s[i], i)), sorted(first_s, key=lambda i: (bounds_s[i], i))
+    for i in dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]]):
+        best_s = min(found.values(), default=inf)
+        if best_s <= bounds_s[i] * (1 + CLOSE_FRACTION):
+            continue
+        trees[i].explore(best_s)
+        bounds_s[i] = max(trees[i].bound_s, machine_s[i])
+        if (best := trees[i].best) is not None:
+            found[i] = trials[i].step_s(best)
+    if not found:
+        raise _nothing_fits(trials, list(trees.values()), free)
+    chosen = min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
+    tree, others_s = trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
+    assert tree.best is not None, "it was found"
+    _assert_bounded(tree, tree.best)
+    proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
+    return answer_of(trials[chosen], tree.best, proven, trials[chosen].baselines())
+
+
+def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | None:
     if not semantics.train.all:
-        clipped_fraction = None  # no block is updated before the norm
-    trial = Trial(model, workload, semantics, profile, clipped_fraction)
-    request = Request(model, semantics, profile, fixed, free)
-    known = trial.baselines()
-    if fixed is None:
-        tree = Tree(trial)
-        start = [baseline(name, semantics, workload) for name, outcome in known.items() if "step_s" in outcome]
-        greedy = Greedy(model, workload, semantics, profile)  # on which the choice of sizes rests
-        likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
-        tree.explore([*start, *sorted(likely, key=greedy.bound_s)[:STARTS]])
-        if tree.best is None:
-            raise does_not_fit(request, [needs for _, needs in leanest(model, workload, semantics, profile)])
-        best, bound_s, n_families = tree.best, tree.bound_s, len(tree.families)
-        relaxed = tree.relaxation.solve(family_of(best, semantics))
-        repeats = trial.tried[best][1].periodic
-        assert not repeats or relaxed is None or trial.step_s(best) >= relaxed.bound_s * ROUNDING, (
-            f"{best} is below the bound of its family"
-        )
-    else:
-        plan = frame(model, workload, semantics, fixed)
-        if not (needs := footprint(plan, profile)).fits:
-            raise does_not_fit(request, [needs])
-        best, bound_s, n_families = fixed, policy_bound(plan, trial.cost).seconds, 0
-        trial.step_s(fixed)
-    return answer_of(trial, best, bound_s, n_families, known)
+        return None  # no block is updated before the norm
+    return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # no step is clipped or skipped
 
 
-def answer_of(trial: Trial, best: Policy, bound_s: float, n_families: int, known: dict[str, dict[str, Any]]) -> Answer:
-    """Prediction and certificate of a simulated policy; no other one of `n_families` families is below the bound."""
-    plan, prediction = trial.tried[best]
-    step_s, profile = trial.step_s(best), trial.profile
-    machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
-    # Steps that find no rhythm are a mean of the last, which may be any moment's.
-    assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
-    policy_bound_s = max(min(step_s, bound_s), machine.seconds)
-    binding = binding_of(plan, prediction, trial.cost) or own.binding
-    drawn, needs = interval(plan, profile), footprint(plan, profile)
-    predicted = Predicted(
-        step_s=step_s,
-        p10_step_s=min(drawn.p10_step_s, step_s),
-        p90_step_s=max(drawn.p90_step_s, step_s),
-        tokens_per_s=plan.semantics.tokens_per_step / step_s,
-        model_flop_per_s=model_flop(plan) / step_s,
-        device_peak_bytes=needs.device_peak_bytes,
-        host_peak_bytes=needs.host_peak_bytes,
-        busy_s=prediction.busy_s(plan),
-    )
-    certificate = Certificate(
-        policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, n_families, len(trial.tried), trial.clipped_fraction,
-        drawn.n_draws, drawn.seed, arithmetic(),
-    )  # fmt: skip
-    return Answer(
-        plan,
-        prediction,
-        Claim(predicted, certificate),
-        needs,
-        known,
-        tuple(sorted(trial.cost.outside)),
-        trial.next_best(best),
-        trial.clipped_step_s(best) if plan.policy.speculate_blocks else None,
-        resident(plan, trial.cost),
-    )
+def _refuse_too_long(sizes: Sequence[Size], fixed: Policy | str | None) -> None:
+    n_ops = [most_ops(workload, of, policy_of(fixed, of, workload)) for of, workload in sizes]
+    if min(n_ops) > MAX_PLAN_OPS:
+        raise TooLongError(sizes[n_ops.index(min(n_ops))][0], min(n_ops))
 
 
-def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:
-    """What the step is full of: the resource, or else the lane, in use for most of it. None: no one of them binds, but their order.
+def _starts(trial: Trial) -> list[Policy]:
+    """Policies to begin with: other systems' schedules, and some greedy ones."""
+    others = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
+    greedy = Greedy(trial.model, trial.workload, trial.semantics, trial.profile)
+    likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
+    return [*filter(trial.fits, others), *sorted(likely, key=greedy.bound_s)[:STARTS]]
 
-    A shared resource comes before the lanes: one that is used up slows every lane that draws on it, and makes them look busy.
-    """
-    drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
-    for i, demand in enumerate(cost.demands(plan)):
-        for resource, per_s in demand.uses:
-            drawn[resource] += plan.often(i) * min(per_s, cost.capacity[resource]) * demand.alone_s
-    resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
-    lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
-    for shares in (resources, lanes):
-        name = max(shares, key=lambda name: shares[name])
-        if shares[name] >= BUSY_FRACTION:
-            return name
-    return None
+
+def _nothing_fits(trials: Sequence[Trial], trees: Sequence[Tree], free: frozenset[str]) -> PenstockError:
+    for tree in trees:
+        if tree.too_long:
+            return tree.refusal()
+    last = trials[-1]
+    needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
+    return does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
+
+
+def _assert_bounded(tree: Tree, best: Policy) -> None:
+    """The proof holds for what was found."""
+    relaxed, step_s = tree.relaxation.solve(family_of(best, tree.trial.semantics)), tree.trial.step_s(best)
+    is_periodic = tree.trial.tried[best].periodic
+    assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
+
+
+def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
+    """The sizes with which a given policy is fastest."""
+    ready: list[tuple[float, int, Policy]] = []
+    needs: list[Footprint] = []
+    refused: PlanError | None = None
+    for i, trial in enumerate(trials):
+        policy = policy_of(fixed, trial.semantics, trial.workload)
+        assert policy is not None
+        try:
+            refuse_illegal(trial.workload, trial.semantics, policy)
+        except PlanError as error:  # with other micro-batches, say, than its groups have
+            refused = refused or error
+            continue
+        plan = trial.frame(policy)
+        needs.append(footprint(plan, trial.profile))
+        if needs[-1].fits:
+            ready.append((policy_bound(plan, trial.cost).seconds, i, policy))
+    if not needs:
+        assert refused is not None
+        raise refused
+    if not ready:
+        last = trials[-1]
+        raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), needs[-1:])
+    found: dict[int, tuple[float, float, Policy]] = {}
+    for bound_s, i, policy in sorted(ready, key=lambda one: one[:2]):
+        if bound_s < min((step_s for step_s, *_ in found.values()), default=inf):
+            found[i] = trials[i].step_s(policy), bound_s, policy
+    limit_s = min(step_s for step_s, *_ in found.values()) * (1 + NEAR_FRACTION)
+    chosen = min(i for i, (step_s, *_) in found.items() if step_s <= limit_s)
+    _, bound_s, policy = found[chosen]
+    return answer_of(trials[chosen], policy, Bounds(bound_s, inf, 0, tuple(sorted(free)), 1), trials[chosen].baselines())

@@ -84,6 +84,11 @@ def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
     return replace(_schedule_of(name, semantics, workload), accumulation_group=semantics.least_group)
 
 
+def policy_of(asked: Policy | str | None, semantics: Semantics, workload: Workload) -> Policy | None:
+    """A policy that was asked for, itself or as the name of another system."""
+    return baseline(asked, semantics, workload) if isinstance(asked, str) else asked
+
+
 def _schedule_of(name: str, semantics: Semantics, workload: Workload) -> Policy:
     match name:
         case "megatrain":

@@ -7,15 +7,16 @@ from typing import Any
 from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
-from planner.predict.memory import footprint, frame
+from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.rests_on import rests_on
-from planner.search.micro_batch import SIZES, with_micro_batch
-from planner.search.remedy import MAX_PLAN_OPS, shorter, too_long
-from planner.search.search import Answer, search
+from planner.search.answer import Answer
+from planner.search.micro_batch import SIZES, Size, sizes_of
+from planner.search.remedy import MAX_PLAN_OPS, TooLongError
+from planner.search.search import search
 from planner.search.space import leanest
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model, Workload
+from runtime.plan.workload import Model
 from runtime.units import show_bytes, show_seconds
 
 from .price import USD_PER_KWH, Hourly, Job, hourly, job, show_days
@@ -183,16 +184,19 @@ def candidate(
 ) -> Candidate:
     """One machine with the fastest plan found, or with a `fixed` policy. `free`: sizes that the machine chooses for itself, as it
     does its kernels. PlanError for semantics or a policy that no plan can have."""
-    of, workload = with_micro_batch(model, with_kernels(model, semantics, profile), profile, free)
+    of = with_kernels(model, semantics, profile)
     hour, n_here = hourly(profile), of.ranks // profile.n_hosts
-    if n_ops := too_long(workload, of, fixed):
-        reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
-        counts = {"n_micro_batches": of.n_micro_batches, "n_ops": n_ops}
-        return Candidate(profile.name, hour, None, Refusal("too long", reason, shorter(of), counts))
-    least_bytes = smallest_host_bytes(model, workload, of, profile, fixed)
+    sizes = sizes_of(model, of, profile, free)
+    least_bytes = smallest_host_bytes(model, sizes, profile, fixed)
     least_bytes = None if least_bytes is None else least_bytes * n_here
     try:
-        speed = _speed(search(model, workload, of, profile, fixed, free), profile, n_here)
+        speed = _speed(search(model, sizes, profile, fixed, free), profile, n_here)
+    except TooLongError as error:
+        reason = (
+            f"a step of {error.n_micro_batches} micro-batches makes a plan of up to {error.n_ops} ops, more than {MAX_PLAN_OPS}"
+        )
+        counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
+        return Candidate(profile.name, hour, None, Refusal("too long", reason, error.change, counts))
     except DoesNotFitError as error:
         return Candidate(profile.name, hour, None, _misfit(error), least_bytes)
     return Candidate(profile.name, hour, speed, None, least_bytes)
@@ -221,12 +225,12 @@ def _misfit(error: DoesNotFitError) -> Refusal:
     return Refusal("does not fit", reason, error.smallest_change, {f"short_{place}_bytes": n_bytes for place, n_bytes in places})
 
 
-def smallest_host_bytes(
-    model: Model, workload: Workload, semantics: Semantics, profile: Profile, fixed: Policy | None = None
-) -> int | None:
+def smallest_host_bytes(model: Model, sizes: Sequence[Size], profile: Profile, fixed: Policy | None = None) -> int | None:
     """The least host memory that a policy needs which the device has memory for; None where it has for none."""
-    if fixed is not None:
-        found = [footprint(frame(model, workload, semantics, fixed), profile)]
-    else:
-        found = [needs for _, needs in leanest(model, workload, semantics, profile)]
-    return min((needs.host_peak_bytes for needs in found if not needs.short_device_bytes), default=None)
+    needs: list[Footprint] = []
+    for of, workload in sizes:
+        if fixed is not None:
+            needs.append(footprint(frame(model, workload, of, fixed), profile))
+        else:
+            needs += [needed for _, needed in leanest(model, workload, of, profile)]
+    return min((of.host_peak_bytes for of in needs if not of.short_device_bytes), default=None)

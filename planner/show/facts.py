@@ -11,8 +11,8 @@ from planner.predict.memory import Footprint, footprint
 from planner.predict.resident import resident
 from planner.predict.rests_on import RestsOn, rests_on
 from planner.predict.simulate import Prediction, simulate
+from planner.search.answer import Answer, model_flop
 from planner.search.claim import Claim, claimed
-from planner.search.search import Answer, model_flop
 from runtime.plan import Plan, PlanFile, Policy
 from runtime.plan.timeline import Timeline
 

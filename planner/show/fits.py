@@ -18,6 +18,7 @@ from planner.model.workload import build_workload, read_model, supported_attenti
 from planner.search.estimate import Greedy
 from planner.search.micro_batch import possible_sizes
 from planner.search.space import leanest
+from planner.search.trial import Trial
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB
@@ -138,7 +139,7 @@ def estimated_s(model: Model, semantics: Semantics, profile: Profile) -> float:
         lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in greedy)
         likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
     of, policy = min(likely, key=lambda pair: pair[0].bound_s(pair[1]))
-    return of.step_s(policy)
+    return Trial(model, of.workload, of.semantics, profile, None).step_s(policy)
 
 
 def _semantics(model: Model, semantics: Semantics) -> Semantics:

@@ -58,17 +58,18 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
     item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
     pads = not on_cuda and of.compute_dtype == "bf16"
     n_computed = padded_tokens(of.seq_len) if pads else of.seq_len
-    for b, block in enumerate(plan.workload.blocks):
-        if (attention := block.attention) is None:
+    for alike in plan.workload.classes:
+        if (attention := plan.workload.blocks[alike[0]].attention) is None:
             continue
+        n_keeping = sum(plan.policy.saved(b) is Saved.ALL for b in alike)
         n_heads, width = attention.n_heads, attention.head_dim
         said = config.get("num_key_value_heads")
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
-        if plan.policy.saved(b) is Saved.ALL:
+        if n_keeping:
             n_joined = 0 if _calls_fused(plan, width, on_cuda) else n_heads
             wide = config.get("model_type") in WIDE_TABLES
             table_bytes = 2 * (ITEM_BYTES["fp32"] * (attention.n_sequences - 1) if wide else item_bytes * attention.n_sequences)
-            kept_bytes += of.seq_len * width * (table_bytes + attention.n_sequences * n_joined * item_bytes)
+            kept_bytes += n_keeping * of.seq_len * width * (table_bytes + attention.n_sequences * n_joined * item_bytes)
         # Most in backward: the gradients of queries, keys and values, and a copy of the sums; padded, besides, all that goes in:
         # the same three, results, and their gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads

@@ -77,7 +77,7 @@ def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
     updates in another sequence than the rest."""
     blocks, multiple = workload.blocks, semantics.optimizer.device_multiple
-    return [b for b in can_square(workload, semantics) if all(p.n_elements % multiple == 0 for p in blocks[b].trained)]
+    return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
+
+from runtime.compiled import compiled, floats
 
 
 class Resource(StrEnum):
@@ -56,26 +59,60 @@ def rates(active: Sequence[Demand], region: Region) -> list[float]:
 
 @lru_cache(maxsize=65536)
 def shares(uses: tuple[Uses, ...], region: Region) -> tuple[float, ...]:
-    """Max-min fair speeds of ops that draw `uses` at full speed, by progressive filling."""
-    draws = [dict(use) for use in uses]
-    speed = [0.0] * len(uses)
-    left = dict(region.capacity)
-    for r, capacity in region.capacity:
-        drawers = [draw for draw in draws if draw.get(r, 0.0) > 0]
-        if len(drawers) == 1:
-            drawers[0][r] = min(drawers[0][r], capacity)
-    rising = set(range(len(uses)))
+    """Max-min fair speeds of ops that draw `uses` at full speed."""
+    drawn = [draw for use in uses for draw in draws(use, region)]
+    return tuple(fill(len(uses), floats(drawn), floats(capacity_of(region))))
+
+
+def capacity_of(region: Region) -> list[float]:
+    """Units per second of each resource that may be short."""
+    return [capacity for _, capacity in region.capacity]
+
+
+def draws(uses: Uses, region: Region) -> list[float]:
+    """Units per second that an op draws on each of these at full speed."""
+    of = dict(uses)
+    return [of.get(resource, 0.0) for resource, _ in region.capacity]
+
+
+@compiled
+def fill(n: int, draws: Any, capacity: Any) -> list[float]:
+    """Max-min fair speeds of n ops by progressive filling. `draws`: of each op on each resource, op by op."""
+    n_resources = len(capacity)
+    speeds, is_rising, left = [0.0] * n, [True] * n, [0.0] * n_resources
+    load, drawn = [0.0] * n_resources, [0.0] * (n * n_resources)
+    for r in range(n_resources):
+        left[r] = capacity[r]
+        n_drawers = 0
+        for i in range(n):
+            n_drawers += draws[i * n_resources + r] > 0
+        for i in range(n):
+            draw = draws[i * n_resources + r]
+            drawn[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
     level = 0.0  # the common speed of all that still rise
-    while rising:
-        load = {r: sum(draws[i].get(r, 0.0) for i in sorted(rising)) for r in left}
-        short = [r for r in left if load[r] > 0]
-        rise = min([1.0 - level, *(left[r] / load[r] for r in short)])
+    n_rising = n
+    while n_rising:
+        rise = 1.0 - level
+        for r in range(n_resources):
+            load[r] = 0.0
+            for i in range(n):
+                if is_rising[i]:
+                    load[r] += drawn[i * n_resources + r]
+            if load[r] > 0:
+                rise = min(rise, left[r] / load[r])
         level += rise
-        # The resource that set this rise counts as full whatever rounding left of it.
-        full = {r for r in short if left[r] / load[r] <= rise * (1 + 1e-12)}
-        for r in short:
-            left[r] = max(0.0, left[r] - rise * load[r])
-        for i in rising:
-            speed[i] = level
-        rising = set() if level >= 1.0 - 1e-12 else {i for i in rising if not any(draws[i].get(r, 0.0) > 0 for r in full)}
-    return tuple(speed)
+        for i in range(n):
+            if is_rising[i]:
+                speeds[i] = level
+        for r in range(n_resources):
+            if load[r] > 0:
+                # The resource that set this rise counts as full whatever rounding left of it.
+                if left[r] / load[r] <= rise * (1 + 1e-12):
+                    for i in range(n):
+                        is_rising[i] = is_rising[i] and drawn[i * n_resources + r] <= 0
+                left[r] = max(0.0, left[r] - rise * load[r])
+        n_rising = 0
+        if level < 1.0 - 1e-12:
+            for i in range(n):
+                n_rising += is_rising[i]
+    return speeds

@@ -23,6 +23,7 @@ from .workload import (
     Model,
     Natural,
     Parameter,
+    Saved,
     Tier,
     Workload,
     aligned_elements,
@@ -305,14 +306,23 @@ class Setup:
     @property
     def kept_bytes(self) -> int:
         """What layers save on the device, of one group of micro-batches, besides their input."""
-        layers = {*range(1, self.workload.n_layers + 1)} - {*self.policy.offload_blocks}
-        return self.policy.accumulation_group * sum(self.recompute(b).saved_bytes for b in layers)
+        away = sum(self.recompute(b).saved_bytes for b in self.policy.offload_blocks)
+        saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike.values())
+        return self.policy.accumulation_group * (saved - away)
+
+    @property
+    def _layers_alike(self) -> dict[tuple[int, Saved], tuple[int, int]]:
+        """By class and what is saved: one such layer, and how many there are."""
+        found: dict[tuple[int, Saved], tuple[int, int]] = {}
+        saved = self.policy.save + (Saved.INPUT,) * (self.workload.n_layers - len(self.policy.save))
+        for b, key in enumerate(zip(self.workload.first_alike_layers, saved, strict=True), start=1):
+            found[key] = b, found[key][1] + 1 if key in found else 1
+        return found
 
     @property
     def transient_bytes(self) -> int:
         """Peak of the block being computed, in the allocator."""
-        layers = range(1, self.workload.n_layers + 1)
-        return max(self.other_transient_bytes, *(self.recompute(b).transient_bytes for b in layers))
+        return max(self.other_transient_bytes, *(self.recompute(b).transient_bytes for b, _ in self._layers_alike.values()))
 
     @property
     def other_transient_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -152,13 +153,14 @@ class Block:
 
         Where nothing is said of its input alone, that is the whole forward; of all, nothing.
         """
-        if saved is Saved.ALL:
-            return Tier(saved, self.kept_bytes, self.transient_bytes, 0, False, 0, 0)
-        found = next((tier for tier in self.tiers if tier.saved is saved), None)
-        if found is None and saved is Saved.INPUT:
-            work = len(self.matmuls), self.attention is not None, self.pointwise_bytes, self.n_kernels, self.fused_bytes
-            return Tier(saved, 0, self.transient_bytes, *work, norm_bytes=self.norm_bytes)
-        return found
+        return self._recomputes.get(saved)
+
+    @cached_property
+    def _recomputes(self) -> dict[Saved, Tier]:
+        work = len(self.matmuls), self.attention is not None, self.pointwise_bytes, self.n_kernels, self.fused_bytes
+        of_input = Tier(Saved.INPUT, 0, self.transient_bytes, *work, norm_bytes=self.norm_bytes)
+        everything = Tier(Saved.ALL, self.kept_bytes, self.transient_bytes, 0, False, 0, 0)
+        return {Saved.INPUT: of_input} | {tier.saved: tier for tier in reversed(self.tiers)} | {Saved.ALL: everything}
 
     @cached_property
     def tied(self) -> bool:
@@ -183,6 +185,11 @@ class Block:
     def trained(self) -> tuple[Parameter, ...]:
         """What is not frozen of what the block uses."""
         return tuple(p for p in self.parameters if not p.frozen)
+
+    @cached_property
+    def trained_divisor(self) -> int:
+        """The largest number that divides the number of elements of every trained parameter; 0 where there is none."""
+        return math.gcd(*(p.n_elements for p in self.trained))
 
     @cached_property
     def is_mixed(self) -> bool:
@@ -285,6 +292,11 @@ class Workload:
     def first_alike(self) -> dict[int, int]:
         """Of each block, the first that differs from it in nothing but names."""
         return {b: blocks[0] for blocks in self.classes for b in blocks}
+
+    @cached_property
+    def first_alike_layers(self) -> tuple[int, ...]:
+        """The same of the layers, in order."""
+        return tuple(self.first_alike[b] for b in range(1, self.n_layers + 1))
 
 
 def aligned_elements(p: Parameter) -> int:

@@ -31,7 +31,11 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 
 # Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
 MAY_IMPORT = {
-    "planner": {*(f"hwprofiles.{name}" for name in ("schema", "quantity", "several")), "runtime.plan", *GROUND},
+    "planner": {
+        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several")),
+        *("runtime.plan", "runtime.compiled"),
+        *GROUND,
+    },
     "hwprofiles": GROUND,
     # What is timed is the runtime's own work, on the cores that it would use.
     "hwprofiles.probe": {
@@ -70,6 +74,7 @@ HOME = {
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
+    "numba": {"runtime/compiled.py"},
     "transformers": {
         *(f"runtime/layers/{name}.py" for name in ("documents", "kernels", "meta_models")),
         *(
@@ -88,7 +93,7 @@ HOME = {
     "yaml": {"penstock/run_config.py"},
     "peft": {"penstock/checkpoint/adapter_files.py"},
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
-    "numpy": {"penstock/data", "planner/bounds", "planner/predict/regression.py", "planner/search/relax.py"},
+    "numpy": {"penstock/data", "planner/bounds", "planner/predict/regression.py", "planner/search/relax.py", "runtime/compiled.py"},
 }
 
 # Where a distribution has another name than its module
@@ -97,7 +102,7 @@ MONITORS = {"wandb", "mlflow"}  # imported when a run asks for them, and said to
 
 # What planning touches: the machine it runs on need not have torch. The shell wakes it when a command needs it.
 TORCH_FREE = (
-    *("planner", "runtime/plan", "runtime/errors.py", "runtime/units.py", "runtime/files.py"),
+    *("planner", "runtime/plan", *(f"runtime/{name}.py" for name in ("compiled", "errors", "files", "units"))),
     *("penstock/cli", "penstock/run_config.py"),
     *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "run_files", "settings", "signals", "version")),
     *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),
@@ -311,7 +316,7 @@ def test_every_home_is_lived_in_and_every_permission_is_used(trees: dict[Path, a
 
 def test_every_dependency_has_a_home_and_every_home_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["run"]]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["run"], *project["optional-dependencies"]["fast"]]
     imported = {IMPORTED_AS.get(name, name) for name in (line.partition(">=")[0] for line in declared)}
     assert imported | MONITORS == set(HOME)
 

@@ -8,7 +8,7 @@ from hwprofiles.schema import Profile, read_profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import read_model
 from planner.predict.faster import Group, faster
-from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.search import search
 from planner.show.compare import candidate, ranked
 from planner.show.fits import Fit
@@ -43,10 +43,9 @@ def test_a_machine_is_ranked_by_its_own_plan():
     found = compared(*map(read_profile, names), fixed=None)
     for of in found.candidates:
         profile = read_profile(of.machine)
-        semantics, workload = with_micro_batch(MODEL, with_kernels(MODEL, SEMANTICS, profile), profile)
-        answer = search(MODEL, workload, semantics, profile, free=SIZES)
+        answer = search(MODEL, sizes_of(MODEL, with_kernels(MODEL, SEMANTICS, profile), profile), profile, free=SIZES)
         assert (of.speed.step_s, of.speed.tokens_per_s) == (answer.step_s, 512 / answer.step_s)
-        assert (of.speed.micro_batch, of.speed.binding) == (semantics.micro_batch, answer.certificate.binding)
+        assert (of.speed.micro_batch, of.speed.binding) == (answer.plan.semantics.micro_batch, answer.certificate.binding)
         assert (of.speed.device_peak_bytes, of.speed.host_peak_bytes) == (
             answer.needs.device_peak_bytes,
             answer.needs.host_peak_bytes,

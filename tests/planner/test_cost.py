@@ -10,7 +10,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param
 from planner.predict.memory import frame
-from planner.search.search import model_flop
+from planner.search.answer import model_flop
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
 from runtime.plan.region import Resource
 from runtime.plan.workload import Saved

@@ -8,7 +8,7 @@ from hwprofiles.schema import read_profile
 from hwprofiles.several import on_network, shared_by
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
-from planner.search.micro_batch import with_micro_batch
+from planner.search.micro_batch import sizes_of
 from planner.search.search import search
 from planner.show.fits import does_fit, estimated_s, families, family_of, fits, hosts
 from runtime.errors import ProfileError
@@ -57,8 +57,8 @@ def test_several_gpus_train_what_their_parts_hold_together(gpus, n_hosts):
 
 def test_an_estimate_is_within_some_per_cent_of_a_search():
     model = read_model("qwen3-0.6b")
-    of, workload = with_micro_batch(model, with_kernels(model, SEMANTICS, DESKTOP), DESKTOP)
-    assert estimated_s(model, SEMANTICS, DESKTOP) == pytest.approx(search(model, workload, of, DESKTOP).step_s, rel=0.1)
+    sizes = sizes_of(model, with_kernels(model, SEMANTICS, DESKTOP), DESKTOP)
+    assert estimated_s(model, SEMANTICS, DESKTOP) == pytest.approx(search(model, sizes, DESKTOP).step_s, rel=0.1)
 
 
 def test_each_size_is_on_the_nearest_machine_and_soldered_stays():

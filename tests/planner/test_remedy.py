@@ -10,7 +10,7 @@ from hwprofiles.schema import read_profile
 from planner.lower.lower import lower, plan_ops
 from planner.model.workload import build_workload, read_model
 from planner.predict.memory import footprint, frame
-from planner.search.micro_batch import SIZES, with_micro_batch
+from planner.search.micro_batch import SIZES, sizes_that_fit
 from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
 from planner.search.search import search
 from planner.search.space import baseline, leanest
@@ -70,7 +70,7 @@ def test_a_short_host_is_told_before_a_short_device():
     """Boundaries of long sequences do not fit the device; spilled, they miss the host by 15.3 GB: that is what can be bought."""
     model, semantics = read_model("qwen3-8b"), Semantics(seq_len=4096, batch_size=32, micro_batch=2)
     with pytest.raises(DoesNotFitError, match=r"does not fit rtx4090-desktop: host memory is 15\.3 GB short") as caught:
-        search(model, build_workload(model, semantics), semantics, DESKTOP)
+        search(model, [(semantics, build_workload(model, semantics))], DESKTOP)
     assert caught.value.short_device_bytes == 0
     assert "--host-memory 150GB" in caught.value.smallest_change
     assert "--device-memory" not in caught.value.smallest_change
@@ -103,7 +103,7 @@ def test_no_change_resets_a_size_that_the_user_named(named):
     model = read_model("qwen2.5-7b")
     given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
     free = SIZES - named
-    semantics, _ = with_micro_batch(model, given, SMALL, free)
+    semantics, _ = sizes_that_fit(model, given, SMALL, free)
     request = Request(model, semantics, SMALL, None, free)
     found = [footprint(frame(model, build_workload(model, semantics), semantics, Policy()), SMALL)]
     changes = [*_changes(request, found), _with_memory(request, found[0])]  # whether they fit or not
@@ -112,7 +112,7 @@ def test_no_change_resets_a_size_that_the_user_named(named):
         is_size = text.startswith("--micro-batch")
         for field in named - ({"micro_batch"} if is_size else set()):
             assert getattr(changed.semantics, field) == getattr(given, field), text
-        again, _ = with_micro_batch(model, changed.semantics, changed.profile, free - ({"micro_batch"} if is_size else set()))
+        again, _ = sizes_that_fit(model, changed.semantics, changed.profile, free - ({"micro_batch"} if is_size else set()))
         assert replace(changed, semantics=again).fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
 
 
@@ -128,7 +128,7 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
-    semantics, workload = with_micro_batch(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
+    semantics, workload = sizes_that_fit(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
     fixed = baseline("megatrain", semantics, workload)
     needs = footprint(frame(model, workload, semantics, fixed), profile)
     error = does_not_fit(Request(model, semantics, profile, fixed, SIZES), [needs])
@@ -136,7 +136,7 @@ def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     assert changed, error
     larger = profile.with_memory(None, parse_bytes(changed[1]))
     given = replace(semantics, micro_batch=int(changed[2]))
-    given, workload = with_micro_batch(model, given, larger, SIZES - {"micro_batch"})
+    given, workload = sizes_that_fit(model, given, larger, SIZES - {"micro_batch"})
     assert footprint(frame(model, workload, given, fixed), larger).fits
 
 

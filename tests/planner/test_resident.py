@@ -117,5 +117,5 @@ def test_a_plan_slower_than_resident_training_says_so_first():
 def test_one_memory_for_host_and_device_has_no_estimate(machine):
     of, model, profile = Semantics(128, 2, 2), read_model("smollm2-360m"), read_profile(machine)
     assert on(profile, model, of) is None
-    answer = search(model, build_workload(model, of), of, profile, Policy())
+    answer = search(model, [(of, build_workload(model, of))], profile, Policy())
     assert "resident" not in answer.all_baselines()

@@ -25,7 +25,7 @@ from planner.predict.resident import shares_memory
 from planner.predict.simulate import simulate
 from planner.search.branch import Tree
 from planner.search.estimate import Greedy
-from planner.search.micro_batch import with_micro_batch
+from planner.search.micro_batch import sizes_of
 from planner.search.relax import Relaxation
 from planner.search.search import search
 from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
@@ -99,8 +99,8 @@ def test_bounds_count_no_more_ops_than_the_plan_has(number):
     policy, cost = drawn_policy(random.Random(number), of), CostModel(of.profile)
     plan = lower(of.model, of.workload, of.semantics, policy, {})
     left_s: dict[Kind, float] = dict.fromkeys(Kind, 0.0)
-    for op, demand in zip(plan.ops, cost.demands(plan), strict=True):
-        left_s[op.kind] += demand.uncontended_s
+    for i, (op, demand) in enumerate(zip(plan.ops, cost.demands(plan), strict=True)):
+        left_s[op.kind] += plan.often(i) * demand.uncontended_s
     total_s, setup = sum(left_s.values()), frame(of.model, of.workload, of.semantics, policy)
     for kind, demand, count in (counted for b in range(len(of.workload.blocks)) for counted in ops_of(setup, cost, b)):
         left_s[kind] -= count * demand.uncontended_s
@@ -142,7 +142,7 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
     """Brute force leaves out policies whose own bound is above the best found."""
-    answer = search(NOBODY, workload, s, profile)
+    answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
     bounds_s = {policy: policy_bound(frame(NOBODY, workload, s, policy), cost).seconds for policy in policies}
     for policy in sorted(bounds_s, key=lambda policy: bounds_s[policy]):
@@ -189,13 +189,13 @@ def test_the_machine_bound_names_what_is_slow():
 def test_the_answer_is_never_worse_than_a_static_candidate():
     for name, clip in (("h200-pcie5", 1.0), ("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
-        s, workload = with_micro_batch(model, Semantics(1024, 8, 1, clip_norm=clip), profile)
-        answer = search(model, workload, s, profile)
+        answer = search(model, sizes_of(model, Semantics(1024, 8, 1, clip_norm=clip), profile), profile)
+        s, workload = answer.plan.semantics, answer.plan.workload
         assert set(answer.baselines) == set(BASELINES)
         for said in answer.baselines.values():
             assert answer.prediction.step_s <= said.get("step_s", inf)
     for name in BASELINES:
-        fixed = search(model, workload, s, profile, baseline(name, s, workload))
+        fixed = search(model, [(s, workload)], profile, name)
         assert fixed.plan.policy == baseline(name, s, workload)
         assert fixed.certificate.n_families == 0
         assert fixed.prediction.step_s == fixed.baselines[name]["step_s"]
@@ -205,18 +205,17 @@ def test_the_answer_is_never_worse_than_a_static_candidate():
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     """The best baseline is the answer; families keep their bounds, opened or not: the lowest is solved anew here."""
-    if opens:
-        monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
-    else:
+    monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
+    if not opens:
         monkeypatch.setattr("planner.search.branch.MAX_SEARCHED_OPS", 0)
         monkeypatch.setattr("planner.search.branch.MOST_RELAXED", 0)
-    for name in ("_scout", "_climb", "_prefetch_less"):
+    for name in ("_scout", "_climb_all", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
     s = Semantics(2048, 8, 4)
     workload = build_workload(model, s)
-    answer = search(model, workload, s, profile)
+    answer = search(model, [(s, workload)], profile)
     baselines_s = [said["step_s"] for said in answer.baselines.values() if "step_s" in said]
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
@@ -241,9 +240,9 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     model, machine = read_model("qwen2.5-0.5b"), read_profile("rtx4090-desktop")
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
-    whole = search(model, workload, s, machine)
-    monkeypatch.setattr("planner.search.branch.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
-    found = search(model, workload, s, machine)
+    whole = search(model, [(s, workload)], machine)
+    monkeypatch.setattr("planner.search.trial.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    found = search(model, [(s, workload)], machine)
     assert found.certificate.policy_bound_s <= min(whole.step_s, found.step_s) * (1 + 1e-9)
     assert found.certificate.n_simulated < whole.certificate.n_simulated
     assert found.plan.policy.accumulation_group == 1
@@ -251,10 +250,10 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     one_group = Policy(accumulation_group=8, spill_blocks=tuple(range(24)))
     needs = footprint(frame(model, workload, s, one_group), machine)
     tight = machine.with_memory(None, needs.host_peak_bytes + 10**7)
-    assert search(model, workload, s, tight).plan.policy.accumulation_group > 1
+    assert search(model, [(s, workload)], tight).plan.policy.accumulation_group > 1
     monkeypatch.setattr("planner.search.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
     with pytest.raises(PlanError, match="use a larger --micro-batch"):
-        search(model, workload, s, tight)
+        search(model, [(s, workload)], tight)
 
 
 def test_eager_updates_are_tried_only_where_they_are_legal():
@@ -311,7 +310,7 @@ def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
     plan = lower(model, workload, semantics, policy, {})
     step_s = simulate(plan, cost.demands(plan), region_of(DESKTOP)).step_s
     assert policy_bound(frame(model, workload, semantics, policy), cost).seconds <= step_s * (1 + 1e-9)
-    search(model, workload, semantics, DESKTOP, policy)  # which asserts the same
+    search(model, [(semantics, workload)], DESKTOP, policy)  # which asserts the same
 
 
 @pytest.mark.parametrize("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
@@ -321,14 +320,15 @@ def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     needs = [needs for _, needs in leanest(*of, DESKTOP)]
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
-    found = search(*of, tight)
+    model, workload, semantics = of
+    found = search(model, [(semantics, workload)], tight)
     assert found.needs.fits
 
 
 def test_adapters_updated_on_the_device_need_no_host_ops():
     model, workload, semantics = asked("llama", "lora:r=8")
     policy = Policy(device_blocks=workload.mixed, update=Update.DEFERRED)
-    found = search(model, workload, semantics, DESKTOP, policy)
+    found = search(model, [(semantics, workload)], DESKTOP, policy)
     kinds = {str(op.kind) for op in found.plan.ops}
     assert kinds.isdisjoint({"offload_gradient", "accumulate", "update", "speculate", "settle"})
     assert {"offload_squares", "update_on_device"} <= kinds

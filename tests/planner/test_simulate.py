@@ -1,5 +1,9 @@
 """Simulated timelines against the laws of the plan language, longest paths and examples worked out by hand."""
 
+import hashlib
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -10,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.predict.simulate import simulate
+from runtime.compiled import IS_COMPILED
 from runtime.errors import PlanError
 from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Wait
 from runtime.plan.region import Demand, Region, Resource, rates
 from runtime.plan.workload import Model, Workload
+from tests.edits import small
 
 ROUNDING = 1e-9
 KINDS = [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD_GRADIENT, Kind.UPDATE]  # one per lane
@@ -176,6 +182,29 @@ def test_a_plan_that_waits_in_a_ring_is_refused_with_the_ring():
     ops = [Op(Kind.FORWARD, 1, waits=(Wait(1),)), Op(Kind.LOAD, 1, waits=(Wait(0),))]
     with pytest.raises(PlanError, match="forward gpu b1 waits for load h2d b1; load h2d b1 waits for forward gpu b1"):
         simulate(plan_of(ops), [Demand(0.0, 1.0)] * 2, None)
+
+
+def test_compiled_and_interpreted_code_give_the_same_bits() -> None:
+    """Steps of random plans, short and folded ones, as this process and one without machine code see them."""
+    assert IS_COMPILED, "numba is one of the libraries that are tested with"
+    code = "from tests.planner.test_simulate import steps; print(steps())"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == steps()
+
+
+def steps() -> str:
+    """Every moment of the predicted steps of a few plans, to the last bit."""
+    policies = ({}, {"prefetch_depth": 3, "spill_blocks": (0, 1), "gradient_slots": 2}, {"accumulation_group": 3})
+    plans = [small(n_micro_batches=n, **policy) for n in (3, 6, 300) for policy in policies]
+    assert plans[-1].repeat is not None
+    found = []
+    for plan in plans:
+        uses = [((Resource.DRAM, 30.0 + op.block), (Resource.DUPLEX, 7.0)) if op.lane is not Lane.GPU else () for op in plan.ops]
+        demands = [Demand(1e-6, (1 + i % 7) / 3, of) for i, of in enumerate(uses)]
+        prediction = simulate(plan, demands, REGION)
+        found.append([prediction.step_s.hex(), *(f"{s.start_s.hex()} {s.end_s.hex()}" for s in prediction.timeline.spans)])
+    return hashlib.sha256(repr([found, [str(op) for plan in plans for op in plan.ops]]).encode()).hexdigest()
 
 
 uses_lists = st.lists(

@@ -8,7 +8,7 @@ import pytest
 from hwprofiles.schema import read_profile
 from planner.model.workload import build_workload
 from planner.predict.memory import footprint, frame
-from planner.search.micro_batch import with_micro_batch
+from planner.search.micro_batch import sizes_of
 from planner.search.search import search
 from runtime.plan import Kind, Policy, Semantics
 from runtime.plan.workload import Model
@@ -62,8 +62,7 @@ def test_a_searched_plan_trains_a_context_four_times_the_device() -> None:
     profile = read_profile("cpu-2core").with_memory(DEVICE_BYTES, None)
     whole = frame(model, build_workload(model, asked), asked, Policy())
     assert footprint(whole, profile).device_peak_bytes > 4 * DEVICE_BYTES
-    how, workload = with_micro_batch(model, asked, profile)
-    plan = search(model, workload, how, profile).plan
-    assert how.mlp_tile_tokens is not None
+    plan = search(model, sizes_of(model, asked, profile), profile).plan
+    assert plan.semantics.mlp_tile_tokens is not None
     assert any(op.kind is Kind.OFFLOAD_ACTIVATION for op in plan.ops)
     assert plan.device_arena_bytes + device_bytes(plan)[1] <= DEVICE_BYTES

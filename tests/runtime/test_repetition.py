@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from planner.check.check import _Clocks, _legal_order, check
 from planner.lower.lower import lower_folded, lower_written_out
+from planner.predict.event_loop import MAX_CYCLE
 from planner.predict.simulate import simulate
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
@@ -182,6 +183,17 @@ def test_a_million_micro_batches_are_simulated_as_a_few_are() -> None:
     seconds = [simulate(plan, demands, None).step_s for plan in (few, small(13), many)]
     assert len(few.ops) == len(many.ops)
     assert seconds[2] - seconds[0] == pytest.approx((1_000_000 - 12) * (seconds[1] - seconds[0]), rel=1e-9)
+
+
+def test_repetitions_that_settle_to_no_period_go_on_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small(10_000)
+    demands = [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops]
+    exact = simulate(plan, demands, None)
+    monkeypatch.setattr("planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
+    monkeypatch.setattr("planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE + 1)
+    found = simulate(plan, demands, None)
+    assert (found.periodic, exact.periodic) == (False, True)
+    assert found.step_s == pytest.approx(exact.step_s, rel=1e-3)
 
 
 @pytest.mark.drawn

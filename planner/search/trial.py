@@ -1,0 +1,116 @@
+"""Trials: policies of one workload, lowered and simulated, each once."""
+
+from dataclasses import replace
+from typing import Any
+
+from hwprofiles.schema import Profile
+from planner.lower.lower import lower, plan_ops
+from planner.predict.cost import CostModel, region_of
+from planner.predict.memory import footprint, frame, short_of
+from planner.predict.simulate import Prediction, Simulator, n_simulated
+from runtime.plan import Plan, Policy, Semantics, Setup
+from runtime.plan.legality import refuse_illegal
+from runtime.plan.workload import Model, Saved, Workload
+
+from .space import BASELINES, baseline
+
+MAX_STEPS = 24
+LONGEST_SEARCHED_OPS = 48_000  # of a plan; of a longer one only the bound is known
+
+
+class Trial:
+    """Lowers and simulates policies of one workload."""
+
+    def __init__(
+        self, model: Model, workload: Workload, semantics: Semantics, profile: Profile, clipped_fraction: float | None
+    ) -> None:
+        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
+        self.clipped_fraction = clipped_fraction  # of the steps; None: unknown, so no block is updated before the norm
+        self.profile_json = profile.to_json()
+        self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
+        self.tried: dict[Policy, Prediction] = {}  # without timelines
+        self.clipped: dict[Policy, float] = {}
+        self.n_ops = 0  # that were simulated
+        self._lowered: dict[Policy, tuple[Plan, Simulator]] = {}  # by all of a policy that decides on ops
+        self._fits: dict[Policy, bool] = {}
+
+    def step_s(self, policy: Policy) -> float:
+        """Seconds of a step, in the mean over those that are clipped and those that are not."""
+        if policy not in self.tried:
+            self._take(self.plan(policy))
+        step_s, often = self.tried[policy].step_s, self.clipped_fraction
+        if not policy.speculate_blocks or not often:
+            return step_s
+        return (1 - often) * step_s + often * self.clipped_step_s(policy)
+
+    def plan(self, policy: Policy) -> Plan:
+        """The policy's plan. Policies that differ in what layers save on the device have the same ops."""
+        known = self._lowered.get(_ordered(policy))
+        if known is None:
+            plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
+            self._lowered[_ordered(policy)] = plan, Simulator(plan)
+            return plan
+        refuse_illegal(self.workload, self.semantics, policy)
+        return replace(known[0], policy=policy, arenas=self.frame(policy).arenas)
+
+    def adopt(self, plan: Plan) -> None:
+        """Simulate a given plan as the one of its policy."""
+        self._lowered[_ordered(plan.policy)] = plan, Simulator(plan)
+        self._take(plan)
+
+    def _take(self, plan: Plan) -> None:
+        self.n_ops += n_simulated(plan)
+        self.tried[plan.policy] = self._simulated(plan, self.cost)
+
+    def _simulated(self, plan: Plan, cost: CostModel) -> Prediction:
+        return self._lowered[_ordered(plan.policy)][1].run(cost.demands(plan), self.region, MAX_STEPS)
+
+    def clipped_step_s(self, policy: Policy) -> float:
+        """Seconds of a step in which what was updated on speculation is updated again."""
+        if policy not in self.clipped:
+            self.clipped[policy] = self._simulated(self.plan(policy), self.clipped_cost).step_s
+        return self.clipped[policy]
+
+    def is_too_long(self, policy: Policy) -> bool:
+        """Whether its plan has too many ops to be simulated in a search: groups too large to repeat often."""
+        return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
+
+    def frame(self, policy: Policy) -> Setup:
+        return frame(self.model, self.workload, self.semantics, policy)
+
+    def fits(self, policy: Policy) -> bool:
+        """Whether the memory there is is enough, and one rank's share of the step may go through the layers so."""
+        if policy not in self._fits:
+            of_ranks = policy.accumulation_group >= self.semantics.least_group
+            self._fits[policy] = of_ranks and footprint(self.frame(policy), self.profile).fits
+        return self._fits[policy]
+
+    def baselines(self) -> dict[str, dict[str, Any]]:
+        """What each static candidate would take, or why it cannot run here."""
+        result: dict[str, dict[str, Any]] = {}
+        for name in BASELINES:
+            policy = baseline(name, self.semantics, self.workload)
+            needs = footprint(self.frame(policy), self.profile)
+            result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
+        return result
+
+    def next_best(self, best: Policy) -> tuple[Policy, float] | None:
+        """The fastest policy tried that differs from the best in more than buffers."""
+        others = [policy for policy in self.tried if _essence(policy) != _essence(best)]
+        found = min(others, key=self.step_s, default=None)
+        return None if found is None else (found, self.step_s(found))
+
+
+def _ordered(policy: Policy) -> Policy:
+    """The policy without what layers save: which ops there are, and in which order, does not depend on it."""
+    return replace(policy, save=())
+
+
+def _essence(policy: Policy) -> Policy:
+    """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
+    named = ("resident_blocks", "spill_blocks", "offload_blocks", "device_blocks")
+    counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
+    counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
+    counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
+    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1}
+    return replace(policy, **buffers, square_on_device=False, **counts)
