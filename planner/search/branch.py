@@ -109,7 +109,7 @@ class Tree:
             self._take(self._shortest)  # nothing else fits
         if self.best is None:  # what was suggested needs a little more than there is
             for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
-                if needs.fits:
+                if needs.fits and not too_long(self.trial.workload, self.trial.semantics, plan.policy):
                     self._take(plan.policy)
         if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
             self._climb_all()
