@@ -16,8 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """The function in machine code, kept from one process to the next. No operation on floats is reordered or fused."""
-    return cast(F, numba.njit(cache=True)(function)) if IS_COMPILED else function
+    """The function in machine code, kept from one process to the next where a folder can be written. No operation on floats is
+    reordered or fused."""
+    if not IS_COMPILED:
+        return function
+    try:
+        return cast(F, numba.njit(cache=True)(function))
+    except RuntimeError:  # no folder to keep it in
+        return cast(F, numba.njit(function))
 
 
 def integers(values: Sequence[int]) -> Any:
@@ -28,8 +34,3 @@ def integers(values: Sequence[int]) -> Any:
 def floats(values: Sequence[float]) -> Any:
     """The same of float64."""
     return np.array(values, dtype=np.float64) if IS_COMPILED else list(values)
-
-
-def zeros(n: int) -> Any:
-    """That number of float64 zeros."""
-    return np.zeros(n) if IS_COMPILED else [0.0] * n

@@ -64,8 +64,7 @@ class State(NamedTuple):
     ended: Any  # step and repetition that has just ended
     n_turns: Any  # repetitions performed, at a stretch, of the step that is performed
     is_rough: Any  # some repetitions were skipped that were not quite the same
-    turn_number: Any  # of the last repetitions, as many as a rhythm has and one: their number, end, state and lanes' time
-    turn_end_s: Any
+    turn_end_s: Any  # of the last repetitions, as many as a rhythm has and one: their end, state and lanes' time
     turn_where: Any
     turn_left_s: Any
     turn_busy_s: Any
@@ -224,7 +223,7 @@ def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
                 return
             furthest = max(furthest, s.turn[lane])
     row = turn % n_kept
-    s.turn_number[row], s.turn_end_s[row] = turn, s.now_s[0]
+    s.turn_end_s[row] = s.now_s[0]
     s.n_turns[0] += 1
     for lane in range(n_lanes):
         first, is_idle = (row * n_lanes + lane) * N_WHERE, s.current[lane] == IDLE

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from runtime.compiled import floats, integers, zeros
+from runtime.compiled import floats, integers
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, Repeat, Wait
 from runtime.plan.region import Demand, Region, Uses, capacity_of, draws
@@ -131,10 +131,13 @@ class Simulator:
         def none(n: int, number: int = 0) -> list[int]:
             return integers([number] * n)  # type: ignore[no-any-return]
 
+        def zeros(n: int) -> list[float]:
+            return floats([0.0] * n)  # type: ignore[no-any-return]
+
         return State(
             none(n), none(n), none(n), none(n, IDLE), none(n), zeros(n), zeros(n), floats([1.0] * n), zeros(1),
             none(len(self.plan.ops)), none(steps, of.n_performed), zeros(steps * n), zeros(steps), none(1), none(1),
-            none(2, IDLE), none(1), none(1), none(turns, IDLE), zeros(turns), none(turns * n * N_WHERE), zeros(turns * n),
+            none(2, IDLE), none(1), none(1), zeros(turns), none(turns * n * N_WHERE), zeros(turns * n),
             zeros(turns * n), zeros(steps * of.n_spans), zeros(steps * of.n_spans),
         )  # fmt: skip
 

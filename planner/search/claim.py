@@ -40,8 +40,8 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far from optimal the plan can be: no policy of the space is below one bound, with any of the sizes that were free; no
-    schedule with this micro-batch is below the other."""
+    """How far from optimal the plan can be: no policy of the space is below one bound, with any of the sizes that were looked at;
+    no schedule with this micro-batch is below the other."""
 
     policy_bound_s: Time
     machine_bound_s: Time

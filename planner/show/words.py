@@ -164,10 +164,10 @@ def _certified(claim: Claim) -> str:
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
     whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
     is_of_sizes = (proof.n_sizes or 1) > 1 and proof.n_families > 0
-    whose = "no micro-batch and " + whose if is_of_sizes else whose
+    whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles) {whose}" if is_of_sizes else whose
     bound = f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})"
     if is_of_sizes and proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
-        bound += f"; with this micro-batch none is below {exact(proof.size_bound_s)}"
+        bound += f"; with this plan's none is below {exact(proof.size_bound_s)}"
     return f"{bound}; no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
 
 
