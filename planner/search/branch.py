@@ -16,7 +16,7 @@ from planner.bounds.bounds import busy_s, policy_bound
 from runtime.errors import PlanError
 from runtime.plan import Lane, Policy
 
-from .climb import KINDS, neighbours, without
+from .climb import OMISSIONS, Omission, neighbours
 from .remedy import most_ops, shorter, too_long
 from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
 from .trial import Trial
@@ -205,9 +205,9 @@ class Tree:
                 yield replace(family.policy(self.trial.semantics), prefetch_depth=depth, gradient_slots=n_slots)
                 return
 
-    def _suggested(self, family: Family, prefetch_depth: int, gradient_slots: int, lacking: str | None = None) -> Iterator[Policy]:
+    def _suggested(self, family: Family, depth: int, gradient_slots: int, lacking: Omission | None = None) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
-        relaxed = self.relaxation.solve(family, prefetch_depth, gradient_slots, lacking)
+        relaxed = self.relaxation.solve(family, depth, gradient_slots, lacking)
         if relaxed is None:
             return
         lean = family.policy(self.trial.semantics)
@@ -229,13 +229,13 @@ class Tree:
         best of all these in the whole space, block by block."""
         assert self.best is not None
         self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
-        for kind, has in KINDS.items():
+        for omission in OMISSIONS:
             if self._is_climbed_enough() or self.trial.step_s(self.best) > self.known_s:
                 return
-            if has(self.best):
-                starts = [policy for policy in self._lacking(self.best, kind) if self._may_try(policy)]
+            if omission.has(self.best):
+                starts = [policy for policy in self._lacking(self.best, omission) if self._may_try(policy)]
                 if starts:
-                    self._take(self._climbed(min(starts, key=self.trial.step_s), MOST_RESTARTED_OPS, kind))
+                    self._take(self._climbed(min(starts, key=self.trial.step_s), MOST_RESTARTED_OPS, omission))
         self.best = self._climbed(self.best, MOST_CLIMBED_OPS, fine=True)
 
     def _is_climbed_enough(self) -> bool:
@@ -243,14 +243,14 @@ class Tree:
         is_near = self.trial.step_s(self.best) <= self.bound_s * (1 + CLIMBED_FRACTION)
         return is_near or self.trial.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
 
-    def _lacking(self, policy: Policy, kind: str) -> Iterator[Policy]:
+    def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without a kind of choice, and what the relaxation then suggests."""
-        yield (lean := without(policy, kind))
+        yield (lean := omission.without(policy))
         one = family_of(lean, self.trial.semantics)
         one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
-        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, kind)
+        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, omission)
 
-    def _climbed(self, start: Policy, n_ops: int, lacking: str | None = None, fine: bool = False) -> Policy:
+    def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """Go from neighbour to faster neighbour, until none is faster or so many ops have been simulated."""
         best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
         climbing = True
@@ -260,7 +260,7 @@ class Tree:
             for policy in near if lacking else chain(self._refilled(best), near):
                 if self.trial.n_ops >= limit:
                     return best
-                if (lacking and KINDS[lacking](policy)) or not self._may_try(policy):
+                if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
                 if self.trial.step_s(policy) < self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION):
                     best, climbing = policy, True

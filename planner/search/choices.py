@@ -20,7 +20,7 @@ from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import BlockKind, Model, Saved, Workload
 
-from .climb import KINDS
+from .climb import Omission
 from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
@@ -143,11 +143,11 @@ class Choices:
         for of_classes in (self.resident, self.spilled, self.early_updated, self.squared, self.staying):
             yield from of_classes.values()
 
-    def together(self, lacking: str | None = None) -> None:
+    def together(self, lacking: Omission | None = None) -> None:
         """Rows for what may be chosen together. `lacking`: a kind of choice that is not made."""
         p, n_layers = self.program, self.workload.n_layers
         for choice in self.all():
-            if lacking is not None and KINDS[lacking](choice.treated(self.lean, choice.blocks[:1])):
+            if lacking is not None and lacking.has(choice.treated(self.lean, choice.blocks[:1])):
                 p.high[choice.count] = 0.0
         for choice in self.all():
             p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)

@@ -7,6 +7,7 @@ way, evenly spaced; and last, where `fine`, single blocks.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from hwprofiles.schema import Profile
 from planner.bounds.bounds import places_to_stay
@@ -22,35 +23,30 @@ WAYS = (*map(Way, Saved), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, a
 STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
 MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them
-# What a policy may do without: a search in a smaller space often finds a better plan, as it crosses no ridge.
-KINDS: dict[str, Callable[[Policy], bool]] = {
-    "layers that keep all": lambda policy: Saved.ALL in policy.save,
-    "products saved": lambda policy: Saved.PRODUCTS in policy.save,
-    "attention saved": lambda policy: Saved.ATTENTION in policy.save,
-    "activations on the host": lambda policy: bool(policy.offload_blocks),
-    "boundaries on the host": lambda policy: bool(policy.spill_blocks),
-    "resident weights": lambda policy: bool(policy.resident_blocks),
-    "state on the device": lambda policy: bool(policy.device_blocks),
-    "several groups": lambda policy: policy.accumulation_group > 1,
-}
 
 
-def without(policy: Policy, kind: str) -> Policy:
-    """The policy that does without a kind."""
-    match kind:
-        case "boundaries on the host":
-            return replace(policy, spill_blocks=())
-        case "resident weights":
-            return replace(policy, resident_blocks=())
-        case "state on the device":
-            return staying(policy, ())
-        case "several groups":
-            return replace(policy, accumulation_group=1, square_on_device=False, device_blocks=())
-        case "activations on the host":
-            return with_ways(policy, dict.fromkeys(policy.offload_blocks, Way(Saved.INPUT)))
-        case _:
-            saved = {"layers that keep all": Saved.ALL, "products saved": Saved.PRODUCTS, "attention saved": Saved.ATTENTION}[kind]
-            return with_ways(policy, dict.fromkeys(policy.saving(saved), Way(Saved.INPUT)))
+class Omission(NamedTuple):
+    """A choice that a policy may do without: a search in a smaller space often finds a better plan, as it crosses no ridge."""
+
+    has: Callable[[Policy], bool]
+    without: Callable[[Policy], Policy]
+
+
+def _what_is_saved(saved: Saved) -> Omission:
+    return Omission(lambda policy: saved in policy.save, lambda policy: _saving(policy, policy.saving(saved), Way(Saved.INPUT)))
+
+
+OMISSIONS = (
+    *map(_what_is_saved, (Saved.ALL, Saved.PRODUCTS, Saved.ATTENTION)),
+    Omission(lambda policy: bool(policy.offload_blocks), lambda policy: _saving(policy, policy.offload_blocks, Way(Saved.INPUT))),
+    Omission(lambda policy: bool(policy.spill_blocks), lambda policy: replace(policy, spill_blocks=())),
+    Omission(lambda policy: bool(policy.resident_blocks), lambda policy: replace(policy, resident_blocks=())),
+    Omission(lambda policy: bool(policy.device_blocks), lambda policy: staying(policy, ())),
+    Omission(
+        lambda policy: policy.accumulation_group > 1,
+        lambda policy: replace(policy, accumulation_group=1, square_on_device=False, device_blocks=()),
+    ),
+)
 
 
 def neighbours(plan: Setup, profile: Profile, speculates: bool = False, fine: bool = True) -> Iterator[Policy]:

@@ -21,6 +21,7 @@ from runtime.plan import Kind, Op, Policy, Semantics, Setup, Update
 from runtime.plan.workload import Model, Workload
 
 from .choices import Choices, Frames
+from .climb import Omission
 from .space import GRADIENT_SLOTS, Family, Fill, can_spill, staying, ways_of, with_ways
 
 LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
@@ -50,14 +51,14 @@ class Relaxation:
         self._clipped_cost = CostModel(cost.profile, clipped=True)
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self._works: dict[tuple[Policy, int, Groups, bool], Work] = {}
-        self._known: dict[tuple[Family, int | None, int | None, str | None], Relaxed | None] = {}
+        self._known: dict[tuple[Family, int | None, int | None, Omission | None], Relaxed | None] = {}
 
     @property
     def n_solved(self) -> int:
         return len(self._known)
 
     def solve(
-        self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None, lacking: str | None = None
+        self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None, lacking: Omission | None = None
     ) -> Relaxed | None:
         """The relaxation with these buffers (None: any number of slots); None where nothing fits. `lacking`: a kind of choice that
         is not made, for a suggestion."""
@@ -67,7 +68,7 @@ class Relaxation:
         return self._known[key]
 
     def _solved(
-        self, family: Family, prefetch_depth: int | None, gradient_slots: int | None, lacking: str | None
+        self, family: Family, prefetch_depth: int | None, gradient_slots: int | None, lacking: Omission | None
     ) -> Relaxed | None:
         lean = replace(family.policy(self._frames.semantics), gradient_slots=gradient_slots or 1)
         choices = Choices(self._frames, lean, family, prefetch_depth, self.clipped_fraction)
