@@ -27,7 +27,7 @@ from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, poli
 from .trial import Trial
 
 STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
-MOST_SEARCHED = 2  # sizes; of others only the bound is known
+MOST_SEARCHED = 2  # sizes, those with the fastest first tries, besides the one with the lowest bound; if none of these fits, others
 # Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
 # least about.
 NEAR_FRACTION = 0.001
@@ -72,10 +72,11 @@ def search(
             bounds_s[i], first_s[i] = bound_s, trees[i].try_first(_starts(trials[i]))
     found: dict[int, float] = {}  # steps of the sizes searched
     fastest, likely = sorted(first_s, key=lambda i: (first_s[i], i)), sorted(first_s, key=lambda i: (bounds_s[i], i))
-    for i in dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]]):
+    promising = {*fastest[:MOST_SEARCHED], *likely[:1]}
+    for i in dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1], *fastest]):
         best_s = min(found.values(), default=inf)
-        if best_s <= bounds_s[i] * (1 + CLOSE_FRACTION):
-            continue
+        if best_s <= bounds_s[i] * (1 + CLOSE_FRACTION) or (found and i not in promising):
+            continue  # it cannot win, or there is a plan without it
         trees[i].explore(best_s)
         bounds_s[i] = max(trees[i].bound_s, machine_s[i])
         if (best := trees[i].best) is not None:

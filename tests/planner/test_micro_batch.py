@@ -18,6 +18,7 @@ from planner.predict.memory import footprint, frame
 from planner.predict.simulate import simulate
 from planner.search import search as room
 from planner.search.answer import Answer
+from planner.search.branch import Tree
 from planner.search.estimate import Greedy
 from planner.search.micro_batch import (
     LEAST_LOSS_TILE,
@@ -105,6 +106,16 @@ def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.M
         assert proof.policy_bound_s <= alone.step_s * (1 + 1e-9)
         if size[0] == answer.plan.semantics:
             assert alone.certificate.policy_bound_s <= proof.size_bound_s * (1 + 1e-9)
+
+
+def test_a_size_is_searched_where_those_that_seemed_faster_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relaxation lets sizes pass with which no policy fits."""
+    profile = on("rtx4090-desktop", 24 * GB)
+    sizes = sizes_of(SMALL, start(SMALL, profile, 1024, 64), profile)
+    explore, last = Tree.explore, sizes[-1][0]
+    monkeypatch.setattr(Tree, "try_first", lambda *_: float("inf"))
+    monkeypatch.setattr(Tree, "explore", lambda tree, known_s: explore(tree, known_s) if tree.trial.semantics == last else None)
+    assert search(SMALL, sizes, profile).plan.semantics == last
 
 
 @pytest.mark.parametrize("host_bytes", [512 * GB, 2000 * GB])
