@@ -115,11 +115,10 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         yield replace(policy, resident_blocks=blocks)
     for way in WAYS:
         yield _saving(policy, layers, way)
-    unhurried = replace(policy, speculate_blocks=(), square_on_device=False)
-    yield from (replace(policy, speculate_blocks=()), unhurried, replace(unhurried, resident_blocks=(), gradient_slots=1))
+    yield from (replace(policy, speculate_blocks=()), replace(policy, speculate_blocks=(), square_on_device=False), _bare(policy))
     yield replace(policy, square_on_device=not policy.square_on_device)
     for stay in ([], may_stay, [b for b in may_stay if 0 < b <= n_layers]):
-        yield staying(policy, stay)
+        yield from (staying(policy, stay), staying(_bare(policy), stay))
     if eager_is_legal(plan.semantics):
         yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
 
@@ -178,7 +177,13 @@ def _blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
             changed = {*getattr(policy, name)} ^ {b}
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
     for b in may_stay:
-        yield staying(policy, {*policy.device_blocks} ^ {b})
+        changed = {*policy.device_blocks} ^ {b}
+        yield from (staying(policy, changed), staying(_bare(policy), changed))
+
+
+def _bare(policy: Policy) -> Policy:
+    """Without what state on the device makes worthless, or takes the place of."""
+    return replace(policy, speculate_blocks=(), square_on_device=False, resident_blocks=(), gradient_slots=1)
 
 
 def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:

@@ -57,7 +57,6 @@ class Greedy:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
         self.cost = CostModel(profile)
         self._frames: dict[Policy, Setup] = {}
-        self._lanes_s: dict[Policy, float] = {}
         self._bounds_s: dict[Policy, float] = {}
 
     def policies(self) -> list[Policy]:
@@ -121,9 +120,7 @@ class Greedy:
 
     def lanes_s(self, policy: Policy) -> float:
         """No step is shorter than the ops of its busiest lane, one after the other."""
-        if policy not in self._lanes_s:
-            self._lanes_s[policy] = max(busy_s(self._frame(policy), self.cost).values())
-        return self._lanes_s[policy]
+        return max(busy_s(self._frame(policy), self.cost).values())
 
     def bound_s(self, policy: Policy) -> float:
         """Nor than what shares the machine, and the ring of updates, allow."""

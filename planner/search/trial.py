@@ -37,7 +37,7 @@ class Trial:
     def step_s(self, policy: Policy) -> float:
         """Seconds of a step, in the mean over those that are clipped and those that are not."""
         if policy not in self.tried:
-            self._take(self.plan(policy))
+            self.adopt(self.plan(policy))
         step_s, often = self.tried[policy].step_s, self.clipped_fraction
         if not policy.speculate_blocks or not often:
             return step_s
@@ -47,18 +47,14 @@ class Trial:
         """The policy's plan. Policies that differ in what layers save on the device have the same ops."""
         known = self._lowered.get(_ordered(policy))
         if known is None:
-            plan = lower(self.model, self.workload, self.semantics, policy, self.profile_json)
-            self._lowered[_ordered(policy)] = plan, Simulator(plan)
-            return plan
+            return lower(self.model, self.workload, self.semantics, policy, self.profile_json)
         refuse_illegal(self.workload, self.semantics, policy)
         return replace(known[0], policy=policy, arenas=self.frame(policy).arenas)
 
     def adopt(self, plan: Plan) -> None:
-        """Simulate a given plan as the one of its policy."""
-        self._lowered[_ordered(plan.policy)] = plan, Simulator(plan)
-        self._take(plan)
-
-    def _take(self, plan: Plan) -> None:
+        """Simulate a plan as the one of its policy."""
+        if _ordered(plan.policy) not in self._lowered:
+            self._lowered[_ordered(plan.policy)] = plan, Simulator(plan)
         self.n_ops += n_simulated(plan)
         self.tried[plan.policy] = self._simulated(plan, self.cost)
 
